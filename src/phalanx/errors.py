@@ -1,0 +1,107 @@
+"""Every error Phalanx raises on purpose. Each says what was given, what is allowed and what to do.
+
+PhalanxError
+├── SpecError            a job, plan, cluster or option is wrong; carries every Problem found  (exit code 2)
+│   └── RefusedError     each part is valid, but this plan cannot serve this job here          (exit code 2)
+├── MissingExtraError    an optional package is needed; names the extra to install            (exit code 2)
+└── RunError             a run started and could not go on                                    (exit code 3)
+    ├── LossError        the loss is NaN, infinite, or of a wrong form
+    ├── GradientError    parameters got no gradient, or the optimizer holds other parameters
+    ├── DataError        the data differ between ranks, or end where they must not
+    ├── CheckpointError  a checkpoint is incomplete, of another model, or could not be written
+    └── WorkerError      a worker process failed: its rank, its step, its own traceback
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing that is wrong in what a user wrote.
+
+    Attributes:
+        where: the field or option, such as ``plan.zero`` or ``--plan``.
+        given: what was found there.
+        allowed: what may stand there.
+        fix: a line to copy that would work.
+    """
+
+    where: str
+    given: str
+    allowed: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: given {self.given}; allowed: {self.allowed}\n    try: {self.fix}"
+
+
+class PhalanxError(Exception):
+    """Base of all errors raised on purpose."""
+
+    exit_code = 3
+
+
+class SpecError(PhalanxError):
+    """What was written is wrong. ``problems`` lists everything found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class RefusedError(SpecError):
+    """The plan and the job are each valid, but this plan cannot serve this job on this machine."""
+
+
+class MissingExtraError(PhalanxError):
+    """An optional package is not installed."""
+
+    exit_code = 2
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(
+            f"this needs the package {package!r}, which is not installed\n    try: pip install 'phalanx[{extra}]'"
+        )
+
+
+class RunError(PhalanxError):
+    """A run started and could not go on."""
+
+
+class LossError(RunError):
+    """The loss is NaN, infinite, or not a sum and a count or a plain mean."""
+
+
+class GradientError(RunError):
+    """Parameters got no gradient, or the optimizer holds other parameters than it was given."""
+
+
+class DataError(RunError):
+    """The data differ between ranks, or end where they must not."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint is incomplete, belongs to another model, or could not be written."""
+
+
+class WorkerError(RunError):
+    """A worker process failed.
+
+    Attributes:
+        rank: rank of the first worker that failed.
+        step: the optimizer step it was in, ``None`` before the first.
+        kind: class name of its exception, or ``signal 9`` and the like.
+        traceback: its own traceback text, empty where a signal ended it.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int, step: int | None, kind: str, traceback: str, exit_code: int = 3
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.step, self.kind, self.traceback = rank, step, kind, traceback
+        self.exit_code = exit_code

@@ -1,0 +1,89 @@
+"""What an event log holds: one JSON object a line, each with ``event``, ``time`` and the fields named here.
+
+``SCHEMA_VERSION`` stands in the first line. A reader takes any log of its own major version: fields are added, never
+renamed or removed, within one.
+"""
+
+from __future__ import annotations
+
+SCHEMA_VERSION = "1.0"
+
+# event → field → (type, meaning). A field whose type is a union with None may be null, never absent.
+SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
+    "start": {
+        "schema": (str, "version of this schema"),
+        "job": (str, "name of the job"),
+        "plan": (str, "the plan, as one line of text"),
+        "world_size": (int, "processes"),
+        "device": (str, "kind of device: cpu or cuda"),
+        "batch": (int, "samples in one optimizer step"),
+        "total_steps": (
+            (int, type(None)),
+            "optimizer steps of the whole run; null where a stream's length is not known",
+        ),
+        "first_step": (int, "the step this run begins with; above 0 after a resume"),
+        "parameters": (int, "elements of all parameters"),
+        "notes": (list, "what this plan does not keep of one device's result, in words"),
+    },
+    "step": {
+        "step": (int, "optimizer step, 0 is the first"),
+        "epoch": (int, "pass over the data, 0 is the first"),
+        "loss": (float, "sum over the global batch divided by its count"),
+        "count": (float, "what the loss was divided by: tokens or samples"),
+        "samples": (int, "samples in this global batch"),
+        "seconds": (float, "wall time since the step before"),
+        "lr": (float, "learning rate of the first parameter group"),
+        "grad_norm": ((float, type(None)), "global L2 norm before clipping; null where it was not needed"),
+        "skipped": (bool, "whether fp16 loss scaling skipped the update"),
+    },
+    "evaluate": {
+        "step": (int, "optimizer steps taken so far"),
+        "loss": (float, "sum over the evaluation data divided by its count"),
+        "samples": (int, "samples evaluated, each once"),
+        "metrics": (dict, "name → value"),
+        "seconds": (float, "wall time"),
+    },
+    "checkpoint": {
+        "step": (int, "optimizer steps taken so far"),
+        "path": (str, "folder, relative to the run folder"),
+        "bytes": (int, "size on disk"),
+        "seconds": (float, "wall time"),
+    },
+    "resume": {"step": (int, "the step gone on from"), "path": (str, "checkpoint, relative to the run folder")},
+    "warning": {"message": (str, "what the user should know")},
+    "memory": {
+        "rank": (int, "rank"),
+        "peak_bytes": (int, "largest memory so far: resident set on CPU, allocated on CUDA"),
+    },
+    "error": {
+        "rank": (int, "first failing rank"),
+        "step": ((int, type(None)), "the step it was in"),
+        "kind": (str, "class of the exception, or the signal"),
+        "message": (str, "its text"),
+    },
+    "end": {
+        "step": (int, "optimizer steps taken"),
+        "samples": (int, "samples trained on by this run"),
+        "seconds": (float, "wall time from the first step to the last"),
+        "loss": ((float, type(None)), "loss of the last step"),
+    },
+}
+
+
+def faults(event: dict[str, object]) -> list[str]:
+    """What in ``event`` departs from the schema; empty where nothing does."""
+    name = event.get("event")
+    if not isinstance(name, str) or name not in SCHEMA:
+        return [f"unknown event {name!r}"]
+    found = [f"{name}: {field!r} is missing" for field in SCHEMA[name] if field not in event]
+    found += [
+        f"{name}: unknown field {field!r}"
+        for field in event
+        if field not in SCHEMA[name] and field not in ("event", "time")
+    ]
+    for field, (kind, _) in SCHEMA[name].items():
+        if field in event and not isinstance(event[field], kind):
+            found.append(f"{name}: {field!r} is {event[field]!r}")
+    if not isinstance(event.get("time"), float):
+        found.append(f"{name}: 'time' is not seconds since the epoch")
+    return found

@@ -1,0 +1,118 @@
+"""A job: what to train. It says nothing of devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from phalanx.errors import Problem, SpecError
+from phalanx.spec.schedule import Schedule
+
+Unused = Literal["error", "allow"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What to train, written for one device.
+
+    Attributes:
+        model: builds the ``torch.nn.Module``, on whatever device torch's default is.
+        data: builds the training data: a map-style or an iterable dataset.
+        loss: ``loss(output, batch)`` gives ``Loss(sum, count)``, or a plain mean over the samples of the batch.
+        optimizer: ``optimizer(params)`` builds the ``torch.optim.Optimizer`` over exactly these parameters.
+        batch: the **global** batch: samples in one optimizer step, on any number of devices.
+        epochs: passes over the data. Give ``epochs`` or ``steps``.
+        steps: optimizer steps.
+        seed: of initial values, data order and every other random stream.
+        inputs: ``inputs(batch)`` gives the model's arguments: a tensor, a tuple (positional) or a dict (keyword).
+            Without it: of a dict, the entries that ``forward`` names; of a tuple, the first; else the batch itself.
+        collate: joins a list of samples into a batch; torch's default where not given.
+        shuffle: by (seed, epoch). ``None``: map-style data are shuffled, streams keep their order.
+        drop_last: whether the last, partial batch of an epoch is dropped.
+        workers: processes a rank that load data; 0 loads in the training process.
+        prefetch: batches each worker loads ahead.
+        schedule: the factor on the learning rate.
+        clip: largest global L2 norm of the gradient; ``None`` does not clip.
+        evaluate: builds the evaluation data (map-style), of which each sample counts exactly once.
+        metrics: ``metrics(output, batch)`` gives a dict of name → ``Loss(sum, count)``, evaluated with the loss.
+        evaluate_every: optimizer steps between evaluations; 0: at the end only.
+        unused: what to do about parameters that get no gradient: ``error`` names them and stops, ``allow`` trains on.
+        name: of the run; the job file's name where not given.
+    """
+
+    model: Callable[[], Any]
+    data: Callable[[], Any]
+    loss: Callable[[Any, Any], Any]
+    optimizer: Callable[[Any], Any]
+    batch: int
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    inputs: Callable[[Any], Any] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    shuffle: bool | None = None
+    drop_last: bool = False
+    workers: int = 0
+    prefetch: int = 2
+    schedule: Schedule = field(default_factory=Schedule)
+    clip: float | None = None
+    evaluate: Callable[[], Any] | None = None
+    metrics: Callable[[Any, Any], dict[str, Any]] | None = None
+    evaluate_every: int = 0
+    unused: Unused = "error"
+    name: str = "job"
+
+    def __post_init__(self) -> None:
+        problems = _problems(self)
+        if problems:
+            raise SpecError(problems)
+
+
+def _problems(job: Job) -> list[Problem]:
+    found: list[Problem] = []
+
+    def wrong(name: str, allowed: str, fix: str) -> None:
+        found.append(Problem(where=f"job.{name}", given=repr(getattr(job, name)), allowed=allowed, fix=fix))
+
+    functions = {
+        "model": "model=lambda: Net()",
+        "data": "data=lambda: dataset",
+        "loss": "loss=lambda output, batch: px.cross_entropy(output, batch['label'])",
+        "optimizer": "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)",
+    }
+    for name, fix in functions.items():
+        if not callable(getattr(job, name)):
+            wrong(name, "a function that builds it when called", fix)
+    for name in ("inputs", "collate", "evaluate", "metrics"):
+        if getattr(job, name) is not None and not callable(getattr(job, name)):
+            wrong(name, "a function, or None", f"{name}=None")
+    if not _is_whole(job.batch, 1):
+        wrong("batch", "samples in one optimizer step: a whole number, 1 or more", "batch=256")
+    for name in ("epochs", "steps"):
+        if getattr(job, name) is not None and not _is_whole(getattr(job, name), 1):
+            wrong(name, "a whole number, 1 or more", f"{name}=10")
+    if (job.epochs is None) == (job.steps is None):
+        found.append(
+            Problem(
+                where="job.epochs",
+                given=f"epochs={job.epochs}, steps={job.steps}",
+                allowed="one of the two",
+                fix="epochs=5",
+            )
+        )
+    for name, least in (("seed", 0), ("workers", 0), ("prefetch", 1), ("evaluate_every", 0)):
+        if not _is_whole(getattr(job, name), least):
+            wrong(name, f"a whole number, {least} or more", f"{name}={max(least, 2)}")
+    if job.clip is not None and not (isinstance(job.clip, int | float) and math.isfinite(job.clip) and job.clip > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+        wrong("clip", "a number above 0, or None", "clip=1.0")
+    if job.unused not in ("error", "allow"):
+        wrong("unused", "error, allow", 'unused="allow"')
+    if job.shuffle not in (None, True, False):
+        wrong("shuffle", "True, False or None", "shuffle=True")
+    return found
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,115 @@
+"""A run's own settings: which job, which plan, how long, where to. Workers are started with it, as ``run.toml``."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from phalanx.errors import Problem, SpecError
+from phalanx.spec.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpec:
+    """One run.
+
+    Attributes:
+        job: where the job is: ``path/to/file.py`` (its ``job()``), ``path/to/file.py:name`` or ``package.module:name``.
+        plan: how it is laid over devices.
+        folder: the run folder.
+        resume: go on from the folder's last checkpoint.
+        batch: global batch in place of the job's own.
+        epochs: in place of the job's own.
+        steps: in place of the job's own.
+        lr_scale: factor on every learning rate, such as the linear scaling rule's when the user changed the batch.
+        checkpoint_every: optimizer steps between checkpoints; 0: at the end only.
+        keep: checkpoints kept; older ones are deleted.
+    """
+
+    job: str
+    plan: Plan
+    folder: Path
+    resume: bool = False
+    batch: int | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    lr_scale: float = 1.0
+    checkpoint_every: int = 0
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        problems = [
+            Problem(
+                where=f"run.{name}",
+                given=str(getattr(self, name)),
+                allowed=f"a whole number, {least} or more",
+                fix=f"--{name.replace('_', '-')} {least + 1}",
+            )
+            for name, least in (("batch", 1), ("epochs", 1), ("steps", 1), ("checkpoint_every", 0), ("keep", 1))
+            if getattr(self, name) is not None and getattr(self, name) < least
+        ]
+        if self.epochs is not None and self.steps is not None:
+            problems.append(
+                Problem(where="run.epochs", given="epochs and steps", allowed="one of the two", fix="--steps 100")
+            )
+        if not self.lr_scale > 0:
+            problems.append(
+                Problem(where="run.lr_scale", given=str(self.lr_scale), allowed="a number above 0", fix="--lr-scale 2")
+            )
+        if problems:
+            raise SpecError(problems)
+
+    def to_toml(self) -> str:
+        """The run as a TOML document; what was not given is left out."""
+        table: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                table[field.name] = str(value) if isinstance(value, Plan | Path) else value
+        return tomli_w.dumps(table)
+
+    @classmethod
+    def from_toml(cls, text: str) -> RunSpec:
+        """The run in a TOML document.
+
+        Raises:
+            SpecError: with everything that is wrong in it.
+        """
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise SpecError(
+                [
+                    Problem(
+                        where="run file", given=str(error), allowed="a TOML document", fix='job = "examples/digits.py"'
+                    )
+                ]
+            ) from None
+        names = {field.name for field in fields(cls)}
+        problems = [
+            Problem(
+                where=f"run.{key}",
+                given="unknown key",
+                allowed=", ".join(sorted(names)),
+                fix='job = "examples/digits.py"',
+            )
+            for key in table
+            if key not in names
+        ]
+        problems += [
+            Problem(where=f"run.{key}", given="nothing", allowed="a text", fix=f'{key} = "..."')
+            for key in ("job", "plan", "folder")
+            if key not in table
+        ]
+        plan = Plan()
+        try:
+            plan = Plan.parse(str(table.get("plan", "single")))
+        except SpecError as error:
+            problems += error.problems
+        if problems:
+            raise SpecError(problems)
+        return cls(**{**table, "plan": plan, "folder": Path(table["folder"])})
