@@ -1,0 +1,44 @@
+"""The workloads as Phalanx jobs: ``bench/jobs.py:gpt`` and the like."""
+
+from __future__ import annotations
+
+import phalanx as px
+from workloads import WORKLOADS, loss
+
+
+def _job(name: str) -> px.Job:
+    workload = WORKLOADS[name]
+    return px.Job(
+        model=workload.model,
+        data=workload.data,
+        loss=lambda output, batch: loss(output, batch[1]),
+        optimizer=workload.optimizer,
+        batch=workload.batch,
+        epochs=1,
+        name=name,
+    )
+
+
+def mlp() -> px.Job:
+    """64-256-10, batch 32."""
+    return _job("mlp")
+
+
+def convnet() -> px.Job:
+    """0.4 M parameters, batch 128."""
+    return _job("convnet")
+
+
+def gpt() -> px.Job:
+    """10.8 M parameters, batch 16 of 64 bytes."""
+    return _job("gpt")
+
+
+def stack_8() -> px.Job:
+    """8 equal blocks, 16.8 M parameters."""
+    return _job("stack-8")
+
+
+def stack_24() -> px.Job:
+    """24 equal blocks, 50.4 M parameters."""
+    return _job("stack-24")
