@@ -1,5 +1,17 @@
 """Process groups, meshes and the few collectives that are Phalanx's own."""
 
+from phalanx.comm.collectives import active, all_gather_flat, from_every_rank, reduce_scatter_sum, sum_over_ranks
+from phalanx.comm.mesh import data_mesh
 from phalanx.comm.place import Place, device_for, joined
 
-__all__ = ["Place", "device_for", "joined"]
+__all__ = [
+    "Place",
+    "active",
+    "all_gather_flat",
+    "data_mesh",
+    "device_for",
+    "from_every_rank",
+    "joined",
+    "reduce_scatter_sum",
+    "sum_over_ranks",
+]

@@ -1,0 +1,7 @@
+"""The techniques that split work over devices, one file each, put together by ``assemble``."""
+
+from phalanx.parallel.assemble import assemble, check, device_kind
+from phalanx.parallel.exactness import batch_statistics, dropouts, notes
+from phalanx.parallel.layout import Backward, Layout
+
+__all__ = ["Backward", "Layout", "assemble", "batch_statistics", "check", "device_kind", "dropouts", "notes"]

@@ -1,0 +1,38 @@
+"""What this machine has."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from phalanx.spec import Cluster
+
+
+def cuda_devices() -> int:
+    """CUDA devices here. Asked through NVML: initialising CUDA here would keep workers from being forked."""
+    return torch.cuda.device_count()
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Bytes of host memory this process may use: the machine's, or the control group's limit where lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max") as file:
+            limit = file.read().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def this_machine() -> Cluster:
+    """The devices of this machine: its CUDA devices, else its CPU cores, each good for one process."""
+    count = cuda_devices()
+    if count:
+        return Cluster(device="cuda", per_node=count)
+    return Cluster(device="cpu", per_node=cores(), memory=memory_bytes())

@@ -1,0 +1,85 @@
+"""Puts a plan together: the one place that knows every technique. A new one adds a line to each table here."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from phalanx.comm import Place
+from phalanx.errors import Problem
+from phalanx.hardware import cuda_devices
+from phalanx.parallel import compiled, recompute, threads
+from phalanx.parallel.layout import Layout
+from phalanx.parallel.offload import OptimizerOnHost
+from phalanx.parallel.replicate import Replicate
+from phalanx.parallel.shard import FullyShard
+from phalanx.parallel.single import Single
+from phalanx.parallel.threads import Threads
+from phalanx.parallel.zero import ShardedGradients, ShardedOptimizer
+from phalanx.spec import Job, Plan
+
+
+def check(job: Job, plan: Plan) -> list[Problem]:
+    """Everything that keeps ``plan`` from serving ``job`` on this machine; no process is started, nothing is built."""
+    return [*_check_batch(job, plan), *_check_device(plan), *threads.check(job, plan), *compiled.check(job, plan)]
+
+
+def device_kind(plan: Plan) -> str:
+    """``cuda`` or ``cpu``: what ``device=auto`` comes to here. CUDA where every rank can have a device of its own."""
+    if plan.device != "auto":
+        return plan.device
+    return "cuda" if cuda_devices() >= plan.replicas else "cpu"
+
+
+def assemble(module: nn.Module, job: Job, plan: Plan, place: Place) -> Layout:
+    """Lay ``module`` out as ``plan`` says, on this rank's device."""
+    kind = device_kind(plan)
+    device = torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind)
+    module = recompute.apply(module, plan)
+    module = compiled.apply(module, plan)
+    layout = _lay_out(module, job, plan, device)
+    return OptimizerOnHost(layout) if plan.offload == "optimizer" else layout
+
+
+def _lay_out(module: nn.Module, job: Job, plan: Plan, device: torch.device) -> Layout:
+    if plan.kind == "threads":
+        devices = [torch.device("cuda", index) if device.type == "cuda" else device for index in range(plan.threads)]
+        return Threads(module, devices)
+    if plan.kind == "replicate":
+        return Replicate(module, device, job, plan.world_size)
+    if plan.kind == "shard":
+        if plan.zero == 3:
+            return FullyShard(module, device, plan)
+        stage = ShardedOptimizer if plan.zero == 1 else ShardedGradients
+        return stage(module, device, job, plan)
+    return Single(module, device)
+
+
+def _check_batch(job: Job, plan: Plan) -> list[Problem]:
+    if job.batch >= plan.replicas:
+        return []
+    return [
+        Problem(
+            where="plan",
+            given=f"{plan.replicas} replicas for a global batch of {job.batch}",
+            allowed=f"at most {job.batch} replicas: each needs a sample in every full batch",
+            fix=f"dp={job.batch}" if job.batch > 1 else "single",
+        )
+    ]
+
+
+def _check_device(plan: Plan) -> list[Problem]:
+    if plan.device != "cuda":
+        return []
+    there = cuda_devices()
+    if there >= plan.replicas:
+        return []
+    given = f"device=cuda for {plan.replicas} replicas; CUDA devices here: {there}"
+    return [
+        Problem(
+            where="plan.device",
+            given=given,
+            allowed="as many replicas as CUDA devices, or device=cpu",
+            fix=str(plan).replace("device=cuda", "device=cpu"),
+        )
+    ]

@@ -1,0 +1,35 @@
+"""Finds a model's repeated blocks: what is sharded, recomputed and compiled as one."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The outermost repeated blocks, in module order; empty where the model has none.
+
+    A block is a child of a ``ModuleList``, or a child of a ``Sequential`` that itself is made of several modules
+    (a residual block, not a single convolution). Blocks inside blocks are not listed.
+    """
+    found: list[nn.Module] = []
+    _collect(module, found)
+    return found
+
+
+def _collect(module: nn.Module, found: list[nn.Module]) -> None:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            members = [member for member in child if _is_block(member, child)]
+            if len(members) >= 2:
+                found += members
+                for member in child:
+                    if member not in members:
+                        _collect(member, found)
+                continue
+        _collect(child, found)
+
+
+def _is_block(member: nn.Module, container: nn.Module) -> bool:
+    if next(member.parameters(), None) is None:
+        return False
+    return isinstance(container, nn.ModuleList) or any(True for _ in member.children())

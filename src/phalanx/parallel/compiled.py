@@ -1,0 +1,33 @@
+"""``torch.compile``, block by block: equal blocks are compiled once, and sharding sees the same modules as without."""
+
+from __future__ import annotations
+
+import shutil
+
+from torch import nn
+
+from phalanx.errors import Problem
+from phalanx.parallel.blocks import blocks
+from phalanx.spec import Job, Plan
+
+
+def check(job: Job, plan: Plan) -> list[Problem]:
+    """Compiling for CPUs needs a C++ compiler on the machine."""
+    if not plan.compile or plan.device == "cuda" or shutil.which("g++") or shutil.which("clang++"):
+        return []
+    return [
+        Problem(
+            where="plan.compile",
+            given="compile=true, but there is no C++ compiler here",
+            allowed="compile=true where g++ or clang++ is installed",
+            fix=str(plan).replace("compile=true", "").strip() or "single",
+        )
+    ]
+
+
+def apply(module: nn.Module, plan: Plan) -> nn.Module:
+    """Compile each repeated block in place, or the whole model where it has none."""
+    if plan.compile:
+        for part in blocks(module) or [module]:
+            part.compile()
+    return module

@@ -1,0 +1,53 @@
+"""What a plan cannot keep of one device's result, found in the model and said before the run."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from phalanx.spec import Job, Plan
+
+
+def batch_statistics(module: nn.Module) -> list[str]:
+    """Names of modules that normalise by the statistics of the batch they happen to see."""
+    return [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, _NormBase) and not isinstance(child, _InstanceNorm | SyncBatchNorm)
+    ]
+
+
+def dropouts(module: nn.Module) -> list[str]:
+    """Names of modules that drop at random in training, by their type or by an attention's own rate."""
+    return [
+        name
+        for name, child in module.named_modules()
+        if (isinstance(child, _DropoutNd) and child.p > 0) or (isinstance(child, nn.MultiheadAttention) and child.dropout > 0)
+    ]
+
+
+def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
+    """What differs from one device under ``plan``, one sentence each; empty where nothing does."""
+    found: list[str] = []
+    split = plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
+    if split and (names := batch_statistics(module)):
+        found.append(
+            f"BatchNorm takes its statistics from each micro-batch, not from the global batch: {_some(names)}. "
+            "Group or layer normalisation would make it exact."
+        )
+    if plan.recompute != "none" and batch_statistics(module):
+        found.append("BatchNorm updates its running statistics twice a step under recompute.")
+    if split and (names := dropouts(module)):
+        found.append(f"dropout draws other random numbers than on one device: {_some(names)}.")
+    if plan.threads > 1 and dropouts(module):
+        found.append("dropout under threads draws from one shared stream: a run with dropout does not repeat exactly.")
+    if plan.precision != "fp32":
+        found.append(f"{plan.precision} rounds each operation; results agree within that rounding only.")
+    return found
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(name or "(the model itself)" for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,79 @@
+"""Optimizer state in host memory: the optimizer steps copies of the parameters that live there.
+
+After backward each gradient moves to the host, the optimizer steps on the CPU, and the new values move back to the device.
+The device then holds 8 bytes a parameter (value and gradient) in place of AdamW's 16, at the price of two copies over
+the bus a step (Ren et al. 2021, ZeRO-Offload). Works on whole parameters and on shards alike. On a CPU, whose memory is
+the host's, nothing is gained.
+
+``offload=parameters`` goes further and is part of ``fully_shard`` itself (``shard.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from phalanx.parallel.layout import Backward, Layout
+
+
+class OptimizerOnHost(Layout):
+    """Any layout, with the tensors the optimizer steps held on the host."""
+
+    def __init__(self, inner: Layout) -> None:
+        self._inner = inner
+        self._meshes: dict[DeviceMesh, DeviceMesh] = {}
+        self._host: dict[str, torch.Tensor] = {
+            name: nn.Parameter(self._to_host(tensor.detach())) for name, tensor in inner.parameters.items()
+        }
+
+    @property
+    def module(self) -> nn.Module:
+        return self._inner.module
+
+    @property
+    def forward(self) -> nn.Module:
+        return self._inner.forward
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self._host
+
+    @property
+    def divisor(self) -> int:
+        return self._inner.divisor
+
+    def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
+        self._inner.accumulate(parts, backward)
+
+    def finish(self) -> None:
+        self._inner.finish()
+        for name, tensor in self._inner.parameters.items():
+            self._host[name].grad = None if tensor.grad is None else self._to_host(tensor.grad)
+            tensor.grad = None
+
+    def stepped(self) -> None:
+        with torch.no_grad():
+            for name, tensor in self._inner.parameters.items():
+                _local(tensor).copy_(_local(self._host[name]), non_blocking=True)
+                self._host[name].grad = None
+        self._inner.stepped()
+
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor.to("cpu", copy=True)
+        mesh = tensor.device_mesh
+        if mesh not in self._meshes:
+            self._meshes[mesh] = mesh if mesh.device_type == "cpu" else DeviceMesh("cpu", mesh.mesh)
+        local = tensor.to_local().to("cpu", copy=True)
+        return DTensor.from_local(
+            local, self._meshes[mesh], tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,49 @@
+"""Activation recompute: keep less of forward in memory, and compute it again in backward.
+
+``full`` keeps only each block's inputs (Chen et al. 2016) and costs one more forward. ``selective`` also keeps the results
+of matrix products, convolutions and attention, which are dear to compute, and recomputes what lies between
+(normalisation, activation functions), which is cheap to compute and large to keep (Korthikanti et al. 2022, section 5).
+The values stay the same: the same operations on the same inputs, random numbers included.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from phalanx.parallel.blocks import blocks
+from phalanx.spec import Plan
+
+_aten = torch.ops.aten
+_KEPT = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.linear.default,
+    _aten.convolution.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+]
+
+
+def apply(module: nn.Module, plan: Plan) -> nn.Module:
+    """Recompute each block of ``module``, in place; names stay as they are.
+
+    A model without repeated blocks recomputes its direct children that have parameters.
+    """
+    if plan.recompute == "none":
+        return module
+    extra: dict[str, Any] = {}
+    if plan.recompute == "selective":
+        extra["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
+    parts = blocks(module) or [child for child in module.children() if next(child.parameters(), None) is not None]
+    for part in parts:
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False, **extra)
+    return module

@@ -1,0 +1,82 @@
+"""Synchronous data parallelism: every rank holds the whole model and sees its own share of each global batch.
+
+After backward each rank has the gradient of its share; the sum over ranks is the gradient of the global batch. torch's
+DistributedDataParallel adds them up bucket by bucket while backward is still computing earlier layers, so that
+communication hides behind computation. Every rank then takes the same optimizer step, and the replicas stay equal.
+
+With accumulation only the last micro-batch communicates (``no_sync`` before it). Ranks may hold unequal shares: each
+one's gradient is a sum over its samples, not a mean, so no weights are needed, and the one division by the global count
+comes afterwards.
+
+Use it while the model with its gradients and optimizer state fits one device; beyond that see ``shard``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.parallel.layout import Backward, Layout
+from phalanx.spec import Job
+
+
+class Replicate(Layout):
+    """The whole model on every rank, gradients averaged over all of them by DistributedDataParallel."""
+
+    def __init__(self, module: nn.Module, device: torch.device, job: Job, world_size: int) -> None:
+        self._module = module.to(device)
+        self._device = device
+        self._ddp = distributed(self._module, device, job)
+        self._parameters = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+        self._divisor = world_size
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    @property
+    def forward(self) -> nn.Module:
+        return self._module
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self._parameters
+
+    @property
+    def divisor(self) -> int:
+        return self._divisor
+
+    def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
+        accumulate(self._ddp, self._device, parts[0], backward)
+
+    def finish(self) -> None:
+        pass
+
+    def stepped(self) -> None:
+        for tensor in self._parameters.values():
+            tensor.grad = None
+
+
+def distributed(module: nn.Module, device: torch.device, job: Job) -> DistributedDataParallel:
+    """``module`` in DistributedDataParallel over all ranks, gradients kept in its buckets (no second copy)."""
+    return DistributedDataParallel(
+        module,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=job.unused == "allow",
+        broadcast_buffers=any(isinstance(child, _NormBase) and child.track_running_stats for child in module.modules()),
+    )
+
+
+def accumulate(ddp: DistributedDataParallel, device: torch.device, micros: Sequence[Any], backward: Backward) -> None:
+    """Run every micro-batch; only the last one's backward communicates."""
+    last = len(micros) - 1
+    for index, micro in enumerate(micros):
+        with nullcontext() if index == last else ddp.no_sync():
+            backward(ddp, device, micro, index == last)

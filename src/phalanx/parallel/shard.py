@@ -1,0 +1,109 @@
+"""Sharded data parallelism (ZeRO; Rajbhandari et al. 2020): ranks share out what data parallelism would hold many times.
+
+Training with AdamW in fp32 holds 16 bytes a parameter: 4 the value, 4 the gradient, 8 the optimizer's two moments. Under
+``dp`` every rank holds all of it. Over N ranks of ``fsdp``:
+
+====== ============================== ======================= ==========================================
+zero   sharded                        bytes a parameter       communication against ``dp``
+====== ============================== ======================= ==========================================
+1      optimizer state                4 + 4 + 8/N             the same
+2      and gradients                  4 + (4 + 8)/N           the same, again at each micro-batch
+3      and parameters                 16/N                    1.5 ×: gathered for forward and for backward
+====== ============================== ======================= ==========================================
+
+Stage 3 is torch's ``fully_shard`` (FSDP2): each block's parameters are gathered just before the block runs and dropped
+after it, in forward and again in backward; its gradient is summed and scattered as soon as it is complete. Stages 1
+and 2 keep whole parameters on every rank; see ``zero.py``.
+
+``dp=R fsdp=N`` is the hybrid: N ranks share one copy (over the fast links of a node), R such groups hold copies.
+Use the lowest stage that fits: 1 costs nothing, 3 costs communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from phalanx.comm import data_mesh
+from phalanx.errors import Problem, RefusedError
+from phalanx.parallel.blocks import blocks
+from phalanx.parallel.layout import Backward, Layout
+from phalanx.spec import Plan
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class FullyShard(Layout):
+    """Parameters, gradients and optimizer state sharded over the mesh (ZeRO-3), block by block."""
+
+    def __init__(self, module: nn.Module, device: torch.device, plan: Plan) -> None:
+        scalars = [name for name, tensor in module.named_parameters() if tensor.dim() == 0]
+        if scalars:
+            raise RefusedError(
+                [
+                    Problem(
+                        where="plan.zero",
+                        given=f"zero=3 and parameters without a dimension: {', '.join(scalars)}",
+                        allowed="zero=3 with parameters of one dimension or more",
+                        fix=str(plan) + " zero=2" if "zero=" not in str(plan) else "zero=2",
+                    )
+                ]
+            )
+        self._module = apply(module, device, plan)
+        self._device = device
+        self._parameters = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+        self._divisor = plan.world_size
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    @property
+    def forward(self) -> nn.Module:
+        return self._module
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self._parameters
+
+    @property
+    def divisor(self) -> int:
+        return self._divisor
+
+    def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
+        # Every micro-batch scatters its gradient at once: kept for the last one, whole gradients would fill the memory.
+        micros = parts[0]
+        last = len(micros) - 1
+        for index, micro in enumerate(micros):
+            backward(self._module, self._device, micro, index == last)
+
+    def finish(self) -> None:
+        pass
+
+    def stepped(self) -> None:
+        for tensor in self._parameters.values():
+            tensor.grad = None
+
+
+def apply(module: nn.Module, device: torch.device, plan: Plan) -> FSDPModule:
+    """Shard ``module`` in place: each repeated block by itself, then what is left.
+
+    With half precision, parameters are gathered in it and gradients are reduced in fp32.
+    """
+    dtype = _DTYPES.get(plan.precision)
+    reduce = torch.float32 if dtype else None
+    offload = OffloadPolicy()
+    if plan.offload == "parameters":
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    else:
+        module.to(device)
+    mesh = data_mesh(plan, device)
+    inner = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
+    for block in blocks(module):
+        fully_shard(block, mesh=mesh, mp_policy=inner, offload_policy=offload)
+    # Also the root is resharded after forward: a forward without backward (evaluation) must not leave old values gathered.
+    return fully_shard(module, mesh=mesh, mp_policy=inner, offload_policy=offload, reshard_after_forward=True)

@@ -1,0 +1,51 @@
+"""One device: what every other layout is measured against.
+
+The model moves to its device, each micro-batch runs forward and backward there, gradients add up in ``.grad``, and the
+optimizer steps. Nothing is communicated. Use it while the model fits one device and is fast enough there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.parallel.layout import Backward, Layout
+
+
+class Single(Layout):
+    """The whole model on one device."""
+
+    divisor = 1
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module = module.to(device)
+        self._device = device
+        self._parameters = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    @property
+    def forward(self) -> nn.Module:
+        return self._module
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self._parameters
+
+    def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
+        micros = parts[0]
+        last = len(micros) - 1
+        for index, micro in enumerate(micros):
+            backward(self._module, self._device, micro, index == last)
+
+    def finish(self) -> None:
+        pass
+
+    def stepped(self) -> None:
+        for tensor in self._parameters.values():
+            tensor.grad = None

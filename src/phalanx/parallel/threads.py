@@ -1,0 +1,116 @@
+"""Threads: one process, one replica and one thread a device (the idea of torch's DataParallel).
+
+Each global batch is scattered over the replicas, every replica runs forward and backward in its own thread, and the
+gradients are gathered and added on the first device, where the optimizer steps; the new values are copied back out.
+On a CPU the replicas share the very same parameter storage, so nothing is copied and only gradients are added.
+
+Unlike DataParallel, replicas are built once and not at every step, gradients are added in a fixed order so that a run
+repeats exactly, and the model is moved to its devices here: it cannot be wrapped on the wrong one.
+
+``dp`` is usually better: Python runs one thread at a time, so threads wait for each other between operations, the first
+device carries the gathering and the optimizer for all, and nothing overlaps. Threads need no launcher and no second
+process; that is their use: a notebook, a debugger, a machine where processes cannot be started.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.errors import Problem
+from phalanx.parallel.layout import Backward, Layout
+from phalanx.spec import Job, Plan
+
+
+def check(job: Job, plan: Plan) -> list[Problem]:
+    """What keeps this technique from serving the job."""
+    problems: list[Problem] = []
+    if plan.compile:
+        problems.append(
+            Problem(
+                where="plan.compile",
+                given="threads and compile",
+                allowed="one of the two: torch.compile does not compile in several threads at once",
+                fix=f"dp={plan.threads} compile=true",
+            )
+        )
+    return problems
+
+
+class Threads(Layout):
+    """Replicas of a model, one on each device, run by one thread each."""
+
+    divisor = 1
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
+        self._devices = list(devices)
+        first = module.to(self._devices[0])
+        self._replicas = [first, *(_replica(first, device) for device in self._devices[1:])]
+        self._parameters = {name: tensor for name, tensor in first.named_parameters() if tensor.requires_grad}
+        self._copies = [dict(replica.named_parameters()) for replica in self._replicas[1:]]
+        cores = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(
+            len(self._replicas),
+            thread_name_prefix="phalanx-replica",
+            initializer=torch.set_num_threads,
+            initargs=(max(1, cores // len(self._replicas)),),
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        return self._replicas[0]
+
+    @property
+    def forward(self) -> nn.Module:
+        return self._replicas[0]
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self._parameters
+
+    def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
+        def run(module: nn.Module, device: torch.device, micros: Sequence[Any]) -> None:
+            last = len(micros) - 1
+            for index, micro in enumerate(micros):
+                backward(module, device, micro, index == last)
+
+        waiting = [self._pool.submit(run, *work) for work in zip(self._replicas, self._devices, parts, strict=True)]
+        for future in waiting:
+            future.exception()  # all threads end before the first error is raised
+        for future in waiting:
+            future.result()
+
+    def finish(self) -> None:
+        for name, tensor in self._parameters.items():
+            for replica in self._copies:
+                grad = replica[name].grad
+                if grad is None:
+                    continue
+                replica[name].grad = None
+                grad = grad.to(tensor.device)
+                tensor.grad = grad if tensor.grad is None else tensor.grad.add_(grad)
+
+    def stepped(self) -> None:
+        for tensor in self._parameters.values():
+            tensor.grad = None
+        with torch.no_grad():
+            for replica, device in zip(self._replicas[1:], self._devices[1:], strict=True):
+                if device != self._devices[0]:
+                    for target, source in zip(replica.parameters(), self.module.parameters(), strict=True):
+                        target.copy_(source)
+                for target, source in zip(replica.buffers(), self.module.buffers(), strict=True):
+                    target.copy_(source)
+
+
+def _replica(module: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of ``module`` on ``device``; on the same device its parameters share their storage with the original's."""
+    shared: dict[int, Any] = {}
+    for tensor in module.parameters():
+        twin = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+        shared[id(tensor)] = twin if tensor.device == device else nn.Parameter(tensor.detach().to(device), requires_grad=tensor.requires_grad)
+    return copy.deepcopy(module, shared).to(device)

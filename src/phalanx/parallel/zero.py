@@ -1,0 +1,165 @@
+"""ZeRO stages 1 and 2: whole parameters on every rank, optimizer state (1) and gradients (2) in shards.
+
+Each parameter's rows are cut over the ranks of ``fsdp`` as ``fully_shard`` would cut them. A rank's shard is a view into
+its own whole parameter, dressed as a DTensor, so that the optimizer steps just those rows, checkpoints know them by
+name and offset, and norms are global. After the step one all-gather brings everybody's new rows to everybody.
+
+Stage 1 averages gradients like ``replicate`` does (DistributedDataParallel) and steps its rows. Stage 2 sums and scatters
+gradients while backward runs, bucket by bucket, and drops the whole ones at once, with each micro-batch, so that whole
+gradients never exist. torch's own parts have no such stage: FSDP2 without resharding keeps a shard beside each whole
+parameter, and ZeroRedundancyOptimizer deals out whole parameters, which one large embedding unbalances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.comm import data_mesh, sum_over_ranks
+from phalanx.parallel.buckets import Bucket, Slice, cut
+from phalanx.parallel.layout import Backward, Layout
+from phalanx.parallel.replicate import accumulate, distributed
+from phalanx.spec import Job, Plan
+
+
+class ShardedOptimizer(Layout):
+    """ZeRO-1: gradients averaged over all ranks, each rank stepping its rows."""
+
+    def __init__(self, module: nn.Module, device: torch.device, job: Job, plan: Plan) -> None:
+        self._module = module.to(device)
+        self._device = device
+        self._ddp = distributed(self._module, device, job)
+        self._partition = Partition(self._module, device, plan)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    @property
+    def forward(self) -> nn.Module:
+        return self._module
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self._partition.shards
+
+    @property
+    def divisor(self) -> int:
+        return self._partition.world_size
+
+    def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
+        accumulate(self._ddp, self._device, parts[0], backward)
+
+    def finish(self) -> None:
+        for piece in self._partition.slices:
+            piece.take_gradient(piece.whole.grad)
+
+    def stepped(self) -> None:
+        self._partition.gather()
+        for piece in self._partition.slices:
+            piece.whole.grad = piece.shard.grad = None
+
+
+class ShardedGradients(Layout):
+    """ZeRO-2: gradients summed and scattered during backward, each rank stepping its rows."""
+
+    divisor = 1
+
+    def __init__(self, module: nn.Module, device: torch.device, job: Job, plan: Plan) -> None:
+        self._module = module.to(device)
+        self._device = device
+        self._may_be_unused = job.unused == "allow"
+        self._partition = Partition(self._module, device, plan)
+        self._seen: set[str] = set()
+        self._launched = 0
+        self._where: dict[str, int] = {}
+        for index, bucket in enumerate(self._partition.buckets):
+            for piece in bucket.slices:
+                self._where[piece.name] = index
+                piece.whole.register_post_accumulate_grad_hook(self._hook(piece))
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    @property
+    def forward(self) -> nn.Module:
+        return self._module
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return self._partition.shards
+
+    def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
+        micros = parts[0]
+        last = len(micros) - 1
+        for index, micro in enumerate(micros):
+            self._launched = 0
+            for bucket in self._partition.buckets:
+                bucket.expect()
+            backward(self._module, self._device, micro, index == last)
+            while self._launched < len(self._partition.buckets):
+                self._launch_next()
+
+    def finish(self) -> None:
+        for bucket in self._partition.buckets:
+            bucket.wait()
+        seen = self._seen if not self._may_be_unused else self._seen_anywhere()
+        for piece in self._partition.slices:
+            if piece.name not in seen:
+                piece.shard.grad = None  # as on one device: no gradient, not a gradient of zero
+
+    def stepped(self) -> None:
+        self._partition.gather()
+        self._seen.clear()
+        for piece in self._partition.slices:
+            piece.shard.grad = None
+
+    def _hook(self, piece: Slice) -> Any:
+        def arrived(_: torch.Tensor) -> None:
+            self._seen.add(piece.name)
+            self._partition.buckets[self._where[piece.name]].arrived(piece)
+            # In bucket order, not in order of arrival: every rank must issue the same sequence of collectives.
+            while self._launched < len(self._partition.buckets) and self._partition.buckets[self._launched].complete:
+                self._launch_next()
+
+        return arrived
+
+    def _launch_next(self) -> None:
+        self._partition.buckets[self._launched].launch()
+        self._launched += 1
+        if self._launched >= 3:
+            self._partition.buckets[self._launched - 3].wait()  # bounds the whole gradients alive to a few buckets
+
+    def _seen_anywhere(self) -> set[str]:
+        names = list(self._partition.shards)
+        present = torch.tensor([float(name in self._seen) for name in names], device=self._device)
+        sum_over_ranks(present)
+        return {name for name, count in zip(names, present.tolist(), strict=True) if count}
+
+
+class Partition:
+    """Every trainable parameter cut into rows over the ranks of ``fsdp``."""
+
+    def __init__(self, module: nn.Module, device: torch.device, plan: Plan) -> None:
+        mesh = data_mesh(plan, device)
+        shard_mesh = mesh["fsdp"] if plan.dp > 1 else mesh
+        replicas = mesh["dp"].get_group() if plan.dp > 1 else None
+        trainable = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
+        self.world_size = plan.world_size
+        self.slices = [Slice(name, tensor, shard_mesh) for name, tensor in trainable]
+        self.shards: dict[str, torch.Tensor] = {piece.name: piece.shard for piece in self.slices}
+        # Backward reaches parameters roughly in reverse order of definition.
+        self.buckets = [Bucket(group, shard_mesh.get_group(), replicas) for group in cut(self.slices[::-1])]
+        for tensor in module.buffers():
+            if dist.get_world_size() > 1 and tensor.is_floating_point():
+                dist.broadcast(tensor, src=0)
+
+    def gather(self) -> None:
+        """Bring every rank's rows to all ranks of its shard group."""
+        for bucket in self.buckets:
+            bucket.gather()

@@ -1,0 +1,71 @@
+"""From a batch to the arguments of the model, on its device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.errors import LossError
+from phalanx.spec import Job
+
+
+class Inputs:
+    """Gives ``(args, kwargs, batch on the device)`` for a batch, by the job's ``inputs`` or by what ``forward`` names."""
+
+    def __init__(self, job: Job, module: nn.Module) -> None:
+        self._given = job.inputs
+        self._names, self._takes_all = _forward_names(module)
+
+    def __call__(self, batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        batch = to_device(batch, device)
+        if self._given is not None:
+            return (*_as_arguments(self._given(batch)), batch)
+        if isinstance(batch, Mapping):
+            if self._takes_all:
+                return (), dict(batch), batch
+            chosen = {name: batch[name] for name in self._names if name in batch}
+            if not chosen:
+                raise LossError(
+                    f"forward takes {', '.join(self._names) or 'nothing'}; the batch has {', '.join(map(str, batch))}.\n"
+                    '    try: job(inputs=lambda batch: batch["..."])'
+                )
+            return (), chosen, batch
+        if isinstance(batch, tuple | list) and batch:
+            return (batch[0],), {}, batch
+        return (batch,), {}, batch
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """``value`` with every tensor in it on ``device``; structures are kept. Nothing is copied that is there already."""
+    if isinstance(value, torch.Tensor):
+        return value if value.device == device else value.to(device, non_blocking=True)
+    if device.type == "cpu":
+        return value  # loaders give host tensors
+    if isinstance(value, Mapping):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(item, device) for item in value))
+    if isinstance(value, tuple | list):
+        return type(value)(to_device(item, device) for item in value)
+    return value
+
+
+def _as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(value, Mapping):
+        return (), dict(value)
+    if isinstance(value, tuple):
+        return value, {}
+    return (value,), {}
+
+
+def _forward_names(module: nn.Module) -> tuple[list[str], bool]:
+    """Names of ``forward``'s parameters, and whether it takes any keyword."""
+    forward: Callable[..., Any] = type(module).forward
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    kinds = inspect.Parameter
+    names = [parameter.name for parameter in parameters if parameter.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    return names, not names and any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters)

@@ -1,0 +1,29 @@
+"""Random streams that depend on what is computed, not on where or after how many restarts."""
+
+from __future__ import annotations
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def stream(seed: int, *words: int) -> int:
+    """A 63-bit seed from ``seed`` and what the stream is for, such as (step, micro-batch, part).
+
+    SplitMix64's finaliser (Steele et al. 2014) over each word in turn: streams of neighbouring words are unrelated.
+    """
+    state = seed & _MASK
+    for word in words:
+        state = (state + 0x9E3779B97F4A7C15 + word) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def reseed(device: torch.device, seed: int) -> None:
+    """Start the device's default stream at ``seed``; cheaper than ``torch.manual_seed``, which visits every device."""
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)

@@ -1,0 +1,312 @@
+"""One optimizer step over one global batch: the same for every plan.
+
+Backward runs on sums. What they are divided by, the count over the whole global batch, is known before backward where the
+loss is a mean over samples, and only after every rank's forward where it is a sum and a count; then backward divides by
+a constant of about that size (a power of two, so that nothing is rounded) and the gradients are corrected once.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.comm import active
+from phalanx.data import MicroBatch, StepBatch
+from phalanx.errors import GradientError, LossError
+from phalanx.parallel import Layout
+from phalanx.spec import Job, Loss, Plan
+from phalanx.train.gradients import clip, global_norm, local_gradients, scale
+from phalanx.train.inputs import Inputs
+from phalanx.train.precision import LossScale, compute_context
+from phalanx.train.rng import reseed, stream
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metrics:
+    """What one step gives back.
+
+    Attributes:
+        step: optimizer step, 0 is the first.
+        epoch: pass over the data.
+        samples: in this global batch.
+        lr: learning rate of the first parameter group.
+        skipped: whether fp16 loss scaling skipped the update.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    lr: float
+    skipped: bool
+    _totals: torch.Tensor
+    _norm: torch.Tensor | None
+
+    @property
+    def count(self) -> float:
+        """What the loss was divided by: tokens or samples of the global batch."""
+        return float(self._totals[1])
+
+    @property
+    def loss(self) -> float:
+        """Loss of the global batch: its sum over its count. Waits for the device."""
+        total, count = self._totals.tolist()
+        return total / count if count else math.nan
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global L2 norm before clipping; ``None`` where nothing needed it."""
+        return None if self._norm is None else float(self._norm)
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """What a step carries to the next, and a checkpoint keeps.
+
+    Attributes:
+        step: optimizer steps taken.
+        samples: samples trained on.
+        divisor: the constant backward divides sums by; 0 before the first step.
+        loss_scale: for fp16.
+    """
+
+    step: int = 0
+    samples: int = 0
+    divisor: float = 0.0
+    loss_scale: LossScale | None = None
+
+
+class Step:
+    """Calling it with a global batch takes one optimizer step and gives its ``Metrics``."""
+
+    def __init__(self, job: Job, plan: Plan, layout: Layout, optimizer: torch.optim.Optimizer) -> None:
+        self.job, self.plan, self.layout, self.optimizer = job, plan, layout, optimizer
+        self.progress = Progress(loss_scale=LossScale() if plan.precision == "fp16" else None)
+        self._inputs = Inputs(job, layout.module)
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        self._first_part = dist.get_rank() * plan.threads if active() else 0
+        self._whole_here = not active() and plan.replicas == 1
+        self._checked = False
+        self._unchecked: torch.Tensor | None = None
+        layout.module.train()
+        self.total_steps = 1
+        self.lr_scale = 1.0
+
+    def __call__(self, batch: StepBatch) -> Metrics:
+        """Forward, backward and update for one global batch.
+
+        Raises:
+            LossError: if the loss is not finite, or not of an allowed form.
+            GradientError: if parameters get no gradient and the job does not allow it.
+        """
+        totals = self.backward(batch)
+        return self.update(batch, totals)
+
+    def backward(self, batch: StepBatch) -> torch.Tensor:
+        """Forward and backward: afterwards every parameter has the gradient of the global batch, divided by its count.
+
+        Returns the loss's sum and count over the global batch: fp64, shape (2,).
+        """
+        work = _Work(self, batch)
+        self.layout.accumulate(batch.parts, work.backward)
+        self.layout.finish()
+        totals = work.totals()
+        grads = local_gradients(self.layout.parameters.values())
+        if not self._checked:
+            self._check_gradients()
+        scale(grads, work.correction(totals))
+        return totals
+
+    def update(self, batch: StepBatch, totals: torch.Tensor) -> Metrics:
+        """Clip, step the optimizer at the schedule's rate, bring the new values to where forward reads them."""
+        parameters = self.layout.parameters.values()
+        lr = self._set_rate()
+        scaling = self.progress.loss_scale
+        norm = global_norm(parameters) if self.job.clip is not None or scaling else None
+        self._check_loss(totals)
+        skipped = False
+        if scaling and norm is not None:
+            skipped = not math.isfinite(float(norm))
+            scaling.update(not skipped)
+        if not skipped:
+            if self.job.clip is not None and norm is not None:
+                clip(local_gradients(parameters), norm, self.job.clip)
+            self.optimizer.step()
+        self.layout.stepped()
+        step = self.progress.step
+        self.progress.step += 1
+        self.progress.samples += batch.samples
+        return Metrics(
+            step=step, epoch=batch.epoch, samples=batch.samples, lr=lr, skipped=skipped, _totals=totals, _norm=norm
+        )
+
+    def constant_divisor(self, samples: int) -> float:
+        """The power of two that backward divides sums by, the same on every rank and in every step."""
+        if not self.progress.divisor:
+            self.progress.divisor = 2.0 ** round(math.log2(max(1.0, samples / self.layout.divisor)))
+        return self.progress.divisor
+
+    def _compute(self, device: torch.device) -> AbstractContextManager[object]:
+        return compute_context(self.plan, device)
+
+    def _set_rate(self) -> float:
+        schedule = self.job.schedule
+        factor = self.lr_scale * schedule.factor(
+            step=self.progress.step, batch=self.job.batch, total_steps=self.total_steps
+        )
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+        return self._rates[0] * factor
+
+    def _check_loss(self, totals: torch.Tensor) -> None:
+        """Stop at a loss that is not finite. On CUDA one step later: looking at once would wait for the device."""
+        late = totals.device.type != "cpu"
+        looked_at, self._unchecked = (self._unchecked, totals) if late else (totals, None)
+        value = 0.0 if looked_at is None else float(looked_at[0])
+        scaling = self.progress.loss_scale
+        if math.isfinite(value) or (scaling and scaling.scale > 1.0):
+            return
+        raise LossError(
+            f"the loss of step {self.progress.step - late} is {value}.\n"
+            "    Usual causes: a learning rate too high or without warm-up, a logarithm or a division by zero in the loss, "
+            "bad values in the data.\n    try: job(clip=1.0, schedule=px.Schedule(warmup_steps=100)), or a lower lr"
+        )
+
+    def _check_gradients(self) -> None:
+        self._checked = True
+        without = [name for name, tensor in self.layout.parameters.items() if tensor.grad is None]
+        if without and self.job.unused == "error":
+            names = ", ".join(without[:8]) + (f" and {len(without) - 8} more" if len(without) > 8 else "")
+            raise GradientError(
+                f"parameters that got no gradient in the first step: {names}.\n"
+                "    The loss does not depend on them; usually a forgotten branch, or a detach().\n"
+                '    try: remove them, set requires_grad=False, or allow it: job(unused="allow")'
+            )
+
+
+class _Work:
+    """The forwards and backwards of one step: adds up sums and counts, and decides what backward divides by."""
+
+    def __init__(self, owner: Step, batch: StepBatch) -> None:
+        self._step, self._batch = owner, batch
+        self._job = owner.job
+        self._read: dict[tuple[int, int], _Read] = {}
+        self._divided_by = 0.0
+        self._exact = False
+        self._reduced: tuple[dist.Work, torch.Tensor] | None = None
+        self._places = {
+            id(micro): (part, index) for part, micros in enumerate(batch.parts) for index, micro in enumerate(micros)
+        }
+
+    def backward(self, module: nn.Module, device: torch.device, micro: MicroBatch, last: bool) -> None:
+        """One micro-batch: forward, loss, backward."""
+        step = self._step
+        part, index = place = self._places[id(micro)]
+        reseed(device, stream(self._job.seed, step.progress.step, index, step._first_part + part))
+        with step._compute(device):
+            args, kwargs, on_device = step._inputs(micro.batch, device)
+            output = module(*args, **kwargs)
+            read = _read(self._job.loss(output, on_device), micro, step.progress.step)
+        self._read[place] = read
+        factor = self._factor(read)
+        if last and active():
+            self._start_reducing(device)
+        if isinstance(factor, torch.Tensor) or factor != 1.0:
+            (read.value * factor).backward()
+        else:
+            read.value.backward()
+
+    def totals(self) -> torch.Tensor:
+        """Sum and count over the global batch."""
+        if self._reduced is None:
+            return self._local_totals(next(iter(self._read.values())).value.device)
+        work, totals = self._reduced
+        work.wait()
+        return totals
+
+    def correction(self, totals: torch.Tensor) -> torch.Tensor | float:
+        """The one factor that makes the gradients those of sum / count."""
+        scaling = self._step.progress.loss_scale
+        scaled = scaling.scale if scaling else 1.0
+        if self._exact:
+            return 1.0 / scaled
+        factor = self._divided_by * self._step.layout.divisor / scaled
+        return (factor / totals[1].clamp(min=1e-30)).to(torch.float32)
+
+    def _factor(self, read: _Read) -> Any:
+        """What to multiply this micro-batch's value by before backward."""
+        step = self._step
+        scaling = step.progress.loss_scale
+        scaled = scaling.scale if scaling else 1.0
+        if read.mean:
+            self._exact = True
+            return read.samples * step.layout.divisor / self._batch.samples * scaled
+        if not read.samples:
+            return 0.0  # a filler, there only to keep ranks in step
+        if step._whole_here and len(self._batch.parts[0]) == 1:
+            self._exact = True
+            return scaled / (torch.where(read.count == 0, 1, read.count) if isinstance(read.count, torch.Tensor) else read.count or 1)
+        self._divided_by = step.constant_divisor(self._batch.samples)
+        return scaled / self._divided_by
+
+    def _local_totals(self, device: torch.device) -> torch.Tensor:
+        reads = [self._read[place] for place in sorted(self._read)]
+        if device.type == "cpu":
+            total = sum(float(read.value.detach()) * read.weight for read in reads)
+            return torch.tensor([total, sum(float(read.count) for read in reads)], dtype=torch.float64)
+        totals = torch.zeros(2, dtype=torch.float64, device=device)
+        for read in reads:
+            totals[0] += read.value.detach().to(device) * read.weight
+            totals[1] += read.count.to(device) if isinstance(read.count, torch.Tensor) else read.count
+        return totals
+
+    def _start_reducing(self, device: torch.device) -> None:
+        totals = self._local_totals(device)
+        work = dist.all_reduce(totals, async_op=True)
+        assert work is not None
+        self._reduced = (work, totals)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What a loss function gave for one micro-batch: ``value * weight`` is a sum over ``count``."""
+
+    value: torch.Tensor
+    weight: float
+    count: Any
+    samples: int
+    mean: bool
+
+
+def _read(result: Any, micro: MicroBatch, step: int) -> _Read:
+    if isinstance(result, Loss) or (isinstance(result, tuple) and len(result) == 2):
+        total, count = result
+        if not isinstance(total, torch.Tensor) or total.dim() != 0:
+            raise LossError(_wrong_form(f"a sum that is {_describe(total)}", step))
+        if isinstance(count, torch.Tensor) and count.dim() != 0:
+            raise LossError(_wrong_form(f"a count that is {_describe(count)}", step))
+        if not micro.samples:
+            return _Read(total, 0.0, 0, 0, False)
+        return _Read(total, 1.0, count, micro.samples, False)
+    if not isinstance(result, torch.Tensor) or result.dim() != 0:
+        raise LossError(_wrong_form(_describe(result), step))
+    return _Read(result, float(micro.samples), micro.samples, micro.samples, True)
+
+
+def _wrong_form(given: str, step: int) -> str:
+    return (
+        f"the loss function gave {given} in step {step}; it may give px.Loss(sum, count), both scalars, "
+        "or a scalar tensor that is the mean over the samples of the batch.\n"
+        '    try: loss=lambda output, batch: px.cross_entropy(output, batch["label"])'
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
