@@ -1,3 +1,59 @@
 """Phalanx: write the training step for one device; run it on any number, proven to compute the same."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phalanx.api import Run, build, fit, prove
+    from phalanx.data import Table
+    from phalanx.spec import Cluster, Job, Loss, Plan, RunSpec, Schedule
+    from phalanx.train.losses import accuracy, cross_entropy, mse, next_token_loss
+    from phalanx.train.optimizers import LAMB, LARS
+    from phalanx.train.scaling import linear_scaling
+
 __version__ = "0.1.0"
+
+_WHERE = {
+    **dict.fromkeys(("Run", "build", "fit", "prove"), "phalanx.api"),
+    **dict.fromkeys(("Cluster", "Job", "Loss", "Plan", "RunSpec", "Schedule"), "phalanx.spec"),
+    **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.losses"),
+    **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
+    "Table": "phalanx.data",
+    "linear_scaling": "phalanx.train.scaling",
+}
+
+__all__ = [
+    "LAMB",
+    "LARS",
+    "Cluster",
+    "Job",
+    "Loss",
+    "Plan",
+    "Run",
+    "RunSpec",
+    "Schedule",
+    "Table",
+    "accuracy",
+    "build",
+    "cross_entropy",
+    "fit",
+    "linear_scaling",
+    "mse",
+    "next_token_loss",
+    "prove",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Torch takes a second to import; a name that needs it is fetched when first used.
+    if name not in _WHERE:
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+    value = getattr(import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,5 +1,5 @@
 """What machines have."""
 
-from phalanx.hardware.probe import cores, cuda_devices, memory_bytes, this_machine
+from phalanx.hardware.probe import cores, cuda_devices, memory_bytes, peak_memory, this_machine
 
-__all__ = ["cores", "cuda_devices", "memory_bytes", "this_machine"]
+__all__ = ["cores", "cuda_devices", "memory_bytes", "peak_memory", "this_machine"]

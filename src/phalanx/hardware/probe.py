@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 
 import torch
 
@@ -36,3 +37,17 @@ def this_machine() -> Cluster:
     if count:
         return Cluster(device="cuda", per_node=count)
     return Cluster(device="cpu", per_node=cores(), memory=memory_bytes())
+
+
+def peak_memory() -> int:
+    """Largest memory this process has held, in bytes: allocated on its CUDA device, else its resident set."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    try:
+        with open("/proc/self/status") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -28,6 +28,7 @@ class RunSpec:
         lr_scale: factor on every learning rate, such as the linear scaling rule's when the user changed the batch.
         checkpoint_every: optimizer steps between checkpoints; 0: at the end only.
         keep: checkpoints kept; older ones are deleted.
+        log_every: optimizer steps between ``step`` events; the first and the last are always written.
     """
 
     job: str
@@ -40,6 +41,7 @@ class RunSpec:
     lr_scale: float = 1.0
     checkpoint_every: int = 0
     keep: int = 2
+    log_every: int = 1
 
     def __post_init__(self) -> None:
         problems = [
@@ -49,7 +51,14 @@ class RunSpec:
                 allowed=f"a whole number, {least} or more",
                 fix=f"--{name.replace('_', '-')} {least + 1}",
             )
-            for name, least in (("batch", 1), ("epochs", 1), ("steps", 1), ("checkpoint_every", 0), ("keep", 1))
+            for name, least in (
+                ("batch", 1),
+                ("epochs", 1),
+                ("steps", 1),
+                ("checkpoint_every", 0),
+                ("keep", 1),
+                ("log_every", 1),
+            )
             if getattr(self, name) is not None and getattr(self, name) < least
         ]
         if self.epochs is not None and self.steps is not None:

@@ -67,5 +67,9 @@ def _forward_names(module: nn.Module) -> tuple[list[str], bool]:
     forward: Callable[..., Any] = type(module).forward
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     kinds = inspect.Parameter
-    names = [parameter.name for parameter in parameters if parameter.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+    ]
     return names, not names and any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters)

@@ -250,7 +250,9 @@ class _Work:
             return 0.0  # a filler, there only to keep ranks in step
         if step._whole_here and len(self._batch.parts[0]) == 1:
             self._exact = True
-            return scaled / (torch.where(read.count == 0, 1, read.count) if isinstance(read.count, torch.Tensor) else read.count or 1)
+            return scaled / (
+                torch.where(read.count == 0, 1, read.count) if isinstance(read.count, torch.Tensor) else read.count or 1
+            )
         self._divided_by = step.constant_divisor(self._batch.samples)
         return scaled / self._divided_by
 

@@ -1,0 +1,143 @@
+"""What ``import phalanx as px`` offers: ``fit``, ``build``, ``prove``, and how a finished run is read."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.events import read
+from phalanx.spec import Job, Plan, RunSpec
+
+if TYPE_CHECKING:
+    from phalanx.comm import Place
+    from phalanx.data import Loader
+    from phalanx.train.step import Step
+    from phalanx.verify import Proof
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run folder and what is in it.
+
+    Attributes:
+        folder: where it is.
+    """
+
+    folder: Path
+
+    def events(self, name: str | None = None) -> Iterator[dict[str, Any]]:
+        """The run's events in order; those called ``name`` where given."""
+        return (event for event in read(self.folder / "events.jsonl") if name is None or event["event"] == name)
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss of each logged step. A step taken again after a resume counts as it went the last time."""
+        return list({event["step"]: event["loss"] for event in self.events("step")}.values())
+
+    @property
+    def evaluation(self) -> dict[str, Any] | None:
+        """The last evaluation: ``loss``, ``samples``, ``metrics``; ``None`` where there was none."""
+        found = list(self.events("evaluate"))
+        return found[-1] if found else None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan it ran under."""
+        return Plan.from_toml((self.folder / "plan.toml").read_text())
+
+
+def fit(
+    job: Job,
+    plan: Plan | str | None = None,
+    *,
+    run: RunSpec | None = None,
+    folder: str | Path | None = None,
+    watch: Callable[[], None] | None = None,
+) -> Run:
+    """Train ``job`` under ``plan`` and give back the run.
+
+    A plan of several processes starts them on this machine, each on a device of its own; inside a worker that torchrun
+    or ``phalanx worker`` started, this process takes its own part instead. Without a plan: all CUDA devices under
+    ``dp``, or one process.
+
+    Args:
+        job: what to train.
+        plan: a ``Plan`` or its text, such as ``"dp=2"``.
+        run: everything else (folder, resume, checkpoints); its plan is replaced by ``plan`` where that is given.
+        folder: the run folder; ``runs/<name>-<n>`` where not given.
+        watch: called about ten times a second while workers run.
+
+    Raises:
+        RefusedError: if the plan cannot serve the job here.
+        WorkerError: if a worker failed: the first one's rank, step and traceback.
+    """
+    from phalanx.launch import default_folder, launch, place_from_environment, prepare_run
+    from phalanx.train import overrides
+    from phalanx.train.assembly import refuse
+    from phalanx.train.loop import train
+
+    place = place_from_environment()
+    chosen = _plan(plan if plan is not None or run is None else run.plan, job, place)
+    refuse(job, chosen, place.world_size if place else chosen.world_size)
+    where = Path(folder) if folder is not None else run.folder if run is not None else default_folder(job.name)
+    spec = replace(run, plan=chosen, folder=where) if run else RunSpec(job=job.name, plan=chosen, folder=where)
+    job = overrides.apply(job, spec)
+    if place is not None:
+        if place.rank == 0:
+            prepare_run(spec)
+        train(job, spec, place, report=lambda step: None)
+        return Run(folder=where)
+    prepare_run(spec)
+    launch(lambda there, report: train(job, spec, there, report=report), chosen.world_size, watch=watch)
+    return Run(folder=where)
+
+
+def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
+    """The step and the loader of ``job`` under ``plan``, for a loop of your own.
+
+    ``for batch in loader: metrics = step(batch)`` is the whole loop, under every plan. A plan of several processes is
+    built in each of them: start the script with ``torchrun --nproc-per-node N script.py``.
+
+    Raises:
+        RefusedError: if the plan cannot serve the job here, or its processes are not there.
+    """
+    from phalanx.comm import Place, device_for, joined
+    from phalanx.launch import place_from_environment
+    from phalanx.parallel import device_kind
+    from phalanx.train.assembly import build as assemble
+    from phalanx.train.assembly import refuse
+
+    place = place_from_environment()
+    chosen = _plan(plan, job, place)
+    place = place or Place()
+    refuse(job, chosen, place.world_size)
+    _group.enter_context(joined(place, device_for(place, device_kind(chosen))))
+    assembly = assemble(job, chosen, place)
+    return assembly.step, assembly.loader
+
+
+def prove(job: Job, plan: Plan | str, *, steps: int = 20, **watching: Any) -> Proof:
+    """Compare ``job`` under ``plan`` with one device over ``steps`` steps; see ``phalanx.verify.prove``."""
+    from phalanx.verify import prove as compare
+
+    return compare(job, _plan(plan, job, None), steps=steps, **watching)
+
+
+_group = ExitStack()  # the process group that ``build`` joins stays until the process ends
+atexit.register(_group.close)
+
+
+def _plan(plan: Plan | str | None, job: Job, place: Place | None) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    if plan is not None:
+        return Plan.parse(plan)
+    if place is not None:
+        return Plan(dp=place.world_size)
+    from phalanx.hardware import cuda_devices
+
+    return Plan(dp=min(max(1, cuda_devices()), job.batch))

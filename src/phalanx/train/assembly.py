@@ -1,0 +1,166 @@
+"""Everything a step needs, built from a job and a plan on one worker's place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.comm import Place, from_every_rank
+from phalanx.data import Lane, Loader
+from phalanx.errors import DataError, GradientError, Problem, RefusedError, SpecError
+from phalanx.parallel import Layout, assemble, check, device_kind, notes
+from phalanx.spec import Job, Plan
+from phalanx.train.rng import stream
+from phalanx.train.step import Step
+
+
+class Parameters(list[torch.Tensor]):
+    """The parameters an optimizer is built over: a list, which also knows their names (for parameter groups)."""
+
+    def __init__(self, named: dict[str, torch.Tensor]) -> None:
+        super().__init__(named.values())
+        self._named = named
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, parameter) pairs, in order."""
+        return iter(self._named.items())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assembly:
+    """A job laid out on this worker.
+
+    Attributes:
+        step: takes one optimizer step.
+        loader: gives this worker's part of every global batch.
+        layout: the model as the plan lays it out.
+        optimizer: as the job built it, over ``layout.parameters``.
+        lane: which parts of a global batch this worker holds.
+        device: kind of device.
+        notes: what this plan does not keep of one device's result.
+    """
+
+    step: Step
+    loader: Loader
+    layout: Layout
+    optimizer: torch.optim.Optimizer
+    lane: Lane
+    device: str
+    notes: list[str]
+
+
+def refuse(job: Job, plan: Plan, world_size: int) -> None:
+    """Raise what keeps ``plan`` from serving ``job`` with this many workers, all of it at once.
+
+    Raises:
+        RefusedError: with every problem found.
+    """
+    problems = check(job, plan)
+    if plan.world_size != world_size:
+        problems.append(
+            Problem(
+                where="plan",
+                given=f"{plan} for {world_size} workers",
+                allowed=f"a mesh that multiplies to the workers there are: dp × fsdp = {world_size}",
+                fix=f"dp={world_size}" if world_size > 1 else "single",
+            )
+        )
+    if problems:
+        raise RefusedError(problems)
+
+
+def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0) -> Assembly:
+    """Build model, layout, optimizer, loader and step. Collective where there are several workers.
+
+    Raises:
+        RefusedError: if the plan cannot serve the job here.
+        SpecError: if the job's functions give something else than they must.
+        DataError: if the data differ between ranks.
+        GradientError: if the optimizer holds other parameters than it was given.
+    """
+    refuse(job, plan, place.world_size)
+    module = build_model(job)
+    found = notes(module, job, plan)
+    layout = assemble(module, job, plan, place)
+    optimizer = build_optimizer(job, layout)
+    lane = Lane(first=place.rank * plan.threads, count=plan.threads, parts=plan.replicas)
+    kind = device_kind(plan)
+    loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
+    _same_everywhere(loader)
+    step = Step(job, plan, layout, optimizer)
+    step.progress.step = first_step
+    step.total_steps = loader.total_steps or 1
+    return Assembly(step=step, loader=loader, layout=layout, optimizer=optimizer, lane=lane, device=kind, notes=found)
+
+
+def build_model(job: Job) -> nn.Module:
+    """The model with one device's initial values: the same seed on every rank, whatever ran before."""
+    torch.manual_seed(stream(job.seed))
+    module = job.model()
+    if not isinstance(module, nn.Module):
+        raise SpecError(
+            [
+                Problem(
+                    where="job.model",
+                    given=f"a function that gives {type(module).__name__}",
+                    allowed="a function that gives a torch.nn.Module",
+                    fix="model=lambda: Net()",
+                )
+            ]
+        )
+    if not any(tensor.requires_grad for tensor in module.parameters()):
+        raise SpecError(
+            [
+                Problem(
+                    where="job.model",
+                    given="a model without trainable parameters",
+                    allowed="a model with at least one parameter that requires a gradient",
+                    fix="for p in model.parameters(): p.requires_grad_(True)",
+                )
+            ]
+        )
+    return module
+
+
+def build_optimizer(job: Job, layout: Layout) -> torch.optim.Optimizer:
+    """The job's optimizer, which must hold exactly the parameters it was given."""
+    given = Parameters(layout.parameters)
+    optimizer: Any = job.optimizer(given)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise SpecError(
+            [
+                Problem(
+                    where="job.optimizer",
+                    given=f"a function that gives {type(optimizer).__name__}",
+                    allowed="a function that gives a torch.optim.Optimizer",
+                    fix="optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)",
+                )
+            ]
+        )
+    held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    known = {id(tensor) for tensor in given}
+    missing = [name for name, tensor in given.named() if id(tensor) not in held]
+    if held - known or missing:
+        what = f"{len(held - known)} tensors it was not given" if held - known else ""
+        left_out = f"not {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}" if missing else ""
+        raise GradientError(
+            f"the optimizer holds {' and '.join(filter(None, (what, left_out)))}.\n"
+            "    Under a plan the parameters may be shards: an optimizer over the original model would step tensors nobody reads.\n"
+            "    try: optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4), over exactly the `params` it is called with; "
+            "parameters that shall not train: requires_grad=False in the model"
+        )
+    return optimizer
+
+
+def _same_everywhere(loader: Loader) -> None:
+    lengths = from_every_rank(loader.length)
+    if len(set(lengths)) > 1:
+        raise DataError(
+            f"the data have another length on each rank: {', '.join(f'rank {rank}: {n}' for rank, n in enumerate(lengths))}.\n"
+            "    Every rank must see the same data; Phalanx gives each its share.\n"
+            "    try: remove rank-dependent filtering or sharding from job.data"
+        )

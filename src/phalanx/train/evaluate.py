@@ -1,0 +1,94 @@
+"""Evaluation: every sample of the evaluation data exactly once, on any number of devices."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from phalanx.comm import sum_over_ranks
+from phalanx.data import evaluation_batches
+from phalanx.errors import LossError
+from phalanx.parallel import device_kind
+from phalanx.spec import Job, Plan
+from phalanx.train.assembly import Assembly
+from phalanx.train.inputs import Inputs
+from phalanx.train.precision import compute_context
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """Result of one evaluation.
+
+    Attributes:
+        loss: its sum over all samples divided by its count.
+        samples: evaluated, each once.
+        metrics: name → sum over count.
+        seconds: wall time.
+    """
+
+    loss: float
+    samples: int
+    metrics: dict[str, float]
+    seconds: float
+
+
+def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluation:
+    """Run the model over ``dataset`` without gradients. Collective; every rank gets the same result.
+
+    Raises:
+        LossError: if a metric is not a sum and a count.
+    """
+    begun = time.perf_counter()
+    layout = assembly.layout
+    device = next(layout.module.parameters()).device
+    if device.type == "cpu" and device_kind(plan) == "cuda":  # parameters offloaded between uses
+        device = torch.device("cuda", torch.cuda.current_device())
+    inputs = Inputs(job, layout.module)
+    sums: dict[str, list[float]] = {}
+    samples = 0
+    layout.module.eval()
+    with torch.no_grad():
+        for batch in evaluation_batches(dataset, job, assembly.lane, micro=plan.micro):
+            for micro in (micro for part in batch.parts for micro in part):
+                with compute_context(plan, device):
+                    args, kwargs, on_device = inputs(micro.batch, device)
+                    output = layout.forward(*args, **kwargs)
+                    found = _measure(job, output, on_device, micro.samples)
+                samples += micro.samples
+                for name, (total, count) in found.items():
+                    entry = sums.setdefault(name, [0.0, 0.0])
+                    if micro.samples:
+                        entry[0] += float(total)
+                        entry[1] += float(count)
+    layout.module.train()
+    names = sorted(sums)
+    flat = [value for name in names for value in sums[name]]
+    totals = torch.tensor([float(samples), *flat], dtype=torch.float64, device=device)
+    sum_over_ranks(totals)
+    values = totals.tolist()
+    ratios = {
+        name: values[1 + 2 * index] / values[2 + 2 * index] if values[2 + 2 * index] else math.nan
+        for index, name in enumerate(names)
+    }
+    loss = ratios.pop("loss")
+    return Evaluation(loss=loss, samples=int(values[0]), metrics=ratios, seconds=time.perf_counter() - begun)
+
+
+def _measure(job: Job, output: Any, batch: Any, samples: int) -> dict[str, tuple[Any, Any]]:
+    """Sum and count of the loss and of each metric over one micro-batch."""
+    loss = job.loss(output, batch)
+    found: dict[str, tuple[Any, Any]] = {
+        "loss": (loss[0], loss[1]) if isinstance(loss, tuple) else (loss * samples, samples)
+    }
+    for name, value in (job.metrics(output, batch) if job.metrics else {}).items():
+        if not (isinstance(value, tuple) and len(value) == 2):
+            raise LossError(
+                f"metric {name!r} is a {type(value).__name__}; a metric is px.Loss(sum, count), so that parts add up.\n"
+                '    try: metrics=lambda output, batch: {"accuracy": px.accuracy(output, batch["label"])}'
+            )
+        found[name] = (value[0], value[1])
+    return found

@@ -1,0 +1,213 @@
+"""The training loop of one worker: steps, evaluations, checkpoints, events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from phalanx import checkpoint
+from phalanx.comm import Place, device_for, from_every_rank, joined
+from phalanx.data import Ledger, StepBatch
+from phalanx.errors import CheckpointError, DataError
+from phalanx.events import SCHEMA_VERSION, EventLog
+from phalanx.hardware import peak_memory
+from phalanx.parallel import device_kind
+from phalanx.spec import Job, RunSpec
+from phalanx.train.assembly import Assembly, build, refuse
+from phalanx.train.evaluate import evaluate
+from phalanx.train.state import restore, save
+from phalanx.train.step import Metrics
+
+
+def train(job: Job, run: RunSpec, place: Place, *, report: Callable[[int], None]) -> dict[str, Any]:
+    """Run the whole training on this worker; ``report(step)`` is called as each step begins.
+
+    Returns a summary: steps taken, last loss, last evaluation.
+    """
+    refuse(job, run.plan, place.world_size)
+    with joined(place, device_for(place, device_kind(run.plan))):
+        path = _checkpoint_to_resume(run) if run.resume else None
+        first_step = checkpoint.read_state(path)["step"] if path else 0
+        assembly = build(job, run.plan, place, first_step=first_step)
+        assembly.step.lr_scale = run.lr_scale
+        if path:
+            restore(path, job, assembly)
+        with _Recorder(job, run, place, assembly, path) as recorder:
+            return _Loop(job, run, assembly, recorder).run(report)
+
+
+class _Loop:
+    """Steps with what happens between them."""
+
+    def __init__(self, job: Job, run: RunSpec, assembly: Assembly, recorder: _Recorder) -> None:
+        self._job, self._run, self._assembly, self._recorder = job, run, assembly, recorder
+        self._evaluation_data = job.evaluate() if job.evaluate else None
+        self._saved_at = assembly.step.progress.step
+        self._evaluated_at = -1
+        self._last_evaluation: dict[str, Any] = {}
+
+    def run(self, report: Callable[[int], None]) -> dict[str, Any]:
+        step = self._assembly.step
+        job, run, recorder = self._job, self._run, self._recorder
+        metrics: Metrics | None = None
+        for batch in self._assembly.loader:
+            report(batch.step)
+            if self._assembly.loader.length is None:
+                _streams_agree(batch)
+            metrics = step(batch)
+            recorder.stepped(batch, metrics)
+            if job.evaluate_every and step.progress.step % job.evaluate_every == 0:
+                self._evaluate()
+            if run.checkpoint_every and step.progress.step % run.checkpoint_every == 0:
+                self._save()
+        if self._assembly.loader.length is None:
+            _streams_agree(None)
+        recorder.flush()
+        if self._evaluated_at != step.progress.step:
+            self._evaluate()
+        if self._saved_at != step.progress.step:
+            self._save()
+        return recorder.finish(metrics, self._last_evaluation)
+
+    def _evaluate(self) -> None:
+        if self._evaluation_data is None:
+            return
+        self._recorder.flush()
+        result = evaluate(self._job, self._run.plan, self._assembly, self._evaluation_data)
+        self._evaluated_at = self._assembly.step.progress.step
+        self._last_evaluation = {"loss": result.loss, "samples": result.samples, "metrics": result.metrics}
+        self._recorder.write("evaluate", step=self._evaluated_at, seconds=result.seconds, **self._last_evaluation)
+
+    def _save(self) -> None:
+        begun = time.perf_counter()
+        self._recorder.flush()
+        step = self._assembly.step.progress.step
+        path = save(self._run.folder / "checkpoints", self._job, self._assembly, keep=self._run.keep)
+        self._saved_at = step
+        size = sum(file.stat().st_size for file in path.iterdir())
+        relative = str(path.relative_to(self._run.folder))
+        self._recorder.write("checkpoint", step=step, path=relative, bytes=size, seconds=time.perf_counter() - begun)
+
+
+class _Recorder:
+    """Writes the ledger on every rank and the event log on rank 0."""
+
+    def __init__(self, job: Job, run: RunSpec, place: Place, assembly: Assembly, resumed: Path | None) -> None:
+        self._every = run.log_every
+        self._total = assembly.loader.total_steps
+        self._ledger = Ledger(run.folder / "ledger", rank=place.rank, first_step=assembly.step.progress.step)
+        self._log = EventLog(run.folder / "events.jsonl") if place.rank == 0 else None
+        # On CUDA a loss is read one step late: reading it at once would wait for the device.
+        self._late = assembly.device == "cuda"
+        self._waiting: tuple[Metrics, float] | None = None
+        self._unwritten: tuple[Metrics, float] | None = None
+        self._first = self._last = time.perf_counter()
+        self._samples_before = assembly.step.progress.samples
+        self._progress = assembly.step.progress
+        self.write(
+            "start",
+            schema=SCHEMA_VERSION,
+            job=job.name,
+            plan=str(run.plan),
+            world_size=place.world_size,
+            device=assembly.device,
+            batch=job.batch,
+            total_steps=self._total,
+            first_step=assembly.step.progress.step,
+            parameters=sum(tensor.numel() for tensor in assembly.layout.module.parameters()),
+            notes=assembly.notes,
+        )
+        if resumed:
+            self.write("resume", step=self._progress.step, path=str(resumed.relative_to(run.folder)))
+
+    def __enter__(self) -> _Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ledger.close()
+        if self._log:
+            self._log.close()
+
+    def write(self, event: str, **fields: Any) -> None:
+        if self._log:
+            self._log.write(event, **fields)
+
+    def stepped(self, batch: StepBatch, metrics: Metrics) -> None:
+        """Record one step."""
+        self._ledger.record(batch)
+        if not self._log:
+            return
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        if self._waiting:
+            self._write_step(*self._waiting)
+            self._waiting = None
+        due = metrics.step % self._every == 0 or metrics.step + 1 == self._total
+        if not due:
+            self._unwritten = (metrics, seconds)
+        elif self._late:
+            self._waiting = (metrics, seconds)
+        else:
+            self._write_step(metrics, seconds)
+
+    def flush(self) -> None:
+        """Bring everything recorded so far to disk."""
+        self._ledger.flush()
+        if self._waiting:
+            self._write_step(*self._waiting)
+            self._waiting = None
+
+    def finish(self, metrics: Metrics | None, evaluation: dict[str, Any]) -> dict[str, Any]:
+        """Write the last events. Collective. Returns the run's summary."""
+        self.flush()
+        if self._unwritten and metrics is self._unwritten[0]:
+            self._write_step(*self._unwritten)
+        seconds = self._last - self._first
+        for rank, peak in enumerate(from_every_rank(peak_memory())):
+            self.write("memory", rank=rank, peak_bytes=peak)
+        summary = {
+            "step": self._progress.step,
+            "samples": self._progress.samples - self._samples_before,
+            "seconds": seconds,
+            "loss": metrics.loss if metrics else None,
+        }
+        self.write("end", **summary)
+        return {**summary, "evaluation": evaluation}
+
+    def _write_step(self, metrics: Metrics, seconds: float) -> None:
+        self.write(
+            "step",
+            step=metrics.step,
+            epoch=metrics.epoch,
+            loss=metrics.loss,
+            count=metrics.count,
+            samples=metrics.samples,
+            seconds=seconds,
+            lr=metrics.lr,
+            grad_norm=metrics.grad_norm,
+            skipped=metrics.skipped,
+        )
+
+
+def _checkpoint_to_resume(run: RunSpec) -> Path:
+    folder = run.folder / "checkpoints"
+    path = checkpoint.latest(folder)
+    if path is None:
+        raise CheckpointError(
+            f"{folder} holds no complete checkpoint to resume from\n    try: without --resume, a new run"
+        )
+    return path
+
+
+def _streams_agree(batch: StepBatch | None) -> None:
+    """A stream may end earlier on one rank; the others would wait for it for ever."""
+    sizes = from_every_rank(batch.samples if batch else 0)
+    if len(set(sizes)) > 1:
+        raise DataError(
+            "the stream has another length on each rank; samples of this step by rank: "
+            f"{', '.join(str(size) for size in sizes)}.\n"
+            "    Every rank must see the same stream; Phalanx gives each its share.\n"
+            "    try: remove rank-dependent sharding from job.data"
+        )

@@ -1,0 +1,84 @@
+"""What a checkpoint holds of a training, by name, and how it comes back under any data-parallel plan."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx import checkpoint
+from phalanx.errors import CheckpointError
+from phalanx.parallel import Layout
+from phalanx.spec import Job
+from phalanx.train.assembly import Assembly
+from phalanx.train.precision import LossScale
+
+
+def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
+    """Write a checkpoint of this moment into ``folder``. Collective."""
+    progress = assembly.step.progress
+    tensors, groups = checkpoint.optimizer_tensors(assembly.optimizer, assembly.layout.parameters)
+    state = {
+        "identity": identity(job, assembly.loader.length),
+        "step": progress.step,
+        "samples": progress.samples,
+        "divisor": progress.divisor,
+        "loss_scale": asdict(progress.loss_scale) if progress.loss_scale else None,
+        "optimizer": groups,
+    }
+    return checkpoint.save(
+        folder, step=progress.step, tensors={**model_tensors(assembly.layout), **tensors}, state=state, keep=keep
+    )
+
+
+def restore(path: Path, job: Job, assembly: Assembly) -> None:
+    """Bring a training back to where ``path`` was written. Collective.
+
+    Raises:
+        CheckpointError: if the checkpoint is of another model or another job.
+    """
+    state = checkpoint.read_state(path)
+    _same_job(state["identity"], identity(job, assembly.loader.length), path)
+    with torch.no_grad():
+        checkpoint.load(path, model_tensors(assembly.layout))
+        checkpoint.restore_optimizer(assembly.optimizer, assembly.layout.parameters, path)
+    assembly.layout.stepped()
+    progress = assembly.step.progress
+    progress.step, progress.samples, progress.divisor = state["step"], state["samples"], state["divisor"]
+    if progress.loss_scale and state["loss_scale"]:
+        progress.loss_scale = LossScale(**state["loss_scale"])
+
+
+def model_tensors(layout: Layout) -> dict[str, torch.Tensor]:
+    """Every tensor of the model once, as ``model.<name>``: what the optimizer steps, frozen parameters, buffers."""
+    trainable = layout.parameters
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in trainable.items()}
+    trained = {id(tensor) for name, tensor in layout.module.named_parameters() if name in trainable}
+    seen: set[int] = set()
+    for name, tensor in layout.module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in trained and id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[f"model.{name}"] = tensor.detach()
+    return tensors
+
+
+def identity(job: Job, length: int | None) -> dict[str, Any]:
+    """What must not change between the parts of one run, for step k to mean the same samples."""
+    return {
+        "batch": job.batch,
+        "seed": job.seed,
+        "samples": length,
+        "drop_last": job.drop_last,
+        "shuffle": job.shuffle,
+    }
+
+
+def _same_job(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    other = [f"{key}: {saved.get(key)} there, {now[key]} now" for key in now if saved.get(key) != now[key]]
+    if other:
+        raise CheckpointError(
+            f"{path} belongs to another job ({'; '.join(other)}); with these changed, a step would mean other samples.\n"
+            "    try: the job as it was, or a new run folder"
+        )

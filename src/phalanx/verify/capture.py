@@ -1,0 +1,104 @@
+"""What a proof looks at: a few steps of a job under a plan, with losses, first gradients and final parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from phalanx.comm import Place, device_for, joined
+from phalanx.parallel import device_kind
+from phalanx.spec import Job, Plan
+from phalanx.train.assembly import build, build_model
+
+
+def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, Callable[[int], None]], dict[str, Any]]:
+    """A worker's work: ``steps`` steps of ``job`` under ``plan``, tensors written whole into ``folder`` by rank 0.
+
+    It returns, as JSON: ``losses`` and ``counts`` by step, ``ids`` of the first step's samples on this rank, ``prints`` of
+    each parameter that this rank holds whole after the last step, and ``notes``.
+    """
+    short = replace(job, steps=steps, epochs=None, evaluate=None)
+
+    def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
+        switch_off_dropout()
+        with joined(place, device_for(place, device_kind(plan))):
+            assembly = build(short, plan, place)
+            step, parameters = assembly.step, assembly.layout.parameters
+            metrics: list[Any] = []
+            ids: list[int] = []
+            for batch in assembly.loader:
+                report(batch.step)
+                totals = step.backward(batch)
+                if batch.step == 0:
+                    ids = [one for part in batch.parts for micro in part for one in micro.ids]
+                    grads = {name: tensor.grad for name, tensor in parameters.items() if tensor.grad is not None}
+                    _write(folder / "gradients.safetensors", grads, place)
+                metrics.append(step.update(batch, totals))
+            _write(folder / "parameters.safetensors", parameters, place)
+            return {
+                "losses": [one.loss for one in metrics],
+                "counts": [one.count for one in metrics],
+                "lr": max((one.lr for one in metrics), default=0.0),
+                "ids": ids,
+                "prints": _fingerprints(dict(assembly.layout.module.named_parameters())),
+                "notes": assembly.notes,
+            }
+
+    return work
+
+
+def initial_parameters(job: Job) -> dict[str, torch.Tensor]:
+    """The model's parameters before the first step."""
+    return {
+        name: tensor.detach().clone() for name, tensor in build_model(job).named_parameters() if tensor.requires_grad
+    }
+
+
+def switch_off_dropout() -> None:
+    """Make every dropout of torch's functional interface the identity, in this process, from now on.
+
+    Modules call these functions, so that theirs is off as well; training mode otherwise stays on.
+    """
+    functional = torch.nn.functional
+
+    def identity(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return input
+
+    names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+    for name in names:
+        setattr(functional, name, identity)
+    attention = functional.scaled_dot_product_attention
+
+    def without_dropout(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **named: Any
+    ) -> Any:
+        return attention(query, key, value, attn_mask, 0.0, *rest, **named)
+
+    functional.scaled_dot_product_attention = without_dropout
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor], place: Place) -> None:
+    whole: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        full = tensor.detach()
+        full = full.full_tensor() if isinstance(full, DTensor) else full
+        if place.rank == 0:
+            whole[name] = full.to("cpu", copy=True).contiguous()
+    if place.rank == 0:
+        save_file(whole, path)
+
+
+def _fingerprints(parameters: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    """Name → (sum, sum of squares) in fp64 of what this rank holds whole: equal bits give equal prints."""
+    prints: dict[str, list[float]] = {}
+    for name, tensor in parameters.items():
+        if not isinstance(tensor, DTensor):
+            wide = tensor.detach().double()
+            prints[name] = [float(wide.sum()), float(wide.square().sum())]
+    return prints

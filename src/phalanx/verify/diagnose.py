@@ -1,0 +1,127 @@
+"""From the pattern of differences to the likely cause."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.spec import Job, Plan
+from phalanx.verify.compare import Difference, Tolerance
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What both runs gave.
+
+    Attributes:
+        losses: relative difference of each step's loss.
+        gradients: differences of the first gradients.
+        parameters: differences of the final parameters.
+        ranks: each worker's capture under the plan, in rank order.
+        batch_norm: names of modules that take statistics of their micro-batch.
+    """
+
+    losses: list[float]
+    gradients: list[Difference]
+    parameters: list[Difference]
+    ranks: list[dict[str, Any]]
+    batch_norm: list[str]
+
+
+def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    """The likely cause of an inequality, most specific first."""
+    for pattern in (_same_samples, _ranks_apart, _constant_ratio, _batch_norm, _one_parameter, _after_the_gradient):
+        cause = pattern(evidence, tolerance, job, plan)
+        if cause:
+            return cause
+    return (
+        "no known pattern. Likely a random number or a state that depends on the rank or on the order of calls: "
+        "look for unseeded randomness in the model, for buffers updated in forward, and for losses that use batch statistics."
+    )
+
+
+def _same_samples(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    seen: dict[int, int] = {}
+    for rank, capture in enumerate(evidence.ranks):
+        for one in capture["ids"]:
+            if one in seen:
+                return (
+                    f"identical samples on two ranks: sample {one} was on rank {seen[one]} and on rank {rank} in step 0. "
+                    "The sampler gives ranks the same part: look at what feeds the loader."
+                )
+            seen[one] = rank
+    if len(seen) < job.batch and seen:
+        return (
+            f"step 0 saw {len(seen)} samples where the global batch is {job.batch}: some were dropped by the sampler."
+        )
+    return ""
+
+
+def _ranks_apart(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    first = evidence.ranks[0]["prints"]
+    for rank, capture in enumerate(evidence.ranks[1:], start=1):
+        apart = [name for name, values in capture["prints"].items() if first.get(name) != values]
+        if apart:
+            return (
+                f"ranks hold different values of {apart[0]}"
+                + (f" and {len(apart) - 1} more" if len(apart) > 1 else "")
+                + f" "
+                f"(rank 0 and rank {rank}): a missing synchronisation. Gradients are not reduced over all ranks, or parameters "
+                "were changed on one rank only."
+            )
+    return ""
+
+
+def _constant_ratio(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    usable = [one for one in evidence.gradients if one.residual < max(100 * tolerance.gradient, 1e-3)]
+    if len(usable) < max(1, len(evidence.gradients) // 2):
+        return ""
+    ratio = statistics.median(one.ratio for one in usable)
+    spread = max(abs(one.ratio / ratio - 1) for one in usable) if ratio else 1.0
+    if spread > 1e-2 or abs(ratio - 1) < 10 * tolerance.gradient:
+        return ""
+    share = -(-job.batch // plan.replicas)
+    micros = -(-share // plan.micro) if plan.micro else 1
+    names = {
+        "the number of replicas": plan.replicas,
+        "the number of micro-batches": micros,
+        "replicas × micro-batches": plan.replicas * micros,
+    }
+    for name, number in names.items():
+        if number > 1 and abs(ratio - number) < 0.02 * number:
+            return f"every gradient is {ratio:.4g} × one device's: {name}. Sums are not divided by the global count: a sum where a mean was meant."
+        if number > 1 and abs(ratio * number - 1) < 0.02:
+            return f"every gradient is 1/{1 / ratio:.4g} of one device's: {name}. A mean of means: divided once more than needed."
+    return (
+        f"every gradient is {ratio:.5g} × one device's, a constant ratio that is neither replicas nor micro-batches: "
+        "a mean weighted by the wrong count (samples where tokens were meant, or padded where real tokens were)."
+    )
+
+
+def _batch_norm(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    if not evidence.batch_norm:
+        return ""
+    return (
+        f"BatchNorm ({evidence.batch_norm[0]}) takes its statistics from each micro-batch, which is smaller under this plan. "
+        "That is no fault of the split; to be equal, use group or layer normalisation."
+    )
+
+
+def _one_parameter(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    wrong = [one for one in evidence.gradients if one.relative > tolerance.gradient]
+    if wrong and len(wrong) <= max(1, len(evidence.gradients) // 4):
+        return (
+            f"only {', '.join(one.name for one in wrong[:4])} differ: something particular to them. Look for parameters used outside "
+            "forward, hooks on them, or a part of the batch that only they see."
+        )
+    return ""
+
+
+def _after_the_gradient(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    if any(one.relative > tolerance.gradient for one in evidence.gradients) or evidence.losses[0] > tolerance.loss:
+        return ""
+    return (
+        "the first step's loss and gradients are equal, what follows is not: the optimizer's step differs. Look for an optimizer that "
+        "looks at whole parameters (norms, factored moments) and gets shards, or for clipping by a local norm."
+    )
