@@ -46,7 +46,7 @@ contracts: .venv/.installed-dev
 	$(call stage,contracts,$(BIN)/lint-imports)
 
 docs: .venv/.installed-dev
-	$(call stage,docs,$(BIN)/mkdocs --quiet build --strict)
+	$(call stage,docs,NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build --strict)
 
 suite: .venv/.installed-dev
 	@echo "== suite"; $(BIN)/pytest

@@ -1,0 +1,124 @@
+"""Writes the tables of the reference that repeat what the code says, between their markers.
+
+``python docs/generate.py`` rewrites the pages; ``tests/unit/test_docs.py`` fails where one is behind the code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from phalanx.cli import main as cli
+from phalanx.events import SCHEMA, SCHEMA_VERSION
+from phalanx.spec import Plan, RunSpec, plan
+
+DOCS = Path(__file__).resolve().parent
+
+
+def attributes(cls: type) -> dict[str, str]:
+    """Field → meaning, from the ``Attributes`` section of a docstring."""
+    section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, flags=re.MULTILINE)
+    return {name: _markdown(" ".join(text.split())) for name, text in entries}
+
+
+def plan_table() -> str:
+    """Every key of a plan with its default and values."""
+    meanings = attributes(Plan)
+    rows = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
+    for field in fields(Plan):
+        choices = get_args(getattr(plan, field.name.capitalize(), None))
+        values = ", ".join(f"`{choice}`" for choice in choices) or _values(str(field.type), field.name)
+        rows.append(f"| `{field.name}` | {values} | {_default(field.default)} | {meanings[field.name]} |")
+    return "\n".join(rows)
+
+
+def run_table() -> str:
+    """Every key of a run file."""
+    meanings = attributes(RunSpec)
+    rows = ["| key | default | meaning |", "| --- | --- | --- |"]
+    for field in fields(RunSpec):
+        rows.append(f"| `{field.name}` | {_default(field.default)} | {meanings[field.name]} |")
+    return "\n".join(rows)
+
+
+def event_tables() -> str:
+    """Every event and its fields."""
+    parts = [f"This is version {SCHEMA_VERSION} of the schema."]
+    for event, columns in SCHEMA.items():
+        rows = [f"## {event}", "", "| field | type | meaning |", "| --- | --- | --- |"]
+        for name, (kind, meaning) in columns.items():
+            kinds = kind if isinstance(kind, tuple) else (kind,)
+            types = " or ".join("null" if each is type(None) else each.__name__ for each in kinds)
+            rows.append(f"| `{name}` | {types} | {meaning} |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def cli_help() -> str:
+    """The help text of every verb, as the terminal shows it at 80 columns."""
+    parts = []
+    root = click.Context(cli, info_name="phalanx", terminal_width=80)
+    for name in cli.list_commands(root):
+        command = cli.get_command(root, name)
+        assert command is not None
+        context = click.Context(command, info_name=name, parent=root, terminal_width=80)
+        parts.append(f"## phalanx {name}\n\n```text\n{command.get_help(context)}\n```")
+    return "\n\n".join(parts)
+
+
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "plan": ("reference/plan.md", plan_table),
+    "run": ("reference/run-folder.md", run_table),
+    "events": ("reference/events.md", event_tables),
+    "cli": ("reference/cli.md", cli_help),
+}
+
+
+def page(name: str) -> tuple[Path, str]:
+    """A page's path, and its text with the table as the code has it now."""
+    path, table = DOCS / TABLES[name][0], TABLES[name][1]
+    start, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
+    head, found, rest = path.read_text().partition(start)
+    _, closed, tail = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"{path} has no line {start.strip()!r} with a line {end!r} after it")
+    return path, f"{head}{start}\n{table()}\n\n{end}{tail}"
+
+
+def _values(kind: str, name: str) -> str:
+    if name == "zero":
+        return "`1`, `2`, `3`"
+    return "`true`, `false`" if kind == "bool" else "a number, 1 or more"
+
+
+def _default(value: Any) -> str:
+    if value is MISSING:
+        return "required"
+    if value is None:
+        return "not given"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _markdown(text: str) -> str:
+    return text.replace("``", "`").replace("|", "\\|")
+
+
+def main() -> int:
+    for name in TABLES:
+        path, text = page(name)
+        if path.read_text() != text:
+            path.write_text(text)
+            print(f"wrote {path.relative_to(DOCS.parent)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

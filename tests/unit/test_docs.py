@@ -1,0 +1,142 @@
+"""Every command and every snippet that README and docs show is run, page by page, in the order shown.
+
+A fenced ``console`` block holds commands after ``$``; a ``python`` block is run, or written to the file its ``title``
+names (so is a ``toml`` block). A comment on the line before a block changes that: ``<!-- not run: reason -->`` leaves
+it out, ``<!-- exit 2 -->`` says which exit code is right.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.spec import Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<language>\w+)(?P<options>[^\n]*)\n(?P<text>.*?)^```$",
+    flags=re.MULTILINE | re.DOTALL,
+)
+LANGUAGES = {"console", "python", "toml", "text", "mermaid"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """One fenced block: where it begins, and what its note, language and title say."""
+
+    line: int
+    note: str
+    language: str
+    title: str
+    text: str
+
+    @property
+    def left_out(self) -> bool:
+        return self.note.startswith("not run: ")
+
+    @property
+    def exit_code(self) -> int:
+        return int(self.note.removeprefix("exit ")) if self.note.startswith("exit ") else 0
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for match in FENCE.finditer(text):
+        title = re.search(r'title="([^"]+)"', match["options"])
+        yield Block(
+            line=text.count("\n", 0, match.start("language")) + 1,
+            note=match["note"] or "",
+            language=match["language"],
+            title=title[1] if title else "",
+            text=match["text"],
+        )
+
+
+def commands(block: Block) -> list[str]:
+    """The commands of a console block, continuation lines joined."""
+    joined = block.text.replace("\\\n", " ")
+    return [line.removeprefix("$ ") for line in joined.splitlines() if line.startswith("$ ")]
+
+
+def has_something_to_run(page: Path) -> bool:
+    return any(block.language in ("console", "python") and not block.left_out for block in blocks(page))
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def run(argv: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    tools = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=100)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if has_something_to_run(page)], ids=name_of)
+def test_what_the_page_shows_runs(page: Path, folder: Path) -> None:
+    for block in blocks(page):
+        if block.left_out:
+            continue
+        if block.title:
+            (folder / block.title).write_text(block.text)
+        elif block.language == "python":
+            done = run([sys.executable, "-c", block.text], folder)
+            assert done.returncode == 0, f"{name_of(page)}:{block.line}\n{block.text}\n{done.stdout}{done.stderr}"
+        elif block.language == "console":
+            for command in commands(block):
+                done = run(["bash", "-c", command], folder)
+                assert done.returncode == block.exit_code, (
+                    f"{name_of(page)}:{block.line}: exit {done.returncode}\n$ {command}\n{done.stdout}{done.stderr}"
+                )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_blocks_can_be_read(page: Path) -> None:
+    for block in blocks(page):
+        where = f"{name_of(page)}:{block.line}"
+        assert block.language in LANGUAGES, f"{where}: {block.language} is none of {', '.join(sorted(LANGUAGES))}"
+        assert not block.note.startswith("not run") or len(block.note) > len("not run: "), f"{where}: no reason given"
+        assert block.language != "console" or commands(block), f"{where}: a console block without a line '$ ...'"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), f"{name_of(page)}: {target}"
+
+
+GENERATE: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+
+
+@pytest.mark.parametrize("table", sorted(GENERATE["TABLES"]))
+def test_generated_tables_are_those_of_the_code(table: str) -> None:
+    path, text = GENERATE["page"](table)
+    assert path.read_text() == text, "behind the code\n    try: python docs/generate.py"
+
+
+def test_plan_page_names_every_key() -> None:
+    page = (ROOT / "docs" / "reference" / "plan.md").read_text()
+    assert [field.name for field in fields(Plan) if f"| `{field.name}` |" not in page] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if page not in navigation] == []

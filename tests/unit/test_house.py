@@ -1,0 +1,161 @@
+"""House rules that a program can check: cheap imports, small files and functions, no forbidden names, no pickles."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "phalanx"
+FILES = sorted(SOURCE.rglob("*.py"))
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
+MOST_LINES, MOST_FUNCTION_LINES = 400, 60
+MOST_ARGUMENTS, MOST_OPTIONS = 6, 9  # without, and with, those that have a default
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+FUNCTIONS = [
+    (f"{name_of(path)}: {node.name}", node)
+    for path in FILES
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.FunctionDef)
+]
+
+
+def in_fresh_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+class TestImports:
+    def test_import_brings_neither_torch_nor_numpy(self) -> None:
+        loaded = in_fresh_python("import sys, phalanx; print([m for m in ('torch', 'numpy') if m in sys.modules])")
+        assert loaded == "[]"
+
+    def test_import_is_cheap(self) -> None:
+        code = "import time; t = time.perf_counter(); import phalanx; print(time.perf_counter() - t)"
+        assert min(float(in_fresh_python(code)) for _ in range(3)) < 0.15
+
+    def test_help_brings_no_torch(self) -> None:
+        code = (
+            "import sys; from phalanx.cli import main\n"
+            "main(['--help'], standalone_mode=False)\n"
+            "print([m for m in ('torch', 'numpy', 'sklearn') if m in sys.modules])"
+        )
+        assert in_fresh_python(code).endswith("[]")
+
+    def test_help_is_quick(self) -> None:
+        took = []
+        for _ in range(3):
+            began = time.perf_counter()
+            in_fresh_python("from phalanx.cli import main; main(['--help'], standalone_mode=False)")
+            took.append(time.perf_counter() - began)
+        assert min(took) < 0.4
+
+    @pytest.mark.parametrize("module", ["spec", "events", "errors", "units"])
+    def test_what_people_write_needs_no_torch(self, module: str) -> None:
+        code = f"import sys, phalanx.{module}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+        assert in_fresh_python(code) == "[]"
+
+    def test_public_names_are_there(self) -> None:
+        code = "import phalanx\nfor name in phalanx.__all__: getattr(phalanx, name)\nprint(len(phalanx.__all__))"
+        assert int(in_fresh_python(code)) > 5
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    assert [name_of(path) for path in FILES if not ast.get_docstring(ast.parse(path.read_text()))] == []
+
+
+def test_files_are_small() -> None:
+    assert [name_of(path) for path in FILES if len(path.read_text().splitlines()) > MOST_LINES] == []
+
+
+def test_functions_are_small() -> None:
+    assert [where for where, function in FUNCTIONS if _lines(function) > MOST_FUNCTION_LINES] == []
+
+
+def test_functions_take_few_arguments() -> None:
+    # A command's arguments are its options, and click needs each as one of its own.
+    many = [
+        where for where, function in FUNCTIONS if not _is_command(function) and _required(function) > MOST_ARGUMENTS
+    ]
+    many += [where for where, function in FUNCTIONS if not _is_command(function) and _all(function) > MOST_OPTIONS]
+    assert many == []
+
+
+def test_public_names_have_docstrings() -> None:
+    bare = [
+        f"{name_of(path)}: {node.name}"
+        for path in FILES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+    assert bare == []
+
+
+def test_names_say_something() -> None:
+    assert [name for path in FILES if {Path(name := name_of(path)).stem, *Path(name).parts} & FORBIDDEN_NAMES] == []
+
+
+def test_environment_is_read_in_launch_only() -> None:
+    readers = [name_of(path) for path in FILES if re.search(r"os\.(environ|getenv|putenv)", path.read_text())]
+    assert [name for name in readers if not name.startswith("launch/")] == []
+
+
+def test_no_pickle_is_read() -> None:
+    pattern = r"^\s*(import|from) (pickle|dill|cloudpickle|joblib)|torch\.load\("
+    assert [name_of(path) for path in FILES if re.search(pattern, path.read_text(), re.MULTILINE)] == []
+
+
+def test_init_only_reexports() -> None:
+    allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)
+    others = [
+        f"{name_of(path)}: {ast.unparse(node)}"
+        for path in FILES
+        if path.name == "__init__.py" and path.parent != SOURCE  # the package itself makes its names lazy
+        for node in ast.parse(path.read_text()).body
+        if not isinstance(node, allowed)
+    ]
+    assert others == []
+
+
+def test_wheel_carries_the_demo_and_nothing_else(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
+    assert any(name.startswith("phalanx/demo/jobs/") for name in names)
+    assert all(name.startswith(("phalanx/", "phalanx-")) for name in names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def _lines(function: ast.FunctionDef) -> int:
+    return (function.end_lineno or 0) - function.lineno + 1
+
+
+def _all(function: ast.FunctionDef) -> int:
+    given = function.args
+    names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def _required(function: ast.FunctionDef) -> int:
+    defaults = [*function.args.defaults, *(default for default in function.args.kw_defaults if default is not None)]
+    return _all(function) - len(defaults)
+
+
+def _is_command(function: ast.FunctionDef) -> bool:
+    return any("command(" in ast.unparse(decorator) for decorator in function.decorator_list)
