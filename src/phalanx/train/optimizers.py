@@ -1,0 +1,378 @@
+"""LARS and LAMB: optimizers for large batches, right on whole and on sharded parameters.
+
+Both scale each parameter tensor's step by a *trust ratio*: the norm of the weights over the norm of their update. The
+norms are of the whole tensor. Where a parameter is a ``DTensor`` and each rank holds some rows, a norm over the local
+rows alone would give every rank another ratio and the ranks would drift apart silently. So the squared local norms of
+all parameters are summed over the ranks, in one all-reduce a step; everything else is local arithmetic.
+
+State is kept like the parameters (a ``DTensor`` for a ``DTensor``), so that a checkpoint can reshard it.
+"""
+
+# pyright: reportPrivateImportUsage=false
+# torch's foreach functions have no public names; they turn hundreds of small kernels into a few.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from phalanx.errors import GradientError, Problem, SpecError
+
+Tensors = tuple[Tensor, ...] | list[Tensor]
+
+
+@final
+class LARS(Optimizer):
+    """SGD with momentum whose step is scaled tensor by tensor (You, Gitman, Ginsburg 2017, Algorithm 1).
+
+    With weight w, gradient g, velocity u and ``lr`` as the schedule has it::
+
+        ratio = trust_coefficient * |w| / (|g| + weight_decay * |w|)       1 where |w| or |g| is 0
+        u     = momentum * u + ratio * (g + weight_decay * w)
+        w     = w - lr * u
+
+    The learning rate stands outside the velocity, as in Goyal et al. 2017, equation 9, and in ``torch.optim.SGD``:
+    a schedule then needs no momentum correction. ``lr_in_velocity=True`` puts it inside, as the LARS paper does;
+    at a constant learning rate the two are the same.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        momentum: from 0 to below 1.
+        weight_decay: the L2 coefficient, inside the trust ratio.
+        trust_coefficient: the paper's eta.
+        nesterov: look ahead by one velocity step.
+        lr_in_velocity: the paper's form instead of Goyal's.
+        exclude_1d: tensors of one dimension or none (biases, norm weights) get neither trust ratio nor weight decay.
+
+    Raises:
+        SpecError: with every argument that is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        trust_coefficient: float = 0.001,
+        nesterov: bool = False,
+        lr_in_velocity: bool = False,
+        exclude_1d: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "nesterov": nesterov,
+            "lr_in_velocity": lr_in_velocity,
+            "exclude_1d": exclude_1d,
+        }
+        super().__init__(params, defaults)
+        _check_groups("LARS", self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step over all parameters that have a gradient. Returns what ``closure`` gives."""
+        loss = _evaluate(closure)
+        slices = _slices("LARS", self.param_groups)
+        adapted = [part for part in slices if part.adapted]
+        norms = iter(
+            _norms(
+                [parameter for part in adapted for parameter in part.parameters],
+                [weight for part in adapted for weight in part.weights],
+                [gradient for part in adapted for gradient in part.gradients],
+            )
+        )
+        for part in slices:
+            group = part.group
+            direction: Tensors = part.gradients
+            if part.decay:
+                direction = torch._foreach_add(direction, part.weights, alpha=part.decay)
+            if part.adapted:
+                ratios = [
+                    _ratio(group["trust_coefficient"] * weight, gradient + part.decay * weight, weight * gradient)
+                    for weight, gradient in (next(norms) for _ in part.parameters)
+                ]
+                direction = torch._foreach_mul(direction, ratios)
+            self._move(part, direction)
+        return loss
+
+    def _move(self, part: _Slice, direction: Tensors) -> None:
+        group = part.group
+        if group["lr_in_velocity"]:
+            direction = torch._foreach_mul(direction, group["lr"])
+        if group["momentum"]:
+            velocity = _local(_state(self, part.parameters, "momentum_buffer"))
+            torch._foreach_mul_(velocity, group["momentum"])
+            torch._foreach_add_(velocity, direction)
+            nesterov = group["nesterov"]
+            direction = torch._foreach_add(direction, velocity, alpha=group["momentum"]) if nesterov else velocity
+        torch._foreach_add_(part.weights, direction, alpha=-1.0 if group["lr_in_velocity"] else -group["lr"])
+
+
+@final
+class LAMB(Optimizer):
+    """Adam whose step is scaled tensor by tensor (You et al. 2020, Algorithm 2).
+
+    With weight w, gradient g, moments m and v, and t counted from 1::
+
+        m = beta1 * m + (1 - beta1) * g               v = beta2 * v + (1 - beta2) * g^2
+        r = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w
+        ratio = |w| / |r|                                                  1 where |w| or |r| is 0
+        w = w - lr * ratio * r
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate.
+        betas: decay rates of the two moments, each from 0 to below 1.
+        eps: keeps the division finite; 0 or more.
+        weight_decay: decoupled from the moments, inside the trust ratio.
+        bias_correction: divide the moments by 1 - beta^t.
+        trust_clip: least and greatest trust ratio; ``None`` leaves it as it is.
+        exclude_1d: tensors of one dimension or none (biases, norm weights) get neither trust ratio nor weight decay.
+
+    Raises:
+        SpecError: with every argument that is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        bias_correction: bool = True,
+        trust_clip: tuple[float, float] | None = None,
+        exclude_1d: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "trust_clip": trust_clip,
+            "exclude_1d": exclude_1d,
+        }
+        super().__init__(params, defaults)
+        _check_groups("LAMB", self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step over all parameters that have a gradient. Returns what ``closure`` gives."""
+        loss = _evaluate(closure)
+        slices = _slices("LAMB", self.param_groups)
+        directions = [self._direction(part) for part in slices]
+        adapted = [(part, direction) for part, direction in zip(slices, directions, strict=True) if part.adapted]
+        norms = iter(
+            _norms(
+                [parameter for part, _ in adapted for parameter in part.parameters],
+                [weight for part, _ in adapted for weight in part.weights],
+                [update for _, direction in adapted for update in direction],
+            )
+        )
+        for part, direction in zip(slices, directions, strict=True):
+            if part.adapted:
+                clip = part.group["trust_clip"]
+                ratios = [
+                    _ratio(weight, update, weight * update) for weight, update in (next(norms) for _ in part.parameters)
+                ]
+                torch._foreach_mul_(direction, [ratio.clamp(*clip) for ratio in ratios] if clip else ratios)
+            torch._foreach_add_(part.weights, direction, alpha=-part.group["lr"])
+        return loss
+
+    def _direction(self, part: _Slice) -> list[Tensor]:
+        """Adam's update of these parameters, weight decay included, before the trust ratio."""
+        group, gradients = part.group, part.gradients
+        beta1, beta2 = group["betas"]
+        first = _local(_state(self, part.parameters, "exp_avg"))
+        second = _local(_state(self, part.parameters, "exp_avg_sq"))
+        steps = [self._count(parameter) for parameter in part.parameters]
+        torch._foreach_lerp_(first, gradients, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+        root = torch._foreach_sqrt(second)
+        if group["bias_correction"]:
+            torch._foreach_div_(root, [math.sqrt(1 - beta2**step) for step in steps])
+            direction = torch._foreach_div(first, [1 - beta1**step for step in steps])
+        else:
+            direction = [moment.clone() for moment in first]
+        torch._foreach_add_(root, group["eps"])
+        torch._foreach_div_(direction, root)
+        if part.decay:
+            torch._foreach_add_(direction, part.weights, alpha=part.decay)
+        return list(direction)
+
+    def _count(self, parameter: Tensor) -> float:
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] += 1
+        return state["step"].item()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Slice:
+    """Parameters that are stepped alike: of one group, with or without trust ratio. Tensors are the local ones."""
+
+    group: dict[str, Any]
+    adapted: bool
+    parameters: list[Tensor]
+    weights: list[Tensor]
+    gradients: list[Tensor]
+
+    @property
+    def decay(self) -> float:
+        return self.group["weight_decay"] if self.adapted else 0.0
+
+
+def _slices(name: str, groups: list[dict[str, Any]]) -> list[_Slice]:
+    found: list[_Slice] = []
+    for group in groups:
+        with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for adapted in (True, False):
+            chosen = [p for p in with_gradient if (p.ndim > 1 or not group["exclude_1d"]) is adapted]
+            if chosen:
+                found.append(
+                    _Slice(
+                        group=group,
+                        adapted=adapted,
+                        parameters=chosen,
+                        weights=_local(chosen),
+                        gradients=[_local_gradient(name, parameter) for parameter in chosen],
+                    )
+                )
+    return found
+
+
+def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def _local_gradient(name: str, parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise GradientError(f"{name} takes no sparse gradients\n    try: nn.Embedding(..., sparse=False)")
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return gradient.to_local()
+
+
+def _state(optimizer: Optimizer, parameters: list[Tensor], key: str) -> list[Tensor]:
+    for parameter in parameters:
+        if key not in optimizer.state[parameter]:
+            optimizer.state[parameter][key] = torch.zeros_like(parameter)
+    return [optimizer.state[parameter][key] for parameter in parameters]
+
+
+def _ratio(above: Tensor, below: Tensor, both: Tensor) -> Tensor:
+    """``above / below``, and 1 where ``both``, the product of the two norms, is 0. Does not wait for the device."""
+    return torch.where(both > 0, above / below, 1.0)
+
+
+def _norms(parameters: list[Tensor], *columns: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    """L2 norms, in fp32, of the whole tensors whose local parts stand in ``columns``; a row for each parameter.
+
+    All parameters that are sharded over the same ranks share one all-reduce.
+    """
+    rows: list[tuple[Tensor, ...]] = [()] * len(parameters)
+    alike: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        alike.setdefault((columns[0][index].device, _sharding_groups(parameter)), []).append(index)
+    for (_, groups), indices in alike.items():
+        local = [column[index] for column in columns for index in indices]
+        table = torch.stack(torch._foreach_norm(local, 2, dtype=torch.float32)).square_()
+        for group in groups:
+            dist.all_reduce(table, group=group)
+        for row, index in zip(table.sqrt_().view(len(columns), -1).unbind(1), indices, strict=True):
+            rows[index] = row.unbind()
+    return rows
+
+
+def _sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups over which this parameter is cut; none where each rank holds all of it."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise GradientError(f"a parameter is placed as {parameter.placements}; allowed: sharded or replicated")
+    mesh = parameter.device_mesh
+    return tuple(
+        mesh.get_group(dim)
+        for dim, placement in enumerate(parameter.placements)
+        if placement.is_shard() and mesh.size(dim) > 1
+    )
+
+
+def _evaluate(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+_RANGES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "lr": (lambda value: _within(value, 0.0, math.inf), "a number, 0 or more", "lr=0.1"),
+    "momentum": (lambda value: _within(value, 0.0, 1.0), "from 0 to below 1", "momentum=0.9"),
+    "weight_decay": (lambda value: _within(value, 0.0, math.inf), "a number, 0 or more", "weight_decay=1e-4"),
+    "trust_coefficient": (
+        lambda value: _within(value, 0.0, math.inf) and value > 0,
+        "a number above 0",
+        "trust_coefficient=0.001",
+    ),
+    "eps": (lambda value: _within(value, 0.0, math.inf), "a number, 0 or more", "eps=1e-6"),
+    "betas": (
+        lambda value: _is_pair(value) and all(_within(beta, 0.0, 1.0) for beta in value),
+        "two numbers, each from 0 to below 1",
+        "betas=(0.9, 0.999)",
+    ),
+    "trust_clip": (
+        lambda value: value is None or (_is_pair(value) and 0 <= value[0] < value[1]),
+        "a least and a greatest ratio, or None",
+        "trust_clip=(0.0, 10.0)",
+    ),
+}
+
+
+def _within(value: Any, least: float, below: float) -> bool:
+    return isinstance(value, int | float) and least <= value < below
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2
+
+
+def _check_groups(name: str, groups: list[dict[str, Any]]) -> None:
+    problems = [
+        Problem(where=f"{name}.{key}", given=repr(group[key]), allowed=allowed, fix=fix)
+        for group in groups
+        for key, (right, allowed, fix) in _RANGES.items()
+        if key in group and not right(group[key])
+    ]
+    for group in groups:
+        if group.get("nesterov") and group["momentum"] == 0:
+            problems.append(
+                Problem(
+                    where=f"{name}.nesterov",
+                    given="nesterov without momentum",
+                    allowed="momentum above 0",
+                    fix="momentum=0.9, nesterov=True",
+                )
+            )
+    if problems:
+        raise SpecError(problems)

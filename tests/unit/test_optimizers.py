@@ -1,0 +1,181 @@
+"""LARS and LAMB on plain tensors, against their papers' formulas computed by hand."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from phalanx.errors import GradientError, SpecError
+from phalanx.train.optimizers import LAMB, LARS
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def parameter(values, gradient):
+    made = nn.Parameter(torch.tensor(values))
+    made.grad = torch.tensor(gradient)
+    return made
+
+
+def test_lars_takes_the_step_of_the_paper():
+    # |w| = 5, |g| = 2, ratio = 0.1 * 5 / (2 + 0.01 * 5) = 0.24390244
+    # u = ratio * (g + 0.01 w) = 0.24390244 * (2.03, 0.04) = (0.49512195, 0.00975610);  w - 0.5 u
+    w = parameter([[3.0, 4.0]], [[2.0, 0.0]])
+    LARS([w], lr=0.5, momentum=0.9, weight_decay=0.01, trust_coefficient=0.1).step()
+    torch.testing.assert_close(w.detach(), torch.tensor([[2.75243902, 3.99512195]]))
+
+
+def test_lars_keeps_velocity():
+    # No decay, ratio = 1 * |w| / |g|. First: w = (3, 4), u = (5, 0), w = (2.5, 4).
+    # Then |w| = 4.71699057, u = 0.9 * (5, 0) + (4.71699057, 0) = (9.21699057, 0), w = 2.5 - 0.92169906.
+    w = parameter([[3.0, 4.0]], [[2.0, 0.0]])
+    optimizer = LARS([w], lr=0.1, trust_coefficient=1.0)
+    optimizer.step()
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), torch.tensor([[1.57830094, 4.0]]))
+
+
+def test_lars_velocity_with_and_without_the_learning_rate_agree_only_while_it_is_constant():
+    def run(rates, inside):
+        w = parameter([[3.0, 4.0]], [[2.0, 1.0]])
+        optimizer = LARS([w], lr=1.0, lr_in_velocity=inside)
+        for rate in rates:
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+        return w.detach()
+
+    torch.testing.assert_close(run([1.0, 1.0, 1.0], True), run([1.0, 1.0, 1.0], False))
+    assert not torch.allclose(run([1.0, 5.0, 20.0], True), run([1.0, 5.0, 20.0], False), rtol=1e-4)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_lars_leaves_one_dimensional_tensors_to_plain_sgd(nesterov):
+    ours, torchs = parameter([3.0, 4.0], [2.0, 0.5]), parameter([3.0, 4.0], [2.0, 0.5])
+    mine = LARS([ours], lr=0.1, weight_decay=0.3, nesterov=nesterov)
+    reference = SGD([torchs], lr=0.1, momentum=0.9, nesterov=nesterov)
+    for _ in range(3):
+        mine.step()
+        reference.step()
+    torch.testing.assert_close(ours, torchs)
+
+
+def test_lamb_takes_the_step_of_the_paper():
+    # t = 1: m / (1 - b1) = g, v / (1 - b2) = g^2, so r = g / (|g| + eps) + 0.1 w = (1.3, -0.6) with eps = 0.
+    # ratio = 5 / sqrt(1.3^2 + 0.6^2) = 5 / 1.43178211 = 3.49215148;  w - 0.1 * ratio * r
+    w = parameter([[3.0, 4.0]], [[0.5, -0.25]])
+    LAMB([w], lr=0.1, eps=0.0, weight_decay=0.1).step()
+    torch.testing.assert_close(w.detach(), torch.tensor([[3 - 0.1 * 3.49215148 * 1.3, 4 + 0.1 * 3.49215148 * 0.6]]))
+
+
+def test_lamb_second_step_without_bias_correction():
+    # b1 = b2 = 0.5, g = (2, 0): m = (1, 0) then (1.5, 0); v = (2, 0) then (3, 0); eps 1, no decay.
+    # r1 = 1 / (1.41421356 + 1) = 0.41421356; ratio = 5 / r1, so the step is lr * 5 whatever r is: w = (2.5, 4).
+    # r2 alone has a first entry too, so the step is lr * |w| = 0.1 * 4.71699057.
+    w = parameter([[3.0, 4.0]], [[2.0, 0.0]])
+    optimizer = LAMB([w], lr=0.1, betas=(0.5, 0.5), eps=1.0, weight_decay=0.0, bias_correction=False)
+    optimizer.step()
+    optimizer.step()
+    torch.testing.assert_close(w.detach(), torch.tensor([[2.5 - 0.471699057, 4.0]]))
+    torch.testing.assert_close(optimizer.state[w]["exp_avg"], torch.tensor([[1.5, 0.0]]))
+    torch.testing.assert_close(optimizer.state[w]["exp_avg_sq"], torch.tensor([[3.0, 0.0]]))
+    assert optimizer.state[w]["step"].item() == 2
+
+
+def test_lamb_leaves_one_dimensional_tensors_to_adam():
+    ours, torchs = parameter([3.0, 4.0], [2.0, 0.5]), parameter([3.0, 4.0], [2.0, 0.5])
+    mine, reference = LAMB([ours], lr=0.1, weight_decay=0.3), AdamW([torchs], lr=0.1, eps=1e-6, weight_decay=0.0)
+    for _ in range(3):
+        mine.step()
+        reference.step()
+    torch.testing.assert_close(ours, torchs)
+
+
+def test_lamb_clips_the_trust_ratio():
+    w = parameter([[3.0, 4.0]], [[0.5, -0.25]])
+    LAMB([w], lr=0.1, eps=0.0, weight_decay=0.0, trust_clip=(0.0, 2.0)).step()
+    torch.testing.assert_close(w.detach(), torch.tensor([[3 - 0.1 * 2.0, 4 + 0.1 * 2.0]]))
+
+
+@pytest.mark.parametrize("make", [lambda p: LARS(p, lr=0.1), lambda p: LAMB(p, lr=0.1)])
+@pytest.mark.parametrize(("weight", "gradient"), [([[0.0, 0.0]], [[1.0, 1.0]]), ([[1.0, 1.0]], [[0.0, 0.0]])])
+def test_zero_norms_give_finite_steps(make, weight, gradient):
+    w = parameter(weight, gradient)
+    make([w]).step()
+    assert torch.isfinite(w).all()
+    assert (w.detach() != 0).any(), "a zero weight must be able to leave zero"
+
+
+@pytest.mark.parametrize("make", [lambda p: LARS(p, lr=0.1, trust_coefficient=0.05), lambda p: LAMB(p, lr=0.02)])
+def test_learns_a_regression_and_resumes_bit_for_bit(make):
+    torch.manual_seed(0)
+    x = torch.randn(64, 8)
+    y = x @ torch.randn(8, 4)
+
+    def fresh() -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        return model, make(model.parameters())
+
+    def train(model, optimizer, steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    model, optimizer = fresh()
+    first = train(model, optimizer, 1)
+    train(model, optimizer, 9)
+    resumed, other = fresh()
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert train(model, optimizer, 40) == train(resumed, other, 40)
+    assert train(model, optimizer, 150) < 0.5 * first
+
+
+def test_parameters_without_gradient_stay():
+    used, unused = parameter([[1.0]], [[1.0]]), nn.Parameter(torch.ones(1, 1))
+    for optimizer in (LARS([used, unused], lr=0.1), LAMB([used, unused], lr=0.1)):
+        optimizer.step()
+        assert unused.item() == 1.0
+        assert unused not in optimizer.state
+
+
+def test_groups_keep_their_own_settings():
+    slow, fast = parameter([[1.0, 0.0]], [[1.0, 0.0]]), parameter([[1.0, 0.0]], [[1.0, 0.0]])
+    LAMB([{"params": [slow], "lr": 0.01}, {"params": [fast], "lr": 0.1}], weight_decay=0.0).step()
+    torch.testing.assert_close(slow.detach(), torch.tensor([[0.99, 0.0]]))
+    torch.testing.assert_close(fast.detach(), torch.tensor([[0.9, 0.0]]))
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda p: LARS(p, lr=-1.0, momentum=1.0), ["LARS.lr", "LARS.momentum"]),
+        (lambda p: LARS(p, lr=math.nan, trust_coefficient=0), ["LARS.lr", "LARS.trust_coefficient"]),
+        (lambda p: LARS(p, lr=0.1, momentum=0.0, nesterov=True), ["LARS.nesterov"]),
+        (lambda p: LAMB(p, betas=(0.9, 1.0), eps=-1.0), ["LAMB.betas", "LAMB.eps"]),
+        (lambda p: LAMB(p, weight_decay=-0.1, trust_clip=(3.0, 2.0)), ["LAMB.weight_decay", "LAMB.trust_clip"]),
+    ],
+)
+def test_names_every_wrong_argument(make, named):
+    with pytest.raises(SpecError) as caught:
+        make([nn.Parameter(torch.ones(2, 2))])
+    assert sorted(problem.where for problem in caught.value.problems) == sorted(named)
+
+
+def test_refuses_sparse_gradients():
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(GradientError, match="sparse"):
+        LAMB(table.parameters()).step()
