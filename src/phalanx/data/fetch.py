@@ -1,0 +1,116 @@
+"""From sample ids to a batch, for map-style datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, StackDataset, Subset, TensorDataset, default_collate
+
+from phalanx.data.seeding import EpochSeeds
+from phalanx.data.table import Table
+from phalanx.errors import Problem, SpecError
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether the dataset can only be read in order.
+
+    Raises:
+        SpecError: if it is neither a stream nor map-style.
+    """
+    if isinstance(dataset, IterableDataset):
+        return True
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return False
+    if hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+        return True
+    raise SpecError(
+        [
+            Problem(
+                where="job.data",
+                given=f"a {type(dataset).__name__}",
+                allowed="map-style data (__getitem__ and __len__), or a stream (__iter__)",
+                fix="data=lambda: phalanx.data.Table(image=images, label=labels)",
+            )
+        ]
+    )
+
+
+@final
+class Fetcher:
+    """``fetch(epoch, ids)`` gives the collated batch of these samples.
+
+    A dataset with ``__getitems__`` is asked for all ids at once; if it answers with anything but a list of samples,
+    that is taken as the batch. Otherwise samples are read one at a time, each with its own random streams.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, seed: int) -> None:
+        self._dataset = dataset
+        self._collate = collate or default_collate
+        self._own_collate = collate is not None
+        self._seed = seed
+        self._seeds = EpochSeeds.of(seed, 0)
+        self._at_once = takes_many(dataset)
+        self._draws = not _is_plain(dataset)
+        self._table = dataset if type(dataset) is Table and collate is None else None
+        self._tensors = dataset if type(dataset) is TensorDataset and collate is None else None
+
+    def fetch(self, epoch: int, ids: np.ndarray) -> Any:
+        """The batch of the samples ``ids`` (int64, at least one) as they are in ``epoch``."""
+        if self._table is not None:
+            return self._table.__getitems__(ids)
+        if self._tensors is not None:
+            return _rows(self._tensors, ids)
+        if epoch != self._seeds.epoch:
+            self._seeds = EpochSeeds.of(self._seed, epoch)
+        wanted: list[int] = ids.tolist()
+        if self._own_collate or (self._at_once and self._draws):
+            self._seeds.plant(wanted[0])
+        if self._at_once:
+            got = self._dataset.__getitems__(wanted)
+            if isinstance(got, list):
+                return self._collate(got)
+            if not self._own_collate:
+                return got
+        return self._collate(self._one_by_one(wanted))
+
+    def _one_by_one(self, wanted: list[int]) -> list[Any]:
+        dataset, draws, plant = self._dataset, self._draws, self._seeds.plant
+        samples: list[Any] = []
+        for sample in wanted:
+            if draws:
+                plant(sample)
+            try:
+                samples.append(dataset[sample])
+            except Exception as error:
+                error.add_note(f"while reading sample {sample} of the data")
+                raise
+        return samples
+
+
+def _rows(dataset: TensorDataset, ids: np.ndarray) -> list[torch.Tensor]:
+    """What collating single rows of a TensorDataset gives, many times faster."""
+    index = torch.from_numpy(ids)
+    return [tensor[index] for tensor in dataset.tensors]
+
+
+def takes_many(dataset: Any) -> bool:
+    """Whether the dataset itself, not only a wrapper of torch's around it, fetches many samples at once.
+
+    ``Subset`` offers ``__getitems__`` also over data that do not; samples would then share one random stream, and
+    what they draw would depend on the micro-batch they are in.
+    """
+    if type(dataset) is Subset:
+        return takes_many(dataset.dataset)
+    if type(dataset) is StackDataset:
+        return False
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _is_plain(dataset: Any) -> bool:
+    """Whether the dataset is known to draw nothing, so that seeding can be spared."""
+    if type(dataset) is Subset:
+        return _is_plain(dataset.dataset)
+    return type(dataset) in (Table, TensorDataset, list, tuple, range)

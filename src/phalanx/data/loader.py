@@ -1,0 +1,178 @@
+"""The loader: everything a process needs of each optimizer step, for map-style data and for streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, final
+
+import numpy as np
+
+from phalanx.data.batch import StepBatch, step_batch
+from phalanx.data.fetch import Fetcher, is_stream
+from phalanx.data.indexed import IndexedReader
+from phalanx.data.sampler import GlobalBatchSampler
+from phalanx.data.shares import Lane
+from phalanx.data.stream import Group, StreamReader
+from phalanx.data.workers import Workers
+from phalanx.errors import Problem, SpecError
+from phalanx.spec.job import Job
+
+__all__ = ["Lane", "Loader", "evaluation_batches"]
+
+
+@final
+class Loader:
+    """The steps of a run, in order, as the parts of ``lane`` need them. Each ``iter()`` starts at ``first_step``.
+
+    Attributes:
+        length: samples in the data; ``None`` for a stream.
+        steps_per_epoch: ``None`` for a stream.
+        total_steps: the step after the last; ``None`` for a stream that ends with its epochs.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        job: Job,
+        lane: Lane,
+        *,
+        micro: int | None,
+        first_step: int = 0,
+        total_steps: int | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        """Plans the reading; nothing is read and no process started before ``iter()``.
+
+        Args:
+            dataset: map-style (``__getitem__``, ``__len__``) or a stream (``__iter__``).
+            job: for batch, seed, shuffle, drop_last, collate, workers, prefetch, epochs and steps.
+            lane: the parts of each global batch held by this process.
+            micro: most samples in a micro-batch; ``None``: a part's whole share.
+            first_step: optimizer step to start with, to resume.
+            total_steps: the step after the last; ``None``: from ``job.steps`` or ``job.epochs``.
+            pin_memory: copy batches to pinned host memory.
+
+        Raises:
+            SpecError: if data and job do not go together: no sample, all samples dropped, a stream to be shuffled,
+                or neither map-style data nor a stream.
+        """
+        self._workers = Workers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
+        self._indexed: IndexedReader | None = None
+        self._stream: StreamReader | None = None
+        self.length: int | None = None
+        self.steps_per_epoch: int | None = None
+        self.total_steps: int | None = job.steps if total_steps is None else total_steps
+        if is_stream(dataset):
+            self._stream = _stream_reader(dataset, job, lane, micro, (first_step, self.total_steps))
+            return
+        sampler = GlobalBatchSampler(
+            length=len(dataset),
+            batch=job.batch,
+            seed=job.seed,
+            shuffle=job.shuffle is not False,
+            drop_last=job.drop_last,
+        )
+        self.length = sampler.length
+        self.steps_per_epoch = sampler.steps_per_epoch
+        if self.total_steps is None:
+            self.total_steps = (job.epochs or 1) * sampler.steps_per_epoch
+        self._indexed = IndexedReader(
+            fetcher=Fetcher(dataset, job.collate, job.seed),
+            sampler=sampler,
+            lane=lane,
+            micro=micro,
+            first=first_step,
+            stop=self.total_steps,
+        )
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        if self._indexed is not None:
+            return _indexed_steps(self._indexed, self._workers)
+        assert self._stream is not None
+        return _stream_steps(self._stream, self._workers)
+
+
+def evaluation_batches(
+    dataset: Any, job: Job, lane: Lane, *, micro: int | None, pin_memory: bool = False
+) -> Iterator[StepBatch]:
+    """Each sample of map-style data exactly once, in order, in global batches of ``job.batch``.
+
+    No sample is repeated to even out ranks: a part without samples gets fillers that weigh nothing. What samples draw
+    at random is the same in every evaluation.
+
+    Raises:
+        SpecError: if the data are a stream, or hold no sample.
+    """
+    if is_stream(dataset):
+        raise SpecError(
+            [
+                Problem(
+                    where="job.evaluate",
+                    given=f"a stream ({type(dataset).__name__})",
+                    allowed="map-style data (__getitem__ and __len__)",
+                    fix="evaluate=lambda: list(stream)",
+                )
+            ]
+        )
+    sampler = GlobalBatchSampler(length=len(dataset), batch=job.batch, seed=job.seed, shuffle=False)
+    reader = IndexedReader(
+        fetcher=Fetcher(dataset, job.collate, job.seed),
+        sampler=sampler,
+        lane=lane,
+        micro=micro,
+        first=0,
+        stop=sampler.steps_per_epoch,
+    )
+    workers = Workers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
+    return _indexed_steps(reader, workers)
+
+
+def _indexed_steps(reader: IndexedReader, workers: Workers) -> Iterator[StepBatch]:
+    return _indexed_ahead(reader, workers) if workers.needed else reader.steps(reader.fetcher.fetch)
+
+
+def _indexed_ahead(reader: IndexedReader, workers: Workers) -> Iterator[StepBatch]:
+    with workers.indexed(reader.fetcher, reader.requests()) as results:
+        yield from reader.steps(lambda epoch, ids: next(results))
+
+
+def _stream_reader(
+    dataset: Any, job: Job, lane: Lane, micro: int | None, steps: tuple[int, int | None]
+) -> StreamReader:
+    if job.shuffle:
+        raise SpecError(
+            [
+                Problem(
+                    where="job.shuffle",
+                    given=f"shuffle=True with a stream ({type(dataset).__name__})",
+                    allowed="None or False: a stream keeps its own order; shuffle inside it, by its set_epoch(epoch)",
+                    fix="shuffle=None",
+                )
+            ]
+        )
+    return StreamReader(
+        dataset=dataset,
+        batch=job.batch,
+        lane=lane,
+        micro=micro,
+        seed=job.seed,
+        drop_last=job.drop_last,
+        collate=job.collate,
+        first_step=steps[0],
+        total_steps=steps[1],
+        epochs=job.epochs,
+    )
+
+
+def _stream_steps(reader: StreamReader, workers: Workers) -> Iterator[StepBatch]:
+    if not workers.needed:
+        yield from (_of_group(reader, group) for group in reader.groups())
+        return
+    with workers.stream(reader) as groups:
+        yield from (_of_group(reader, group) for group in groups)
+
+
+def _of_group(reader: StreamReader, group: Group) -> StepBatch:
+    ids = np.arange(group.position, group.position + group.samples, dtype=np.int64)
+    batches = iter(group.batches)
+    return step_batch(group.step, group.epoch, ids, reader.cuts(group.samples), lambda epoch, ids: next(batches))
