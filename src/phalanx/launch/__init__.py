@@ -1,0 +1,1 @@
+"""How the workers of a run are started: here, or by torchrun."""

@@ -1,0 +1,214 @@
+"""Which worker failed first, and what its user should do about it.
+
+When one worker dies, the others soon fail as well, because their peer is gone. Those failures are true and useless;
+this file tells them from the first one. A worker describes its own exception (``describe``), the launcher adds what it
+sees from outside (signals, silent exits), ``first`` picks and ``worker_error`` words it.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import PhalanxError, WorkerError
+
+_LOST_PEER_KINDS = {
+    "DistNetworkError",
+    "DistStoreError",
+    "DistBackendError",
+    "BrokenPipeError",
+    "ConnectionResetError",
+    "ConnectionAbortedError",
+    "ConnectionRefusedError",
+}
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|connection was likely closed|broken pipe|socket closed|"
+    r"gloo.*(timed out|timeout)|nccl.*(abort|remote|system error|timeout|unhandled)|remote process exited|"
+    r"application timeout caused pair closure|store.*timed out|wait timeout after",
+    re.IGNORECASE | re.DOTALL,
+)
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|unable to allocate", re.IGNORECASE
+)
+_LESS_MEMORY = "use less memory: a smaller micro= in the plan, then recompute=full, then fsdp= over more devices"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """How one worker failed.
+
+    Attributes:
+        rank: of the worker.
+        step: the optimizer step it had reported last, ``None`` before the first.
+        kind: class name of its exception, ``signal 9`` and the like, or ``exit 0``.
+        message: the exception's text, or what was seen from outside.
+        traceback: the worker's own traceback; empty where there is none.
+        time: seconds on the machine's monotonic clock.
+        lost_peer: the exception only reports that another worker is gone.
+        signal: the signal that ended the worker, 0 where none did.
+        expected: raised by Phalanx on purpose; its message already says what to do.
+        exit_code: for the launcher's process.
+    """
+
+    rank: int
+    step: int | None
+    kind: str
+    message: str
+    traceback: str
+    time: float
+    lost_peer: bool = False
+    signal: int = 0
+    expected: bool = False
+    exit_code: int = 3
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """What a worker reports about its own exception: the fields of a Failure that only the worker knows, as JSON."""
+    moment = time.monotonic()
+    expected = isinstance(error, PhalanxError)
+    fields: dict[str, Any] = {
+        "kind": type(error).__name__,
+        "message": str(error),
+        "traceback": "",
+        "time": moment,
+        "lost_peer": _reports_lost_peer(error),
+        "expected": expected,
+        "exit_code": error.exit_code if isinstance(error, PhalanxError) else 3,
+    }
+    try:
+        # the outermost frame is the launcher's own
+        trace = error.__traceback__ and error.__traceback__.tb_next
+        fields["traceback"] = "".join(traceback.format_exception(type(error), error, trace))
+    except MemoryError:
+        pass  # the kind and the message are worth more than nothing
+    return fields
+
+
+def _reports_lost_peer(error: BaseException) -> bool:
+    """Whether the exception that began the chain only says that a peer is gone."""
+    seen: set[int] = set()
+    while id(error) not in seen:
+        seen.add(id(error))
+        earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if earlier is None:
+            break
+        error = earlier
+    if type(error).__name__ in _LOST_PEER_KINDS:
+        return True
+    return isinstance(error, RuntimeError | OSError) and bool(_LOST_PEER.search(str(error)))
+
+
+def first(failures: Sequence[Failure]) -> Failure:
+    """The failure that caused the others: the earliest that is not merely about a lost peer, else the earliest."""
+    return min(failures, key=lambda failure: (failure.lost_peer, failure.time))
+
+
+def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> WorkerError:
+    """The error to raise: who failed and where, its own traceback, then what to do.
+
+    Args:
+        failure: the first one.
+        world_size: workers of the launch.
+        memory_kills: processes the kernel ended for lack of memory since the launch began.
+    """
+    where = f"rank {failure.rank} of {world_size}"
+    when = "before the first step" if failure.step is None else f"in step {failure.step}"
+    if failure.expected:
+        text = f"{where} {when}: {failure.message}"
+    elif failure.signal:
+        text = f"{where} was ended {when} by {failure.message}"
+    else:
+        headline = f"{failure.kind}: {failure.message.strip()}" if failure.message.strip() else failure.kind
+        text = f"{where} failed {when}: {headline.splitlines()[0]}"
+    if failure.traceback and not failure.expected:
+        text += f"\n\n{failure.traceback.rstrip()}"
+    hint = "" if failure.expected else advice(failure, memory_kills=memory_kills)
+    if hint:
+        text += f"\n\nwhat to do: {hint}"
+    return WorkerError(
+        text,
+        rank=failure.rank,
+        step=failure.step,
+        kind=failure.kind,
+        traceback=failure.traceback,
+        exit_code=failure.exit_code,
+    )
+
+
+def advice(failure: Failure, *, memory_kills: int) -> str:
+    """What to do about a failure that Phalanx did not foresee."""
+    if failure.signal:
+        return _advice_for_signal(failure.signal, memory_kills)
+    if "DataLoader worker" in failure.message:
+        if memory_kills or "Killed" in failure.message:
+            return "a data loading process ran out of memory: fewer workers= in the job, or smaller samples"
+        return "a data loading process died: try workers=0 in the job, which shows its own error; or enlarge /dev/shm"
+    if failure.kind in ("MemoryError", "OutOfMemoryError") or _OUT_OF_MEMORY.search(failure.message):
+        return _LESS_MEMORY
+    if failure.kind in ("ModuleNotFoundError", "ImportError"):
+        return (
+            "install the missing package in this environment, or import it at the top of the job file to see it earlier"
+        )
+    if "No space left on device" in failure.message:
+        return "free some disk space, then go on from the last whole checkpoint with --resume"
+    if failure.kind.startswith("exit "):
+        return "something called os._exit() in the worker; sys.exit() or an exception would have said where"
+    if failure.lost_peer:
+        return (
+            "a connection between workers broke, though none of them died first: look at the network and its timeouts"
+        )
+    return "to see it alone, run the same job on one device: --plan single"
+
+
+def _advice_for_signal(number: int, memory_kills: int) -> str:
+    if number == signal.SIGKILL and memory_kills:
+        return f"the kernel ended it because memory ran out; {_LESS_MEMORY}"
+    if number == signal.SIGKILL:
+        return (
+            "something outside ended it: kill -9, a batch system's limit, or the kernel when memory runs out "
+            f"(dmesg | grep -i oom); if it was memory, {_LESS_MEMORY}"
+        )
+    if number == signal.SIGBUS:
+        return "shared memory or a memory-mapped file ran out of room: enlarge /dev/shm, or set workers=0 in the job"
+    if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
+        return (
+            "compiled code crashed, not Python: the traceback shows the last Python line before it. Run it on one "
+            "device (--plan single); if it crashes there too, suspect the extension named in that line, or its version"
+        )
+    return "something outside sent this signal; nothing is wrong with the job as far as can be seen here"
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; ``signal 63`` where it has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def memory_kills() -> int:
+    """Processes the kernel has ended for lack of memory: in this cgroup where it counts them, else on this machine."""
+    counters = [Path("/proc/vmstat")]
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                counters[:0] = [Path("/sys/fs/cgroup") / path.strip("/") / "memory.events"]
+            elif "memory" in controllers.split(","):
+                counters[:0] = [Path("/sys/fs/cgroup/memory") / path.strip("/") / "memory.oom_control"]
+    except (OSError, ValueError):
+        pass
+    for counter in counters:
+        try:
+            found = re.search(r"^oom_kill (\d+)$", counter.read_text(), re.MULTILINE)
+        except OSError:
+            continue
+        if found:
+            return int(found[1])
+    return 0

@@ -1,0 +1,74 @@
+"""Workers on this machine, forked from a process that has already imported torch.
+
+Importing torch takes seconds and forking takes milliseconds, so the launcher pays for the import once and forks every
+worker from itself. ``crew.py`` says what makes that safe.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from phalanx.errors import RunError
+from phalanx.launch.child import Target
+from phalanx.launch.crew import Crew
+from phalanx.launch.failure import first, memory_kills, worker_error
+from phalanx.launch.guard import Interrupts
+
+_TICK = 0.05  # seconds between looks at the workers while nothing is heard of them
+_WATCH = 0.1  # seconds between calls of watch
+
+
+def launch(target: Target, world_size: int, *, watch: Callable[[], None] | None = None) -> list[Any]:
+    """Run ``target(place, report_step)`` in ``world_size`` forked workers and return their results in rank order.
+
+    The first failure ends all workers within 3 s. So do Ctrl-C and SIGTERM, which then go on as ``KeyboardInterrupt``
+    and ``SystemExit``; even a launcher ended by ``kill -9`` leaves no process behind. What workers print comes out of
+    this process's ``sys.stdout`` and ``sys.stderr``.
+
+    Args:
+        target: called in each worker with its place and a function that takes the number of the optimizer step the
+            worker begins, which costs next to nothing. Its result must be JSON.
+        world_size: workers; one is forked too, so that every fault looks alike.
+        watch: called in this process about ten times a second, and once more when all workers are done.
+
+    Raises:
+        WorkerError: a worker failed; the first that did is named, with its own traceback.
+        RunError: workers cannot be forked from this process.
+    """
+    _refuse_where_cuda_runs()
+    kills_before = memory_kills()
+    with Interrupts() as interrupts:
+        crew = Crew(target, world_size)
+        try:
+            crew.start()
+            next_watch = 0.0
+            while not crew.done and not crew.failures:
+                crew.listen(_TICK)
+                interrupts.check()
+                if watch and time.monotonic() >= next_watch:
+                    watch()
+                    next_watch = time.monotonic() + _WATCH
+            crew.settle()
+        finally:
+            interrupts.ending = True
+            crew.end()
+            interrupts.ending = False
+        if crew.failures:
+            failure = first(crew.failures)
+            raise worker_error(failure, world_size, memory_kills=memory_kills() - kills_before)
+        if watch:
+            watch()
+        return [worker.result for worker in crew.workers]
+
+
+def _refuse_where_cuda_runs() -> None:
+    if torch.cuda.is_initialized():
+        raise RunError(
+            "this process already uses CUDA, and workers forked from it could not\n"
+            "    try: phalanx train JOB from the command line, or move CUDA work (.cuda(), .to('cuda'), "
+            "torch.cuda.synchronize()) out of the module level of the job file and into model() and data()"
+        )

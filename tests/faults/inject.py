@@ -1,0 +1,104 @@
+"""Faults to inject into workers: each goes wrong in one way, at one rank and one step."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+LIMIT = 3.0  # seconds in which everything has to be over after a fault
+
+
+def raise_error() -> None:
+    raise ValueError("the injected fault")
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash() -> None:
+    ctypes.string_at(0)
+
+
+def leave_silently() -> None:
+    os._exit(0)
+
+
+def exhaust_memory() -> None:
+    """Ask for more than the process is allowed to have, as a model that does not fit does."""
+    limit = psutil.Process().memory_info().vms + (256 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    torch.empty(1 << 30, dtype=torch.uint8)
+
+
+def hang() -> None:
+    time.sleep(600)
+
+
+def hang_on() -> None:
+    """Hang, and ignore the request to end."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hang()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """``how`` happens when ``rank`` begins ``step``."""
+
+    rank: int
+    step: int
+    how: Callable[[], None]
+
+    def strike(self, rank: int, step: int) -> None:
+        """To be called by every worker in every step."""
+        if (rank, step) == (self.rank, self.step):
+            self.how()
+
+
+def start_child(folder: Path) -> None:
+    """Start a process of the worker's own, as data loading does, and note its number."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    note(folder, child.pid)
+
+
+def note(folder: Path, pid: int) -> None:
+    """Note a process that must be gone in the end."""
+    (folder / f"pid-{pid}").touch()
+
+
+def noted(folder: Path) -> list[int]:
+    """All processes noted."""
+    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of the processes that still run."""
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
+    """Whether it comes true within ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

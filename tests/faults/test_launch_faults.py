@@ -1,0 +1,206 @@
+"""Whatever goes wrong in a worker, everything ends within 3 s, nothing is left, and the first failure is named."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from inject import (
+    LIMIT,
+    Fault,
+    alive,
+    be_killed,
+    crash,
+    exhaust_memory,
+    hang,
+    hang_on,
+    leave_silently,
+    note,
+    noted,
+    raise_error,
+    start_child,
+)
+
+from phalanx.comm import Place, joined
+from phalanx.errors import DataError, RunError, WorkerError
+from phalanx.launch.local import launch
+
+
+@pytest.fixture(scope="module")
+def _torch_warm() -> None:
+    """The first store of a process opens a pipe that torch then keeps."""
+    launch(lambda place, report: None, 1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(_torch_warm: None, tmp_path: Path) -> Iterator[None]:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    yield
+    assert psutil.Process().children(recursive=True) == []
+    assert alive(noted(tmp_path)) == []
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def fails(target: Callable[..., object], world_size: int) -> tuple[WorkerError, float]:
+    """The error of a launch, and the seconds it took after the fault, which is its only event of any length."""
+    began = time.monotonic()
+    with pytest.raises(WorkerError) as raised:
+        launch(target, world_size)
+    return raised.value, time.monotonic() - began
+
+
+def striking(fault: Fault, folder: Path) -> Callable[..., object]:
+    """A worker that has a child process, takes 5 steps and would then wait for ever."""
+
+    def target(place: Place, report: Callable[[int], None]) -> None:
+        note(folder, os.getpid())
+        start_child(folder)
+        for step in range(5):
+            report(step)
+            fault.strike(place.rank, step)
+        hang()
+
+    return target
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        (raise_error, "ValueError", ["ValueError: the injected fault", "in raise_error", "--plan single"]),
+        (be_killed, "signal 9", ["ended in step 3 by SIGKILL", "what to do: "]),
+        (crash, "signal 11", ["SIGSEGV", "in crash", "compiled code crashed"]),
+        (leave_silently, "exit 0", ["ended without a result", "os._exit"]),
+        (exhaust_memory, "RuntimeError", ["can't allocate memory", "smaller micro="]),
+    ],
+    ids=["exception", "killed", "crash", "silent", "memory"],
+)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_fault(how: Callable[[], None], kind: str, words: list[str], world_size: int, tmp_path: Path) -> None:
+    rank = world_size - 1
+    error, seconds = fails(striking(Fault(rank=rank, step=3, how=how), tmp_path), world_size)
+    assert seconds < LIMIT
+    assert (error.rank, error.step, error.kind, error.exit_code) == (rank, 3, kind, 3)
+    assert f"rank {rank} of {world_size}" in str(error)
+    for word in words:
+        assert word in str(error)
+    assert len(noted(tmp_path)) == 2 * world_size
+
+
+def test_worker_that_ignores_sigterm(tmp_path: Path) -> None:
+    def target(place: Place, report: Callable[[int], None]) -> None:
+        note(tmp_path, os.getpid())
+        if place.rank == 0:
+            time.sleep(0.2)  # until the other ignores it
+            raise_error()
+        hang_on()
+
+    error, seconds = fails(target, 2)
+    assert seconds < LIMIT
+    assert (error.rank, error.step) == (0, None)
+    assert "before the first step" in str(error)
+
+
+@pytest.mark.parametrize("how", [raise_error, be_killed], ids=["exception", "killed"])
+def test_first_failing_rank_is_named_and_not_the_one_that_lost_its_peer(how: Callable[[], None]) -> None:
+    fault = Fault(rank=1, step=2, how=how)
+
+    def target(place: Place, report: Callable[[int], None]) -> None:
+        with joined(place, torch.device("cpu")):
+            for step in range(1000):
+                report(step)
+                fault.strike(place.rank, step)
+                dist.all_reduce(torch.ones(4))
+
+    error, seconds = fails(target, 2)
+    assert seconds < LIMIT
+    assert (error.rank, error.step) == (1, 2)
+    assert "Connection closed" not in str(error)
+
+
+def test_lost_peer_is_named_where_nothing_else_is_known() -> None:
+    def target(place: Place, report: Callable[[int], None]) -> None:
+        if place.rank == 1:
+            hang()
+        raise ConnectionResetError("connection reset by peer")
+
+    error, seconds = fails(target, 2)
+    assert seconds < LIMIT
+    assert error.rank == 0
+    assert "network" in str(error)
+
+
+def test_error_of_ours_keeps_its_message_and_exit_code() -> None:
+    class RefusedLaterError(DataError):
+        exit_code = 2
+
+    def target(place: Place, report: Callable[[int], None]) -> None:
+        raise RefusedLaterError("3 samples for 4 ranks\n    try: batch=4")
+
+    error, _ = fails(target, 1)
+    assert error.exit_code == 2
+    assert error.kind == "RefusedLaterError"
+    assert str(error) == "rank 0 of 1 before the first step: 3 samples for 4 ranks\n    try: batch=4"
+    assert "in target" in error.traceback
+
+
+def test_result_that_is_no_json() -> None:
+    error, _ = fails(lambda place, report: torch.ones(1), 1)
+    assert "not JSON serializable" in str(error)
+
+
+def test_sys_exit_is_a_failure() -> None:
+    error, _ = fails(lambda place, report: exit(0), 1)
+    assert error.kind == "SystemExit"
+
+
+def test_missing_package() -> None:
+    def target(place: Place, report: Callable[[int], None]) -> None:
+        import no_such_package  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+    error, _ = fails(target, 1)
+    assert "install the missing package" in str(error)
+
+
+def test_error_in_watch_ends_the_workers(tmp_path: Path) -> None:
+    def target(place: Place, report: Callable[[int], None]) -> None:
+        note(tmp_path, os.getpid())
+        hang()
+
+    def watch() -> None:
+        if noted(tmp_path):
+            raise LookupError("nobody to show it to")
+
+    began = time.monotonic()
+    with pytest.raises(LookupError):
+        launch(target, 1, watch=watch)
+    assert time.monotonic() - began < LIMIT
+
+
+def test_launcher_that_uses_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RunError, match="module level of the job file"):
+        launch(lambda place, report: None, 1)
+
+
+def test_process_limit_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    forks = iter([os.fork, os.fork])  # the guardian and the first worker
+
+    def fork() -> int:
+        try:
+            real = next(forks)
+        except StopIteration:
+            raise BlockingIOError(11, "Resource temporarily unavailable") from None
+        return real()
+
+    from phalanx.launch import crew, guard
+
+    monkeypatch.setattr(guard, "fork", fork)
+    monkeypatch.setattr(crew, "fork", fork)
+    with pytest.raises(RunError, match=r"could not start worker 1 of 2.*\n.*ulimit -u"):
+        launch(lambda place, report: hang(), 2)

@@ -1,0 +1,163 @@
+"""A launch that goes well: results, output, threads, start-up; and the launcher's own end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from inject import LIMIT, alive, noted, wait_until
+
+from phalanx.comm import Place, joined
+from phalanx.launch.local import launch
+
+SLEEPERS = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from inject import hang_on, note, start_child
+from phalanx.launch.local import launch
+import os
+
+folder = Path({folder!r})
+
+def target(place, report):
+    note(folder, os.getpid())
+    start_child(folder)
+    (folder / f"ready-{{place.rank}}").touch()
+    hang_on()
+
+try:
+    launch(target, 2)
+except KeyboardInterrupt:
+    print("interrupted")
+    sys.exit(130)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_child_left() -> object:
+    yield
+    assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
+    ids=lambda value: str(value),
+)
+def test_launcher_is_ended(number: int, code: int, tmp_path: Path) -> None:
+    text = SLEEPERS.format(here=str(Path(__file__).parent), folder=str(tmp_path))
+    launcher = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    try:
+        assert wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 60)
+        processes = psutil.Process(launcher.pid).children(recursive=True)
+        began = time.monotonic()
+        launcher.send_signal(number)
+        output, _ = launcher.communicate(timeout=LIMIT)
+        everyone = [*noted(tmp_path), *(process.pid for process in processes)]
+        assert len(noted(tmp_path)) == 4
+        assert wait_until(lambda: alive(everyone) == [], LIMIT)
+        assert time.monotonic() - began < LIMIT
+        assert launcher.returncode == code
+        assert output == ("interrupted\n" if number == signal.SIGINT else "")
+    finally:
+        launcher.kill()
+        launcher.communicate()
+
+
+def test_results_come_in_rank_order_and_workers_meet() -> None:
+    def target(place: Place, report: Callable[[int], None]) -> dict[str, float]:
+        with joined(place, torch.device("cpu")):
+            total = torch.tensor(float(place.rank))
+            dist.all_reduce(total)
+        return {"rank": place.rank, "local": place.local_rank, "total": float(total)}
+
+    assert launch(target, 3) == [{"rank": rank, "local": rank, "total": 3.0} for rank in range(3)]
+
+
+def test_large_result_and_nothing() -> None:
+    assert launch(lambda place, report: "x" * 1_000_000 * place.rank, 2) == ["", "x" * 1_000_000]
+    assert launch(lambda place, report: None, 1) == [None]
+
+
+def test_output_of_other_ranks_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    def target(place: Place, report: Callable[[int], None]) -> None:
+        print(f"one {place.rank}\ntwo", end="")
+        print("trouble", file=sys.stderr)
+        os.write(1, "näm\n".encode())
+
+    launch(target, 1)
+    assert capsys.readouterr() == ("one 0\ntwonäm\n", "trouble\n")
+    launch(target, 2)
+    output, errors = capsys.readouterr()
+    assert "[rank 1] one 1\n[rank 1] twonäm\n" in output
+    assert "[rank 1] trouble\n" in errors
+
+
+def test_standard_input_is_empty() -> None:
+    assert launch(lambda place, report: sys.stdin.read(), 1) == [""]
+
+
+def test_watch_is_called_while_workers_run_and_once_more() -> None:
+    calls: list[float] = []
+    launch(lambda place, report: time.sleep(0.5), 1, watch=lambda: calls.append(time.monotonic()))
+    assert 4 <= len(calls) <= 9
+
+
+def test_workers_compute_on_threads_after_the_launcher_did() -> None:
+    # GNU OpenMP hangs here where a worker is forked from the thread that computed
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.nn.Linear(400, 400)(torch.randn(400, 400)).sum().backward()
+
+        def target(place: Place, report: Callable[[int], None]) -> list[object]:
+            default = torch.get_num_threads()
+            torch.set_num_threads(2)
+            torch.nn.Linear(400, 400)(torch.randn(400, 400)).sum().backward()
+            return [default, isinstance(threading.current_thread(), threading._MainThread)]  # pyright: ignore
+
+        cores = len(os.sched_getaffinity(0))
+        share = max(1, cores // 2) if "OMP_NUM_THREADS" not in os.environ else int(os.environ["OMP_NUM_THREADS"])
+        assert launch(target, 2) == [[share, True]] * 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_data_loading_processes_work_in_a_worker() -> None:
+    def target(place: Place, report: Callable[[int], None]) -> float:
+        data = torch.utils.data.TensorDataset(torch.arange(32.0))
+        loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=2)
+        return float(sum(batch[0].sum() for batch in loader))
+
+    assert launch(target, 2) == [496.0, 496.0]
+
+
+def test_signal_handlers_are_as_before() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    launch(lambda place, report: None, 1)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_start_is_fast_and_reporting_a_step_cheap() -> None:
+    began = time.monotonic()
+
+    def target(place: Place, report: Callable[[int], None]) -> list[float]:
+        first_line = time.monotonic()
+        for step in range(10_000):
+            report(step)
+        return [first_line - began, (time.monotonic() - first_line) / 10_000]
+
+    results = launch(target, 4)
+    assert max(started for started, _ in results) < 1.0  # about 0.07 where the machine is idle
+    assert min(each for _, each in results) < 5e-6  # about 0.13e-6
