@@ -1,0 +1,246 @@
+"""From a reference such as ``examples/digits.py`` to the ``Job`` it stands for.
+
+The launcher loads the job before it forks, so that what the file imports (transformers takes seconds) is paid for once;
+workers then find the module loaded and only call its function again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from phalanx.errors import PhalanxError, Problem, SpecError
+from phalanx.spec import Job
+
+_TAIL = 12  # lines of a user's traceback that an error shows
+_stamps: dict[str, tuple[int, int]] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """Where a job is.
+
+    Attributes:
+        file: the Python file, absolute; ``None`` where a module is named.
+        module: the module's dotted name, empty where a file is named.
+        function: the function in it that returns the job.
+    """
+
+    file: Path | None
+    module: str
+    function: str
+
+    @classmethod
+    def parse(cls, text: str) -> Reference:
+        """``path/to/file.py``, ``path/to/file.py:name``, ``package.module`` or ``package.module:name``."""
+        where, _, function = text.partition(":") if ".py" not in text else _split_file(text)
+        if where.endswith(".py") or "/" in where:
+            return cls(file=Path(where).expanduser().resolve(), module="", function=function or "job")
+        return cls(file=None, module=where, function=function or "job")
+
+    def __str__(self) -> str:
+        where = str(self.file) if self.file else self.module
+        return where if self.function == "job" else f"{where}:{self.function}"
+
+    @property
+    def stem(self) -> str:
+        """The name of the file or of the module's last part."""
+        return self.file.stem if self.file else self.module.rpartition(".")[2]
+
+
+def load_job(reference: str) -> Job:
+    """The job that ``path/to/file.py``, ``path/to/file.py:name`` or ``package.module:name`` stands for.
+
+    A job that was given no name gets the file's.
+
+    Raises:
+        SpecError: there is no such file or function, the file fails, or what the function returns is no ``Job``. A
+            SpecError of the job itself passes through unchanged.
+    """
+    where = Reference.parse(reference)
+    with _cuda_left_alone():
+        module = _import_file(where.file, reference) if where.file else _import_module(where.module, reference)
+        function = _find(module, where, reference)
+        with _explained(f"{where.function}() in {reference}", module.__file__, reference):
+            job = function()
+    if not isinstance(job, Job):
+        raise _wrong(
+            f"{where.function}() in {reference}",
+            f"a result of type {type(job).__name__}" if job is not None else "no result (None)",
+            "a phalanx.Job",
+            f"def {where.function}() -> px.Job: return px.Job(model=..., data=..., loss=..., optimizer=..., batch=256, "
+            "epochs=5)",
+        )
+    return dataclasses.replace(job, name=where.stem) if job.name == "job" else job
+
+
+def _split_file(text: str) -> tuple[str, str, str]:
+    # the last colon, and only behind ".py": folders may hold colons
+    head, colon, tail = text.rpartition(":")
+    return (head, colon, tail) if head.endswith(".py") else (text, "", "")
+
+
+def _wrong(where: str, given: str, allowed: str, fix: str) -> SpecError:
+    return SpecError([Problem(where=where, given=given, allowed=allowed, fix=fix)])
+
+
+@contextmanager
+def _cuda_left_alone() -> Iterator[None]:
+    """Let ``torch.cuda.is_available()`` at a job file's module level ask the driver's library for management.
+
+    Its usual way initialises CUDA in this process, after which no worker forked from it can use CUDA.
+    """
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+@contextmanager
+def _explained(what: str, file: str | None, reference: str) -> Iterator[None]:
+    """Turn whatever user code raises into a SpecError that shows the end of its traceback."""
+    try:
+        yield
+    except PhalanxError:
+        raise
+    except (Exception, SystemExit) as error:
+        fix = f"python {file}" if file else f"python -c 'import {reference.partition(':')[0]}'"
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            missing = error.name.partition(".")[0]
+            fix = "pip install 'phalanx[transformers]'" if missing == "transformers" else f"pip install {missing}"
+        raise _wrong(what, f"an error\n{_tail(error, file)}", "code that runs without one", fix) from error
+
+
+def _tail(error: BaseException, file: str | None) -> str:
+    """The end of a traceback, from the user's own file on."""
+    trace = error.__traceback__
+    while trace and trace.tb_next and trace.tb_frame.f_code.co_filename != file:
+        trace = trace.tb_next
+    own = trace is not None and trace.tb_frame.f_code.co_filename == file
+    lines = "".join(traceback.format_exception(type(error), error, trace if own else None, chain=False)).splitlines()
+    kept = lines if len(lines) <= _TAIL else ["...", *lines[-_TAIL:]]
+    return "\n".join(f"    | {line}" for line in kept)
+
+
+def _import_file(file: Path, reference: str) -> ModuleType:
+    if not file.is_file():
+        raise _no_such_file(file, reference)
+    stat = file.stat()
+    stamp = (stat.st_mtime_ns, stat.st_size)
+    name = _module_name(file)
+    loaded = sys.modules.get(name)
+    if loaded is not None and _stamps.get(name) == stamp:
+        return loaded
+
+    # as Python does for a script; it stays, for what model() and data() import later
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs, as import does: dataclasses and pickle look themselves up there
+    try:
+        with _explained(reference, str(file), reference):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    _stamps[name] = stamp
+    return module
+
+
+def _module_name(file: Path) -> str:
+    """The name by which a process that has the folder on its path would import the file, if that is free."""
+    taken = sys.modules.get(file.stem)
+    if file.stem.isidentifier() and (taken is None or getattr(taken, "__file__", None) == str(file)):
+        return file.stem
+    return f"phalanx_job_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+
+
+def _no_such_file(file: Path, reference: str) -> SpecError:
+    if file.is_dir():
+        here = sorted(path.name for path in file.glob("*.py"))
+        given = f"{reference}, which is a folder"
+        folder = file
+    else:
+        here = sorted(path.name for path in file.parent.glob("*.py")) if file.parent.is_dir() else []
+        given = f"{reference}, which does not exist" if not file.exists() else f"{reference}, which is no file"
+        folder = file.parent
+    near = difflib.get_close_matches(file.name, here, n=1, cutoff=0.4) or here[:1]
+    fix = os.path.relpath(folder / near[0]) if near else "examples/digits.py"
+    allowed = "a Python file with a function job()" + (f"; there are: {', '.join(here[:8])}" if here else "")
+    return _wrong("job", given, allowed, fix)
+
+
+def _import_module(name: str, reference: str) -> ModuleType:
+    # as ``python -m`` does
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = bool(name) and importlib.util.find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):
+        found = False
+    if not found:
+        raise _wrong(
+            "job",
+            f"{reference!r}, and there is no module {name!r} here",
+            "path/to/file.py, path/to/file.py:name or package.module:name",
+            "examples/digits.py",
+        )
+    with _explained(reference, None, reference):
+        return importlib.import_module(name)
+
+
+def _find(module: ModuleType, where: Reference, reference: str) -> Callable[[], object]:
+    function = getattr(module, where.function, None)
+    if function is None:
+        names = [
+            name
+            for name, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
+        ]
+        base = reference.removesuffix(f":{where.function}")
+        near = difflib.get_close_matches(where.function, names, n=1, cutoff=0.4)
+        raise _wrong(
+            reference,
+            f"no function {where.function}() in it" + (f"; it has: {', '.join(sorted(names))}" if names else ""),
+            "a function without arguments that returns a phalanx.Job",
+            f"{base}:{near[0]}" if near else f"def {where.function}() -> px.Job: return px.Job(...)",
+        )
+    if not callable(function):
+        raise _wrong(
+            reference,
+            f"{where.function} is {'a Job' if isinstance(function, Job) else f'of type {type(function).__name__}'}, "
+            "not a function",
+            "a function without arguments that returns a phalanx.Job",
+            f"def {where.function}() -> px.Job: return px.Job(...)",
+        )
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise _wrong(
+            reference,
+            f"{where.function}{inspect.signature(function)}: {error}",
+            "a function that can be called without arguments",
+            f"def {where.function}() -> px.Job:",
+        ) from None
+    return function
