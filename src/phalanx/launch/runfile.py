@@ -1,0 +1,110 @@
+"""The run folder, from before the first worker: ``run.toml`` and ``plan.toml``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+
+from phalanx.errors import Problem, SpecError
+from phalanx.launch.jobfile import Reference
+from phalanx.spec import RunSpec
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def prepare_run(run: RunSpec) -> Path:
+    """Create the run folder, or take the one to resume, and write ``run.toml`` and ``plan.toml`` into it.
+
+    The job is written with its absolute path, so that workers find it from any working directory.
+
+    Returns:
+        The path of ``run.toml``.
+
+    Raises:
+        SpecError: the folder holds a run and this is none to resume, holds nothing to resume from, holds another job,
+            or cannot be written.
+    """
+    runfile = run.folder / "run.toml"
+    if run.folder.exists() and not run.folder.is_dir():
+        raise _wrong(f"{run.folder}, which is a file", "a folder", f"--folder {run.folder}-1")
+    if runfile.exists():
+        _check_same_job(run, runfile)
+    step = _last_step(run.folder)
+    if runfile.exists() and not run.resume:
+        at = f"at step {step}" if step is not None else "without a checkpoint"
+        raise _wrong(
+            f"{run.folder}, which holds a run of {_job_in(runfile)} {at}",
+            "a new folder, or --resume to go on",
+            "--resume" if step is not None else f"--folder {_next_free(run.folder)}",
+        )
+    if run.resume and step is None:
+        holds = "holds no checkpoint" if run.folder.exists() else "does not exist"
+        raise _wrong(
+            f"--resume with {run.folder}, which {holds}",
+            "a run folder with a whole checkpoint in checkpoints/",
+            f"--folder {run.folder} without --resume",
+        )
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        _write(run.folder / "plan.toml", run.plan.to_toml())
+        _write(runfile, dataclasses.replace(run, job=str(Reference.parse(run.job))).to_toml())
+    except OSError as error:
+        raise _wrong(f"{run.folder}: {error.strerror}", "a folder that can be written", "--folder /tmp/run-1") from None
+    return runfile
+
+
+def default_folder(job_name: str, base: Path = Path("runs")) -> Path:
+    """``runs/NAME-N`` with the first free N, counted from 1. Nothing is created."""
+    name = re.sub(r"[^\w.-]+", "-", job_name).strip("-.") or "job"
+    return _next_free(base / f"{name}-0")
+
+
+def _next_free(folder: Path) -> Path:
+    stem = re.sub(r"-\d+$", "", folder.name)
+    number = 1
+    while (candidate := folder.with_name(f"{stem}-{number}")).exists():
+        number += 1
+    return candidate
+
+
+def _check_same_job(run: RunSpec, runfile: Path) -> None:
+    held = _job_in(runfile)
+    if Reference.parse(held) != Reference.parse(run.job):
+        raise _wrong(
+            f"{run.folder}, which holds a run of {held}, for the job {run.job}",
+            "a folder of the same job, or a new one",
+            f"--folder {default_folder(Reference.parse(run.job).stem, run.folder.parent)}",
+        )
+
+
+def _job_in(runfile: Path) -> str:
+    return RunSpec.from_toml(runfile.read_text(encoding="utf-8")).job
+
+
+def _last_step(folder: Path) -> int | None:
+    """The step of the newest whole checkpoint."""
+    from phalanx.checkpoint import latest
+
+    newest = latest(folder / "checkpoints")
+    found = _STEP.fullmatch(newest.name) if newest else None
+    return int(found[1]) if found else None
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _wrong(given: str, allowed: str, fix: str) -> SpecError:
+    return SpecError([Problem(where="run.folder", given=given, allowed=allowed, fix=fix)])

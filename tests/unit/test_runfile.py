@@ -1,0 +1,100 @@
+"""The run folder before the first worker: what is written, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx import checkpoint
+from phalanx.errors import SpecError
+from phalanx.launch.runfile import default_folder, prepare_run
+from phalanx.spec import Plan, RunSpec
+
+
+def spec(tmp_path: Path, **changes: object) -> RunSpec:
+    run = RunSpec(job=str(tmp_path / "digits.py"), plan=Plan(dp=2), folder=tmp_path / "runs" / "digits-1")
+    return dataclasses.replace(run, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def refusal(run: RunSpec) -> str:
+    with pytest.raises(SpecError) as raised:
+        prepare_run(run)
+    (found,) = raised.value.problems
+    return str(found)
+
+
+def save(run: RunSpec, step: int) -> None:
+    checkpoint.save(run.folder / "checkpoints", step=step, tensors={"weight": torch.zeros(2)}, state={"step": step})
+
+
+def test_new_folder(tmp_path: Path) -> None:
+    run = spec(tmp_path)
+    runfile = prepare_run(run)
+    assert runfile == run.folder / "run.toml"
+    assert RunSpec.from_toml(runfile.read_text()) == run
+    assert Plan.from_toml((run.folder / "plan.toml").read_text()) == run.plan
+    assert sorted(path.name for path in run.folder.iterdir()) == ["plan.toml", "run.toml"]
+
+
+def test_job_is_written_with_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runfile = prepare_run(spec(tmp_path, job="digits.py:small"))
+    assert RunSpec.from_toml(runfile.read_text()).job == f"{tmp_path}/digits.py:small"
+
+
+def test_folder_that_holds_a_run(tmp_path: Path) -> None:
+    run = spec(tmp_path)
+    prepare_run(run)
+    text = refusal(run)
+    assert "without a checkpoint" in text
+    assert "digits-2" in text
+    save(run, 120)
+    text = refusal(run)
+    assert f"holds a run of {tmp_path}/digits.py at step 120" in text
+    assert text.endswith("try: --resume")
+
+
+def test_resume_takes_the_new_plan(tmp_path: Path) -> None:
+    run = spec(tmp_path)
+    prepare_run(run)
+    save(run, 3)
+    again = spec(tmp_path, resume=True, plan=Plan(fsdp=4))
+    prepare_run(again)
+    assert RunSpec.from_toml((run.folder / "run.toml").read_text()) == again
+    assert Plan.from_toml((run.folder / "plan.toml").read_text()) == Plan(fsdp=4)
+
+
+def test_resume_from_nothing(tmp_path: Path) -> None:
+    run = spec(tmp_path, resume=True)
+    assert "does not exist" in refusal(run)
+    prepare_run(spec(tmp_path))
+    assert "holds no checkpoint" in refusal(run)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_folder_of_another_job_names_both(resume: bool, tmp_path: Path) -> None:
+    run = spec(tmp_path)
+    prepare_run(run)
+    save(run, 3)
+    text = refusal(spec(tmp_path, job=str(tmp_path / "gpt.py"), resume=resume))
+    assert f"{tmp_path}/digits.py" in text
+    assert f"{tmp_path}/gpt.py" in text
+    assert text.endswith("gpt-1")
+    assert RunSpec.from_toml((run.folder / "run.toml").read_text()) == run
+
+
+def test_file_in_place_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    assert "which is a file" in refusal(spec(tmp_path, folder=tmp_path / "taken"))
+    assert "Not a directory" in refusal(spec(tmp_path, folder=tmp_path / "taken" / "run"))
+
+
+def test_default_folder_is_the_first_free(tmp_path: Path) -> None:
+    assert default_folder("digits", tmp_path) == tmp_path / "digits-1"
+    (tmp_path / "digits-1").mkdir()
+    (tmp_path / "digits-3").mkdir()
+    assert default_folder("digits", tmp_path) == tmp_path / "digits-2"
+    assert default_folder("my job/1", tmp_path) == tmp_path / "my-job-1-1"
