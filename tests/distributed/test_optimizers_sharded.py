@@ -1,9 +1,10 @@
 """LARS and LAMB on sharded parameters take the steps that they take on whole ones."""
 
 import os
-import sys
 import traceback
 import warnings
+from datetime import timedelta
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -29,37 +30,48 @@ OPTIMIZERS = {
 
 def everywhere(world_size, target):
     """Runs ``target`` in ``world_size`` forked ranks; fails with the tracebacks of those that fail."""
+    children = [_start(rank, world_size, target) for rank in range(world_size)]
+    # Only now: a fork while the store's thread holds a lock of libc leaves that lock held in the child for ever.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    address = f"tcp://127.0.0.1:{store.port}"
-    places = [Place(rank=rank, world_size=world_size, local_rank=rank, store=address) for rank in range(world_size)]
-    children = [_start(place, target) for place in places]
+    for child in children:
+        os.write(child.address, f"tcp://127.0.0.1:{store.port}".encode())
+        os.close(child.address)
     failures = []
-    for rank, (pid, pipe) in enumerate(children):
-        with os.fdopen(pipe) as text:
-            said = text.read()
-        if os.waitpid(pid, 0)[1] != 0:
-            failures.append(f"rank {rank}:\n{said}")
+    for rank, child in enumerate(children):
+        with os.fdopen(child.said) as pipe:
+            text = pipe.read()
+        if os.waitpid(child.pid, 0)[1] != 0:
+            failures.append(f"rank {rank}:\n{text}")
     assert not failures, "\n".join(failures)
 
 
-def _start(place, target):
-    reading, writing = os.pipe()
+class Child(NamedTuple):
+    pid: int
+    address: int
+    said: int
+
+
+def _start(rank, world_size, target):
+    address_out, address_in = os.pipe()
+    said_out, said_in = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 and later warn of fork beside the store's thread
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 and later warn of fork beside any thread
         pid = os.fork()
     if pid:
-        os.close(writing)
-        return pid, reading
+        os.close(address_out)
+        os.close(said_in)
+        return Child(pid, address_in, said_out)
     code = 1
     try:
         torch.set_num_threads(1)
-        with joined(place, torch.device("cpu")):
+        os.close(address_in)
+        place = Place(rank=rank, world_size=world_size, local_rank=rank, store=os.read(address_out, 100).decode())
+        with joined(place, torch.device("cpu"), timeout=timedelta(seconds=30)):
             target(place)
         code = 0
     except BaseException:
-        os.write(writing, traceback.format_exc().encode())
+        os.write(said_in, traceback.format_exc().encode())
     finally:
-        sys.stdout.flush()
         os._exit(code)
 
 
