@@ -16,6 +16,7 @@ import torch
 
 import phalanx as px
 from parity_jobs import JOBS
+from phalanx.errors import PhalanxError
 
 STEPS, BAR = 20, 1e-5
 EACH = [
@@ -63,7 +64,7 @@ def prove(model: str, plan: str) -> Cell:
     """One cell of the table."""
     try:
         proof = px.prove(JOBS[model](), plan, steps=STEPS)
-    except Exception as error:  # a table that stops at the first failure hides the others
+    except PhalanxError as error:  # a table that stops at the first failure hides the others
         return Cell(refused=f"{model}, {plan}: {type(error).__name__}: {error}")
     return Cell(loss=proof.largest["loss"], gradient=proof.largest["gradient"])
 

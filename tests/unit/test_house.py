@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -132,6 +133,19 @@ def test_init_only_reexports() -> None:
     assert others == []
 
 
+def test_every_package_imported_is_declared_and_explained() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["tensorboard"], *extras["transformers"]]
+    declared = {re.split(r"[<>=\[~! ]", line)[0] for line in lines}
+    called = {"sklearn": "scikit-learn", "tomli_w": "tomli-w"}
+    known = {"phalanx", *sys.stdlib_module_names}
+    imported = {called.get(name, name) for path in FILES for name in _imports(path) if name not in known}
+    assert imported - declared == set()
+    explained = (ROOT / "docs" / "explanation" / "dependencies.md").read_text()
+    assert [name for name in declared if name not in explained] == []
+
+
 def test_wheel_carries_the_demo_and_nothing_else(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -140,6 +154,13 @@ def test_wheel_carries_the_demo_and_nothing_else(tmp_path: Path) -> None:
     assert any(name.startswith("phalanx/demo/jobs/") for name in names)
     assert all(name.startswith(("phalanx/", "phalanx-")) for name in names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def _imports(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names}
 
 
 def _lines(function: ast.FunctionDef) -> int:
