@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ class IndexedReader:
     stop: int
     _cuts: dict[int, Cuts] = field(default_factory=dict, init=False)
 
-    def steps(self, load: Callable[[int, np.ndarray], Any]) -> Iterator[StepBatch]:
+    def steps(self, load: Callable[[int, np.ndarray], Any]) -> Generator[StepBatch, None, None]:
         """The steps, with ``load(epoch, ids)`` giving each micro-batch."""
         for step, epoch, ids in self.sampler.walk(self.first, self.stop):
             yield step_batch(step, epoch, ids, self._cuts_of(len(ids)), load)

@@ -20,7 +20,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Self, final
@@ -61,9 +61,8 @@ class Ledger:
                 # A run that goes on from before a segment's start takes that segment's place.
                 if found.first_step > first_step:
                     found.path.unlink(missing_ok=True)
-            self._file = self.path.open("wb", buffering=_BUFFER)
-            self._file.write(_FILE.pack(_MAGIC, world_size))
-            self._file.flush()
+            self.path.write_bytes(_FILE.pack(_MAGIC, world_size))
+            self._file = self.path.open("ab", buffering=_BUFFER)
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -144,10 +143,9 @@ def records(folder: Path) -> dict[int, list[Record]]:
         DataError: if a file is no ledger.
     """
     files = _files(folder)
-    starts = sorted({found.first_step for found in files})
-    ends = dict(zip(starts, [*starts[1:], None], strict=True))
+    starts = sorted({file.first_step for file in files})
     found: dict[int, list[Record]] = {}
-    for first_step, end in ends.items():
+    for first_step, end in zip_longest(starts, starts[1:]):
         for record in _segment([file for file in files if file.first_step == first_step]):
             if end is None or record.step < end:
                 found.setdefault(record.step, []).append(record)

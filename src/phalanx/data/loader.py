@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any, final
 
 import numpy as np
@@ -18,6 +18,10 @@ from phalanx.errors import Problem, SpecError
 from phalanx.spec.job import Job
 
 __all__ = ["Lane", "Loader", "evaluation_batches"]
+
+
+Steps = Generator[StepBatch, None, None]
+"""Steps in order. ``close()`` ends the worker processes at once, as dropping the last reference does."""
 
 
 @final
@@ -85,16 +89,14 @@ class Loader:
             stop=self.total_steps,
         )
 
-    def __iter__(self) -> Iterator[StepBatch]:
+    def __iter__(self) -> Steps:
         if self._indexed is not None:
             return _indexed_steps(self._indexed, self._workers)
         assert self._stream is not None
         return _stream_steps(self._stream, self._workers)
 
 
-def evaluation_batches(
-    dataset: Any, job: Job, lane: Lane, *, micro: int | None, pin_memory: bool = False
-) -> Iterator[StepBatch]:
+def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None, pin_memory: bool = False) -> Steps:
     """Each sample of map-style data exactly once, in order, in global batches of ``job.batch``.
 
     No sample is repeated to even out ranks: a part without samples gets fillers that weigh nothing. What samples draw
@@ -127,11 +129,11 @@ def evaluation_batches(
     return _indexed_steps(reader, workers)
 
 
-def _indexed_steps(reader: IndexedReader, workers: Workers) -> Iterator[StepBatch]:
+def _indexed_steps(reader: IndexedReader, workers: Workers) -> Steps:
     return _indexed_ahead(reader, workers) if workers.needed else reader.steps(reader.fetcher.fetch)
 
 
-def _indexed_ahead(reader: IndexedReader, workers: Workers) -> Iterator[StepBatch]:
+def _indexed_ahead(reader: IndexedReader, workers: Workers) -> Steps:
     with workers.indexed(reader.fetcher, reader.requests()) as results:
         yield from reader.steps(lambda epoch, ids: next(results))
 
@@ -164,7 +166,7 @@ def _stream_reader(
     )
 
 
-def _stream_steps(reader: StreamReader, workers: Workers) -> Iterator[StepBatch]:
+def _stream_steps(reader: StreamReader, workers: Workers) -> Steps:
     if not workers.needed:
         yield from (_of_group(reader, group) for group in reader.groups())
         return

@@ -1,0 +1,217 @@
+"""The ledger shows what was seen, survives crashes and changes of world size, and the audit finds what is wrong."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.data import (
+    Duplicate,
+    GlobalBatchSampler,
+    Ledger,
+    MicroBatch,
+    StepBatch,
+    audit,
+    duplicates,
+    read_ledger,
+    share,
+)
+from phalanx.errors import DataError
+
+LENGTH, BATCH = 22, 6
+SAMPLER = GlobalBatchSampler(length=LENGTH, batch=BATCH, seed=1)
+
+
+def a_step(step: int, ids: list[int], epoch: int = 0) -> StepBatch:
+    micro = MicroBatch(batch=None, ids=tuple(ids), samples=len(ids))
+    filler = MicroBatch(batch=None, ids=(), samples=0)
+    return StepBatch(step=step, epoch=epoch, samples=BATCH, parts=((micro, filler),))
+
+
+def run(folder: Path, world_size: int, first: int, stop: int, *, told: bool = True, **changes: list[int]) -> None:
+    """Records steps first..stop-1 as ``world_size`` ranks would. ``changes``: rank<r>step<s>=ids."""
+    for rank in range(world_size):
+        with Ledger(folder, rank=rank, first_step=first, world_size=world_size if told else 0) as ledger:
+            for step in range(first, stop):
+                start, end = share(SAMPLER.samples(step), rank, world_size)
+                ids = changes.get(f"rank{rank}step{step}", SAMPLER.ids(step)[start:end].tolist())
+                ledger.record(a_step(step, ids, SAMPLER.epoch_of(step)))
+
+
+def audited(folder: Path, **options: Any) -> list[str]:
+    return audit(folder, **{"length": LENGTH, "batch": BATCH, "drop_last": False, **options})
+
+
+class TestReading:
+    def test_two_epochs_on_three_ranks(self, tmp_path: Path) -> None:
+        run(tmp_path, 3, 0, 8)
+        found = read_ledger(tmp_path)
+        assert list(found) == list(range(8))
+        for step, (epoch, ids) in found.items():
+            assert epoch == SAMPLER.epoch_of(step)
+            assert ids.tolist() == sorted(SAMPLER.ids(step).tolist())
+        assert audited(tmp_path) == []
+        assert duplicates(tmp_path) == []
+
+    @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (4, 4)])
+    def test_a_crash_and_a_resume_on_another_world_size(self, tmp_path: Path, before: int, after: int) -> None:
+        run(tmp_path, before, 0, 5)
+        run(tmp_path, after, 3, 8)
+        assert audited(tmp_path) == []
+        assert len(list(tmp_path.iterdir())) == before + after
+
+    def test_starting_again_at_the_same_step_on_fewer_ranks(self, tmp_path: Path) -> None:
+        run(tmp_path, 4, 0, 3)
+        run(tmp_path, 2, 0, 4)
+        assert audited(tmp_path) == []
+
+    def test_going_back_behind_a_segment_takes_its_place(self, tmp_path: Path) -> None:
+        run(tmp_path, 2, 0, 5)
+        run(tmp_path, 2, 4, 6)
+        run(tmp_path, 3, 2, 8)
+        assert audited(tmp_path) == []
+        assert {path.name[:8] for path in tmp_path.iterdir()} == {"00000000", "00000002"}
+
+    @settings(max_examples=30, deadline=None)
+    @given(cut=st.integers(0, 300))
+    def test_a_torn_file_gives_its_whole_records(self, tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+        folder = tmp_path_factory.mktemp("ledger")
+        run(folder, 1, 0, 4)
+        (path,) = folder.iterdir()
+        content = path.read_bytes()
+        path.write_bytes(content[: min(cut, len(content))])
+        found = read_ledger(folder)
+        assert list(found) == list(range(len(found)))
+        assert all(ids.tolist() == sorted(SAMPLER.ids(step).tolist()) for step, (_, ids) in found.items())
+        size = 24 + 4 * BATCH
+        assert len(found) == (max(0, min(cut, 16 + 3 * size) - 16) // size if cut < len(content) else 4)
+
+    def test_a_tail_of_zeros_is_no_record(self, tmp_path: Path) -> None:
+        run(tmp_path, 1, 0, 2)
+        (path,) = tmp_path.iterdir()
+        path.write_bytes(path.read_bytes() + bytes(100))
+        assert list(read_ledger(tmp_path)) == [0, 1]
+
+    def test_ids_beyond_32_bits(self, tmp_path: Path) -> None:
+        ids = [2**40, 3, 2**32]
+        with Ledger(tmp_path, rank=0, first_step=0) as ledger:
+            ledger.record(a_step(0, ids))
+            ledger.record(a_step(1, [5]))
+        found = read_ledger(tmp_path)
+        assert found[0][1].tolist() == sorted(ids)
+        assert found[1][1].dtype == np.int64
+
+    def test_flushing_brings_records_to_the_file(self, tmp_path: Path) -> None:
+        ledger = Ledger(tmp_path, rank=0, first_step=0)
+        ledger.record(a_step(0, [1, 2]))
+        assert read_ledger(tmp_path) == {}
+        ledger.flush()
+        assert list(read_ledger(tmp_path)) == [0]
+        ledger.close()
+        ledger.close()
+
+    def test_a_file_that_is_no_ledger(self, tmp_path: Path) -> None:
+        (tmp_path / "00000000-rank00000.bin").write_bytes(b"something else entirely")
+        with pytest.raises(DataError, match="is no sample ledger"):
+            read_ledger(tmp_path)
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+    def test_a_disk_that_is_full_from_the_start(self, tmp_path: Path) -> None:
+        (tmp_path / "00000000-rank00000.bin").symlink_to("/dev/full")
+        with pytest.raises(DataError, match="cannot be written: No space left"):
+            Ledger(tmp_path, rank=0, first_step=0)
+
+    def test_a_disk_that_fills_up(self, tmp_path: Path) -> None:
+        ledger = Ledger(tmp_path, rank=0, first_step=0)
+        ledger.close()
+        ledger._file = FullFile()  # pyright: ignore[reportAttributeAccessIssue]
+        for action in (lambda: ledger.record(a_step(0, [1])), ledger.flush, ledger.close):
+            with pytest.raises(DataError, match="cannot be written: No space left") as caught:
+                action()
+            assert isinstance(caught.value.__cause__, OSError)
+
+
+class FullFile:
+    def write(self, *_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    flush = close = write
+
+
+class TestAudit:
+    def test_an_empty_ledger(self, tmp_path: Path) -> None:
+        assert "no step was recorded" in audited(tmp_path)[0]
+
+    def test_all_ranks_reading_the_same(self, tmp_path: Path) -> None:
+        same = {f"rank1step{step}": SAMPLER.ids(step)[:3].tolist() for step in range(3)}
+        run(tmp_path, 2, 0, 4, **same)
+        first = int(SAMPLER.ids(0)[0])
+        assert Duplicate(step=0, sample=first, ranks=(0, 1)) in duplicates(tmp_path)
+        assert len(duplicates(tmp_path)) == 9
+        twice, unseen = audited(tmp_path)
+        assert twice.startswith("epoch 0: 9 samples seen more than once: ")
+        assert "(by rank 0 in step" in twice
+        assert "and 4 more" in twice
+        assert unseen.startswith("epoch 0: 9 samples never seen: ")
+
+    def test_a_sample_twice_on_one_rank(self, tmp_path: Path) -> None:
+        ids = SAMPLER.ids(1).tolist()
+        run(tmp_path, 1, 0, 4, rank0step1=[ids[0], ids[0], *ids[2:]])
+        twice, unseen = audited(tmp_path)
+        assert twice == (f"epoch 0: 1 sample seen more than once: {ids[0]} (by rank 0 in step 1 and rank 0 in step 1)")
+        assert unseen == f"epoch 0: 1 sample never seen: {ids[1]}"
+        assert duplicates(tmp_path) == []
+
+    def test_padding_of_the_last_batch(self, tmp_path: Path) -> None:
+        last = SAMPLER.ids(3).tolist()
+        run(tmp_path, 1, 0, 4, rank0step3=[*last, *SAMPLER.ids(0)[:2].tolist()])
+        found = audited(tmp_path)
+        assert any("2 samples seen more than once" in line for line in found)
+        assert "epoch 0: step 3 holds 6 samples instead of 4 (recorded by ranks 0)" in found
+
+    def test_a_missing_rank(self, tmp_path: Path) -> None:
+        run(tmp_path, 2, 0, 2)
+        (tmp_path / "00000000-rank00001.bin").unlink()
+        assert audited(tmp_path) == [
+            "epoch 0: step 0 holds 3 samples instead of 6 (recorded by ranks 0)",
+            "epoch 0: step 1 holds 3 samples instead of 6 (recorded by ranks 0)",
+        ]
+
+    def test_missing_steps(self, tmp_path: Path) -> None:
+        run(tmp_path, 1, 0, 1)
+        run(tmp_path, 1, 2, 3)
+        run(tmp_path, 1, 5, 6)
+        found = audited(tmp_path)
+        assert found[:2] == ["step 1 is missing", "steps 3 to 4 are missing"]
+        assert any(line.startswith("epoch 0: 10 samples never seen") for line in found)
+
+    def test_an_unfinished_epoch_may_lack_samples(self, tmp_path: Path) -> None:
+        run(tmp_path, 2, 0, 6)
+        assert audited(tmp_path) == []
+
+    def test_dropped_samples_are_no_fault(self, tmp_path: Path) -> None:
+        run(tmp_path, 1, 0, 3)
+        assert audited(tmp_path, drop_last=True) == []
+
+    def test_ids_and_epochs_of_other_data(self, tmp_path: Path) -> None:
+        ids = SAMPLER.ids(1).tolist()
+        run(tmp_path, 1, 0, 2, rank0step1=[*ids[:5], 99])
+        assert audited(tmp_path) == ["epoch 0: 1 id beyond the 22 samples of the data: 99"]
+        with Ledger(tmp_path, rank=0, first_step=2) as ledger:
+            ledger.record(a_step(2, SAMPLER.ids(2).tolist(), epoch=3))
+        assert "step 2 is recorded in epoch 3, but belongs to epoch 0" in audited(tmp_path)
+
+    def test_a_stream(self, tmp_path: Path) -> None:
+        with Ledger(tmp_path, rank=0, first_step=0) as ledger:
+            ledger.record(a_step(0, [0, 1]))
+            ledger.record(a_step(1, [2, 0]))
+            ledger.record(a_step(2, [0, 1], epoch=1))
+        assert audited(tmp_path, length=None) == [
+            "epoch 0: 1 sample seen more than once: 0 (by rank 0 in step 0 and rank 0 in step 1)"
+        ]

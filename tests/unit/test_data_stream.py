@@ -1,0 +1,206 @@
+"""Streams: the same steps on any number of parts, from any step, with any number of workers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from phalanx.data import Lane, Loader, StepBatch
+from phalanx.errors import DataError, SpecError
+from phalanx.spec import Job
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+def a_job(**options: Any) -> Job:
+    unused: Any = print
+    options = {"batch": 4, **options}
+    if "steps" not in options:
+        options.setdefault("epochs", 1)
+    return Job(model=unused, data=unused, loss=unused, optimizer=unused, **options)
+
+
+class Letters:
+    """A plain iterable, epoch by epoch in another order, that draws from the global streams."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epoch = 0
+        self.read = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for position in range(self.length):
+            self.read += 1
+            yield {"value": position + 1000 * self.epoch, "drawn": random.random() + torch.rand(()).item()}
+
+
+class Seekable(Letters):
+    """The same with a way to begin anywhere."""
+
+    start = 0
+
+    def seek(self, position: int) -> None:
+        self.start = position
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for position in range(self.start, self.length):
+            self.read += 1
+            yield {"value": position + 1000 * self.epoch, "drawn": random.random() + torch.rand(()).item()}
+
+
+class Splitting(IterableDataset[int]):
+    """Splits itself among workers where it sees that it is in one, as many streams do."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(20)) if info is None else iter(range(info.id, 20, info.num_workers))
+
+
+def seen(steps: Iterable[StepBatch]) -> list[tuple[Any, ...]]:
+    return [
+        (
+            step.step,
+            step.epoch,
+            step.samples,
+            [
+                [
+                    (micro.ids, micro.samples, micro.batch["value"].tolist(), micro.batch["drawn"].tolist())
+                    for micro in part
+                ]
+                for part in step.parts
+            ],
+        )
+        for step in steps
+    ]
+
+
+class TestSteps:
+    def test_positions_and_shares(self) -> None:
+        loader = Loader(Letters(10), a_job(epochs=2), Lane(first=1, parts=2), micro=1)
+        assert (loader.length, loader.steps_per_epoch, loader.total_steps) == (None, None, None)
+        found = [
+            (step.step, step.epoch, step.samples, [micro.ids for micro in step.parts[0]], values(step))
+            for step in loader
+        ]
+        assert found == [
+            (0, 0, 4, [(2,), (3,)], [2, 3]),
+            (1, 0, 4, [(6,), (7,)], [6, 7]),
+            (2, 0, 2, [(9,)], [9]),
+            (3, 1, 4, [(2,), (3,)], [1002, 1003]),
+            (4, 1, 4, [(6,), (7,)], [1006, 1007]),
+            (5, 1, 2, [(9,)], [1009]),
+        ]
+
+    def test_fillers(self) -> None:
+        last = list(Loader(Letters(5), a_job(), Lane(first=2, parts=3), micro=None))[-1]
+        (filler,) = last.parts[0]
+        assert (filler.samples, filler.ids, filler.batch["value"].tolist(), last.samples) == (0, (), [4], 1)
+
+    @pytest.mark.parametrize(("parts", "micro"), [(2, None), (3, 1), (5, 2)])
+    def test_parts_together_are_one_device(self, parts: int, micro: int | None) -> None:
+        job = a_job(steps=7)
+        lanes = [Lane(first=part, parts=parts) for part in range(parts)]
+        whole = seen(Loader(Letters(10), job, Lane(count=parts, parts=parts), micro=micro))
+        each = [seen(Loader(Letters(10), job, lane, micro=micro)) for lane in lanes]
+        for step, *members in zip(whole, *each, strict=True):
+            assert step[3] == [member[3][0] for member in members]
+        one = seen(Loader(Letters(10), job, Lane(), micro=None))
+        samples = [
+            [sample for part in step[3] for micro_ in part if micro_[1] for sample in micro_[3]] for step in whole
+        ]
+        assert samples == [step[3][0][0][3] for step in one]
+
+    def test_steps_go_on_over_passes(self) -> None:
+        loader = Loader(Letters(6), a_job(steps=5), Lane(), micro=None)
+        assert loader.total_steps == 5
+        assert [(step.epoch, values(step)[0]) for step in loader] == [(0, 0), (0, 4), (1, 1000), (1, 1004), (2, 2000)]
+
+    def test_a_multiple_of_the_batch_has_no_empty_step(self) -> None:
+        assert [step.samples for step in Loader(Letters(8), a_job(epochs=2), Lane(), micro=None)] == [4, 4, 4, 4]
+
+    def test_drop_last(self) -> None:
+        loader = Loader(Letters(10), a_job(epochs=2, drop_last=True), Lane(), micro=None)
+        assert [(step.epoch, step.samples) for step in loader] == [(0, 4), (0, 4), (1, 4), (1, 4)]
+
+    def test_no_more_is_read_than_the_steps_need(self) -> None:
+        data = Letters(1000)
+        list(Loader(data, a_job(steps=3), Lane(), micro=None))
+        assert data.read == 12
+
+    def test_own_collate_draws_by_position(self) -> None:
+        def masked(samples: list[Any]) -> dict[str, torch.Tensor]:
+            return {"value": torch.tensor([sample["value"] for sample in samples]), "drawn": torch.rand(1)}
+
+        job = a_job(collate=masked)
+        split = seen(Loader(Letters(8), job, Lane(first=1, parts=2), micro=None))
+        whole = seen(Loader(Letters(8), job, Lane(), micro=2))
+        assert [step[3][0][0] for step in split] == [step[3][0][1] for step in whole]
+
+
+def values(step: StepBatch) -> list[int]:
+    return [value for part in step.parts for micro in part for value in micro.batch["value"].tolist()]
+
+
+class TestResume:
+    @pytest.mark.parametrize("kind", [Letters, Seekable])
+    @pytest.mark.parametrize("options", [{"epochs": 3}, {"steps": 8}, {"epochs": 3, "drop_last": True}])
+    @pytest.mark.parametrize("first", [0, 1, 2, 3, 5, 6])
+    def test_goes_on_as_if_never_stopped(self, kind: type[Letters], options: dict[str, Any], first: int) -> None:
+        job = a_job(**options)
+        whole = seen(Loader(kind(10), job, Lane(), micro=3))
+        assert seen(Loader(kind(10), job, Lane(), micro=3, first_step=first)) == whole[first:]
+
+    def test_seeking_reads_nothing_twice(self) -> None:
+        data = Seekable(1000)
+        (step,) = Loader(data, a_job(steps=101), Lane(), micro=None, first_step=100)
+        assert step.parts[0][0].ids == (400, 401, 402, 403)
+        assert data.read == 4
+
+    def test_past_the_end(self) -> None:
+        assert list(Loader(Letters(10), a_job(steps=2), Lane(), micro=None, first_step=2)) == []
+        assert list(Loader(Seekable(10), a_job(), Lane(), micro=None, first_step=3)) == []
+
+
+class TestWorkers:
+    @pytest.mark.parametrize("workers", [1, 2])
+    @pytest.mark.parametrize("options", [{"epochs": 2}, {"steps": 5}])
+    def test_workers_change_nothing(self, workers: int, options: dict[str, Any]) -> None:
+        lane = Lane(first=1, count=2, parts=3)
+        here = seen(Loader(Letters(10), a_job(**options), lane, micro=1, first_step=1))
+        there = seen(Loader(Letters(10), a_job(**options, workers=workers), lane, micro=1, first_step=1))
+        assert here == there
+        assert len(here) == (5 if "epochs" in options else 4)
+
+    def test_streams_that_split_themselves_by_worker_stay_whole(self) -> None:
+        steps = Loader(Splitting(), a_job(workers=2), Lane(), micro=None)
+        assert [step.parts[0][0].batch.tolist() for step in steps] == [list(range(k, k + 4)) for k in range(0, 20, 4)]
+
+
+class TestRefused:
+    def test_shuffling(self) -> None:
+        with pytest.raises(SpecError, match="shuffle inside it"):
+            Loader(Letters(10), a_job(shuffle=True), Lane(), micro=None)
+
+    def test_a_stream_that_can_be_read_once(self) -> None:
+        with pytest.raises(DataError, match="pass 2 over the stream"):
+            list(Loader(iter(range(10)), a_job(epochs=2), Lane(), micro=None))
+
+    @pytest.mark.parametrize("kind", [Letters, Seekable])
+    @pytest.mark.parametrize("options", [{"epochs": 1}, {"steps": 3}])
+    def test_an_empty_stream(self, kind: type[Letters], options: dict[str, Any]) -> None:
+        with pytest.raises(DataError, match="gave no sample"):
+            list(Loader(kind(0), a_job(**options), Lane(), micro=None))
+        with pytest.raises(DataError, match="gave no sample"):
+            list(Loader(kind(0), a_job(**options), Lane(), micro=None, first_step=1))
+
+    def test_a_stream_shorter_than_a_batch_that_is_dropped(self) -> None:
+        with pytest.raises(DataError, match=r"gave no whole batch.*at least batch=4"):
+            list(Loader(Letters(3), a_job(steps=3, drop_last=True), Lane(), micro=None))
