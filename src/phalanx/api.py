@@ -57,6 +57,7 @@ def fit(
     run: RunSpec | None = None,
     folder: str | Path | None = None,
     watch: Callable[[], None] | None = None,
+    cores: int | None = None,
 ) -> Run:
     """Train ``job`` under ``plan`` and give back the run.
 
@@ -70,11 +71,14 @@ def fit(
         run: everything else (folder, resume, checkpoints); its plan is replaced by ``plan`` where that is given.
         folder: the run folder; ``runs/<name>-<n>`` where not given.
         watch: called about ten times a second while workers run.
+        cores: CPU cores that each replica computes with; its share of the machine's where not given.
 
     Raises:
         RefusedError: if the plan cannot serve the job here.
         WorkerError: if a worker failed: the first one's rank, step and traceback.
     """
+    import torch
+
     from phalanx.launch import default_folder, launch, place_from_environment, prepare_run
     from phalanx.train import overrides
     from phalanx.train.assembly import refuse
@@ -92,7 +96,13 @@ def fit(
         train(job, spec, place, report=lambda step: None)
         return Run(folder=where)
     prepare_run(spec)
-    launch(lambda there, report: train(job, spec, there, report=report), chosen.world_size, watch=watch)
+
+    def work(there: Place, report: Callable[[int], None]) -> dict[str, Any]:
+        if cores is not None:
+            torch.set_num_threads(cores * chosen.threads)
+        return train(job, spec, there, report=report)
+
+    launch(work, chosen.world_size, watch=watch)
     return Run(folder=where)
 
 

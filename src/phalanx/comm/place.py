@@ -29,6 +29,9 @@ class Place:
     store: str = ""
 
 
+_left: list[object] = []
+
+
 def device_for(place: Place, device: str) -> torch.device:
     """The device of this worker: its CUDA device by local rank where ``device`` is ``cuda``, else the CPU."""
     return torch.device("cuda", place.local_rank) if device == "cuda" else torch.device("cpu")
@@ -50,8 +53,11 @@ def joined(place: Place, device: torch.device, *, timeout: timedelta = timedelta
         dist.init_process_group(backend, timeout=timeout)
     else:
         host, _, port = place.store.removeprefix("tcp://").rpartition(":")
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    # torch deadlocks where the last owner of a gloo group is DistributedDataParallel's reducer: its destructor holds the
+    # interpreter's lock and joins gloo's thread, which may be waiting for that lock to let go of a tensor.
+    _left.append(dist.group.WORLD)
     try:
         yield
     finally:

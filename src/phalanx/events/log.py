@@ -12,7 +12,7 @@ from typing import Any, Self
 
 
 class EventLog:
-    """Appends events to a file, one JSON object a line. Each line is written whole, so that a reader never sees half."""
+    """Appends events to a file, one JSON object a line, each line written whole."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,8 @@ def dropouts(module: nn.Module) -> list[str]:
     return [
         name
         for name, child in module.named_modules()
-        if (isinstance(child, _DropoutNd) and child.p > 0) or (isinstance(child, nn.MultiheadAttention) and child.dropout > 0)
+        if (isinstance(child, _DropoutNd) and child.p > 0)
+        or (isinstance(child, nn.MultiheadAttention) and child.dropout > 0)
     ]
 
 

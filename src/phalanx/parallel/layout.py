@@ -14,7 +14,7 @@ Backward = Callable[[nn.Module, torch.device, Any, bool], None]
 
 
 class Layout(ABC):
-    """A model as one technique lays it out. The step calls ``accumulate``, ``finish``, then, once stepped, ``stepped``."""
+    """A model as one technique lays it out: ``accumulate``, ``finish``, an optimizer step, ``stepped``."""
 
     @property
     @abstractmethod
@@ -47,3 +47,8 @@ class Layout(ABC):
     @abstractmethod
     def forward(self) -> nn.Module:
         """What to call for a forward without gradients, on every rank the same number of times."""
+
+
+def trainable(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Name → parameter that requires a gradient, each once, in module order."""
+    return {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}

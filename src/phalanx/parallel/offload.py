@@ -1,9 +1,9 @@
 """Optimizer state in host memory: the optimizer steps copies of the parameters that live there.
 
-After backward each gradient moves to the host, the optimizer steps on the CPU, and the new values move back to the device.
-The device then holds 8 bytes a parameter (value and gradient) in place of AdamW's 16, at the price of two copies over
-the bus a step (Ren et al. 2021, ZeRO-Offload). Works on whole parameters and on shards alike. On a CPU, whose memory is
-the host's, nothing is gained.
+After backward each gradient moves to the host, the optimizer steps on the CPU, and the new values move back to the
+device. The device then holds 8 bytes a parameter (value and gradient) in place of AdamW's 16, at the price of two
+copies over the bus a step (Ren et al. 2021, ZeRO-Offload). Works on whole parameters and on shards alike. On a CPU,
+whose memory is the host's, nothing is gained.
 
 ``offload=parameters`` goes further and is part of ``fully_shard`` itself (``shard.py``).
 """

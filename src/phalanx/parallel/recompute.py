@@ -1,9 +1,9 @@
 """Activation recompute: keep less of forward in memory, and compute it again in backward.
 
-``full`` keeps only each block's inputs (Chen et al. 2016) and costs one more forward. ``selective`` also keeps the results
-of matrix products, convolutions and attention, which are dear to compute, and recomputes what lies between
-(normalisation, activation functions), which is cheap to compute and large to keep (Korthikanti et al. 2022, section 5).
-The values stay the same: the same operations on the same inputs, random numbers included.
+``full`` keeps only each block's inputs (Chen et al. 2016) and costs one more forward. ``selective`` also keeps the
+results of matrix products, convolutions and attention, which are dear to compute, and recomputes what lies between
+(normalisation, activation functions), which is cheap to compute and large to keep (Korthikanti et al. 2022, section
+5). The values stay the same: the same operations on the same inputs, random numbers included.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ Use it while the model with its gradients and optimizer state fits one device; b
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -22,8 +23,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.parallel.layout import Backward, Layout
+from phalanx.parallel.layout import Backward, Layout, trainable
 from phalanx.spec import Job
+
+# torch 2.13 renamed the option that copies rank 0's buffers (running statistics) to all ranks before each forward.
+_known = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _known else "broadcast_buffers"
 
 
 class Replicate(Layout):
@@ -33,7 +38,7 @@ class Replicate(Layout):
         self._module = module.to(device)
         self._device = device
         self._ddp = distributed(self._module, device, job)
-        self._parameters = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+        self._parameters = trainable(module)
         self._divisor = world_size
 
     @property
@@ -70,7 +75,9 @@ def distributed(module: nn.Module, device: torch.device, job: Job) -> Distribute
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=job.unused == "allow",
-        broadcast_buffers=any(isinstance(child, _NormBase) and child.track_running_stats for child in module.modules()),
+        **{
+            _SYNC_BUFFERS: any(isinstance(child, _NormBase) and child.track_running_stats for child in module.modules())
+        },
     )
 
 

@@ -1,7 +1,8 @@
-"""Sharded data parallelism (ZeRO; Rajbhandari et al. 2020): ranks share out what data parallelism would hold many times.
+"""Sharded data parallelism (ZeRO; Rajbhandari et al. 2020): ranks share out what data parallelism would hold many
+times.
 
-Training with AdamW in fp32 holds 16 bytes a parameter: 4 the value, 4 the gradient, 8 the optimizer's two moments. Under
-``dp`` every rank holds all of it. Over N ranks of ``fsdp``:
+Training with AdamW in fp32 holds 16 bytes a parameter: 4 the value, 4 the gradient, 8 the optimizer's two moments.
+Under ``dp`` every rank holds all of it. Over N ranks of ``fsdp``:
 
 ====== ============================== ======================= ==========================================
 zero   sharded                        bytes a parameter       communication against ``dp``
@@ -26,12 +27,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from phalanx.comm import data_mesh
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.blocks import blocks
-from phalanx.parallel.layout import Backward, Layout
+from phalanx.parallel.layout import Backward, Layout, trainable
 from phalanx.spec import Plan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,9 +54,10 @@ class FullyShard(Layout):
                     )
                 ]
             )
-        self._module = apply(module, device, plan)
+        apply(module, device, plan)
+        self._module = module
         self._device = device
-        self._parameters = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+        self._parameters = trainable(module)
         self._divisor = plan.world_size
 
     @property
@@ -89,7 +91,7 @@ class FullyShard(Layout):
             tensor.grad = None
 
 
-def apply(module: nn.Module, device: torch.device, plan: Plan) -> FSDPModule:
+def apply(module: nn.Module, device: torch.device, plan: Plan) -> nn.Module:
     """Shard ``module`` in place: each repeated block by itself, then what is left.
 
     With half precision, parameters are gathered in it and gradients are reduced in fp32.
@@ -105,5 +107,7 @@ def apply(module: nn.Module, device: torch.device, plan: Plan) -> FSDPModule:
     inner = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
     for block in blocks(module):
         fully_shard(block, mesh=mesh, mp_policy=inner, offload_policy=offload)
-    # Also the root is resharded after forward: a forward without backward (evaluation) must not leave old values gathered.
-    return fully_shard(module, mesh=mesh, mp_policy=inner, offload_policy=offload, reshard_after_forward=True)
+    # Also the root is resharded after forward: a forward without backward (evaluation) must not leave old
+    # values gathered.
+    fully_shard(module, mesh=mesh, mp_policy=inner, offload_policy=offload, reshard_after_forward=True)
+    return module

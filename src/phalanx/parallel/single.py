@@ -12,18 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.parallel.layout import Backward, Layout
+from phalanx.parallel.layout import Backward, Layout, trainable
 
 
 class Single(Layout):
     """The whole model on one device."""
 
-    divisor = 1
-
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module = module.to(device)
         self._device = device
-        self._parameters = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+        self._parameters = trainable(module)
 
     @property
     def module(self) -> nn.Module:
@@ -36,6 +34,10 @@ class Single(Layout):
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
         return self._parameters
+
+    @property
+    def divisor(self) -> int:
+        return 1
 
     def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
         micros = parts[0]

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import Problem
-from phalanx.parallel.layout import Backward, Layout
+from phalanx.parallel.layout import Backward, Layout, trainable
 from phalanx.spec import Job, Plan
 
 
@@ -45,13 +45,11 @@ def check(job: Job, plan: Plan) -> list[Problem]:
 class Threads(Layout):
     """Replicas of a model, one on each device, run by one thread each."""
 
-    divisor = 1
-
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
         first = module.to(self._devices[0])
         self._replicas = [first, *(_replica(first, device) for device in self._devices[1:])]
-        self._parameters = {name: tensor for name, tensor in first.named_parameters() if tensor.requires_grad}
+        self._parameters = trainable(first)
         self._copies = [dict(replica.named_parameters()) for replica in self._replicas[1:]]
         cores = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(
@@ -72,6 +70,10 @@ class Threads(Layout):
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
         return self._parameters
+
+    @property
+    def divisor(self) -> int:
+        return 1
 
     def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
         def run(module: nn.Module, device: torch.device, micros: Sequence[Any]) -> None:
@@ -112,5 +114,9 @@ def _replica(module: nn.Module, device: torch.device) -> nn.Module:
     shared: dict[int, Any] = {}
     for tensor in module.parameters():
         twin = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
-        shared[id(tensor)] = twin if tensor.device == device else nn.Parameter(tensor.detach().to(device), requires_grad=tensor.requires_grad)
+        shared[id(tensor)] = (
+            twin
+            if tensor.device == device
+            else nn.Parameter(tensor.detach().to(device), requires_grad=tensor.requires_grad)
+        )
     return copy.deepcopy(module, shared).to(device)

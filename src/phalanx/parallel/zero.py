@@ -1,13 +1,13 @@
 """ZeRO stages 1 and 2: whole parameters on every rank, optimizer state (1) and gradients (2) in shards.
 
-Each parameter's rows are cut over the ranks of ``fsdp`` as ``fully_shard`` would cut them. A rank's shard is a view into
-its own whole parameter, dressed as a DTensor, so that the optimizer steps just those rows, checkpoints know them by
-name and offset, and norms are global. After the step one all-gather brings everybody's new rows to everybody.
+Each parameter's rows are cut over the ranks of ``fsdp`` as ``fully_shard`` would cut them. A rank's shard is a view
+into its own whole parameter, dressed as a DTensor, so that the optimizer steps just those rows, checkpoints know them
+by name and offset, and norms are global. After the step one all-gather brings everybody's new rows to everybody.
 
-Stage 1 averages gradients like ``replicate`` does (DistributedDataParallel) and steps its rows. Stage 2 sums and scatters
-gradients while backward runs, bucket by bucket, and drops the whole ones at once, with each micro-batch, so that whole
-gradients never exist. torch's own parts have no such stage: FSDP2 without resharding keeps a shard beside each whole
-parameter, and ZeroRedundancyOptimizer deals out whole parameters, which one large embedding unbalances.
+Stage 1 averages gradients like ``replicate`` does (DistributedDataParallel) and steps its rows. Stage 2 sums and
+scatters gradients while backward runs, bucket by bucket, and drops the whole ones at once, with each micro-batch, so
+that whole gradients never exist. torch's own parts have no such stage: FSDP2 without resharding keeps a shard beside
+each whole parameter, and ZeroRedundancyOptimizer deals out whole parameters, which one large embedding unbalances.
 """
 
 from __future__ import annotations
@@ -67,8 +67,6 @@ class ShardedOptimizer(Layout):
 class ShardedGradients(Layout):
     """ZeRO-2: gradients summed and scattered during backward, each rank stepping its rows."""
 
-    divisor = 1
-
     def __init__(self, module: nn.Module, device: torch.device, job: Job, plan: Plan) -> None:
         self._module = module.to(device)
         self._device = device
@@ -93,6 +91,10 @@ class ShardedGradients(Layout):
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
         return self._partition.shards
+
+    @property
+    def divisor(self) -> int:
+        return 1
 
     def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
         micros = parts[0]

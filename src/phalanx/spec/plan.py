@@ -55,7 +55,7 @@ class Plan:
     device: Device = "auto"
 
     def __post_init__(self) -> None:
-        if self.zero == 0 and isinstance(self.fsdp, int) and self.fsdp > 1:
+        if self.zero == 0 and _is_count(self.fsdp) and self.fsdp > 1:
             object.__setattr__(self, "zero", 3)
         problems = _problems(self)
         if problems:

@@ -121,4 +121,5 @@ class RunSpec:
             problems += error.problems
         if problems:
             raise SpecError(problems)
-        return cls(**{**table, "plan": plan, "folder": Path(table["folder"])})
+        values: dict[str, Any] = {**table, "plan": plan, "folder": Path(table["folder"])}
+        return cls(**values)

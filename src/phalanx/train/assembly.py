@@ -149,9 +149,9 @@ def build_optimizer(job: Job, layout: Layout) -> torch.optim.Optimizer:
         left_out = f"not {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}" if missing else ""
         raise GradientError(
             f"the optimizer holds {' and '.join(filter(None, (what, left_out)))}.\n"
-            "    Under a plan the parameters may be shards: an optimizer over the original model would step tensors nobody reads.\n"
-            "    try: optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4), over exactly the `params` it is called with; "
-            "parameters that shall not train: requires_grad=False in the model"
+            "    Under a plan the parameters may be shards: an optimizer over the original model would step tensors "
+            "that nobody reads.\n    try: optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4), over exactly "
+            "the `params` it is called with; for parameters that shall not train: requires_grad=False in the model"
         )
     return optimizer
 
@@ -159,8 +159,9 @@ def build_optimizer(job: Job, layout: Layout) -> torch.optim.Optimizer:
 def _same_everywhere(loader: Loader) -> None:
     lengths = from_every_rank(loader.length)
     if len(set(lengths)) > 1:
+        by_rank = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
         raise DataError(
-            f"the data have another length on each rank: {', '.join(f'rank {rank}: {n}' for rank, n in enumerate(lengths))}.\n"
+            f"the data have another length on each rank: {by_rank}.\n"
             "    Every rank must see the same data; Phalanx gives each its share.\n"
             "    try: remove rank-dependent filtering or sharding from job.data"
         )

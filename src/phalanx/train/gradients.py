@@ -11,13 +11,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What this rank holds of each gradient; parameters without one are left out."""
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for tensor in parameters if (grad := tensor.grad) is not None]
+    grads = (tensor.grad for tensor in parameters if tensor.grad is not None)
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
 
 
 def scale(grads: list[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply every gradient by one factor, in place."""
     if grads and not (isinstance(factor, float) and factor == 1.0):
-        torch._foreach_mul_(grads, factor)
+        torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def global_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -53,5 +54,5 @@ def _sum_of_squares(grads: list[torch.Tensor], device: torch.device) -> torch.Te
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), device=device)
-    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+    norms = torch._foreach_norm(grads, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack(norms).square().sum()

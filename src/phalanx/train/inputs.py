@@ -14,7 +14,7 @@ from phalanx.spec import Job
 
 
 class Inputs:
-    """Gives ``(args, kwargs, batch on the device)`` for a batch, by the job's ``inputs`` or by what ``forward`` names."""
+    """Gives ``(args, kwargs, batch on the device)``, by the job's ``inputs`` or by what ``forward`` names."""
 
     def __init__(self, job: Job, module: nn.Module) -> None:
         self._given = job.inputs
@@ -30,7 +30,8 @@ class Inputs:
             chosen = {name: batch[name] for name in self._names if name in batch}
             if not chosen:
                 raise LossError(
-                    f"forward takes {', '.join(self._names) or 'nothing'}; the batch has {', '.join(map(str, batch))}.\n"
+                    f"forward takes {', '.join(self._names) or 'nothing'}; "
+                    f"the batch has {', '.join(map(str, batch))}.\n"
                     '    try: job(inputs=lambda batch: batch["..."])'
                 )
             return (), chosen, batch

@@ -23,9 +23,9 @@ def compute_context(plan: Plan, device: torch.device) -> AbstractContextManager[
 class LossScale:
     """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2).
 
-    The loss is multiplied by ``scale`` before backward, gradients are divided by it after. Where the global gradient norm
-    is not finite the update is skipped and the scale halved; after ``patience`` good steps it is doubled. The norm is
-    the same on every rank, sharded or not, so that all ranks decide alike.
+    The loss is multiplied by ``scale`` before backward, gradients are divided by it after. Where the global gradient
+    norm is not finite the update is skipped and the scale halved; after ``patience`` good steps it is doubled. The
+    norm is the same on every rank, sharded or not, so that all ranks decide alike.
     """
 
     scale: float = 2.0**16

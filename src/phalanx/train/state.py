@@ -79,6 +79,6 @@ def _same_job(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     other = [f"{key}: {saved.get(key)} there, {now[key]} now" for key in now if saved.get(key) != now[key]]
     if other:
         raise CheckpointError(
-            f"{path} belongs to another job ({'; '.join(other)}); with these changed, a step would mean other samples.\n"
+            f"{path} belongs to another job ({'; '.join(other)}): a step would mean other samples.\n"
             "    try: the job as it was, or a new run folder"
         )

@@ -1,8 +1,9 @@
 """One optimizer step over one global batch: the same for every plan.
 
-Backward runs on sums. What they are divided by, the count over the whole global batch, is known before backward where the
-loss is a mean over samples, and only after every rank's forward where it is a sum and a count; then backward divides by
-a constant of about that size (a power of two, so that nothing is rounded) and the gradients are corrected once.
+Backward runs on sums. What they are divided by, the count over the whole global batch, is known before backward where
+the loss is a mean over samples, and only after every rank's forward where it is a sum and a count; then backward
+divides by a constant of about that size (a power of two, so that nothing is rounded) and the gradients are corrected
+once.
 """
 
 from __future__ import annotations
@@ -173,8 +174,9 @@ class Step:
             return
         raise LossError(
             f"the loss of step {self.progress.step - late} is {value}.\n"
-            "    Usual causes: a learning rate too high or without warm-up, a logarithm or a division by zero in the loss, "
-            "bad values in the data.\n    try: job(clip=1.0, schedule=px.Schedule(warmup_steps=100)), or a lower lr"
+            "    Usual causes: a learning rate too high or without warm-up, a logarithm or a division by zero "
+            "in the loss, bad values in the data.\n"
+            "    try: job(clip=1.0, schedule=px.Schedule(warmup_steps=100)), or a lower lr"
         )
 
     def _check_gradients(self) -> None:

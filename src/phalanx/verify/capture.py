@@ -20,8 +20,8 @@ from phalanx.train.assembly import build, build_model
 def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, Callable[[int], None]], dict[str, Any]]:
     """A worker's work: ``steps`` steps of ``job`` under ``plan``, tensors written whole into ``folder`` by rank 0.
 
-    It returns, as JSON: ``losses`` and ``counts`` by step, ``ids`` of the first step's samples on this rank, ``prints`` of
-    each parameter that this rank holds whole after the last step, and ``notes``.
+    It returns, as JSON: ``losses`` and ``counts`` by step, ``ids`` of the first step's samples on this rank,
+    ``prints`` of each parameter that this rank holds whole after the last step, and ``notes``.
     """
     short = replace(job, steps=steps, epochs=None, evaluate=None)
 

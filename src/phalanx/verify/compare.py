@@ -15,8 +15,8 @@ class Tolerance:
     """What rounding may make differ.
 
     Two orders of adding n numbers differ by about u·sqrt(n) of their sum, u being the unit roundoff (Higham 2002,
-    section 4.2, for random signs). A gradient adds over the samples of a batch, and has passed through the layers below, so n is
-    taken as batch + layers; the factor of 4 leaves room for products whose terms nearly cancel.
+    section 4.2, for random signs). A gradient adds over the samples of a batch, and has passed through the layers
+    below, so n is taken as batch + layers; the factor of 4 leaves room for products whose terms nearly cancel.
 
     Attributes:
         loss: relative, each step.

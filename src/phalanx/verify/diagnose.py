@@ -37,7 +37,8 @@ def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> 
             return cause
     return (
         "no known pattern. Likely a random number or a state that depends on the rank or on the order of calls: "
-        "look for unseeded randomness in the model, for buffers updated in forward, and for losses that use batch statistics."
+        "look for unseeded randomness in the model, for buffers updated in forward, and for losses that use statistics "
+        "of the batch."
     )
 
 
@@ -47,7 +48,7 @@ def _same_samples(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan
         for one in capture["ids"]:
             if one in seen:
                 return (
-                    f"identical samples on two ranks: sample {one} was on rank {seen[one]} and on rank {rank} in step 0. "
+                    f"identical samples on two ranks: sample {one} was on ranks {seen[one]} and {rank} in step 0. "
                     "The sampler gives ranks the same part: look at what feeds the loader."
                 )
             seen[one] = rank
@@ -63,12 +64,10 @@ def _ranks_apart(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan)
     for rank, capture in enumerate(evidence.ranks[1:], start=1):
         apart = [name for name, values in capture["prints"].items() if first.get(name) != values]
         if apart:
+            more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
             return (
-                f"ranks hold different values of {apart[0]}"
-                + (f" and {len(apart) - 1} more" if len(apart) > 1 else "")
-                + f" "
-                f"(rank 0 and rank {rank}): a missing synchronisation. Gradients are not reduced over all ranks, or parameters "
-                "were changed on one rank only."
+                f"ranks 0 and {rank} hold different values of {apart[0]}{more}: a missing synchronisation. "
+                "Gradients are not reduced over all ranks, or parameters were changed on one rank only."
             )
     return ""
 
@@ -90,9 +89,15 @@ def _constant_ratio(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Pl
     }
     for name, number in names.items():
         if number > 1 and abs(ratio - number) < 0.02 * number:
-            return f"every gradient is {ratio:.4g} × one device's: {name}. Sums are not divided by the global count: a sum where a mean was meant."
+            return (
+                f"every gradient is {ratio:.4g} × one device's: {name}. "
+                "Sums are not divided by the global count: a sum where a mean was meant."
+            )
         if number > 1 and abs(ratio * number - 1) < 0.02:
-            return f"every gradient is 1/{1 / ratio:.4g} of one device's: {name}. A mean of means: divided once more than needed."
+            return (
+                f"every gradient is 1/{1 / ratio:.4g} of one device's: {name}. "
+                "A mean of means: divided once more than needed."
+            )
     return (
         f"every gradient is {ratio:.5g} × one device's, a constant ratio that is neither replicas nor micro-batches: "
         "a mean weighted by the wrong count (samples where tokens were meant, or padded where real tokens were)."
@@ -103,8 +108,8 @@ def _batch_norm(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) 
     if not evidence.batch_norm:
         return ""
     return (
-        f"BatchNorm ({evidence.batch_norm[0]}) takes its statistics from each micro-batch, which is smaller under this plan. "
-        "That is no fault of the split; to be equal, use group or layer normalisation."
+        f"BatchNorm ({evidence.batch_norm[0]}) takes its statistics from each micro-batch, which is smaller "
+        "under this plan. That is no fault of the split; to be equal, use group or layer normalisation."
     )
 
 
@@ -112,8 +117,8 @@ def _one_parameter(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Pla
     wrong = [one for one in evidence.gradients if one.relative > tolerance.gradient]
     if wrong and len(wrong) <= max(1, len(evidence.gradients) // 4):
         return (
-            f"only {', '.join(one.name for one in wrong[:4])} differ: something particular to them. Look for parameters used outside "
-            "forward, hooks on them, or a part of the batch that only they see."
+            f"only {', '.join(one.name for one in wrong[:4])} differ: something particular to them. "
+            "Look for parameters used outside forward, hooks on them, or a part of the batch that only they see."
         )
     return ""
 
@@ -122,6 +127,7 @@ def _after_the_gradient(evidence: Evidence, tolerance: Tolerance, job: Job, plan
     if any(one.relative > tolerance.gradient for one in evidence.gradients) or evidence.losses[0] > tolerance.loss:
         return ""
     return (
-        "the first step's loss and gradients are equal, what follows is not: the optimizer's step differs. Look for an optimizer that "
-        "looks at whole parameters (norms, factored moments) and gets shards, or for clipping by a local norm."
+        "the first step's loss and gradients are equal, what follows is not: the optimizer's step differs. "
+        "Look for an optimizer that looks at whole parameters (norms, factored moments) "
+        "and gets shards, or for clipping by a local norm."
     )

@@ -168,7 +168,5 @@ def _notes(module: torch.nn.Module) -> list[str]:
     if names := dropouts(module):
         found.append(f"dropout is switched off for the comparison ({len(names)} modules, {names[0]} the first)")
     if names := batch_statistics(module):
-        found.append(
-            f"BatchNorm takes statistics of each micro-batch and cannot be equal when it is split ({names[0]} and others)"
-        )
+        found.append(f"BatchNorm takes statistics of each micro-batch and is not equal when one is split ({names[0]})")
     return found
