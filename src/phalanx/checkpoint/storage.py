@@ -1,0 +1,171 @@
+"""DCP's storage layer, with safetensors files and a JSON manifest in the place of pickles.
+
+DCP plans who writes which shard and, on loading, who reads which part of which shard; this is where the bytes go.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from phalanx.checkpoint.manifest import Chunk, Manifest, StoredTensor
+from phalanx.checkpoint.shardfile import Entry, StoredFile, write_tensors
+from phalanx.checkpoint.together import grouped, some
+from phalanx.errors import CheckpointError
+
+
+class ShardWriter(StorageWriter):
+    """Writes this rank's chunks to ``rank-NNNNN.safetensors`` in ``folder``; ranks with nothing to write write no file.
+
+    Args:
+        folder: exists on, or is created by, the coordinator before any rank writes.
+        begin: run by the coordinator before anything is written; creates ``folder``.
+        complete: run by the coordinator once all ranks have written, with all tensors and files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        begin: Callable[[], None],
+        complete: Callable[[dict[str, StoredTensor], dict[str, StoredFile]], None],
+    ) -> None:
+        self._folder, self._begin, self._complete = folder, begin, complete
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        return None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator:
+            self._begin()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        others = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        if others:
+            raise CheckpointError(f"not tensors, so they would have to be pickled: {some(others)}")
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        if plan.items:
+            rank = dist.get_rank() if grouped() else 0
+            # Large to small keeps every tensor aligned to its own element size behind the header.
+            items = sorted(plan.items, key=lambda item: -_entry(item).dtype.itemsize)
+            entries = [_entry(item) for item in items]
+            tensors = (_resolved(planner, item) for item in items)
+            file = write_tensors(self._folder / f"rank-{rank:05d}.safetensors", entries, tensors)
+            results = [
+                WriteResult(index=item.index, size_in_bytes=file.size, storage_data=(file, entry.key))
+                for item, entry in zip(items, entries, strict=True)
+            ]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        written: dict[MetadataIndex, tuple[StoredFile, str]] = {
+            result.index: result.storage_data for rank in results for result in rank
+        }
+        files = {file.name: file for file, _ in written.values()}
+        tensors: dict[str, StoredTensor] = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            chunks = []
+            for chunk in tensor.chunks:  # type: ignore[union-attr]
+                file, key = written[MetadataIndex(name, chunk.offsets)]
+                chunks.append(Chunk(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), file=file.name, key=key))
+            tensors[name] = StoredTensor(
+                shape=tuple(tensor.size),  # type: ignore[union-attr]
+                dtype=tensor.properties.dtype,  # type: ignore[union-attr]
+                chunks=tuple(chunks),
+            )
+        self._complete(tensors, files)
+
+
+class ShardReader(StorageReader):
+    """Reads the chunks that ``manifest`` lists from ``folder``; only the bytes a rank needs are read from disk."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._metadata = manifest.metadata()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        return None
+
+    # No **kwargs here: DCP would take it as an offer of one metadata file per rank.
+    def read_metadata(self) -> Metadata:  # type: ignore[override]
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[ReadItem, str]]] = defaultdict(list)
+        for item in plan.items:
+            chunk = self._metadata.storage_data[item.storage_index]
+            by_file[chunk.file].append((item, chunk.key))
+        with ExitStack() as files, torch.no_grad():
+            for name, wanted in by_file.items():
+                file = files.enter_context(safe_open(self._folder / name, framework="pt", device="cpu"))
+                for item, key in wanted:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(_part(file.get_tensor(key), item))
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def _entry(item: WriteItem) -> Entry:
+    data = item.tensor_data
+    assert data is not None
+    return Entry(key=item.index.fqn, dtype=data.properties.dtype, shape=tuple(data.chunk.sizes))
+
+
+def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _part(chunk: Tensor, item: ReadItem) -> Tensor:
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        chunk = chunk.narrow(dim, start, length)
+    return chunk

@@ -1,0 +1,67 @@
+"""One outcome on every rank: what fails on one fails on all, with one readable message and no rank left waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from phalanx.errors import CheckpointError
+
+T = TypeVar("T")
+
+_NAMES_SHOWN = 10
+
+
+def grouped() -> bool:
+    """Whether this process belongs to a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def together(action: Callable[[], T]) -> T:
+    """The result of ``action``, run by every rank of the default group (by this process where there is none).
+
+    Raises:
+        CheckpointError: on all ranks if it failed on any, with the messages of those on which it failed.
+    """
+    result: T | None = None
+    cause: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        cause = error
+    failure = _text(cause) if cause else None
+    failures: list[str | None] = [failure]
+    if grouped():
+        failures = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+    texts = {rank: text for rank, text in enumerate(failures) if text is not None}
+    if texts:
+        raise CheckpointError(by_rank(texts)) from (None if isinstance(cause, CheckpointError) else cause)
+    return result  # type: ignore[return-value]
+
+
+def readable(error: CheckpointException) -> str:
+    """What went wrong on which rank, without the tracebacks that DCP gathers."""
+    return by_rank({rank: _text(wrapped[0]) for rank, wrapped in error.failures.items()})
+
+
+def by_rank(texts: Mapping[int, str]) -> str:
+    """The messages; said once, and without ranks, where all are the same or there is only this process."""
+    different = set(texts.values())
+    if len(different) == 1 and (not grouped() or len(texts) == dist.get_world_size()):
+        return different.pop()
+    return "\n".join(f"rank {rank}: {text}" for rank, text in sorted(texts.items()))
+
+
+def some(names: Iterable[str]) -> str:
+    """The first ten of ``names``, sorted, and how many more there are."""
+    ordered = sorted(names)
+    more = len(ordered) - _NAMES_SHOWN
+    return ", ".join(ordered[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
