@@ -55,8 +55,8 @@ def joined(place: Place, device: torch.device, *, timeout: timedelta = timedelta
         host, _, port = place.store.removeprefix("tcp://").rpartition(":")
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
-    # torch deadlocks where the last owner of a gloo group is DistributedDataParallel's reducer: its destructor holds the
-    # interpreter's lock and joins gloo's thread, which may be waiting for that lock to let go of a tensor.
+    # torch deadlocks where the last owner of a gloo group is DistributedDataParallel's reducer: its destructor holds
+    # the interpreter's lock and joins gloo's thread, which may be waiting for that lock to let go of a tensor.
     _left.append(dist.group.WORLD)
     try:
         yield
