@@ -28,7 +28,7 @@ from inject import (
 )
 
 from phalanx.comm import Place, joined
-from phalanx.errors import DataError, RunError, WorkerError
+from phalanx.errors import DataError, Problem, RefusedError, RunError, WorkerError
 from phalanx.launch.local import launch
 
 
@@ -136,17 +136,25 @@ def test_lost_peer_is_named_where_nothing_else_is_known() -> None:
 
 
 def test_error_of_ours_keeps_its_message_and_exit_code() -> None:
-    class RefusedLaterError(DataError):
-        exit_code = 2
-
     def target(place: Place, report: Callable[[int], None]) -> None:
-        raise RefusedLaterError("3 samples for 4 ranks\n    try: batch=4")
+        report(6)
+        raise DataError("the stream ended early\n    try: drop_last=True")
 
     error, _ = fails(target, 1)
-    assert error.exit_code == 2
-    assert error.kind == "RefusedLaterError"
-    assert str(error) == "rank 0 of 1 before the first step: 3 samples for 4 ranks\n    try: batch=4"
+    assert (error.exit_code, error.kind) == (3, "DataError")
+    assert str(error) == "rank 0 of 1 in step 6: the stream ended early\n    try: drop_last=True"
     assert "in target" in error.traceback
+
+
+def test_what_was_written_wrong_is_no_matter_of_ranks() -> None:
+    wrong = Problem(where="job.batch", given="3", allowed="4 or more", fix="batch=4")
+
+    def target(place: Place, report: Callable[[int], None]) -> None:
+        raise RefusedError([wrong])
+
+    error, _ = fails(target, 1)
+    assert (error.exit_code, error.kind) == (2, "RefusedError")
+    assert str(error) == str(wrong)
 
 
 def test_result_that_is_no_json() -> None:

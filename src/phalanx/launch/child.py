@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any, NoReturn, TextIO
@@ -57,32 +58,31 @@ def live(target: Target, place: Place, wires: Wires, launcher: int) -> NoReturn:
         wires: to the launcher.
         launcher: the launcher's process id.
     """
-    code = 1
     try:
         _settle(wires, launcher)
         _set_threads(place.world_size)
-        report = _run(target, place, wires)
-        code = 0 if "result" in report else 1
-        _send(wires.report, report)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        # a store into shared memory: about 0.1 µs, no system call, so a loop may report every step
+        report_step = partial(wires.steps.__setitem__, place.rank)
+        try:
+            report = json.dumps({"result": target(place, report_step)})
+        except BaseException as error:
+            # while the error still holds its frames: destructors of what they hold may wait for a lost peer
+            _end(wires, json.dumps({"error": describe(error)}), 1)
+        _end(wires, report, 0)
     finally:
-        os._exit(code)
+        os._exit(1)
 
 
-def _run(target: Target, place: Place, wires: Wires) -> dict[str, Any]:
-    # a store into shared memory: about 0.1 µs, no system call, so a loop may report every step
-    report_step = partial(wires.steps.__setitem__, place.rank)
-    try:
-        result = target(place, report_step)
-        json.dumps(result)
-    except BaseException as error:
-        return {"error": describe(error)}
-    return {"result": result}
+def _end(wires: Wires, report: str, code: int) -> NoReturn:
+    _send(wires.report, report)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed by whoever it belonged to
+            stream.flush()
+    os._exit(code)
 
 
-def _send(descriptor: int, report: dict[str, Any]) -> None:
-    data = memoryview(json.dumps(report).encode() + b"\n")
+def _send(descriptor: int, report: str) -> None:
+    data = memoryview(report.encode() + b"\n")
     while data:
         data = data[os.write(descriptor, data) :]
 

@@ -119,7 +119,9 @@ def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> Wor
     """
     where = f"rank {failure.rank} of {world_size}"
     when = "before the first step" if failure.step is None else f"in step {failure.step}"
-    if failure.expected:
+    if failure.expected and failure.exit_code == 2:
+        text = failure.message  # what was written is wrong, whichever rank says so
+    elif failure.expected:
         text = f"{where} {when}: {failure.message}"
     elif failure.signal:
         text = f"{where} was ended {when} by {failure.message}"

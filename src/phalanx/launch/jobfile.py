@@ -186,9 +186,13 @@ def _no_such_file(file: Path, reference: str) -> SpecError:
         given = f"{reference}, which does not exist" if not file.exists() else f"{reference}, which is no file"
         folder = file.parent
     near = difflib.get_close_matches(file.name, here, n=1, cutoff=0.4) or here[:1]
-    fix = os.path.relpath(folder / near[0]) if near else "examples/digits.py"
+    fix = _short(folder / near[0]) if near else "examples/digits.py"
     allowed = "a Python file with a function job()" + (f"; there are: {', '.join(here[:8])}" if here else "")
     return _wrong("job", given, allowed, fix)
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _import_module(name: str, reference: str) -> ModuleType:
