@@ -24,16 +24,19 @@ pytestmark = [
 ]
 
 
-class Slow(Dataset[torch.Tensor]):
+class Stuck(Dataset[torch.Tensor]):
+    """Gives a few samples at once; then reading one takes longer than the test."""
+
     def __len__(self) -> int:
-        return 10_000
+        return 1000
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.01)
+        if index >= 8:
+            time.sleep(60)
         return torch.tensor([os.getpid()])
 
 
-class Dying(Slow):
+class Dying(Stuck):
     def __getitem__(self, index: int) -> torch.Tensor:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")
@@ -41,7 +44,7 @@ class Dying(Slow):
 
 def a_job() -> Job:
     unused: Any = print
-    return Job(model=unused, data=unused, loss=unused, optimizer=unused, batch=4, epochs=1, workers=2)
+    return Job(model=unused, data=unused, loss=unused, optimizer=unused, batch=4, epochs=1, workers=2, shuffle=False)
 
 
 def is_alive(pid: int) -> bool:
@@ -53,12 +56,11 @@ def is_alive(pid: int) -> bool:
 
 def train(write_end: int) -> None:
     """A rank that loads data until it is killed, and tells which processes load for it."""
-    pids = set()
-    for step in Loader(Slow(), a_job(), Lane(), micro=None):
+    pids: set[int] = set()
+    for step in Loader(Stuck(), a_job(), Lane(), micro=None):
         pids |= set(step.parts[0][0].batch.flatten().tolist())
-        if len(pids) == 2:
+        if step.step == 1:
             os.write(write_end, json.dumps(sorted(pids)).encode())
-            pids = {0, 1, 2}
 
 
 def test_a_killed_rank_leaves_no_workers() -> None:
@@ -71,6 +73,7 @@ def test_a_killed_rank_leaves_no_workers() -> None:
             os._exit(0)
     try:
         workers = json.loads(os.read(read_end, 1000))
+        assert len(workers) == 2
         assert all(map(is_alive, workers))
     finally:
         os.kill(rank, signal.SIGKILL)

@@ -17,10 +17,12 @@ from __future__ import annotations
 import mmap
 import re
 import struct
+import sys
 import zlib
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Self, final
@@ -72,10 +74,13 @@ class Ledger:
         Raises:
             DataError: if it cannot be written.
         """
-        ids = tuple(chain.from_iterable(micro.ids for part in batch.parts for micro in part))
-        width = 4 if not ids or max(ids) < 2**32 else 8
-        payload = np.array(ids, dtype=f"<u{width}").tobytes()
-        head = _RECORD.pack(batch.step, batch.epoch, len(ids), width, zlib.crc32(payload))
+        ids: list[int] = []
+        for part in batch.parts:
+            for micro in part:
+                ids += micro.ids
+        words = _words(ids)
+        payload = words.tobytes()
+        head = _RECORD.pack(batch.step, batch.epoch, len(ids), words.itemsize, zlib.crc32(payload))
         try:
             self._file.write(head + payload)
         except OSError as error:
@@ -115,6 +120,17 @@ class Ledger:
         return DataError(
             f"the sample ledger {self.path} cannot be written: {error.strerror}\n    try: free space there, then resume"
         )
+
+
+def _words(ids: list[int]) -> array[int]:
+    """The ids as little-endian words of 4 bytes, or of 8 where one needs them."""
+    try:
+        words = array("I", ids)
+    except OverflowError:
+        words = array("Q", ids)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
