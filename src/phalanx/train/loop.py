@@ -97,7 +97,8 @@ class _Recorder:
     def __init__(self, job: Job, run: RunSpec, place: Place, assembly: Assembly, resumed: Path | None) -> None:
         self._every = run.log_every
         self._total = assembly.loader.total_steps
-        self._ledger = Ledger(run.folder / "ledger", rank=place.rank, first_step=assembly.step.progress.step)
+        first = assembly.step.progress.step
+        self._ledger = Ledger(run.folder / "ledger", rank=place.rank, first_step=first, world_size=place.world_size)
         self._log = EventLog(run.folder / "events.jsonl") if place.rank == 0 else None
         # On CUDA a loss is read one step late: reading it at once would wait for the device.
         self._late = assembly.device == "cuda"
