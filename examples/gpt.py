@@ -1,0 +1,1 @@
+../src/phalanx/demo/jobs/gpt.py
