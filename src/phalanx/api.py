@@ -130,11 +130,18 @@ def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
     return assembly.step, assembly.loader
 
 
-def prove(job: Job, plan: Plan | str, *, steps: int = 20, **watching: Any) -> Proof:
+def prove(
+    job: Job,
+    plan: Plan | str,
+    *,
+    steps: int = 20,
+    say: Callable[[str], None] | None = None,
+    watch: Callable[[], None] | None = None,
+) -> Proof:
     """Compare ``job`` under ``plan`` with one device over ``steps`` steps; see ``phalanx.verify.prove``."""
     from phalanx.verify import prove as compare
 
-    return compare(job, _plan(plan, job, None), steps=steps, **watching)
+    return compare(job, _plan(plan, job, None), steps=steps, say=say, watch=watch)
 
 
 _group = ExitStack()  # the process group that ``build`` joins stays until the process ends

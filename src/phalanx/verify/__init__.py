@@ -1,6 +1,6 @@
 """Proof that a plan computes what one device computes, and the likely cause where it does not."""
 
 from phalanx.verify.compare import Difference, Tolerance
-from phalanx.verify.parity import Proof, prove
+from phalanx.verify.parity import OneDevice, Proof, prove
 
-__all__ = ["Difference", "Proof", "Tolerance", "prove"]
+__all__ = ["Difference", "OneDevice", "Proof", "Tolerance", "prove"]

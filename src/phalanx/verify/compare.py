@@ -14,9 +14,10 @@ _UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 class Tolerance:
     """What rounding may make differ.
 
-    Two orders of adding n numbers differ by about u·sqrt(n) of their sum, u being the unit roundoff (Higham 2002,
-    section 4.2, for random signs). A gradient adds over the samples of a batch, and has passed through the layers
-    below, so n is taken as batch + layers; the factor of 4 leaves room for products whose terms nearly cancel.
+    Two orders of adding n numbers differ by about u·sqrt(n) of their sum, u being the unit roundoff (Higham 2002, section
+    4.2, for random signs). A gradient adds over the samples of a batch and has passed through the layers, so n is batch +
+    layers at the precision of the computation. A loss has passed through the layers at that precision, and is added over
+    the batch in fp32. The factor of 4 leaves room for products whose terms nearly cancel.
 
     Attributes:
         loss: relative, each step.

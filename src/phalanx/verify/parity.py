@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from phalanx.launch import launch
 from phalanx.parallel import batch_statistics, dropouts
 from phalanx.spec import Job, Plan
+from phalanx.spec.plan import Device, Precision
 from phalanx.train.assembly import build_model, refuse
 from phalanx.verify import compare
 from phalanx.verify.capture import capture, initial_parameters
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import Evidence, diagnose
+
+Watch = Callable[[], None] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,13 +69,54 @@ class Proof:
         return {**asdict(self), "plan": str(self.plan), "largest": self.largest}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OneDevice:
+    """What a job computes on one device: the measure of any number of plans at one precision.
+
+    Attributes:
+        job: the job.
+        steps: optimizer steps taken.
+        precision: of the computation.
+        device: ``auto``, ``cpu`` or ``cuda``.
+    """
+
+    job: Job
+    steps: int
+    precision: Precision
+    device: Device
+    _module: torch.nn.Module
+    _captured: _Captured
+
+    @classmethod
+    def run(
+        cls, job: Job, steps: int, *, precision: Precision = "fp32", device: Device = "auto", watch: Watch = None
+    ) -> OneDevice:
+        """Run ``steps`` steps of ``job`` on one device; ``watch`` is called ten times a second meanwhile.
+
+        Raises:
+            WorkerError: if the run failed.
+        """
+        captured = _run(job, Plan(precision=precision, device=device), steps, watch)
+        return cls(
+            job=job, steps=steps, precision=precision, device=device, _module=build_model(job), _captured=captured
+        )
+
+    def prove(self, plan: Plan, *, watch: Watch = None) -> Proof:
+        """Run the same steps under ``plan`` and compare.
+
+        Raises:
+            RefusedError: if the plan cannot serve the job here.
+            WorkerError: if the run failed.
+        """
+        refuse(self.job, plan, plan.world_size)
+        other = _run(self.job, plan, self.steps, watch)
+        layers = sum(1 for child in self._module.modules() if next(child.parameters(recurse=False), None) is not None)
+        tolerance = Tolerance.of(plan.precision, batch=self.job.batch, layers=layers, steps=self.steps)
+        return _judge(self, other, plan, tolerance)
+
+
 def prove(
-    job: Job,
-    plan: Plan,
-    *,
-    steps: int = 20,
-    watch: Callable[[], None] | None = None,
-    say: Callable[[str], None] | None = None,
+    job: Job, plan: Plan, *, steps: int = 20, say: Callable[[str], None] | None = None, watch: Watch = None
 ) -> Proof:
     """Run ``steps`` steps of ``job`` on one device and under ``plan``, and compare.
 
@@ -83,17 +127,11 @@ def prove(
         WorkerError: if one of the runs failed.
     """
     refuse(job, plan, plan.world_size)
-    module = build_model(job)
-    notes = _notes(module)
-    for note in notes:
+    for note in _notes(build_model(job)):
         if say:
             say(note)
-    with tempfile.TemporaryDirectory(prefix="phalanx-proof-") as folder:
-        reference = _run(job, Plan(precision=plan.precision, device=plan.device), steps, Path(folder, "one"), watch)
-        other = _run(job, plan, steps, Path(folder, "plan"), watch)
-    layers = sum(1 for child in module.modules() if next(child.parameters(recurse=False), None) is not None)
-    tolerance = Tolerance.of(plan.precision, batch=job.batch, layers=layers, steps=steps)
-    return _judge(job, plan, steps, tolerance, (reference, other), module, notes)
+    one = OneDevice.run(job, steps, precision=plan.precision, device=plan.device, watch=watch)
+    return one.prove(plan, watch=watch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,45 +141,40 @@ class _Captured:
     parameters: dict[str, torch.Tensor]
 
 
-def _run(job: Job, plan: Plan, steps: int, folder: Path, watch: Callable[[], None] | None) -> _Captured:
-    folder.mkdir()
-    ranks = launch(capture(job, plan, steps, folder), plan.world_size, watch=watch)
-    return _Captured(ranks, load_file(folder / "gradients.safetensors"), load_file(folder / "parameters.safetensors"))
+def _run(job: Job, plan: Plan, steps: int, watch: Watch) -> _Captured:
+    with tempfile.TemporaryDirectory(prefix="phalanx-proof-") as name:
+        folder = Path(name)
+        ranks = launch(capture(job, plan, steps, folder), plan.world_size, watch=watch)
+        # Read whole, not mapped: the folder goes.
+        gradients, parameters = ((folder / f"{part}.safetensors").read_bytes() for part in ("gradients", "parameters"))
+    return _Captured(ranks, load(gradients), load(parameters))
 
 
-def _judge(
-    job: Job,
-    plan: Plan,
-    steps: int,
-    tolerance: Tolerance,
-    pair: tuple[_Captured, _Captured],
-    module: torch.nn.Module,
-    notes: list[str],
-) -> Proof:
-    reference, other = pair
+def _judge(one: OneDevice, other: _Captured, plan: Plan, tolerance: Tolerance) -> Proof:
+    reference = one._captured
     losses = compare.losses(reference.ranks[0]["losses"], other.ranks[0]["losses"])
     gradients, silent = compare.gradients(reference.gradients, other.gradients, tolerance.noise)
-    parameters = compare.parameters(initial_parameters(job), reference.parameters, other.parameters, silent)
+    parameters = compare.parameters(initial_parameters(one.job), reference.parameters, other.parameters, silent)
     evidence = Evidence(
         losses=losses,
         gradients=gradients,
         parameters=parameters,
         ranks=other.ranks,
-        batch_norm=batch_statistics(module),
+        batch_norm=batch_statistics(one._module),
     )
     first = _first(evidence, tolerance)
     return Proof(
         equal=not first,
         plan=plan,
-        steps=steps,
+        steps=one.steps,
         tolerance=tolerance,
         losses=losses,
         gradients=gradients,
         parameters=parameters,
         not_compared=silent,
-        notes=notes,
+        notes=_notes(one._module),
         first=first,
-        cause=diagnose(evidence, tolerance, job, plan) if first else "",
+        cause=diagnose(evidence, tolerance, one.job, plan) if first else "",
     )
 
 

@@ -1,0 +1,47 @@
+"""Every test: one torch thread, a folder of its own, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+torch.set_num_threads(1)  # workers are forked: a parallel region here would leave them a broken thread pool
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    environment = dict(os.environ)
+    threads = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 3
+    while (left := _left(threads)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, f"left behind: {left}"
+    changed = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
+    torchs_own = {"TORCHINDUCTOR_CACHE_DIR"}  # set when its compiler is first imported
+    assert changed <= {"PYTEST_CURRENT_TEST", *torchs_own}, f"environment changed: {changed}"
+
+
+def _left(threads: set[threading.Thread]) -> list[str]:
+    processes = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    alive = [thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon]
+    return [str(process) for process in processes] + alive
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.device_count() == 0:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
