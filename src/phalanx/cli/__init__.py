@@ -1,0 +1,5 @@
+"""The command line: ``phalanx VERB``."""
+
+from phalanx.cli.app import main
+
+__all__ = ["main"]

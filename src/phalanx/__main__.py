@@ -1,0 +1,5 @@
+"""``python -m phalanx`` is ``phalanx``."""
+
+from phalanx.cli import main
+
+main()

@@ -1,0 +1,86 @@
+"""``phalanx``: finds the verb, runs it, and turns what goes wrong into text and an exit code.
+
+Exit codes: 0 done, 1 the answer is no, 2 wrong use, 3 the run failed, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import click
+
+import phalanx
+from phalanx.cli.output import print_json, show_error
+from phalanx.errors import PhalanxError
+
+VERBS = ("demo", "train", "prove", "bench", "worker", "completion")
+_FAILED, _STOPPED = 3, 130
+
+
+class Verbs(click.Group):
+    """The group of all verbs; each is imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The verbs, in the order a newcomer needs them."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The verb called ``cmd_name``."""
+        return import_module(f"phalanx.cli.{cmd_name}").command if cmd_name in VERBS else None
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command line. Ends the process with its exit code, unless ``standalone_mode`` is off."""
+        argv = list(sys.argv[1:] if args is None else args)
+        if not standalone_mode:
+            return super().main(argv, "phalanx", complete_var, standalone_mode=False, **extra)
+        sys.exit(self._answer(argv, complete_var, extra))
+
+    def _answer(self, argv: list[str], complete_var: str | None, extra: dict[str, Any]) -> int:
+        as_json = "--json" in argv
+        try:
+            code = super().main(argv, "phalanx", complete_var, standalone_mode=False, **extra)
+            sys.stdout.flush()
+        except click.ClickException as error:
+            error.show()
+            if as_json:
+                print_json(
+                    {"error": {"kind": "usage", "message": error.format_message(), "exit_code": error.exit_code}}
+                )
+            return error.exit_code
+        except PhalanxError as error:
+            show_error(error, as_json=as_json)
+            return error.exit_code
+        except click.Abort:
+            click.echo("stopped", err=True)
+            return _STOPPED
+        except BrokenPipeError:  # the reader of our output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return 0
+        except Exception:
+            # Python's own exit code for this would be 1, which here means "the answer is no"
+            traceback.print_exc()
+            return _FAILED
+        return code if isinstance(code, int) else 0
+
+
+@click.command(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(phalanx.__version__, prog_name="phalanx")
+def main() -> None:
+    """Train one job on any number of devices, proven to compute the same.
+
+    \b
+    Try it:       phalanx demo
+    Then:         phalanx train examples/digits.py -n 2
+    """

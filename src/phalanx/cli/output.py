@@ -1,0 +1,91 @@
+"""What goes to stdout and what to stderr. With ``--json``, stdout carries one JSON document and nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from functools import update_wrapper
+from typing import Any
+
+import click
+
+from phalanx.errors import PhalanxError, RefusedError, SpecError
+
+
+def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The option ``--json``, as ``as_json``.
+
+    With it, whatever the command and its workers print to stdout goes to stderr; the command prints its answer by
+    ``print_json``.
+    """
+
+    def run(*args: Any, as_json: bool, **kwargs: Any) -> Any:
+        with only_answers_on_stdout() if as_json else _unchanged():
+            return function(*args, as_json=as_json, **kwargs)
+
+    return click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON on stdout.")(
+        update_wrapper(run, function)
+    )
+
+
+_answers: list[Any] = []
+
+
+@contextmanager
+def only_answers_on_stdout() -> Iterator[None]:
+    """Within the block, stdout is for ``print_json`` alone; everything else goes to stderr."""
+    _answers.append(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _answers.pop()
+
+
+@contextmanager
+def _unchanged() -> Iterator[None]:
+    yield
+
+
+def print_json(value: Any) -> None:
+    """Print ``value`` as one JSON document; numbers that JSON does not know become null."""
+    stdout = _answers[-1] if _answers else sys.stdout
+    print(json.dumps(_finite(value), indent=2, default=str), file=stdout, flush=True)
+
+
+def show_error(error: PhalanxError, *, as_json: bool) -> None:
+    """Print an error that was raised on purpose: one block on stderr, and its content as JSON on stdout if asked."""
+    word = "refused" if isinstance(error, RefusedError) else "error"
+    problems = error.problems if isinstance(error, SpecError) else ()
+    if len(problems) > 1:
+        text = f"{len(problems)} things are wrong\n" + "\n".join(f"- {problem}" for problem in problems)
+    else:
+        text = str(error)
+    click.echo(f"{click.style(word, fg='red', bold=True)}: {text}", err=True)
+    if as_json:
+        fields = ("where", "given", "allowed", "fix")
+        print_json(
+            {
+                "error": {
+                    "kind": type(error).__name__,
+                    "message": str(error),
+                    "problems": [{name: getattr(problem, name) for name in fields} for problem in problems],
+                    "exit_code": error.exit_code,
+                }
+            }
+        )
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {name: _finite(one) for name, one in value.items()}
+        case list() | tuple():
+            return [_finite(one) for one in value]
+        case _:
+            return value

@@ -1,0 +1,125 @@
+"""Where each value of a run comes from: argument, then run file (of the run to resume), then job, then default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import Problem, RefusedError, SpecError
+from phalanx.spec import Job, Plan, RunSpec
+
+if TYPE_CHECKING:
+    from phalanx.observe.tables import Setting
+
+_OWN = ("lr_scale", "checkpoint_every", "keep", "log_every")  # of the run alone: a job says nothing of them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """What stands on the command line of ``phalanx train``; ``None`` where nothing does.
+
+    Attributes:
+        job: where the job is.
+        plan: the plan.
+        devices: how many, as ``-n`` says.
+        folder: the run folder.
+        resume: go on from its newest checkpoint.
+        values: the other options by their names in ``RunSpec``.
+    """
+
+    job: str
+    plan: Plan | None
+    devices: int | None
+    folder: Path | None
+    resume: bool
+    values: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        problems: list[Problem] = []
+        if self.devices is not None and self.devices < 1:
+            problems.append(Problem(where="-n", given=str(self.devices), allowed="1 or more devices", fix="-n 2"))
+        if self.resume and self.folder is None:
+            fix = "--run runs/digits-1 --resume"
+            problems.append(
+                Problem(where="--resume", given="no --run", allowed="the folder of the run to go on with", fix=fix)
+            )
+        if problems:
+            raise SpecError(problems)
+        if self.plan and self.devices and self.plan.replicas != self.devices:
+            raise RefusedError(
+                [
+                    Problem(
+                        where="--plan",
+                        given=f"{self.plan}, which is for {self.plan.replicas} devices, with -n {self.devices}",
+                        allowed="a mesh that multiplies to the device count: dp × fsdp × threads = n",
+                        fix=f"-n {self.plan.replicas}",
+                    )
+                ]
+            )
+
+
+def earlier_run(given: Given) -> RunSpec | None:
+    """The run file of the run to resume; ``None`` where there is none.
+
+    Raises:
+        SpecError: if it cannot be read.
+    """
+    runfile = given.folder / "run.toml" if given.resume and given.folder else None
+    return RunSpec.from_toml(runfile.read_text(encoding="utf-8")) if runfile and runfile.is_file() else None
+
+
+def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, list[Setting]]:
+    """The run to start, and where each of its values came from.
+
+    Raises:
+        SpecError: with everything that is wrong in the values together.
+    """
+    from phalanx.launch.runfile import default_folder
+    from phalanx.observe.tables import Setting
+
+    values = {name: value for name, value in given.values.items() if value is not None}
+    taken = dict.fromkeys(values, "argument")
+    if earlier:
+        for name in (*_OWN, "batch", *([] if {"epochs", "steps"} & set(values) else ["epochs", "steps"])):
+            if name not in values and getattr(earlier, name) is not None:
+                values[name], taken[name] = getattr(earlier, name), "run file"
+    plan, plan_from = _plan(given, earlier, values.get("batch") or job.batch)
+    folder = given.folder or default_folder(job.name)
+    run = RunSpec(job=given.job, plan=plan, folder=folder, resume=given.resume, **values)
+
+    settings = [
+        Setting(name="job", value=given.job, source="argument"),
+        Setting(name="plan", value=str(plan), source=plan_from),
+        Setting(name="run", value=str(folder), source="argument" if given.folder else "default"),
+    ]
+    length = next((name for name in ("steps", "epochs") if name in values), "steps" if job.steps else "epochs")
+    for name in ("batch", length):
+        settings.append(
+            Setting(name=name, value=str(values.get(name, getattr(job, name))), source=taken.get(name, "job"))
+        )
+    settings.append(Setting(name="seed", value=str(job.seed), source="job"))
+    defaults = {field.name: field.default for field in fields(RunSpec)}
+    for name in _OWN:
+        source = taken.get(name, "default")
+        settings.append(
+            Setting(name=name.replace("_", "-"), value=str(values.get(name, defaults[name])), source=source)
+        )
+    return run, settings
+
+
+def _plan(given: Given, earlier: RunSpec | None, batch: int) -> tuple[Plan, str]:
+    if given.plan:
+        return given.plan, "argument"
+    if given.devices:
+        return Plan(dp=given.devices), "argument"
+    if earlier:
+        return earlier.plan, "run file"
+    return default_plan(batch), "default"
+
+
+def default_plan(batch: int) -> Plan:
+    """All CUDA devices as replicas, as far as a batch goes round; one device where there is none."""
+    from phalanx.hardware import cuda_devices
+
+    return Plan(dp=min(max(1, cuda_devices()), batch))

@@ -1,0 +1,163 @@
+"""``phalanx train``: one job, one plan, one run folder."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from phalanx.cli.options import PlanText, job_argument
+from phalanx.cli.output import json_option, print_json
+from phalanx.cli.settings import Given, earlier_run, settle
+from phalanx.errors import RunError
+from phalanx.spec import Job, Plan, RunSpec
+
+if TYPE_CHECKING:
+    from phalanx.observe.follow import Follower
+
+
+@click.command("train", short_help="Train a job under a plan.")
+@job_argument
+@click.option("--plan", type=PlanText(), help='How to split the work: "dp=2", "fsdp=2 zero=3 micro=8", or a plan.toml.')
+@click.option("-n", "devices", type=int, help="Devices; without --plan the same as --plan dp=N.")
+@click.option("--run", "folder", type=click.Path(path_type=Path, file_okay=False), help="Run folder [runs/JOB-N].")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in the run folder.")
+@click.option("--batch", type=int, help="Global batch, in place of the job's.")
+@click.option("--lr-scale", type=float, help="Factor on every learning rate.")
+@click.option("--steps", type=int, help="Optimizer steps, in place of the job's length.")
+@click.option("--epochs", type=int, help="Passes over the data, in place of the job's length.")
+@click.option("--checkpoint-every", type=int, help="Steps between checkpoints [at the end only].")
+@click.option("--keep", type=int, help="Checkpoints to keep [2].")
+@click.option("--log-every", type=int, help="Steps between lines in events.jsonl [1].")
+@click.option("--tensorboard", is_flag=True, help="Write TensorBoard files into the run folder, too.")
+@click.option("--quiet", is_flag=True, help="Show neither plan nor progress.")
+@click.option("--explain", is_flag=True, help="Show where each value came from.")
+@json_option
+def command(
+    job: str,
+    plan: Plan | None,
+    devices: int | None,
+    folder: Path | None,
+    resume: bool,
+    tensorboard: bool,
+    quiet: bool,
+    explain: bool,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Train JOB: a Python file with a function job(), file.py:name, or package.module:name.
+
+    Without --plan and -n it uses all CUDA devices, or one process where there is none. On --resume, what is not given
+    is taken from the run's own run.toml.
+
+    \b
+    Examples:
+      phalanx train examples/digits.py -n 2
+      phalanx train examples/gpt.py --plan "fsdp=2 zero=3 micro=8" --steps 100
+      phalanx train examples/digits.py --run runs/digits-1 --resume --epochs 10
+    """
+    given = Given(job=job, plan=plan, devices=devices, folder=folder, resume=resume, values=values)
+    earlier = earlier_run(given)
+
+    from phalanx.launch.jobfile import load_job
+
+    loaded = load_job(job)
+    run, settings = settle(given, earlier, loaded)
+
+    from phalanx.api import fit
+    from phalanx.observe.summary import summarise
+    from phalanx.observe.tables import settings_table, summary_table
+
+    output = _Output(loaded, run, quiet=quiet)
+    output.offer_scaling()
+    if explain and not as_json:
+        output.say(settings_table(settings))
+    with output.follow(tensorboard=tensorboard) as follower, _told_how_to_go_on(run):
+        fit(loaded, run=run, watch=follower)
+    summary = summarise(run.folder)
+    if as_json:
+        explained = {"settings": [{"name": s.name, "value": s.value, "from": s.source} for s in settings]}
+        print_json({**summary.to_dict(), **(explained if explain else {})})
+    else:
+        output.answer(summary_table(summary))
+
+
+class _Output:
+    """What one run says: the answer on stdout, everything before it on stderr."""
+
+    def __init__(self, job: Job, run: RunSpec, *, quiet: bool) -> None:
+        from rich.console import Console
+
+        self._job, self._run, self._quiet = job, run, quiet
+        self._stderr = Console(stderr=True)
+
+    def say(self, something: Any) -> None:
+        """Show something on the way."""
+        self._stderr.print(something, highlight=False)
+
+    def answer(self, something: Any) -> None:
+        """Show the result."""
+        from rich.console import Console
+
+        if not self._quiet:
+            self._stderr.print()
+        Console().print(something, highlight=False)
+
+    def offer_scaling(self) -> None:
+        """Where the user changed the batch: what the usual rules make of the learning rate."""
+        from phalanx.train.scaling import scaling_offer
+
+        offer = scaling_offer(self._job.batch, self._run.batch or self._job.batch)
+        if offer and self._run.lr_scale == 1.0 and not self._quiet:
+            click.echo(f"{offer}\n", err=True)
+
+    def follow(self, *, tensorboard: bool) -> Follower:
+        """What shows the run while it goes on: the plan, then its progress."""
+        from phalanx.observe.follow import Follower, Viewer
+        from phalanx.observe.progress import Opening, progress
+        from phalanx.observe.trackers import TensorBoard
+
+        viewers: list[Viewer] = []
+        if not self._quiet:
+            viewers = [Opening(self._stderr, self._drawn()), progress(self._stderr)]
+        if tensorboard:
+            viewers.append(TensorBoard(self._run.folder / "tensorboard"))
+        return Follower(self._run.folder / "events.jsonl", viewers)
+
+    def _drawn(self) -> str:
+        from phalanx.observe.draw import draw
+        from phalanx.parallel import device_kind
+
+        plan, batch = self._run.plan, self._run.batch or self._job.batch
+        drawn = draw(plan, batch=batch, device=device_kind(plan), width=self._stderr.width)
+        return f"{self._job.name} under {drawn}\n"
+
+
+@contextmanager
+def _told_how_to_go_on(run: RunSpec) -> Iterator[None]:
+    """Where a run ends early: say where it is, and how to go on if there is something to go on from."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, RunError):
+        click.echo(way_on(run), err=True)
+        raise
+
+
+def way_on(run: RunSpec) -> str:
+    """Where the folder of a run that ended early is, and the command that goes on with it."""
+    from phalanx.checkpoint import latest
+
+    where = f"run folder: {run.folder}"
+    newest = latest(run.folder / "checkpoints")
+    if newest is None:
+        return f"{where} (no checkpoint yet)"
+    return f"{where}, newest checkpoint: {newest.name}\n    try: {resume_command(run)}"
+
+
+def resume_command(run: RunSpec) -> str:
+    """The command that goes on with ``run``; what it does not say stands in the run file."""
+    return shlex.join(["phalanx", "train", run.job, "--run", str(run.folder), "--resume"])

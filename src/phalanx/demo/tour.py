@@ -1,0 +1,192 @@
+"""The way through the demo: each job on one device, on all of them, proven, then everything in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+import click
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from phalanx.api import fit, prove
+from phalanx.hardware import this_machine
+from phalanx.launch.jobfile import load_job
+from phalanx.observe.draw import draw
+from phalanx.observe.follow import Follower
+from phalanx.observe.progress import Waiting, progress
+from phalanx.observe.summary import RunSummary, summarise
+from phalanx.observe.tables import Scaled, scaled, scaled_cells
+from phalanx.spec import Cluster, Job, Plan, RunSpec
+
+JOBS = {
+    "phalanx.demo.jobs.digits:job": "a convolutional net reads handwritten digits",
+    "phalanx.demo.jobs.gpt:job": "a small GPT learns English from Python's own help texts",
+}
+_MOST_CORES = 4
+_PROOF_STEPS = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """One run of the demo.
+
+    Attributes:
+        job: name of the job.
+        scaled: its speed beside that of one device.
+        evaluation: of the trained model: ``loss``, ``samples``, ``metrics``.
+        folder: the run folder.
+        equal: whether the plan was proven equal to one device; ``None`` for the run on one device itself.
+        difference: the largest relative difference of losses, gradients and parameters in the proof.
+    """
+
+    job: str
+    scaled: Scaled
+    evaluation: dict[str, Any] | None
+    folder: str
+    equal: bool | None
+    difference: dict[str, float] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What the demo came to.
+
+    Attributes:
+        machine: the devices it used.
+        stops: its runs, in order.
+    """
+
+    machine: Cluster
+    stops: tuple[Stop, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every proof succeeded."""
+        return all(stop.equal is not False for stop in self.stops)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON."""
+        return {"machine": str(self.machine), "equal": self.equal, "runs": [asdict(stop) for stop in self.stops]}
+
+
+@final
+class Tour:
+    """The demo on this machine.
+
+    Args:
+        folder: where its run folders go.
+        devices: to split over; all CUDA devices or up to 4 cores where not given, and 2 processes at least.
+        steps: of each run, in place of the jobs' own length.
+        console: where to tell what is going on.
+    """
+
+    def __init__(self, *, folder: Path, devices: int | None, steps: int | None, console: Console) -> None:
+        self._folder, self._steps, self._console = folder, steps, console
+        there = this_machine()
+        most = there.per_node if there.device == "cuda" else min(there.per_node, _MOST_CORES)
+        self._there = there
+        self._machine = Cluster(device=there.device, per_node=devices or max(2, most))
+
+    def walk(self) -> Result:
+        """Run everything; each run leaves its folder."""
+        self._greet()
+        stops = [stop for reference, what in JOBS.items() for stop in self._job(reference, what)]
+        return Result(machine=self._machine, stops=tuple(stops))
+
+    def _greet(self) -> None:
+        devices, kind = self._machine.per_node, "GPU" if self._machine.device == "cuda" else "CPU core"
+        self._console.print(
+            f"[bold]Phalanx demo[/] on {devices} {kind}s: two jobs, each on 1 and on {devices} of them."
+        )
+        if devices > self._there.per_node:
+            self._console.print(
+                f"[yellow]This machine has {self._there.per_node} {kind}, which {devices} processes share: "
+                "the same result, no speed-up.[/]"
+            )
+
+    def _job(self, reference: str, what: str) -> list[Stop]:
+        job = load_job(reference)
+        plan = Plan(dp=min(self._machine.per_node, job.batch))
+        self._console.print(f"\n[bold]{escape(job.name)}[/]: {what}, {job.batch} samples a step\n", highlight=False)
+        single = self._train(job, reference, Plan())
+        click.echo(_indented(draw(plan, batch=job.batch, device=self._machine.device, width=76)), err=True)
+        split = self._train(job, reference, plan)
+        steps = min(_PROOF_STEPS, self._steps or _PROOF_STEPS)
+        with Waiting(self._console, f"{plan}: proving that it computes what one device computes") as waiting:
+            proof = prove(job, plan, steps=steps, watch=waiting)
+        verdict = "[green]equal[/] to one device" if proof.equal else f"[red]not equal[/]: {escape(proof.first)}"
+        self._console.print(f"  {plan} is {verdict} ({steps} steps compared)", highlight=False)
+        return [_stop(job, single, single), _stop(job, split, single, proof.equal, proof.largest)]
+
+    def _train(self, job: Job, reference: str, plan: Plan) -> RunSummary:
+        folder = self._folder / f"{job.name}-{str(plan).replace('=', '')}"
+        viewer = progress(self._console, label=f"{plan!s:<7}", lines=frozenset({"warning"}))
+        run = RunSpec(job=reference, plan=plan, folder=folder, steps=self._steps)
+        with Follower(folder / "events.jsonl", [viewer]) as follower:
+            fit(job, run=run, watch=follower, cores=1)
+        return summarise(folder)
+
+
+def _stop(
+    job: Job,
+    summary: RunSummary,
+    single: RunSummary,
+    equal: bool | None = None,
+    difference: dict[str, float] | None = None,
+) -> Stop:
+    return Stop(
+        job=job.name,
+        scaled=scaled(summary, single),
+        evaluation=summary.evaluation,
+        folder=summary.folder,
+        equal=equal,
+        difference=difference,
+    )
+
+
+def tour_table(result: Result) -> RenderableType:
+    """All runs beside each other, and where they are."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    right = ("time\nper step", "samples\n/s", "speed-\nup", "effi-\nciency", "peak\nmemory")
+    for heading in ("job", "plan", *right, "after\ntraining", "equal to\n1 device"):
+        table.add_column(heading, justify="right" if heading in right else "left", no_wrap=True)
+    for stop in result.stops:
+        row = stop.scaled
+        table.add_row(
+            stop.job, row.plan, *scaled_cells(row), _final(stop), _equal(stop), end_section=stop.equal is not None
+        )
+    return Group("", table, *_footnotes(result))
+
+
+def _final(stop: Stop) -> str:
+    """The one number a reader asks for: the first metric, else the loss."""
+    if stop.evaluation is None:
+        return ""
+    metrics = stop.evaluation["metrics"] or {"loss": stop.evaluation["loss"]}
+    name, value = next(iter(metrics.items()))
+    return f"{name}\n{value:.4g}"
+
+
+def _equal(stop: Stop) -> str:
+    if stop.equal is None or stop.difference is None:
+        return "[dim]itself[/]"
+    by = max(stop.difference["loss"], stop.difference["gradient"])
+    return f"{'[green]yes[/]' if stop.equal else '[red]no[/]'}, by\n{by:.0e}"
+
+
+def _footnotes(result: Result) -> Sequence[RenderableType]:
+    notes = ["Equal: the largest relative difference of any loss or first-step gradient."]
+    if result.machine.device == "cpu":
+        notes.append("A device here is one CPU core; the single process computes on one, too.")
+    notes += ["Peak memory: the largest of any rank.", "", "Runs:"]
+    notes += [f"  {stop.folder}" for stop in result.stops]
+    return [f"[dim]{escape(note)}[/]" for note in notes]
+
+
+def _indented(text: str) -> str:
+    return "\n" + "\n".join(f"  {line}" for line in text.splitlines()) + "\n"

@@ -1,0 +1,109 @@
+"""Draws a plan as text: each rank a box with what it holds, and under them what passes between the boxes."""
+
+from __future__ import annotations
+
+from phalanx.data.shares import share
+from phalanx.spec import Plan
+
+_MOST = 8  # boxes drawn; of more, the first and the last
+
+Box = tuple[str, list[str]]  # title, lines
+
+
+def draw(plan: Plan, *, batch: int, device: str, width: int = 80) -> str:
+    """The plan as lines of at most ``width`` characters.
+
+    Args:
+        plan: what to draw.
+        batch: samples in one optimizer step, of which every box shows its share as a slice.
+        device: kind of device that each box is, such as ``cpu``.
+        width: of the terminal.
+    """
+    rows = _rows([_box(plan, part, batch) for part in range(plan.replicas)], plan, width)
+    parts = [line for row in rows for line in _beside(row)]
+    return "\n".join([_headline(plan, batch, device), *parts, *(f"  {line}" for line in _traffic(plan))])
+
+
+def _headline(plan: Plan, batch: int, device: str) -> str:
+    if plan.kind == "threads":
+        who = f"1 process with {plan.threads} threads"
+    else:
+        who = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
+    return f"{plan}: {who} on {device}, {batch} samples a step"
+
+
+def _box(plan: Plan, part: int, batch: int) -> Box:
+    start, stop = share(batch, part, plan.replicas)
+    name = f"thread {part}" if plan.kind == "threads" else f"rank {part}"
+    lines: list[str] = []
+    if plan.replicas // plan.fsdp > 1:
+        lines.append(f"replica {part // plan.fsdp} of {plan.replicas // plan.fsdp}")
+    if plan.kind == "shard":
+        piece = f"shard {part % plan.fsdp} of {plan.fsdp}"
+        for stage, what in ((3, "parameters"), (2, "gradients"), (1, "optimizer")):
+            lines.append(f"{what:<10} {piece if plan.zero >= stage else 'whole'}")
+    else:
+        lines.append("whole model")
+    lines.append(f"samples {start}:{stop}")
+    if plan.micro and plan.micro < stop - start:
+        lines.append(f"in {-(-(stop - start) // plan.micro)} micro-batches")
+    return name, lines
+
+
+def _rows(boxes: list[Box], plan: Plan, width: int) -> list[list[Box]]:
+    """Boxes by rows: a row a replica where it is sharded, else as many as fit."""
+    if len(boxes) > _MOST:
+        left_out = len(boxes) - _MOST + 1
+        boxes = [*boxes[: _MOST - 2], ("...", [f"{left_out} more"]), boxes[-1]]
+    wide = max(_width(box) for box in boxes) + 1
+    most = max(1, width // wide)
+    if plan.kind == "shard" and plan.fsdp <= most and plan.replicas <= _MOST:
+        most = plan.fsdp
+    return [boxes[first : first + most] for first in range(0, len(boxes), most)]
+
+
+def _width(box: Box) -> int:
+    title, lines = box
+    return max(len(title) + 5, *(len(line) + 4 for line in lines))
+
+
+def _beside(row: list[Box]) -> list[str]:
+    """The lines of several boxes side by side, all of one size."""
+    wide = max(_width(box) for box in row)
+    tall = max(len(lines) for _, lines in row)
+    drawn: list[list[str]] = []
+    for title, lines in row:
+        body = [*lines, *[""] * (tall - len(lines))]
+        drawn.append(
+            [
+                f"┌ {title} {'─' * (wide - len(title) - 4)}┐",
+                *(f"│ {line:<{wide - 4}} │" for line in body),
+                f"└{'─' * (wide - 2)}┘",
+            ]
+        )
+    return [" ".join(cells) for cells in zip(*drawn, strict=True)]
+
+
+def _traffic(plan: Plan) -> list[str]:
+    """What passes between the boxes in one step, in order."""
+    if plan.kind == "threads":
+        return ["each step: gradients are added on the first device, which steps for all"]
+    if plan.kind == "replicate":
+        return ["each step: gradients are summed over ranks, divided once by the global count"]
+    if plan.kind == "single":
+        return []
+    lines = {
+        1: [
+            "each step: gradients are summed over ranks, each rank steps its shard,",
+            "           parameters are gathered",
+        ],
+        2: [
+            "each step: each gradient is summed where its shard is kept and stepped,",
+            "           parameters are gathered",
+        ],
+        3: [
+            "each block: parameters are gathered when needed and let go after,",
+            "            gradients are summed where their shard is kept",
+        ],
+    }[plan.zero]
+    return [*lines, "between replicas: each shard's gradients are summed"] if plan.dp > 1 else lines

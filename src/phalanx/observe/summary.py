@@ -1,0 +1,120 @@
+"""What a run came to, in numbers, from its event log."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import DataError
+from phalanx.events import read
+from phalanx.observe.follow import Event
+from phalanx.spec import Plan
+
+WARM_UP = 3  # first steps that are not timed: allocation, first touch of the data, compilation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """One run, or the part of it since it was resumed.
+
+    Attributes:
+        folder: the run folder.
+        job: name of the job.
+        plan: the plan, as one line of text.
+        devices: that the plan uses: processes times threads.
+        device: kind of device.
+        batch: samples in one optimizer step.
+        parameters: elements of all parameters.
+        first_step: the step it began with.
+        step: optimizer steps taken so far, counted from the very beginning.
+        step_seconds: median wall time of a step, the first few left out; ``None`` where none was taken.
+        samples_per_second: median over the same steps.
+        seconds: wall time from the first step to the last.
+        loss: of the last step.
+        evaluation: ``loss``, ``samples`` and ``metrics`` of the last evaluation.
+        peak_bytes: largest memory of each rank: resident set on CPU, allocated on CUDA.
+        checkpoint: the newest, relative to the folder.
+        notes: what the plan does not keep of one device's result.
+        warnings: as the run gave them.
+        finished: whether it came to its end.
+    """
+
+    folder: str
+    job: str
+    plan: str
+    devices: int
+    device: str
+    batch: int
+    parameters: int
+    first_step: int
+    step: int
+    step_seconds: float | None
+    samples_per_second: float | None
+    seconds: float | None
+    loss: float | None
+    evaluation: dict[str, Any] | None
+    peak_bytes: tuple[int, ...]
+    checkpoint: str | None
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    finished: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON."""
+        return asdict(self)
+
+
+def summarise(folder: Path) -> RunSummary:
+    """The summary of the run in ``folder``, or of its last part where it was resumed.
+
+    Raises:
+        DataError: if its log holds no start.
+    """
+    return summary_of(read(folder / "events.jsonl"), folder)
+
+
+def summary_of(events: Iterable[Event], folder: Path) -> RunSummary:
+    """The summary of a run's events; ``summarise`` reads them from its folder.
+
+    Raises:
+        DataError: if there is no ``start`` among them.
+    """
+    part: list[Event] = []
+    for event in events:
+        if event["event"] == "start":
+            part = []
+        part.append(event)
+    if not part or part[0]["event"] != "start":
+        raise DataError(f"{folder} holds no log of a run\n    try: phalanx train JOB --run {folder}")
+    start = part[0]
+    by_name: dict[str, list[Event]] = {}
+    for event in part:
+        by_name.setdefault(event["event"], []).append(event)
+    steps = by_name.get("step", [])
+    timed = [event for event in (steps[WARM_UP:] or steps[1:] or steps) if event["seconds"] > 0]
+    end = by_name.get("end", [{}])[-1]
+    evaluation = by_name.get("evaluate", [None])[-1]
+    return RunSummary(
+        folder=str(folder),
+        job=start["job"],
+        plan=start["plan"],
+        devices=Plan.parse(start["plan"]).replicas,
+        device=start["device"],
+        batch=start["batch"],
+        parameters=start["parameters"],
+        first_step=start["first_step"],
+        step=end.get("step", steps[-1]["step"] + 1 if steps else start["first_step"]),
+        step_seconds=statistics.median(event["seconds"] for event in timed) if timed else None,
+        samples_per_second=statistics.median(event["samples"] / event["seconds"] for event in timed) if timed else None,
+        seconds=end.get("seconds"),
+        loss=steps[-1]["loss"] if steps else None,
+        evaluation=evaluation and {name: evaluation[name] for name in ("step", "loss", "samples", "metrics")},
+        peak_bytes=tuple(event["peak_bytes"] for event in by_name.get("memory", [])),
+        checkpoint=by_name["checkpoint"][-1]["path"] if "checkpoint" in by_name else None,
+        notes=tuple(start["notes"]),
+        warnings=tuple(event["message"] for event in by_name.get("warning", [])),
+        finished="end" in by_name,
+    )

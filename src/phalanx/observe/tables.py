@@ -1,0 +1,184 @@
+"""The tables and short texts that the command line ends with. What they show is what ``--json`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.observe.progress import result_text
+from phalanx.observe.summary import RunSummary
+from phalanx.units import show_bytes, show_count, show_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One value that a run uses, and who gave it.
+
+    Attributes:
+        name: of the option.
+        value: as text.
+        source: ``argument``, ``run file``, ``job`` or ``default``.
+    """
+
+    name: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaled:
+    """One plan of a scaling measurement.
+
+    Attributes:
+        plan: as one line of text.
+        devices: that it uses.
+        step_seconds: median.
+        samples_per_second: median.
+        speed_up: samples/s over that of the first plan.
+        efficiency: speed-up over the ratio of devices.
+        peak_bytes: largest memory of any rank.
+    """
+
+    plan: str
+    devices: int
+    step_seconds: float
+    samples_per_second: float
+    speed_up: float
+    efficiency: float
+    peak_bytes: int
+
+
+def scaled(summary: RunSummary, base: RunSummary) -> Scaled:
+    """The row of ``summary`` beside the run ``base``; both must have taken steps."""
+    rate, reference = summary.samples_per_second or 0.0, base.samples_per_second or 0.0
+    speed_up = rate / reference if reference else 0.0
+    return Scaled(
+        plan=summary.plan,
+        devices=summary.devices,
+        step_seconds=summary.step_seconds or 0.0,
+        samples_per_second=rate,
+        speed_up=speed_up,
+        efficiency=speed_up * base.devices / summary.devices,
+        peak_bytes=max(summary.peak_bytes, default=0),
+    )
+
+
+def summary_table(summary: RunSummary) -> RenderableType:
+    """A finished run, one line a fact."""
+    taken = summary.step - summary.first_step
+    rows: list[tuple[str, str]] = [
+        ("plan", f"{summary.plan} ({summary.devices} x {summary.device})"),
+        ("steps", f"{taken}" + (f" (from {summary.first_step} to {summary.step})" if summary.first_step else "")),
+    ]
+    if summary.step_seconds is not None and summary.samples_per_second is not None:
+        rows += [
+            ("time per step", f"{show_seconds(summary.step_seconds)} (median)"),
+            ("samples/s", show_count(summary.samples_per_second)),
+        ]
+    if summary.loss is not None:
+        rows.append(("last loss", f"{summary.loss:.6g}"))
+    if summary.evaluation:
+        rows.append(("evaluation", f"{result_text(summary.evaluation)}  ({summary.evaluation['samples']} samples)"))
+    if summary.peak_bytes:
+        rows.append(("peak memory", _by_rank(summary.peak_bytes)))
+    if summary.checkpoint:
+        rows.append(("checkpoint", summary.checkpoint))
+    rows.append(("run folder", summary.folder))
+    table = _grid()
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    return table
+
+
+def settings_table(settings: Sequence[Setting]) -> RenderableType:
+    """Where each value came from."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("setting", "value", "from"):
+        table.add_column(heading, overflow="fold")
+    for one in settings:
+        table.add_row(one.name, escape(one.value), one.source, style=None if one.source == "argument" else "dim")
+    return table
+
+
+def scaling_table(rows: Sequence[Scaled]) -> RenderableType:
+    """Plans beside each other."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("plan", overflow="fold")
+    for heading in ("devices", "time\nper step", "samples/s", "speed-up", "efficiency", "peak memory\nper rank"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(row.plan, str(row.devices), *scaled_cells(row))
+    return table
+
+
+def scaled_cells(row: Scaled) -> tuple[str, str, str, str, str]:
+    """Time, pace, speed-up, efficiency and memory as text."""
+    return (
+        show_seconds(row.step_seconds),
+        show_count(row.samples_per_second),
+        f"{row.speed_up:.2f}",
+        f"{row.efficiency:.0%}",
+        _whole_mebibytes(row.peak_bytes),
+    )
+
+
+def proof_table(proof: dict[str, Any]) -> RenderableType:
+    """A proof: the answer, what was compared with what was allowed, and the cause where it is no.
+
+    Args:
+        proof: as ``verify.Proof.to_dict`` gives it.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("compared", "how many", "largest difference", "allowed"):
+        table.add_column(heading, justify="left" if heading == "compared" else "right")
+    labels = {
+        "loss": ("loss of each step", "losses"),
+        "gradient": ("gradients of the first step", "gradients"),
+        "parameter": ("parameters after the last step", "parameters"),
+    }
+    for kind, (label, field) in labels.items():
+        largest, allowed = proof["largest"][kind], proof["tolerance"][kind]
+        style = None if largest <= allowed else "red"
+        table.add_row(label, str(len(proof[field])), f"{largest:.1e}", f"{allowed:.1e}", style=style)
+    parts: list[RenderableType] = [_verdict(proof), table]
+    if silent := proof["not_compared"]:
+        shown = ", ".join(silent[:4]) + (f" and {len(silent) - 4} more" if len(silent) > 4 else "")
+        many = f"{len(silent)} parameter{'s' if len(silent) > 1 else ''}"
+        parts.append(Text(f"not compared: {many} whose gradient is zero but for rounding ({shown})", style="dim"))
+    return Group(*parts)
+
+
+def _verdict(proof: dict[str, Any]) -> RenderableType:
+    over = f"{proof['plan']} and one device, over {proof['steps']} steps"
+    if proof["equal"]:
+        return Text.assemble(("equal", "bold green"), f": {over}")
+    table = _grid()
+    table.add_row("first", escape(proof["first"]))
+    table.add_row("likely cause", escape(proof["cause"]))
+    return Group(Text.assemble(("not equal", "bold red"), f": {over}"), table)
+
+
+def _whole_mebibytes(count: int) -> str:
+    return f"{count / 2**20:.0f} MiB" if count < 10 * 2**30 else show_bytes(count)
+
+
+def _by_rank(peaks: Sequence[int]) -> str:
+    if len(peaks) == 1:
+        return show_bytes(peaks[0])
+    if len(peaks) <= 8:
+        return ", ".join(show_bytes(peak) for peak in peaks) + "  (by rank)"
+    return f"{show_bytes(min(peaks))} to {show_bytes(max(peaks))} on {len(peaks)} ranks"
+
+
+def _grid() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    return table

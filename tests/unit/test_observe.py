@@ -1,0 +1,325 @@
+"""Summaries, progress and drawings, from canned events."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from phalanx.errors import DataError, MissingExtraError
+from phalanx.events import EventLog, faults
+from phalanx.observe import trackers
+from phalanx.observe.draw import draw
+from phalanx.observe.follow import Event, Follower, Viewer
+from phalanx.observe.progress import Pace, progress, step_text
+from phalanx.observe.summary import summarise, summary_of
+from phalanx.observe.tables import proof_table, scaled, scaling_table, settings_table, summary_table
+from phalanx.spec import Plan
+
+MIB = 2**20
+
+
+def start(**changes: Any) -> Event:
+    fields: dict[str, Any] = {
+        "schema": "1.0",
+        "job": "digits",
+        "plan": "dp=2",
+        "world_size": 2,
+        "device": "cpu",
+        "batch": 100,
+        "total_steps": 8,
+        "first_step": 0,
+        "parameters": 1234,
+        "notes": [],
+    }
+    return {"event": "start", "time": 1000.0, **fields, **changes}
+
+
+def step(number: int, seconds: float, **changes: Any) -> Event:
+    fields = {
+        "step": number,
+        "epoch": 0,
+        "loss": 2.0 / (number + 1),
+        "count": 100.0,
+        "samples": 100,
+        "seconds": seconds,
+        "lr": 0.003,
+        "grad_norm": None,
+        "skipped": False,
+    }
+    return {"event": "step", "time": 1000.0 + number + 1, **fields, **changes}
+
+
+def at(moment: float, name: str, **fields: Any) -> Event:
+    return {"event": name, "time": moment, **fields}
+
+
+def canned() -> list[Event]:
+    """Eight steps of which the first three are slow, and one that an evaluation made slow."""
+    seconds = [9.0, 5.0, 4.0, 0.5, 0.5, 0.25, 3.0, 0.5]
+    return [
+        start(notes=["dropout draws other random numbers"]),
+        *(step(number, one) for number, one in enumerate(seconds)),
+        at(1009.0, "evaluate", step=8, loss=0.3, samples=297, metrics={"accuracy": 0.95}, seconds=0.1),
+        at(1009.5, "checkpoint", step=8, path="checkpoints/step-00000008", bytes=3 * MIB, seconds=0.02),
+        at(1009.6, "warning", message="the disk is [nearly] full"),
+        at(1009.7, "memory", rank=0, peak_bytes=300 * MIB),
+        at(1009.7, "memory", rank=1, peak_bytes=310 * MIB),
+        at(1009.8, "end", step=8, samples=800, seconds=22.75, loss=0.25),
+    ]
+
+
+def write(folder: Path, events: list[Event]) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "events.jsonl"
+    with path.open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+    return path
+
+
+def rendered(something: Any, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(something)
+    return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_canned_events_follow_the_schema() -> None:
+    assert [fault for event in canned() for fault in faults(event)] == []
+
+
+class TestSummary:
+    def test_numbers(self, tmp_path: Path) -> None:
+        write(tmp_path, canned())
+        summary = summarise(tmp_path)
+        assert summary.step_seconds == 0.5  # the slow first three are left out, the median ignores the one evaluated in
+        assert summary.samples_per_second == 200.0
+        assert summary.loss == 0.25
+        assert summary.evaluation == {"step": 8, "loss": 0.3, "samples": 297, "metrics": {"accuracy": 0.95}}
+        assert summary.peak_bytes == (300 * MIB, 310 * MIB)
+        assert (summary.first_step, summary.step, summary.devices, summary.finished) == (0, 8, 2, True)
+        assert summary.checkpoint == "checkpoints/step-00000008"
+
+    def test_only_the_part_since_the_resume_counts(self, tmp_path: Path) -> None:
+        write(tmp_path, canned())
+        write(tmp_path, [start(first_step=8, plan="threads=3"), step(8, 1.0), step(9, 2.0, loss=0.1)])
+        summary = summarise(tmp_path)
+        assert (summary.first_step, summary.step, summary.loss) == (8, 10, 0.1)
+        assert summary.step_seconds == 2.0
+        assert summary.devices == 3
+        assert summary.evaluation is None
+        assert not summary.finished
+
+    def test_a_run_without_steps_has_no_times(self, tmp_path: Path) -> None:
+        end = {"event": "end", "time": 1.0, "step": 8, "samples": 0, "seconds": 0.0, "loss": None}
+        summary = summary_of([start(first_step=8), end], tmp_path)
+        assert (summary.step_seconds, summary.samples_per_second, summary.loss, summary.step) == (None, None, None, 8)
+        assert "time per step" not in rendered(summary_table(summary))
+
+    def test_a_folder_without_a_run_is_an_error(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match="holds no log"):
+            summarise(tmp_path)
+
+    def test_it_is_json(self, tmp_path: Path) -> None:
+        assert json.loads(json.dumps(summary_of(canned(), tmp_path).to_dict()))["step_seconds"] == 0.5
+
+
+class TestTables:
+    def test_summary_says_what_matters(self, tmp_path: Path) -> None:
+        text = rendered(summary_table(summary_of(canned(), tmp_path)))
+        for word in (
+            "dp=2 (2 x cpu)",
+            "500 ms",
+            "200",
+            "accuracy 0.95",
+            "297 samples",
+            "310.0 MiB",
+            str(tmp_path)[:40],
+        ):
+            assert word in text
+
+    def test_scaling_is_by_the_first_row(self, tmp_path: Path) -> None:
+        slow = summary_of([start(plan="single"), *(step(n, 1.0) for n in range(6))], tmp_path)
+        fast = summary_of([start(plan="dp=2"), *(step(n, 0.625) for n in range(6))], tmp_path)
+        row = scaled(fast, slow)
+        assert (row.speed_up, row.efficiency, row.devices) == (1.6, 0.8, 2)
+        assert "80%" in rendered(scaling_table([scaled(slow, slow), row]))
+
+    def test_proof_says_what_differs_and_why(self) -> None:
+        kinds = {"loss": 1e-5, "gradient": 1e-5, "parameter": 1e-3}
+        proof = {
+            "equal": False,
+            "plan": "dp=2",
+            "steps": 3,
+            "first": "the gradient of fc.weight in step 0",
+            "cause": "a mean of means",
+            "largest": {"loss": 1e-7, "gradient": 0.5, "parameter": 0.1},
+            "tolerance": kinds,
+            "losses": [1e-7],
+            "gradients": [{}],
+            "parameters": [{}],
+            "not_compared": ["k.bias"],
+        }
+        text = rendered(proof_table(proof))
+        for word in ("not equal", "fc.weight", "a mean of means", "5.0e-01", "k.bias"):
+            assert word in text
+        assert "equal: dp=2 and one device, over 3 steps" in rendered(proof_table({**proof, "equal": True}))
+
+    def test_settings(self) -> None:
+        from phalanx.observe.tables import Setting
+
+        text = rendered(settings_table([Setting(name="batch", value="[64]", source="argument")]))
+        assert "[64]" in text
+        assert "argument" in text
+
+
+class TestProgress:
+    def show(self, tmp_path: Path, *, terminal: bool, lines: frozenset[str] | None = None) -> str:
+        output = io.StringIO()
+        console = Console(file=output, width=120, force_terminal=terminal)
+        viewer = progress(console, label="dp=2") if lines is None else progress(console, lines=lines)
+        with Follower(tmp_path / "run" / "events.jsonl", [viewer]) as follower:
+            follower()
+            for event in canned():
+                write(tmp_path / "run", [event])
+                follower()
+        return output.getvalue()
+
+    @pytest.mark.parametrize("terminal", [True, False])
+    def test_canned_run(self, tmp_path: Path, terminal: bool) -> None:
+        text = self.show(tmp_path, terminal=terminal)
+        for word in ("loss 0.25", "lr 0.003", "samples/s", "accuracy 0.95", "step-00000008", "3.0 MiB"):
+            assert word in text
+        assert "dropout draws other random numbers" in text
+        assert "the disk is [nearly] full" in text
+        assert "8/8" in text
+        assert ("\x1b[" in text) is terminal
+
+    def test_lines_may_be_left_out(self, tmp_path: Path) -> None:
+        text = self.show(tmp_path, terminal=False, lines=frozenset({"warning"}))
+        assert "nearly" in text
+        assert "accuracy" not in text
+
+    def test_without_a_terminal_there_are_few_lines(self, tmp_path: Path) -> None:
+        steps = [line for line in self.show(tmp_path, terminal=False).splitlines() if "step     " in line]
+        assert len([line for line in steps if "loss 0.25" in line]) == 1
+        assert len(steps) <= 4
+
+    def test_pace_and_time_left(self) -> None:
+        pace = Pace()
+        assert pace.samples_per_second is None
+        assert pace.seconds_for(10) is None
+        for number in range(4):
+            pace.add(step(number, 0.5))
+        assert pace.samples_per_second == 200.0
+        assert pace.seconds_for(10) == 10.0  # the clock of the events, which counts evaluations, too
+        assert "0:06 left" in step_text(step(3, 0.5), pace, total=10)
+
+    def test_a_nan_loss_is_shown(self) -> None:
+        assert "loss NaN" in step_text(step(3, 0.5, loss=None), Pace(), total=None)
+
+
+class TestFollower:
+    def test_what_was_there_before_is_no_news(self, tmp_path: Path) -> None:
+        log = write(tmp_path, canned())
+        seen = Recorder()
+        with Follower(log, [seen]) as follower:
+            follower()
+            write(tmp_path, [start(first_step=8)])
+        assert [event["event"] for event in seen.events] == ["start"]
+        assert seen.closed
+
+    def test_a_viewer_that_fails_is_left_out(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        seen = Recorder()
+        log = tmp_path / "events.jsonl"
+        with Follower(log, [Broken(), seen]) as follower:
+            with EventLog(log) as writing:
+                writing.write("warning", message="one")
+                writing.write("warning", message="two")
+            follower()
+        assert [event["message"] for event in seen.events] == ["one", "two"]
+
+
+class Recorder(Viewer):
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.closed = False
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Broken(Viewer):
+    def event(self, event: Event) -> None:
+        raise OSError("no terminal any more")
+
+    def tick(self) -> None:
+        pytest.fail("called after it had failed")
+
+    def close(self) -> None:
+        pytest.fail("called after it had failed")
+
+
+class TestTensorBoard:
+    def test_missing_package_names_the_extra(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+        with pytest.raises(MissingExtraError, match=r"phalanx\[tensorboard\]"):
+            trackers.TensorBoard(tmp_path)
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_scalars_are_written(self, tmp_path: Path) -> None:
+        pytest.importorskip("tensorboard")
+        tracker = trackers.TensorBoard(tmp_path)
+        assert list(tmp_path.iterdir()) == []  # nothing starts before the workers do
+        for event in canned():
+            tracker.event(event)
+        tracker.close()
+
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        found = EventAccumulator(str(tmp_path)).Reload()
+        losses = [(point.step, point.value) for point in found.Scalars("train/loss")]
+        assert losses == [(n + 1, pytest.approx(2.0 / (n + 1))) for n in range(8)]
+        assert [point.step for point in found.Scalars("evaluation/accuracy")] == [8]
+
+
+class TestDrawing:
+    @pytest.mark.parametrize(
+        ("plan", "words"),
+        [
+            ("single", ["1 process on cpu", "rank 0", "whole model", "samples 0:10"]),
+            ("dp=3", ["3 processes", "replica 2 of 3", "samples 0:4", "samples 7:10"]),
+            ("threads=2", ["1 process with 2 threads", "thread 1", "replica 1 of 2"]),
+            ("fsdp=2", ["parameters shard 1 of 2", "gradients  shard", "optimizer  shard"]),
+            ("fsdp=2 zero=2", ["parameters whole", "gradients  shard 1 of 2", "optimizer  shard 1 of 2"]),
+            ("fsdp=2 zero=1", ["parameters whole", "gradients  whole", "optimizer  shard 0 of 2"]),
+            ("dp=2 fsdp=2 zero=1", ["replica 1 of 2", "shard 1 of 2", "between replicas"]),
+            ("dp=2 micro=2", ["in 3 micro-batches"]),
+        ],
+    )
+    def test_says_who_holds_what(self, plan: str, words: list[str]) -> None:
+        text = draw(Plan.parse(plan), batch=10, device="cpu", width=80)
+        assert [word for word in words if word not in text] == []
+        assert max(len(line) for line in text.splitlines()) <= 80
+
+    def test_boxes_are_closed(self) -> None:
+        lines = draw(Plan.parse("dp=2 fsdp=2"), batch=7, device="cpu").splitlines()
+        tops = [line for line in lines if line.startswith("┌")]
+        assert len(tops) == 2  # a row a replica
+        drawn = [line for line in lines if line.startswith(("┌", "│", "└"))]
+        assert {len(line) for line in drawn} == {len(tops[0])}
+
+    def test_many_ranks_are_not_all_drawn(self) -> None:
+        text = draw(Plan(dp=64), batch=64, device="cuda", width=60)
+        assert "rank 63" in text
+        assert "57 more" in text
+        assert max(len(line) for line in text.splitlines()[:-1]) <= 60
