@@ -86,9 +86,10 @@ def folder(tmp_path: Path) -> Path:
 def run(argv: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     tools = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=200)
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", [page for page in PAGES if has_something_to_run(page)], ids=name_of)
 def test_what_the_page_shows_runs(page: Path, folder: Path) -> None:
     for block in blocks(page):
