@@ -55,7 +55,7 @@ gpu: .venv/.installed-dev
 	$(BIN)/pytest -m gpu tests/gpu
 
 parity: .venv/.installed-dev
-	$(BIN)/python bench/parity.py --write docs/reference/parity.md
+	$(BIN)/python tests/parity/write_page.py docs/reference/parity.md
 
 bench: .venv/.installed-bench
 	$(BIN)/python bench/startup.py

@@ -37,7 +37,7 @@ class Cluster:
             )
             if value < least
         ]
-        if not re.fullmatch(r"[A-Za-z][\w.+-]*", self.device):
+        if not re.fullmatch(r"(?!x\d)[A-Za-z][\w.+-]+", self.device):
             problems.append(
                 Problem(
                     where="cluster.device",
@@ -65,7 +65,7 @@ class Cluster:
         Raises:
             SpecError: pointing at what cannot be read.
         """
-        match = re.fullmatch(r"\s*(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.+-]*)\s*", text)
+        match = re.fullmatch(r"\s*(?:(\d+)x)?(?:(\d+)x)?((?!x\d)[A-Za-z][\w.+-]+)\s*", text)
         if match is None:
             raise SpecError(
                 [Problem(where="cluster", given=repr(text), allowed="[nodes x] devices x kind", fix="8xH100")]

@@ -1,0 +1,1 @@
+"""Training: the step, what surrounds it, and the loop of one worker."""

@@ -1,0 +1,129 @@
+"""Small jobs of every kind of model the parity table holds for. B samples, T tokens, C classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import phalanx as px
+from phalanx.demo.jobs import gpt
+
+BATCH = 14  # 7 + 7, 5 + 5 + 4 and 4 + 4 + 3 + 3 on 2, 3 and 4 ranks
+LENGTH = 40  # the last batch of an epoch has 12
+
+
+def job(model: Callable[[], nn.Module], data: Any, loss: Callable[[Any, Any], Any], **how: Any) -> px.Job:
+    """A job of one epoch and a bit, clipped, with AdamW."""
+    given: dict[str, Any] = {
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3),
+        "batch": BATCH,
+        "steps": 20,
+        "clip": 1.0,
+        **how,
+    }
+    return px.Job(model=model, data=lambda: data, loss=loss, **given)
+
+
+class MLP(nn.Module):
+    """Repeated blocks of unequal width, so that rows do not divide over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 19), nn.Linear(19, 19), nn.Linear(19, 16)])
+        self.gain = nn.Parameter(torch.ones(()))  # no dimension: nothing to shard
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x * self.gain)
+
+
+class Row(MLP):
+    """The same without the parameter that has no dimension, which ZeRO-3 cannot shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+
+def rows() -> px.Table:
+    """B x 16 values and a class."""
+    generator = torch.Generator().manual_seed(1)
+    return px.Table(x=torch.randn(LENGTH, 16, generator=generator), y=torch.randint(5, (LENGTH,), generator=generator))
+
+
+def mlp() -> px.Job:
+    """A plain mean as loss."""
+    return job(Row, rows(), lambda output, batch: nn.functional.cross_entropy(output, batch["y"]))
+
+
+def convnet() -> px.Job:
+    """Images to classes, a sum and a count as loss."""
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(LENGTH, 1, 8, 8, generator=generator)
+    table = px.Table(x=images, y=torch.randint(5, (LENGTH,), generator=generator))
+
+    def model() -> nn.Module:
+        stages = [nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(2, b), nn.ReLU()) for a, b in ((1, 6), (6, 8))]
+        return nn.Sequential(nn.Sequential(*stages), nn.Flatten(), nn.Linear(8 * 64, 5))
+
+    return job(model, table, lambda output, batch: px.cross_entropy(output, batch["y"]), inputs=lambda batch: batch["x"])
+
+
+def _sentences() -> px.Table:
+    """Tokens of unequal length: ids 0 are padding, label -100 is not counted."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, 64, (LENGTH, 12), generator=generator)
+    mask = torch.arange(12)[None] < 3 + torch.arange(LENGTH)[:, None] % 10
+    return px.Table(input_ids=ids * mask, attention_mask=mask.long(), labels=torch.where(mask, ids, -100))
+
+
+def own_gpt() -> px.Job:
+    """Next token with counts that differ by sample, micro-batch and rank."""
+    shape = gpt.gpt_job(layers=2, width=32, heads=2, context=12, batch=BATCH, steps=20)
+    return job(
+        shape.model,
+        _sentences(),
+        lambda output, batch: px.cross_entropy(output[:, :-1], batch["labels"][:, 1:]),
+        inputs=lambda batch: batch["input_ids"],
+    )
+
+
+def gpt2() -> px.Job:
+    """transformers' GPT-2: fused weights, tied embedding, dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=64, n_positions=12, n_embd=32, n_layer=2, n_head=2)
+    return job(
+        lambda: GPT2LMHeadModel(config),
+        _sentences(),
+        lambda output, batch: px.cross_entropy(output.logits[:, :-1], batch["labels"][:, 1:]),
+        inputs=lambda batch: {name: batch[name] for name in ("input_ids", "attention_mask")},
+    )
+
+
+def bert() -> px.Job:
+    """transformers' BERT with padding."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(vocab_size=64, max_position_embeddings=12, **sizes)
+    return job(
+        lambda: BertForMaskedLM(config),
+        _sentences(),
+        lambda output, batch: px.cross_entropy(output.logits, batch["labels"]),
+        inputs=lambda batch: {name: batch[name] for name in ("input_ids", "attention_mask")},
+    )
+
+
+MODELS: dict[str, Callable[[], px.Job]] = {
+    "ConvNet": convnet,
+    "MLP": mlp,
+    "own GPT": own_gpt,
+    "HF GPT-2": gpt2,
+    "HF BERT, padded": bert,
+}

@@ -1,0 +1,36 @@
+"""The law: twenty fp32 AdamW steps under every plan equal twenty on one device."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from models import MODELS
+from phalanx.spec import Plan
+from phalanx.verify import OneDevice
+from table import BAR, SHORT, STEPS
+
+
+@cache
+def one_device(model: str) -> OneDevice:
+    return OneDevice.run(MODELS[model](), STEPS)
+
+
+@pytest.mark.parametrize(("model", "plan"), [(model, plan) for model, plans in SHORT.items() for plan in plans])
+def test_a_plan_equals_one_device(model: str, plan: str) -> None:
+    proof = one_device(model).prove(Plan.parse(plan))
+    assert proof.equal, f"{proof.first}\n{proof.cause}"
+    assert proof.largest["loss"] <= BAR
+    assert proof.largest["gradient"] <= BAR
+    assert len(proof.losses) == STEPS
+    assert len(proof.gradients) > len(proof.not_compared)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("plan", ["dp=2 micro=3", "fsdp=2 zero=2", "fsdp=2"])
+def test_half_precision_equals_within_its_rounding(plan: str, precision: str) -> None:
+    one = OneDevice.run(MODELS["MLP"](), 5, precision=precision)
+    proof = one.prove(Plan.parse(f"{plan} precision={precision}"))
+    assert proof.equal, f"{proof.first}\n{proof.cause}"
+    assert 0 < proof.largest["gradient"], "half precision that rounds nothing was not half precision"

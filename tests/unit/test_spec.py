@@ -1,0 +1,180 @@
+"""Plans, clusters, jobs and runs: what may be written, and that everything wrong is said at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import SpecError
+from phalanx.spec import Cluster, Job, Plan, RunSpec, Schedule
+
+counts = st.integers(1, 9)
+plans = st.one_of(
+    st.builds(Plan, threads=counts, micro=st.none() | counts, precision=st.sampled_from(["fp32", "bf16", "fp16"])),
+    st.builds(
+        Plan,
+        dp=counts,
+        fsdp=st.integers(2, 9),
+        zero=st.integers(0, 3),
+        micro=st.none() | counts,
+        recompute=st.sampled_from(["none", "selective", "full"]),
+        offload=st.sampled_from(["none", "optimizer"]),
+        compile=st.booleans(),
+        device=st.sampled_from(["auto", "cpu", "cuda"]),
+    ),
+)
+
+
+@given(plans)
+def test_plans_round_trip(plan: Plan) -> None:
+    assert Plan.parse(str(plan)) == plan
+    assert Plan.from_toml(plan.to_toml()) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "world"),
+    [("single", "single", 1), ("", "single", 1), ("dp=2", "replicate", 2), ("threads=2", "threads", 1)]
+    + [("fsdp=4 zero=3 micro=2 recompute=full precision=bf16", "shard", 4), ("dp=2 fsdp=4", "shard", 8)],
+)
+def test_plan_text(text: str, kind: str, world: int) -> None:
+    plan = Plan.parse(text)
+    assert (plan.kind, plan.world_size) == (kind, world)
+
+
+def test_a_sharded_plan_shards_everything_unless_told() -> None:
+    assert Plan.parse("fsdp=2").zero == 3
+    assert str(Plan.parse("fsdp=2 zero=3")) == "fsdp=2"
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "fix"),
+    [
+        ("fsd=2", "plan.fsd", "fsdp=2"),
+        ("dp=0", "plan.dp", "dp=2"),
+        ("dp=two", "plan.dp", "dp=2"),
+        ("dp", "plan 'dp'", "dp=2"),
+        ("dp=2 dp=3", "plan.dp", "dp=3"),
+        ("zero=2", "plan.zero", "fsdp=2 zero=2"),
+        ("dp=4 zero=1", "plan.zero", "fsdp=4 zero=1"),
+        ("threads=2 dp=2", "plan.threads", "dp=2"),
+        ("precision=bf8", "plan.precision", "precision=bf16"),
+        ("offload=parameters", "plan.offload", "fsdp=2 zero=3 offload=parameters"),
+        ("micro=0", "plan.micro", "micro=8"),
+        ("compile=yes", "plan.compile", "compile=true"),
+        ("tp=2", "plan.tp", "fsdp=2"),
+    ],
+)
+def test_a_wrong_plan_says_what_to_write(text: str, where: str, fix: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        Plan.parse(text)
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.fix) == (where, fix)
+    if fix != "dp=2":
+        Plan.parse(fix)
+
+
+def test_everything_wrong_in_a_plan_is_said_at_once() -> None:
+    with pytest.raises(SpecError) as caught:
+        Plan.parse("dq=2 zero=7 micro=a")
+    assert {problem.where for problem in caught.value.problems} == {"plan.dq", "plan.zero", "plan.micro"}
+
+
+def test_a_plan_in_toml_says_the_same() -> None:
+    with pytest.raises(SpecError) as caught:
+        Plan.from_toml('dq = 2\nprecision = "bf8"\n')
+    assert {problem.where for problem in caught.value.problems} == {"plan.dq", "plan.precision"}
+    with pytest.raises(SpecError):
+        Plan.from_toml("dp = = 2")
+
+
+@given(st.builds(Cluster, device=st.sampled_from(["cpu", "H100", "A100-80GB"]), per_node=counts, nodes=counts))
+def test_clusters_round_trip(cluster: Cluster) -> None:
+    assert Cluster.parse(str(cluster)) == cluster
+    assert Cluster.from_toml(cluster.to_toml()) == cluster
+
+
+@pytest.mark.parametrize("text", ["", "8x", "0xcpu", "x8", "8 H100", "4xx8"])
+def test_wrong_clusters(text: str) -> None:
+    with pytest.raises(SpecError):
+        Cluster.parse(text)
+
+
+def test_wrong_cluster_toml_says_everything() -> None:
+    with pytest.raises(SpecError) as caught:
+        Cluster.from_toml('per_node = "2"\ncolour = 1\n')
+    assert len(caught.value.problems) == 3
+
+
+RIGHT: dict[str, Any] = {
+    "model": lambda: None,
+    "data": lambda: None,
+    "loss": lambda output, batch: None,
+    "optimizer": lambda params: None,
+    "batch": 8,
+    "epochs": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"batch": 0}, "job.batch"),
+        ({"batch": 2.5}, "job.batch"),
+        ({"epochs": None}, "job.epochs"),
+        ({"steps": 3}, "job.epochs"),
+        ({"seed": -1}, "job.seed"),
+        ({"clip": 0.0}, "job.clip"),
+        ({"clip": float("nan")}, "job.clip"),
+        ({"unused": "ignore"}, "job.unused"),
+        ({"workers": -1}, "job.workers"),
+        ({"model": 3}, "job.model"),
+        ({"inputs": "image"}, "job.inputs"),
+    ],
+)
+def test_wrong_jobs(change: dict[str, Any], where: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        Job(**{**RIGHT, **change})
+    assert [problem.where for problem in caught.value.problems] == [where]
+
+
+def test_everything_wrong_in_a_job_is_said_at_once() -> None:
+    with pytest.raises(SpecError) as caught:
+        Job(**{**RIGHT, "batch": 0, "clip": -1, "loss": None})
+    assert {problem.where for problem in caught.value.problems} == {"job.batch", "job.clip", "job.loss"}
+
+
+def test_run_round_trips() -> None:
+    run = RunSpec(job="a.py:job", plan=Plan(fsdp=2, zero=1), folder=Path("runs/x"), steps=5, lr_scale=2.0, resume=True)
+    assert RunSpec.from_toml(run.to_toml()) == run
+
+
+def test_wrong_run_files() -> None:
+    with pytest.raises(SpecError) as caught:
+        RunSpec.from_toml('plan = "dq=2"\ncolour = 1\n')
+    assert {problem.where for problem in caught.value.problems} == {"run.colour", "run.job", "run.folder", "plan.dq"}
+    with pytest.raises(SpecError):
+        RunSpec(job="a", plan=Plan(), folder=Path("x"), steps=1, epochs=1)
+
+
+def test_schedules() -> None:
+    def factors(schedule: Schedule, steps: int = 10) -> list[float]:
+        return [round(schedule.factor(step=step, batch=4, total_steps=steps), 6) for step in range(steps)]
+
+    assert factors(Schedule()) == [1.0] * 10
+    assert factors(Schedule(warmup_steps=4))[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factors(Schedule(warmup_samples=16)) == factors(Schedule(warmup_steps=4))
+    assert factors(Schedule(decay="linear"), 4) == [1.0, 0.75, 0.5, 0.25]
+    assert factors(Schedule(decay="cosine", floor=0.1), 10)[5] == 0.55
+    assert factors(Schedule(decay="step", milestones=(3, 6)))[2:8] == [1.0, 0.1, 0.1, 0.1, 0.01, 0.01]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"decay": "exp"}, {"warmup_steps": -1}, {"warmup_steps": 1, "warmup_samples": 1}, {"decay": "step"}]
+)
+def test_wrong_schedules(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SpecError):
+        Schedule(**wrong)
