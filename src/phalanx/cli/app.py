@@ -15,11 +15,11 @@ from typing import Any
 import click
 
 import phalanx
-from phalanx.cli.output import print_json, show_error
+from phalanx.cli.output import STOPPED, print_json, show_error
 from phalanx.errors import PhalanxError
 
 VERBS = ("demo", "train", "prove", "bench", "worker", "completion")
-_FAILED, _STOPPED = 3, 130
+_FAILED = 3
 
 
 class Verbs(click.Group):
@@ -64,7 +64,7 @@ class Verbs(click.Group):
             return error.exit_code
         except click.Abort:
             click.echo("stopped", err=True)
-            return _STOPPED
+            return STOPPED
         except BrokenPipeError:  # the reader of our output has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 0

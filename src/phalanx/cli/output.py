@@ -14,6 +14,8 @@ import click
 
 from phalanx.errors import PhalanxError, RefusedError, SpecError
 
+STOPPED = 130  # exit code after Ctrl-C
+
 
 def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """The option ``--json``, as ``as_json``.
@@ -64,6 +66,7 @@ def show_error(error: PhalanxError, *, as_json: bool) -> None:
         text = f"{len(problems)} things are wrong\n" + "\n".join(f"- {problem}" for problem in problems)
     else:
         text = str(error)
+    text = "\n\n".join([text, *getattr(error, "__notes__", ())])
     click.echo(f"{click.style(word, fg='red', bold=True)}: {text}", err=True)
     if as_json:
         fields = ("where", "given", "allowed", "fix")
@@ -72,6 +75,7 @@ def show_error(error: PhalanxError, *, as_json: bool) -> None:
                 "error": {
                     "kind": type(error).__name__,
                     "message": str(error),
+                    "notes": list(getattr(error, "__notes__", ())),
                     "problems": [{name: getattr(problem, name) for name in fields} for problem in problems],
                     "exit_code": error.exit_code,
                 }

@@ -33,6 +33,7 @@ def command(ctx: click.Context, job: str, plan: Plan, steps: int, as_json: bool)
     loaded = load_job(job)
 
     from rich.console import Console
+    from rich.markup import escape
 
     from phalanx.api import prove
     from phalanx.observe.progress import Waiting
@@ -41,7 +42,7 @@ def command(ctx: click.Context, job: str, plan: Plan, steps: int, as_json: bool)
     stderr = Console(stderr=True)
 
     def say(note: str) -> None:
-        stderr.print(f"[yellow]note:[/] {note}", highlight=False)
+        stderr.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
 
     with Waiting(stderr, f"{loaded.name}: {steps} steps on one device, then under {plan}") as waiting:
         proof = prove(loaded, plan, steps=steps, watch=waiting, say=say)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.cli.options import PlanText, job_argument
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.output import STOPPED, json_option, print_json
 from phalanx.cli.settings import Given, earlier_run, settle
 from phalanx.errors import RunError
 from phalanx.spec import Job, Plan, RunSpec
@@ -76,7 +76,7 @@ def command(
     output.offer_scaling()
     if explain and not as_json:
         output.say(settings_table(settings))
-    with output.follow(tensorboard=tensorboard) as follower, _told_how_to_go_on(run):
+    with _told_how_to_go_on(run), output.follow(tensorboard=tensorboard) as follower:
         fit(loaded, run=run, watch=follower)
     summary = summarise(run.folder)
     if as_json:
@@ -142,9 +142,12 @@ def _told_how_to_go_on(run: RunSpec) -> Iterator[None]:
     """Where a run ends early: say where it is, and how to go on if there is something to go on from."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, RunError):
-        click.echo(way_on(run), err=True)
+    except RunError as error:
+        error.add_note(way_on(run))
         raise
+    except (KeyboardInterrupt, SystemExit) as stop:
+        click.echo(f"stopped. {way_on(run)}", err=True)
+        raise SystemExit(STOPPED if isinstance(stop, KeyboardInterrupt) else stop.code) from None
 
 
 def way_on(run: RunSpec) -> str:

@@ -32,7 +32,7 @@ class Viewer(ABC):
 
 @final
 class Follower:
-    """Calls viewers with what is new in a log. Calling it looks once; leaving its block looks a last time.
+    """Calls viewers with what is new in a log. Calling it looks once; leaving its block reads on to the end.
 
     A viewer that raises is told of on stderr once and then left out: watching never ends a run.
     """
@@ -43,9 +43,7 @@ class Follower:
         self._viewers = list(viewers)
 
     def __call__(self) -> None:
-        for event in self._reader.new():
-            for viewer in tuple(self._viewers):
-                self._call(viewer, lambda viewer=viewer, event=event: viewer.event(event))
+        self._hand_on()
         for viewer in tuple(self._viewers):
             self._call(viewer, viewer.tick)
 
@@ -55,9 +53,14 @@ class Follower:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self()
+        self._hand_on()
         for viewer in tuple(self._viewers):
             self._call(viewer, viewer.close)
+
+    def _hand_on(self) -> None:
+        for event in self._reader.new():
+            for viewer in tuple(self._viewers):
+                self._call(viewer, lambda viewer=viewer, event=event: viewer.event(event))
 
     def _call(self, viewer: Viewer, action: Callable[[], None]) -> None:
         try:

@@ -72,11 +72,7 @@ def scaled(summary: RunSummary, base: RunSummary) -> Scaled:
 
 def summary_table(summary: RunSummary) -> RenderableType:
     """A finished run, one line a fact."""
-    taken = summary.step - summary.first_step
-    rows: list[tuple[str, str]] = [
-        ("plan", f"{summary.plan} ({summary.devices} x {summary.device})"),
-        ("steps", f"{taken}" + (f" (from {summary.first_step} to {summary.step})" if summary.first_step else "")),
-    ]
+    rows = [("plan", f"{summary.plan} ({summary.devices} x {summary.device})"), ("steps", _steps(summary))]
     if summary.step_seconds is not None and summary.samples_per_second is not None:
         rows += [
             ("time per step", f"{show_seconds(summary.step_seconds)} (median)"),
@@ -109,10 +105,10 @@ def settings_table(settings: Sequence[Setting]) -> RenderableType:
 
 def scaling_table(rows: Sequence[Scaled]) -> RenderableType:
     """Plans beside each other."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("plan", overflow="fold")
-    for heading in ("devices", "time\nper step", "samples/s", "speed-up", "efficiency", "peak memory\nper rank"):
-        table.add_column(heading, justify="right")
+    for heading in ("devices", "time\nper step", "samples/s", "speed-up", "efficiency", "peak memory\nof a rank"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(row.plan, str(row.devices), *scaled_cells(row))
     return table
@@ -163,6 +159,15 @@ def _verdict(proof: dict[str, Any]) -> RenderableType:
     table.add_row("first", escape(proof["first"]))
     table.add_row("likely cause", escape(proof["cause"]))
     return Group(Text.assemble(("not equal", "bold red"), f": {over}"), table)
+
+
+def _steps(summary: RunSummary) -> str:
+    taken = summary.step - summary.first_step
+    if not summary.first_step:
+        return str(taken)
+    if not taken:
+        return f"none left: all {summary.step} had been taken before (--steps or --epochs allows more)"
+    return f"{taken} (from {summary.first_step} to {summary.step})"
 
 
 def _whole_mebibytes(count: int) -> str:

@@ -1,0 +1,228 @@
+"""The command line with real runs: train, resume, prove, bench, worker, demo, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner, Result
+
+from phalanx.cli import main
+from phalanx.events import faults, read
+
+JOBS = """
+import time
+from dataclasses import replace
+import phalanx as px, torch
+from torch import nn
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.1)
+        return super().forward(x)
+
+class Fails(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 4:
+            raise ValueError("my own mistake")
+        return super().forward(x)
+
+def data():
+    x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+
+def job():
+    print("a job that talks")
+    return px.Job(model=lambda: nn.Linear(8, 2), data=data, loss=lambda o, b: px.cross_entropy(o, b[1]),
+                  optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch=24, epochs=2, evaluate=data,
+                  metrics=lambda o, b: {"accuracy": px.accuracy(o, b[1])})
+
+def slow():
+    return replace(job(), model=lambda: Slow(8, 2), epochs=100, evaluate=None)
+
+def fails():
+    return replace(job(), model=lambda: Fails(8, 2))
+
+def norm():
+    return replace(job(), model=lambda: nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    """A job file in an otherwise empty working directory."""
+    path = tmp_path / "toy.py"
+    path.write_text(JOBS)
+    return path
+
+
+def invoke(*argv: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in argv])
+
+
+class TestTrain:
+    def test_two_processes_as_json(self, toy: Path) -> None:
+        result = invoke("train", toy, "-n", 2, "--json", "--explain")
+        assert result.exit_code == 0, result.output
+        answer = json.loads(result.stdout)
+        assert (answer["plan"], answer["devices"], answer["step"], answer["batch"]) == ("dp=2", 2, 8, 24)
+        assert len(answer["peak_bytes"]) == 2
+        assert answer["evaluation"]["samples"] == 96
+        assert {"name": "plan", "value": "dp=2", "from": "argument"} in answer["settings"]
+        assert "a job that talks" in result.stderr
+        folder = Path(answer["folder"])
+        assert folder == Path("runs/toy-1")
+        assert {path.name for path in folder.iterdir()} >= {"run.toml", "plan.toml", "events.jsonl", "checkpoints"}
+        assert [fault for event in read(folder / "events.jsonl") for fault in faults(event)] == []
+
+    def test_plan_progress_and_summary(self, toy: Path) -> None:
+        result = invoke("train", toy, "--plan", "fsdp=2 micro=6", "--steps", 3, "--explain", "--run", "out")
+        assert result.exit_code == 0, result.output
+        for words in ("toy under fsdp=2 micro=6", "shard 1 of 2", "in 2 micro-batches", "3/3", "loss", "argument"):
+            assert words in result.stderr
+        for words in ("time per step", "samples/s", "accuracy", "peak memory", "out"):
+            assert words in result.stdout
+
+    def test_quiet_says_only_the_result(self, toy: Path) -> None:
+        result = invoke("train", toy, "--plan", "single", "--steps", 1, "--quiet")
+        assert result.exit_code == 0
+        assert result.stderr == ""
+        assert "run folder" in result.stdout
+
+    def test_another_batch_brings_the_offer(self, toy: Path) -> None:
+        result = invoke("train", toy, "--plan", "single", "--steps", 1, "--batch", 48)
+        assert "--lr-scale 2" in result.stderr
+        result = invoke("train", toy, "--plan", "single", "--steps", 1, "--batch", 48, "--lr-scale", 2)
+        assert "linear rule" not in result.stderr
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    def test_tensorboard(self, toy: Path) -> None:
+        result = invoke("train", toy, "--plan", "single", "--steps", 2, "--tensorboard", "--run", "out")
+        assert result.exit_code == 0
+        assert list(Path("out/tensorboard").glob("events.out.tfevents.*"))
+
+    def test_resume_on_another_plan(self, toy: Path) -> None:
+        assert invoke("train", toy, "-n", 2, "--steps", 4, "--run", "out", "--batch", 12).exit_code == 0
+
+        refused = invoke("train", toy, "-n", 2, "--steps", 6, "--run", "out")
+        assert refused.exit_code == 2
+        assert "--resume" in refused.stderr
+        assert "rank 0" not in refused.stderr  # nothing of a run that never began
+
+        result = invoke("train", toy, "--plan", "fsdp=2", "--steps", 6, "--run", "out", "--resume", "--json")
+        assert result.exit_code == 0, result.output
+        answer = json.loads(result.stdout)
+        assert (answer["first_step"], answer["step"], answer["batch"]) == (
+            4,
+            6,
+            12,
+        )  # the batch is the run's, not the job's
+        assert "goes on from step 4" in result.stderr
+        steps = [event["step"] for event in read(Path("out/events.jsonl")) if event["event"] == "step"]
+        assert steps == [0, 1, 2, 3, 4, 5]
+
+        done = invoke("train", toy, "--run", "out", "--resume")
+        assert done.exit_code == 0
+        assert "none left" in done.stdout
+
+    def test_a_failing_worker(self, toy: Path) -> None:
+        result = invoke("train", f"{toy}:fails", "-n", 2, "--checkpoint-every", 2, "--run", "out")
+        assert result.exit_code == 3
+        assert "in step 3" in result.stderr
+        assert "ValueError: my own mistake" in result.stderr
+        assert result.stderr.rstrip().endswith(f"try: phalanx train {toy}:fails --run out --resume")
+
+
+class TestProve:
+    def test_equal_is_0(self, toy: Path) -> None:
+        result = invoke("prove", toy, "--plan", "dp=2", "--steps", 3, "--json")
+        assert result.exit_code == 0, result.output
+        answer = json.loads(result.stdout)
+        assert answer["equal"] is True
+        assert answer["largest"]["loss"] <= answer["tolerance"]["loss"]
+
+    def test_not_equal_is_1(self, toy: Path) -> None:
+        result = invoke("prove", f"{toy}:norm", "--plan", "dp=2", "--steps", 2)
+        assert result.exit_code == 1, result.output
+        assert "not equal" in result.stdout
+        assert "likely cause" in result.stdout
+        assert "BatchNorm" in result.stderr  # named before the run
+
+    def test_refused_is_2(self, toy: Path) -> None:
+        result = invoke("prove", toy, "--plan", "dp=25")
+        assert result.exit_code == 2
+        assert "refused: plan" in result.stderr
+
+    def test_failed_is_3(self, toy: Path) -> None:
+        result = invoke("prove", f"{toy}:fails", "--plan", "dp=2")
+        assert result.exit_code == 3
+        assert "my own mistake" in result.stderr
+
+
+def test_bench(toy: Path) -> None:
+    result = invoke("bench", toy, "-n", "1,2", "--plan", "threads=2", "--steps", 6, "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert [row["plan"] for row in answer["plans"]] == ["single", "dp=2", "threads=2"]
+    first, second, _ = answer["plans"]
+    assert first["speed_up"] == 1.0
+    assert second["efficiency"] == pytest.approx(second["speed_up"] / 2)
+    assert second["samples_per_second"] == pytest.approx(second["speed_up"] * first["samples_per_second"])
+    assert not Path("runs").exists()
+
+
+def test_worker_alone(toy: Path) -> None:
+    Path("run.toml").write_text(f'job = "{toy}"\nplan = "single"\nfolder = "out"\nsteps = 2\n')
+    result = invoke("worker", "run.toml", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["exit_code"] == 0
+    assert [event["event"] for event in read(Path("out/events.jsonl"))][-1] == "end"
+
+
+def test_demo_from_an_empty_directory() -> None:
+    argv = [sys.executable, "-m", "phalanx", "demo", "--devices", "2", "--steps", "4", "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["equal"] is True
+    runs = [(run["job"], run["scaled"]["plan"], run["equal"]) for run in answer["runs"]]
+    assert runs == [
+        ("digits", "single", None),
+        ("digits", "dp=2", True),
+        ("gpt", "single", None),
+        ("gpt", "dp=2", True),
+    ]
+    assert all(Path(run["folder"], "events.jsonl").exists() for run in answer["runs"])
+    assert "computes what one device computes" in done.stderr
+
+
+def test_ctrl_c(toy: Path) -> None:
+    argv = ["train", f"{toy}:slow", "-n", "2", "--run", "out", "--checkpoint-every", "2"]
+    process = subprocess.Popen([sys.executable, "-m", "phalanx", *argv], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not Path("out/checkpoints/step-00000002").exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert len(workers) >= 2
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+        assert time.monotonic() - began < 3
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130
+    assert f"try: phalanx train {toy}:slow --run out --resume" in said
+    assert "Traceback" not in said
+    assert [worker for worker in workers if worker.is_running()] == []
