@@ -109,7 +109,7 @@ def windows(context: int, part: Literal["training", "evaluation"]) -> px.Table:
     predicted once an epoch.
     """
     text = "\n".join(text for _, text in sorted(topics.items()))
-    tokens_NT = torch.tensor(list(text.encode())).unfold(0, context + 1, context)
+    tokens_NT = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long().unfold(0, context + 1, context)
     held_out = torch.arange(len(tokens_NT)) % HELD_OUT == HELD_OUT - 1
     return px.Table(tokens=tokens_NT[held_out if part == "evaluation" else ~held_out])
 
