@@ -55,11 +55,11 @@ def optimizer_tensors(
             raise CheckpointError(f"the optimizer keeps state for {type(parameter).__name__}, not for a parameter")
         name = names[id(parameter)]
         states[name] = _plain(values, f"{SECTION}.{name}", tensors)
-        wrong += [f"state of {name}: {where} is a {kind}" for where, kind in not_json(states[name], "")]
+        wrong += [f"state of {name}: {kind} at {where}" for where, kind in not_json(states[name], "")]
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         options = {key: _number(value) for key, value in group.items() if _is_saved(key, value)}
-        wrong += [f"group {index}: {where} is a {kind}" for where, kind in not_json(options, "")]
+        wrong += [f"group {index}: {kind} at {where}" for where, kind in not_json(options, "")]
         groups.append({"parameters": [names[id(parameter)] for parameter in group["params"]], "options": options})
     if wrong:
         raise CheckpointError("neither tensors nor JSON in the optimizer, so they cannot be saved: " + "; ".join(wrong))
@@ -78,20 +78,21 @@ def restore_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor], pa
         CheckpointError: on all ranks; saved by another kind of optimizer, or with other groups. Nothing is changed.
     """
     path = Path(path)
-    saved, manifest = together(lambda: (_section(path), Manifest.read(path)))
-    names = together(lambda: _names(optimizer, parameters))
-    groups = together(lambda: _matched(optimizer, saved, names))
     targets: dict[str, Tensor] = {}
     states: dict[Tensor, Any] = {}
 
-    def allocate() -> None:
+    def prepared() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        saved, manifest = _section(path), Manifest.read(path)
+        names = _names(optimizer, parameters)
+        groups = _matched(optimizer, saved, names)
         for group, _ in groups:
             for parameter in group["params"]:
                 values = saved["state"].get(names[id(parameter)])
                 if values is not None:
                     states[parameter] = _filled(values, _allocator(parameter, group, manifest, targets))
+        return groups
 
-    together(allocate)
+    groups = together(prepared)
     if targets:
         load(path, targets)
     for group, options in groups:

@@ -76,6 +76,8 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
         if plan.items:
+            if not self._folder.is_dir():
+                raise CheckpointError(f"{self._folder.parent} is not on storage that all ranks share")
             rank = dist.get_rank() if grouped() else 0
             # Large to small keeps every tensor aligned to its own element size behind the header.
             items = sorted(plan.items, key=lambda item: -_entry(item).dtype.itemsize)

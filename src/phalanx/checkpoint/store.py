@@ -55,7 +55,7 @@ def save(folder: Path, *, step: int, tensors: Mapping[str, Tensor], state: Mappi
         manifest = Manifest(step=step, tensors=stored, files=files)
         misfits = manifest.misfits(path)
         if misfits:
-            raise CheckpointError(f"{'; '.join(misfits)}: {folder} must be on storage that all ranks share")
+            raise CheckpointError(f"{'; '.join(misfits)}: {folder} is not on storage that all ranks share")
         write_file(path / MANIFEST, [json.dumps(manifest.to_json()).encode()])
         publish(folder, step)
 

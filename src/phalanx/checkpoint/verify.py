@@ -43,10 +43,10 @@ def verify(path: Path) -> list[str]:
 
 
 def _misplaced(path: Path, manifest: Manifest) -> list[str]:
-    wanted: dict[str, dict[str, list[int]]] = {}
+    wanted: dict[str, list[tuple[str, list[int]]]] = {}
     for tensor in manifest.tensors.values():
         for chunk in tensor.chunks:
-            wanted.setdefault(chunk.file, {})[chunk.key] = list(chunk.sizes)
+            wanted.setdefault(chunk.file, []).append((chunk.key, list(chunk.sizes)))
     problems = []
     for name, chunks in wanted.items():
         try:
@@ -54,7 +54,7 @@ def _misplaced(path: Path, manifest: Manifest) -> list[str]:
                 there = set(file.keys())
                 problems += [
                     f"{name} does not hold {key} of shape {sizes}"
-                    for key, sizes in chunks.items()
+                    for key, sizes in chunks
                     if key not in there or file.get_slice(key).get_shape() != sizes
                 ]
         except SafetensorError as error:

@@ -1,0 +1,324 @@
+"""What is saved comes back bit for bit, what does not fit is said all at once, what is damaged is found."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from phalanx import checkpoint
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.shardfile import DTYPES
+from phalanx.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda handle: None)
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "model.weight": torch.randn(5, 3, generator=generator),
+        "model.half": torch.randn(7, generator=generator).bfloat16(),
+        "model.count": torch.tensor(2**62 + 1),
+        "model.empty": torch.zeros(0, 4),
+        "model.transposed": torch.randn(4, 6, generator=generator).t(),
+        "model.flags": torch.tensor([True, False, True]),
+        "model.parameter": nn.Parameter(torch.randn(3, generator=generator)),
+        "optimizer.weight.step": torch.tensor(3.0),
+    }
+
+
+def zeros_like(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def saved(folder: Path, step: int = 1, **options) -> Path:
+    return checkpoint.save(folder, step=step, tensors=some_tensors(), state={"step": step}, **options)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class TestRoundTrip:
+    def test_tensors_come_back_bit_for_bit(self, tmp_path: Path) -> None:
+        path = saved(tmp_path / "deep" / "checkpoints", step=100)
+        assert path == tmp_path / "deep" / "checkpoints" / "step-00000100"
+        assert names(path) == ["manifest.json", "rank-00000.safetensors", "state.json"]
+        loaded = zeros_like(some_tensors())
+        checkpoint.load(path, loaded)
+        for name, tensor in some_tensors().items():
+            assert loaded[name].dtype == tensor.dtype
+            assert torch.equal(loaded[name], tensor), name
+        assert checkpoint.verify(path) == []
+
+    @pytest.mark.parametrize("name", DTYPES)
+    def test_every_dtype(self, name: str, tmp_path: Path) -> None:
+        # The odd byte before it would leave a wider dtype misaligned in the file.
+        bits = torch.arange(48, dtype=torch.uint8) % 2 if name == "bool" else torch.arange(48, dtype=torch.uint8)
+        tensors = {"model.odd": torch.ones(1, dtype=torch.uint8), "model.x": bits.view(DTYPES[name])}
+        path = checkpoint.save(tmp_path, step=1, tensors=tensors, state={})
+        loaded = zeros_like(tensors)
+        checkpoint.load(path, loaded)
+        assert torch.equal(loaded["model.x"].view(torch.uint8), bits)
+
+    def test_files_are_plain_safetensors(self, tmp_path: Path) -> None:
+        stored = load_file(saved(tmp_path) / "rank-00000.safetensors")
+        assert stored.keys() == some_tensors().keys()
+        assert torch.equal(stored["model.weight"], some_tensors()["model.weight"])
+        assert torch.equal(stored["model.transposed"], some_tensors()["model.transposed"])
+
+    def test_module_with_buffers(self, tmp_path: Path) -> None:
+        module, other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        module(torch.randn(8, 4))
+        path = checkpoint.save(tmp_path, step=1, tensors=module.state_dict(prefix="model."), state={})
+        checkpoint.load(path, other.state_dict(prefix="model."))
+        assert all(
+            torch.equal(a, b) for a, b in zip(module.state_dict().values(), other.state_dict().values(), strict=True)
+        )
+        assert other.num_batches_tracked == 1
+
+    def test_non_contiguous_and_tied_targets(self, tmp_path: Path) -> None:
+        path = checkpoint.save(tmp_path, step=1, tensors={"model.x": torch.arange(6.0).view(2, 3)}, state={})
+        target = torch.zeros(3, 2)
+        checkpoint.load(path, {"model.x": target.t()})
+        assert target.tolist() == [[0, 3], [1, 4], [2, 5]]
+        both = torch.arange(3.0)
+        path = checkpoint.save(tmp_path, step=2, tensors={"model.a": both, "model.b": both}, state={})
+        tied = torch.zeros(3)
+        checkpoint.load(path, {"model.a": tied, "model.b": tied})
+        assert torch.equal(tied, both)
+
+    def test_state_is_exact(self, tmp_path: Path) -> None:
+        state = {
+            "lr": 0.1 + 0.2,
+            "tiny": 5e-324,
+            "best": math.inf,
+            "none": None,
+            "on": True,
+            "big": 2**80,
+            "l": [1, "é"],
+        }
+        path = checkpoint.save(tmp_path, step=1, tensors={}, state=state)
+        assert checkpoint.read_state(path) == state
+        assert checkpoint.verify(path) == []
+
+    def test_bytes_do_not_depend_on_when_or_where(self, tmp_path: Path) -> None:
+        one, two = saved(tmp_path / "a"), saved(tmp_path / "b")
+        assert all((one / name).read_bytes() == (two / name).read_bytes() for name in names(one))
+
+    def test_no_pickle_is_read_or_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Bomb:
+            def __reduce__(self):
+                return (pytest.fail, ("a pickle was read",))
+
+        def refuse(*_, **__):
+            raise AssertionError("pickle was used")
+
+        poison = pickle.dumps(Bomb())
+        for name in ("load", "loads", "dump", "dumps", "Unpickler", "Pickler"):
+            monkeypatch.setattr(pickle, name, refuse)
+        path = saved(tmp_path)
+        (path / ".metadata").write_bytes(poison)
+        (path / "__0_0.distcp").write_bytes(poison)
+        loaded = zeros_like(some_tensors())
+        checkpoint.load(path, loaded)
+        assert torch.equal(loaded["model.weight"], some_tensors()["model.weight"])
+        assert checkpoint.latest(tmp_path) == path
+        assert checkpoint.verify(path) == []
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("tensors", "said"),
+        [
+            ({"model.name": "adam", "model.ok": torch.ones(1)}, "not tensors.*model.name$"),
+            ({"model.m": torch.ones(2, device="meta")}, "meta device.*model.m$"),
+            ({"model.c": torch.ones(2, dtype=torch.complex128)}, "dtype that a checkpoint cannot hold.*model.c$"),
+            ({"model.s": torch.ones(2).to_sparse()}, "not dense: model.s$"),
+        ],
+    )
+    def test_what_is_not_a_plain_tensor(self, tensors, said: str, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.save(tmp_path, step=1, tensors=tensors, state={})
+        assert names(tmp_path) == []
+
+    def test_what_is_not_json(self, tmp_path: Path) -> None:
+        state = {"ok": [1, {"t": torch.ones(1)}], 3: "x", "path": Path("a")}
+        with pytest.raises(
+            CheckpointError, match=r"Tensor at ok\[1\].t, a key of type int at \[3\], PosixPath at path"
+        ):
+            checkpoint.save(tmp_path, step=1, tensors={}, state=state)
+
+    @pytest.mark.parametrize("options", [{"step": -1}, {"step": 1, "keep": 0}])
+    def test_numbers_out_of_range(self, options, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match="allowed"):
+            checkpoint.save(tmp_path, tensors={}, state={}, **options)
+
+    def test_everything_that_does_not_fit_is_said_at_once(self, tmp_path: Path) -> None:
+        path = saved(tmp_path)
+        other = some_tensors() | {f"model.new{i:02}": torch.ones(1) for i in range(12)}
+        del other["model.half"], other["model.flags"], other["optimizer.weight.step"]
+        other["model.weight"] = torch.full((5, 4), 9.0)
+        other["model.count"] = torch.tensor(1, dtype=torch.int32)
+        before = {name: tensor.clone() for name, tensor in other.items()}
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.load(path, other)
+        text = str(caught.value)
+        assert "checkpoint of another model?" in text
+        assert "missing from the checkpoint (12): model.new00, " in text
+        assert "model.new09 and 2 more" in text
+        assert "model.new10" not in text
+        assert "only in the checkpoint (2): model.flags, model.half" in text
+        assert "optimizer.weight.step" not in text
+        assert "model.weight float32[5, 4] here, float32[5, 3] there" in text
+        assert "model.count int32[] here, int64[] there" in text
+        assert all(torch.equal(tensor, before[name]) for name, tensor in other.items())
+
+    def test_extra_names_are_sought_among_the_same_prefixes(self, tmp_path: Path) -> None:
+        path = saved(tmp_path)
+        step = {"optimizer.weight.step": torch.tensor(0.0)}
+        checkpoint.load(path, step)
+        assert step["optimizer.weight.step"] == 3.0
+        with pytest.raises(CheckpointError, match=r"only in the checkpoint \(6\): model.count, model.empty"):
+            checkpoint.load(path, step | {"model.weight": torch.zeros(5, 3)})
+
+    def test_target_on_meta(self, tmp_path: Path) -> None:
+        path = saved(tmp_path)
+        with pytest.raises(CheckpointError, match=r"nothing to load into: model.weight"):
+            checkpoint.load(path, some_tensors() | {"model.weight": torch.ones(5, 3, device="meta")})
+
+    def test_a_manifest_that_points_outside(self, tmp_path: Path) -> None:
+        path = saved(tmp_path)
+        text = (path / "manifest.json").read_text().replace("rank-00000.safetensors", "../rank-00000.safetensors")
+        (path / "manifest.json").write_text(text)
+        with pytest.raises(CheckpointError, match="points out of the checkpoint"):
+            checkpoint.load(path, some_tensors())
+
+    def test_a_manifest_with_a_gap(self, tmp_path: Path) -> None:
+        path = saved(tmp_path)
+        given = json.loads((path / "manifest.json").read_text())
+        given["tensors"]["model.weight"]["chunks"][0]["sizes"] = [4, 3]
+        (path / "manifest.json").write_text(json.dumps(given))
+        with pytest.raises(CheckpointError, match="do not fill"):
+            checkpoint.load(path, some_tensors())
+
+    @pytest.mark.parametrize(
+        ("change", "said"), [({"version": 2}, "checkpoint format 2"), ({"format": "x"}, "of this kind")]
+    )
+    def test_another_format(self, change: dict, said: str, tmp_path: Path) -> None:
+        path = saved(tmp_path)
+        given = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps(given | change))
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.load(path, some_tensors())
+
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointError, match="there is no checkpoint"):
+            checkpoint.load(tmp_path / "step-00000001", {})
+        with pytest.raises(CheckpointError, match=r"no state.json"):
+            checkpoint.read_state(tmp_path)
+
+
+class TestDamage:
+    def test_missing_and_cut_files(self, tmp_path: Path) -> None:
+        path = saved(tmp_path)
+        shard = path / "rank-00000.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-1])
+        assert "bytes" in "".join(checkpoint.verify(path))
+        assert checkpoint.latest(tmp_path) is None
+        with pytest.raises(CheckpointError, match=r"not a complete checkpoint: rank-00000.safetensors has \d+ bytes"):
+            checkpoint.load(path, some_tensors())
+        shard.unlink()
+        (path / "state.json").unlink()
+        assert checkpoint.verify(path) == ["rank-00000.safetensors is missing", "state.json is missing"]
+
+    @pytest.mark.parametrize("name", ["rank-00000.safetensors", "state.json"])
+    def test_one_flipped_bit(self, name: str, tmp_path: Path) -> None:
+        path = saved(tmp_path)
+        data = bytearray((path / name).read_bytes())
+        data[-2] ^= 1
+        (path / name).write_bytes(data)
+        (problem,) = checkpoint.verify(path)
+        assert problem.startswith(f"{name} has changed since it was written")
+
+    @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "phalanx-checkpoint", "version": 1}'])
+    def test_damaged_manifest(self, text: str, tmp_path: Path) -> None:
+        path = saved(tmp_path)
+        (path / "manifest.json").write_text(text)
+        (problem,) = checkpoint.verify(path)
+        assert "manifest.json" in problem
+        assert checkpoint.latest(tmp_path) is None
+
+    def test_chunks_elsewhere_than_listed(self, tmp_path: Path) -> None:
+        path = saved(tmp_path)
+        given = json.loads((path / "manifest.json").read_text())
+        given["tensors"]["model.weight"]["chunks"][0]["key"] = "model.half"
+        (path / "manifest.json").write_text(json.dumps(given))
+        assert checkpoint.verify(path) == ["rank-00000.safetensors does not hold model.half of shape [5, 3]"]
+
+    def test_no_manifest(self, tmp_path: Path) -> None:
+        path = saved(tmp_path)
+        (path / "manifest.json").unlink()
+        assert checkpoint.verify(path) == [f"{path} is not a complete checkpoint: it has no manifest.json"]
+
+
+class TestFolder:
+    def test_keeps_the_newest(self, tmp_path: Path) -> None:
+        for step in (1, 2, 3, 10):
+            saved(tmp_path, step=step, keep=2)
+        assert names(tmp_path) == ["step-00000003", "step-00000010"]
+        assert checkpoint.latest(tmp_path) == tmp_path / "step-00000010"
+
+    def test_steps_beyond_eight_digits_are_newer(self, tmp_path: Path) -> None:
+        saved(tmp_path, step=99_999_999, keep=1)
+        saved(tmp_path, step=100_000_000, keep=1)
+        assert names(tmp_path) == ["step-100000000"]
+        assert checkpoint.latest(tmp_path) == tmp_path / "step-100000000"
+
+    def test_later_steps_are_left_alone(self, tmp_path: Path) -> None:
+        for step in (10, 20, 5, 6):
+            saved(tmp_path, step=step, keep=1)
+        assert names(tmp_path) == ["step-00000006", "step-00000020"]
+
+    def test_saving_a_step_again_replaces_it(self, tmp_path: Path) -> None:
+        saved(tmp_path)
+        path = checkpoint.save(tmp_path, step=1, tensors={"model.x": torch.ones(1)}, state={"again": True})
+        assert names(tmp_path) == ["step-00000001"]
+        assert checkpoint.read_state(path) == {"again": True}
+        assert list(Manifest.read(path).tensors) == ["model.x"]
+
+    def test_latest_passes_over_the_incomplete(self, tmp_path: Path) -> None:
+        first, second = saved(tmp_path, step=1), saved(tmp_path, step=2)
+        (second / "manifest.json").unlink()
+        (tmp_path / "step-00000003").mkdir()
+        (tmp_path / "step-00000004").write_text("not a folder")
+        shutil.copytree(first, tmp_path / ".step-00000005.tmp")
+        assert checkpoint.latest(tmp_path) == first
+        assert checkpoint.latest(tmp_path / "nowhere") is None
+
+    def test_leftovers_of_crashed_saves_are_cleaned(self, tmp_path: Path) -> None:
+        saved(tmp_path, step=1)
+        (tmp_path / ".step-00000002.tmp").mkdir()
+        (tmp_path / ".step-00000002.tmp" / "rank-00000.safetensors").write_text("half")
+        (tmp_path / "notes.txt").write_text("mine")
+        (tmp_path / ".step-00000001.old").mkdir()
+        saved(tmp_path, step=3)
+        assert names(tmp_path) == ["notes.txt", "step-00000001", "step-00000003"]
+
+    def test_what_a_crash_moved_aside_comes_back(self, tmp_path: Path) -> None:
+        path = saved(tmp_path, step=1)
+        path.rename(tmp_path / ".step-00000001.old")
+        saved(tmp_path, step=2)
+        assert names(tmp_path) == ["step-00000001", "step-00000002"]
+        assert checkpoint.verify(path) == []
