@@ -69,15 +69,14 @@ def command(job: str, counts: tuple[int, ...] | None, plans: tuple[Plan, ...], s
 
     summaries = _measure(loaded, job, chosen, Console(stderr=True))
     rows = [scaled(summary, summaries[0]) for summary in summaries]
-    device = summaries[0].device
     if as_json:
-        measured = {"job": loaded.name, "batch": loaded.batch, "steps": steps, "device": device}
+        measured = {"job": loaded.name, "batch": loaded.batch, "steps": steps}
         print_json({**measured, "plans": [asdict(row) for row in rows]})
         return
     stdout = Console()
-    stdout.print(f"{loaded.name}: {loaded.batch} samples a step on {device}, {steps} steps a plan", highlight=False)
+    stdout.print(f"{loaded.name}: {loaded.batch} samples a step, {steps} steps a plan", highlight=False)
     stdout.print(scaling_table(rows), highlight=False)
-    if device == "cpu":
+    if any(row.device == "cpu" for row in rows):
         stdout.print(f"[dim]{_CPU_NOTE}[/]", highlight=False)
 
 
@@ -110,6 +109,7 @@ def _measure(job: Job, reference: str, plans: Sequence[Plan], console: Console) 
     from phalanx.observe.follow import Follower
     from phalanx.observe.progress import progress
     from phalanx.observe.summary import summarise
+    from phalanx.parallel import device_kind
 
     summaries: list[RunSummary] = []
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as scratch:
@@ -117,6 +117,7 @@ def _measure(job: Job, reference: str, plans: Sequence[Plan], console: Console) 
             folder = Path(scratch) / str(number)
             viewer = progress(console, label=str(plan), lines=frozenset({"start", "warning"}))
             with Follower(folder / "events.jsonl", [viewer]) as follower:
-                fit(job, run=RunSpec(job=reference, plan=plan, folder=folder), watch=follower, cores=1)
+                run = RunSpec(job=reference, plan=plan, folder=folder)
+                fit(job, run=run, watch=follower, cores=1 if device_kind(plan) == "cpu" else None)
             summaries.append(summarise(folder))
     return summaries

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.api import fit, prove
-from phalanx.hardware import this_machine
+from phalanx.hardware import cores, cuda_devices
 from phalanx.launch.jobfile import load_job
 from phalanx.observe.draw import draw
 from phalanx.observe.follow import Follower
@@ -22,6 +22,7 @@ from phalanx.observe.progress import Waiting, progress
 from phalanx.observe.summary import RunSummary, summarise
 from phalanx.observe.tables import Scaled, scaled, scaled_cells
 from phalanx.spec import Cluster, Job, Plan, RunSpec
+from phalanx.spec.plan import Device
 
 JOBS = {
     "phalanx.demo.jobs.digits:job": "a convolutional net reads handwritten digits",
@@ -87,10 +88,13 @@ class Tour:
 
     def __init__(self, *, folder: Path, devices: int | None, steps: int | None, console: Console) -> None:
         self._folder, self._steps, self._console = folder, steps, console
-        there = this_machine()
-        most = there.per_node if there.device == "cuda" else min(there.per_node, _MOST_CORES)
-        self._there = there
-        self._machine = Cluster(device=there.device, per_node=devices or max(2, most))
+        gpus = cuda_devices()
+        if gpus >= (devices or 2):
+            self._machine = Cluster(device="cuda", per_node=devices or gpus)
+        else:
+            self._machine = Cluster(device="cpu", per_node=devices or max(2, min(cores(), _MOST_CORES)))
+        # a GPU for one run and cores for the other would be no comparison
+        self._device: Device = "cpu" if self._machine.device == "cpu" and gpus else "auto"
 
     def walk(self) -> Result:
         """Run everything; each run leaves its folder."""
@@ -103,17 +107,15 @@ class Tour:
         self._console.print(
             f"[bold]Phalanx demo[/] on {devices} {kind}s: two jobs, each on 1 and on {devices} of them."
         )
-        if devices > self._there.per_node:
-            self._console.print(
-                f"[yellow]This machine has {self._there.per_node} {kind}, which {devices} processes share: "
-                "the same result, no speed-up.[/]"
-            )
+        if self._machine.device == "cpu" and devices > cores():
+            few = f"{cores()} core" if cores() == 1 else f"{cores()} cores"
+            self._console.print(f"[yellow]{devices} processes share {few} here: the same result, less speed-up.[/]")
 
     def _job(self, reference: str, what: str) -> list[Stop]:
         job = load_job(reference)
-        plan = Plan(dp=min(self._machine.per_node, job.batch))
+        plan = Plan(dp=min(self._machine.per_node, job.batch), device=self._device)
         self._console.print(f"\n[bold]{escape(job.name)}[/]: {what}, {job.batch} samples a step\n", highlight=False)
-        single = self._train(job, reference, Plan())
+        single = self._train(job, reference, Plan(device=self._device))
         click.echo(_indented(draw(plan, batch=job.batch, device=self._machine.device, width=76)), err=True)
         split = self._train(job, reference, plan)
         steps = min(_PROOF_STEPS, self._steps or _PROOF_STEPS)
@@ -124,11 +126,11 @@ class Tour:
         return [_stop(job, single, single), _stop(job, split, single, proof.equal, proof.largest)]
 
     def _train(self, job: Job, reference: str, plan: Plan) -> RunSummary:
-        folder = self._folder / f"{job.name}-{str(plan).replace('=', '')}"
+        folder = self._folder / f"{job.name}-{plan.kind if plan.kind == 'single' else f'dp{plan.dp}'}"
         viewer = progress(self._console, label=f"{plan!s:<7}", lines=frozenset({"warning"}))
         run = RunSpec(job=reference, plan=plan, folder=folder, steps=self._steps)
         with Follower(folder / "events.jsonl", [viewer]) as follower:
-            fit(job, run=run, watch=follower, cores=1)
+            fit(job, run=run, watch=follower, cores=1 if self._machine.device == "cpu" else None)
         return summarise(folder)
 
 

@@ -120,7 +120,7 @@ class Bar(Viewer):
         self._lines = lines
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]✓"),
-            *([TextColumn(escape(label))] if label else []),
+            *([TextColumn("{task.fields[label]}")] if label else []),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
@@ -128,7 +128,7 @@ class Bar(Viewer):
             auto_refresh=False,
             redirect_stdout=_same_terminal(),
         )
-        self._task = self._progress.add_task("starting", total=None)
+        self._task = self._progress.add_task("starting", total=None, label=escape(label))
         self._pace = Pace()
         self._total: int | None = None
         self._started = False
@@ -165,7 +165,7 @@ class Waiting:
         self._console, self._what = console, what
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]✓"),
-            TextColumn(escape(what)),
+            TextColumn("{task.description}"),
             TimeElapsedColumn(),
             console=console,
             auto_refresh=False,
@@ -179,7 +179,7 @@ class Waiting:
             self._progress.refresh()
 
     def __enter__(self) -> Self:
-        self._progress.add_task("", total=None)
+        self._progress.add_task(escape(self._what), total=None)
         if not self._console.is_terminal:
             self._console.print(self._what, highlight=False, markup=False)
         return self

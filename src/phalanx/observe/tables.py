@@ -39,6 +39,7 @@ class Scaled:
     Attributes:
         plan: as one line of text.
         devices: that it uses.
+        device: their kind.
         step_seconds: median.
         samples_per_second: median.
         speed_up: samples/s over that of the first plan.
@@ -48,6 +49,7 @@ class Scaled:
 
     plan: str
     devices: int
+    device: str
     step_seconds: float
     samples_per_second: float
     speed_up: float
@@ -62,6 +64,7 @@ def scaled(summary: RunSummary, base: RunSummary) -> Scaled:
     return Scaled(
         plan=summary.plan,
         devices=summary.devices,
+        device=summary.device,
         step_seconds=summary.step_seconds or 0.0,
         samples_per_second=rate,
         speed_up=speed_up,
@@ -110,7 +113,7 @@ def scaling_table(rows: Sequence[Scaled]) -> RenderableType:
     for heading in ("devices", "time\nper step", "samples/s", "speed-up", "efficiency", "peak memory\nof a rank"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(row.plan, str(row.devices), *scaled_cells(row))
+        table.add_row(row.plan, f"{row.devices} {row.device}", *scaled_cells(row))
     return table
 
 
