@@ -110,14 +110,15 @@ def command(*argv: str) -> Callable[[], Measures]:
     return run
 
 
-def alternate(contenders: Sequence[Contender], rounds: int) -> list[list[Measures]]:
-    """Measures of every round, contenders in the order given. An unmeasured round before them warms the caches."""
+def alternate(contenders: Sequence[Contender], rounds: int, *, warm_up: int = 1) -> list[list[Measures]]:
+    """Measures of every round, contenders in the order given, after ``warm_up`` unmeasured rounds that fill caches."""
     results: list[list[Measures]] = []
-    for number in range(rounds + 1):
+    for number in range(1 - warm_up, rounds + 1):
         measured = [contender.run() for contender in contenders]
-        if number:
+        if number > 0:
             results.append(measured)
-        print(f"round {number} of {rounds}", end="\r", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            print(f"round {number} of {rounds}", end="\r", file=sys.stderr, flush=True)
     return results
 
 

@@ -28,7 +28,7 @@ WITHIN = 0.10
 
 
 def main() -> int:
-    rounds = rounds_from_command_line(3)
+    rounds = rounds_from_command_line(1)
     small, large = (sum(p.numel() for p in Stack(depth).parameters()) for depth in (8, 24))
     table = Table(title=f"memory of one rank of {RANKS}, AdamW (medians of {rounds} rounds)", title_justify="left")
     headings = (
@@ -45,7 +45,7 @@ def main() -> int:
     met = True
     for plan, theory in THEORY.items():
         sides = [Contender(name=job, run=train(job, plan, STEPS)) for job in ("stack_8", "stack_24")]
-        results = alternate(sides, rounds)
+        results = alternate(sides, rounds, warm_up=0)
         low, high = (statistics.median(row[index]["peak_bytes"] for row in results) for index in range(2))
         slope = (high - low) / (large - small)
         good = abs(slope / theory - 1) <= WITHIN
