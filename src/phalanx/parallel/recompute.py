@@ -36,10 +36,15 @@ _KEPT = [
 def apply(module: nn.Module, plan: Plan) -> nn.Module:
     """Recompute each block of ``module``, in place; names stay as they are.
 
-    A model without repeated blocks recomputes its direct children that have parameters.
+    A model without repeated blocks recomputes its direct children that have parameters. A cache of keys and values, as
+    transformers' models keep by default, is switched off: the second forward would append to it.
     """
     if plan.recompute == "none":
         return module
+    for child in module.modules():
+        config: Any = getattr(child, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
     extra: dict[str, Any] = {}
     if plan.recompute == "selective":
         extra["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)

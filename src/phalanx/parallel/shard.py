@@ -22,6 +22,7 @@ Use the lowest stage that fits: 1 costs nothing, 3 costs communication.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,6 +97,8 @@ def apply(module: nn.Module, device: torch.device, plan: Plan) -> nn.Module:
 
     With half precision, parameters are gathered in it and gradients are reduced in fp32.
     """
+    # Outputs that are views (logits[:, 0], say) are read by the loss, not written to, and so are safe.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     dtype = _DTYPES.get(plan.precision)
     reduce = torch.float32 if dtype else None
     offload = OffloadPolicy()

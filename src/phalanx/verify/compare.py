@@ -37,10 +37,12 @@ class Tolerance:
     def of(cls, precision: str, *, batch: int, layers: int, steps: int) -> Tolerance:
         """The tolerance of a proof over ``steps`` steps at this precision."""
         unit = _UNIT_ROUNDOFF[precision]
-        gradient = 4 * unit * math.sqrt(batch + layers)
-        return cls(
-            loss=gradient, gradient=gradient, noise=gradient, parameter=min(1.0, 100 * gradient * math.sqrt(steps))
-        )
+        gradient = 16 * unit * math.sqrt(batch + layers)
+        loss = 16 * (unit * math.sqrt(layers) + _UNIT_ROUNDOFF["fp32"] * math.sqrt(batch))
+        if precision == "fp32":
+            gradient, loss = min(gradient, _PROMISE), min(loss, _PROMISE)
+        parameter = min(1.0, 100 * gradient * math.sqrt(steps))
+        return cls(loss=loss, gradient=gradient, noise=gradient, parameter=parameter)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

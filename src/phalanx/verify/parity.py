@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-from phalanx.launch import launch
+from phalanx.launch import launch, make_ready
 from phalanx.parallel import batch_statistics, dropouts
 from phalanx.spec import Job, Plan
 from phalanx.spec.plan import Device, Precision
@@ -144,6 +144,7 @@ class _Captured:
 def _run(job: Job, plan: Plan, steps: int, watch: Watch) -> _Captured:
     with tempfile.TemporaryDirectory(prefix="phalanx-proof-") as name:
         folder = Path(name)
+        make_ready(plan)
         ranks = launch(capture(job, plan, steps, folder), plan.world_size, watch=watch)
         # Read whole, not mapped: the folder goes.
         gradients, parameters = ((folder / f"{part}.safetensors").read_bytes() for part in ("gradients", "parameters"))
