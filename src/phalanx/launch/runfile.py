@@ -28,7 +28,7 @@ def prepare_run(run: RunSpec) -> Path:
     """
     runfile = run.folder / "run.toml"
     if run.folder.exists() and not run.folder.is_dir():
-        raise _wrong(f"{run.folder}, which is a file", "a folder", f"--folder {run.folder}-1")
+        raise _wrong(f"{run.folder}, which is a file", "a folder", f"--run {run.folder}-1")
     if runfile.exists():
         _check_same_job(run, runfile)
     step = _last_step(run.folder)
@@ -37,21 +37,21 @@ def prepare_run(run: RunSpec) -> Path:
         raise _wrong(
             f"{run.folder}, which holds a run of {_job_in(runfile)} {at}",
             "a new folder, or --resume to go on",
-            "--resume" if step is not None else f"--folder {_next_free(run.folder)}",
+            "--resume" if step is not None else f"--run {_next_free(run.folder)}",
         )
     if run.resume and step is None:
         holds = "holds no checkpoint" if run.folder.exists() else "does not exist"
         raise _wrong(
             f"--resume with {run.folder}, which {holds}",
             "a run folder with a whole checkpoint in checkpoints/",
-            f"--folder {run.folder} without --resume",
+            f"--run {run.folder} without --resume",
         )
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         _write(run.folder / "plan.toml", run.plan.to_toml())
         _write(runfile, dataclasses.replace(run, job=str(Reference.parse(run.job))).to_toml())
     except OSError as error:
-        raise _wrong(f"{run.folder}: {error.strerror}", "a folder that can be written", "--folder /tmp/run-1") from None
+        raise _wrong(f"{run.folder}: {error.strerror}", "a folder that can be written", "--run /tmp/run-1") from None
     return runfile
 
 
@@ -75,7 +75,7 @@ def _check_same_job(run: RunSpec, runfile: Path) -> None:
         raise _wrong(
             f"{run.folder}, which holds a run of {held}, for the job {run.job}",
             "a folder of the same job, or a new one",
-            f"--folder {default_folder(Reference.parse(run.job).stem, run.folder.parent)}",
+            f"--run {default_folder(Reference.parse(run.job).stem, run.folder.parent)}",
         )
 
 
