@@ -187,6 +187,7 @@ def _footnotes(result: Result) -> Sequence[RenderableType]:
         notes.append("A device here is one CPU core; the single process computes on one, too.")
     notes += ["Peak memory: the largest of any rank.", "", "Runs:"]
     notes += [f"  {stop.folder}" for stop in result.stops]
+    notes += ["", f"Yourself: phalanx train {next(iter(JOBS)).removesuffix(':job')} -n {result.machine.per_node}"]
     return [f"[dim]{escape(note)}[/]" for note in notes]
 
 
