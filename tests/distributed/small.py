@@ -1,0 +1,53 @@
+"""A job that trains in milliseconds, and a way to run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import phalanx as px
+
+LENGTH, BATCH = 103, 32  # the last batch of an epoch has 7
+
+
+class Net(nn.Module):
+    """Three blocks and a head; rows that do not divide over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(9, 9) for _ in range(3)])
+        self.head = nn.Linear(9, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+def table(length: int = LENGTH, seed: int = 0) -> px.Table:
+    generator = torch.Generator().manual_seed(seed)
+    return px.Table(x=torch.randn(length, 9, generator=generator), y=torch.randint(5, (length,), generator=generator))
+
+
+def job(**how: Any) -> px.Job:
+    """The job, with anything changed."""
+    given: dict[str, Any] = {
+        "model": Net,
+        "data": table,
+        "loss": lambda output, batch: px.cross_entropy(output, batch["y"]),
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
+        "batch": BATCH,
+        "epochs": 2,
+        **how,
+    }
+    return px.Job(**given)
+
+
+def fit(plan: str, folder: str | Path, *, resume: bool = False, checkpoint_every: int = 0, **how: Any) -> px.Run:
+    """Train the job under ``plan`` in ``folder``."""
+    chosen = px.Plan.parse(plan)
+    run = px.RunSpec(job="small", plan=chosen, folder=Path(folder), resume=resume, checkpoint_every=checkpoint_every)
+    return px.fit(job(**how), run=run)

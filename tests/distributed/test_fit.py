@@ -1,0 +1,148 @@
+"""Whole runs: what a run folder holds, resuming under any plan, evaluation, every way in."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small import BATCH, LENGTH, fit, job, table
+
+import phalanx as px
+from phalanx.data import audit, read_ledger
+from phalanx.events import faults
+
+
+def test_a_run_folder_holds_what_happened(tmp_path: Path) -> None:
+    run = fit("dp=2", tmp_path / "run", checkpoint_every=3, evaluate=lambda: table(50, seed=1), evaluate_every=4)
+    events = list(run.events())
+    assert [fault for event in events for fault in faults(event)] == []
+    assert [event["step"] for event in run.events("step")] == list(range(8))
+    assert [event["samples"] for event in run.events("step")] == [32, 32, 32, 7] * 2
+    assert [event["step"] for event in run.events("checkpoint")] == [3, 6, 8]
+    assert [event["step"] for event in run.events("evaluate")] == [4, 8]
+    assert [event["rank"] for event in run.events("memory")] == [0, 1]
+    assert events[0]["event"] == "start"
+    assert events[-1]["event"] == "end"
+    assert str(run.plan) == "dp=2"
+    assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A run stopped after 5 of 8 steps, one into the second epoch, and the losses of one that was not."""
+    folder = tmp_path_factory.mktemp("half")
+    whole = fit("dp=2", folder / "whole", epochs=2)
+    fit("dp=2", folder / "half", epochs=None, steps=5)
+    return folder / "half", whole.losses
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["dp=2", "single", "dp=3", "threads=2", "fsdp=2", "fsdp=3 zero=1", "fsdp=2 zero=2", "dp=2 offload=optimizer"],
+)
+def test_resume_goes_on_under_any_plan(plan: str, halfway: tuple[Path, list[float]], tmp_path: Path) -> None:
+    folder, losses = halfway
+    shutil.copytree(folder, tmp_path / "run")
+    run = fit(plan, tmp_path / "run", resume=True)
+    if plan == "dp=2":
+        assert run.losses == losses
+    else:
+        assert run.losses == pytest.approx(losses, rel=1e-6)
+    assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
+    assert len(read_ledger(run.folder / "ledger")) == 8
+    assert next(run.events("resume"))["step"] == 5
+
+
+def test_fp16_resumes_with_its_loss_scale(tmp_path: Path) -> None:
+    whole = fit("precision=fp16", tmp_path / "whole")
+    fit("precision=fp16", tmp_path / "half", epochs=None, steps=5)
+    assert fit("precision=fp16", tmp_path / "half", resume=True).losses == whole.losses
+
+
+@pytest.mark.parametrize("plan", ["single micro=5", "dp=3", "fsdp=4", "threads=3", "fsdp=2 zero=2"])
+def test_evaluation_counts_each_sample_once(plan: str, tmp_path: Path) -> None:
+    seen = fit(
+        plan,
+        tmp_path / "run",
+        epochs=None,
+        steps=1,
+        evaluate=lambda: table(35, seed=1),  # a last batch of 3: fewer samples than ranks
+        metrics=lambda output, batch: {"ones": px.Loss(torch.ones(len(output)).sum(), 1)},
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+    ).evaluation
+    assert seen is not None
+    model = _initial()
+    data = table(35, seed=1).__getitems__(list(range(35)))
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(data["x"]), data["y"])
+    assert seen["samples"] == 35
+    assert seen["loss"] == pytest.approx(float(expected), rel=1e-6)
+
+
+def _initial() -> torch.nn.Module:
+    from phalanx.train.assembly import build_model
+
+    return build_model(job())
+
+
+def test_the_device_count_never_changes_the_learning_rate(tmp_path: Path) -> None:
+    schedule = px.Schedule(decay="cosine", warmup_samples=96)
+    rates = [
+        [e["lr"] for e in fit(plan, tmp_path / plan, schedule=schedule).events("step")] for plan in ("single", "dp=3")
+    ]
+    assert rates[0] == rates[1]
+    assert rates[0][:3] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2])
+
+
+def test_clipping_is_by_the_global_norm(tmp_path: Path) -> None:
+    norms = [
+        [event["grad_norm"] for event in fit(plan, tmp_path / plan, clip=0.05).events("step")]
+        for plan in ("single", "fsdp=3", "fsdp=2 zero=2", "dp=2 fsdp=2 zero=1")
+    ]
+    for other in norms[1:]:
+        assert other == pytest.approx(norms[0], rel=1e-5)
+    assert min(norms[0]) > 0.05
+
+
+def test_build_leaves_the_loop_to_the_user() -> None:
+    step, loader = px.build(job(), "threads=2")
+    losses = [step(batch).loss for batch in loader]
+    assert len(losses) == 8
+    assert losses == pytest.approx(fit("single", "one").losses, rel=1e-6)
+
+
+SCRIPT = """
+import json, sys, torch
+torch.set_num_threads(1)
+import phalanx as px
+from small import job
+step, loader = px.build(job())
+losses = [step(batch).loss for batch in loader]
+if torch.distributed.get_rank() == 0:
+    print(json.dumps(losses))
+"""
+
+
+def test_a_loop_of_ones_own_under_torchrun(tmp_path: Path) -> None:
+    import json
+
+    (tmp_path / "script.py").write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{SCRIPT}")
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "script.py",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == pytest.approx(fit("single", "one").losses, rel=1e-6)

@@ -1,0 +1,196 @@
+"""What users get wrong: one clear error each, before any process starts where it can be known there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import phalanx as px
+from phalanx.errors import PhalanxError, RefusedError, SpecError, WorkerError
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+from small import Net, fit, job, table
+
+
+@pytest.fixture
+def no_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes starting a process an error."""
+
+    def refuse() -> int:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(os, "fork", refuse)
+
+
+@pytest.mark.usefixtures("no_fork")
+class TestBeforeAnyProcess:
+    def test_more_ranks_than_samples(self) -> None:
+        with pytest.raises(RefusedError, match="5 replicas for a global batch of 4") as caught:
+            px.fit(job(batch=4), "dp=5")
+        assert caught.value.problems[0].fix == "dp=4"
+
+    def test_cuda_where_there_is_none(self) -> None:
+        if torch.cuda.device_count():
+            pytest.skip("there is a CUDA device")
+        with pytest.raises(RefusedError, match="device=cuda for 2 replicas; CUDA devices here: 0"):
+            px.fit(job(), "dp=2 device=cuda")
+
+    def test_threads_cannot_be_compiled(self) -> None:
+        with pytest.raises(RefusedError, match="threads and compile"):
+            px.fit(job(), "threads=2 compile=true")
+
+    def test_all_problems_at_once(self) -> None:
+        with pytest.raises(RefusedError) as caught:
+            px.fit(job(batch=2), "threads=3 compile=true")
+        assert len(caught.value.problems) == 2
+
+    def test_a_mesh_that_is_not_the_process_count(self) -> None:
+        with pytest.raises(RefusedError, match="dp=2 for 1 workers"):
+            px.build(job(), "dp=2")
+
+    def test_proving_what_cannot_run(self) -> None:
+        with pytest.raises(RefusedError):
+            px.prove(job(batch=2), "dp=3")
+
+
+def test_a_folder_that_holds_a_run(tmp_path: Path) -> None:
+    fit("single", tmp_path / "run", steps=1, epochs=None)
+    with pytest.raises(SpecError, match="--resume"):
+        fit("single", tmp_path / "run")
+
+
+def fails(match: str, plan: str = "dp=2", **how: Any) -> PhalanxError:
+    with pytest.raises(PhalanxError, match=match) as caught:
+        fit(plan, "run", **how)
+    return caught.value
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2", "fsdp=2"])
+def test_a_loss_that_is_not_a_number(plan: str) -> None:
+    error = fails("the loss of step 0 is nan", plan, loss=lambda output, batch: px.Loss(output.sum() * float("nan"), 1))
+    assert isinstance(error, WorkerError)
+    assert error.kind == "LossError"
+    assert error.step == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda output, batch: output, "a tensor of shape"),
+        (lambda output, batch: 3.0, "a float"),
+        (lambda output, batch: px.Loss(output, 1), "a sum that is a tensor of shape"),
+        (lambda output, batch: px.Loss(output.sum(), output), "a count that is a tensor of shape"),
+    ],
+)
+def test_a_loss_of_a_wrong_form(loss: Any, words: str) -> None:
+    assert "px.Loss(sum, count)" in str(fails(words, "single", loss=loss))
+
+
+class Forgetful(Net):
+    """Has a branch that nothing depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten = nn.Linear(9, 3)
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2", "fsdp=2", "fsdp=2 zero=1", "fsdp=2 zero=2", "threads=2"])
+def test_parameters_without_gradient(plan: str) -> None:
+    assert "forgotten.weight, forgotten.bias" in str(fails("got no gradient", plan, model=Forgetful))
+    allowed = fit(plan, "allowed", model=Forgetful, unused="allow")
+    assert allowed.losses == pytest.approx(fit("single", "same", model=Forgetful, unused="allow").losses, rel=1e-6)
+
+
+def test_an_optimizer_over_other_parameters() -> None:
+    stranger = Net()
+    wrong = {"optimizer": lambda params: torch.optim.SGD(stranger.parameters(), lr=0.1)}
+    assert "it was not given" in str(fails("the optimizer holds", **wrong))
+
+
+def test_an_optimizer_that_leaves_parameters_out() -> None:
+    wrong = {"optimizer": lambda params: torch.optim.SGD(params[1:], lr=0.1)}
+    assert "layers.0.weight" in str(fails("the optimizer holds", **wrong))
+
+
+def test_data_of_another_length_on_each_rank() -> None:
+    error = fails("another length on each rank", data=lambda: table(50 + torch.distributed.get_rank()))
+    assert "rank 0: 50, rank 1: 51" in str(error)
+
+
+class Stream:
+    """Ends one sample earlier on rank 1."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for index in range(64 - torch.distributed.get_rank()):
+            yield {"x": torch.zeros(9), "y": torch.tensor(index % 5)}
+
+
+def test_a_stream_that_ends_earlier_on_one_rank() -> None:
+    assert "by rank: 32, 31" in str(fails("another length on each rank", data=Stream, epochs=1))
+
+
+def test_a_model_that_is_none() -> None:
+    fails("a function that gives NoneType", "single", model=lambda: None)
+
+
+def test_a_checkpoint_of_another_model() -> None:
+    fit("single", "run", steps=2, epochs=None)
+
+    class Wider(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(9, 6)
+            self.extra = nn.Linear(6, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.extra(super().forward(x))
+
+    text = str(fails("another model", "single", resume=True, model=Wider))
+    assert "extra.weight" in text
+    assert "head.weight" in text
+
+
+def test_a_checkpoint_of_another_job() -> None:
+    fit("single", "run", steps=2, epochs=None)
+    assert "seed: 0 there, 1 now" in str(fails("another job", "single", resume=True, seed=1))
+
+
+def test_resuming_from_nothing() -> None:
+    fails("", "single", resume=True)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a small disk needs root")
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount")
+    try:
+        with pytest.raises(WorkerError, match="No space left"):
+            fit("dp=2", disk / "run", checkpoint_every=1, model=Growing)
+        from phalanx.checkpoint import latest, verify
+
+        path = latest(disk / "run" / "checkpoints")
+        assert path is not None
+        assert path.name == "step-00000001"
+        assert verify(path) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+class Growing(Net):
+    """About 80 kB with its optimizer state: one checkpoint fits on the disk, a second beside it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(9, 600), nn.Linear(600, 9)])
