@@ -79,7 +79,7 @@ def fit(
     """
     import torch
 
-    from phalanx.launch import default_folder, launch, place_from_environment, prepare_run
+    from phalanx.launch import default_folder, launch, make_ready, place_from_environment, prepare_run
     from phalanx.train import overrides
     from phalanx.train.assembly import refuse
     from phalanx.train.loop import train
@@ -90,6 +90,7 @@ def fit(
     where = Path(folder) if folder is not None else run.folder if run is not None else default_folder(job.name)
     spec = replace(run, plan=chosen, folder=where) if run else RunSpec(job=job.name, plan=chosen, folder=where)
     job = overrides.apply(job, spec)
+    make_ready(chosen)
     if place is not None:
         if place.rank == 0:
             prepare_run(spec)

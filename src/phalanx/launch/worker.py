@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -13,8 +12,10 @@ from phalanx.comm import Place
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.launch.failure import Failure, describe, worker_error
 from phalanx.launch.jobfile import load_job
+from phalanx.launch.readiness import make_ready
 from phalanx.launch.torchelastic import claim, place_from_environment
-from phalanx.spec import Job, RunSpec
+from phalanx.spec import RunSpec
+from phalanx.train import overrides
 from phalanx.train.loop import train
 
 _SECOND_THOUGHTS = 0.5  # seconds in which the worker that failed first may say so before one that only lost its peer
@@ -31,23 +32,8 @@ def work(run: RunSpec, place: Place, report: Callable[[int], None]) -> dict[str,
     Returns:
         The summary of the training loop.
     """
-    return train(job_of(run), run, place, report=report)
-
-
-def job_of(run: RunSpec) -> Job:
-    """The job that the run names, with the run's own batch, epochs or steps in place of the job's.
-
-    Raises:
-        SpecError: see ``load_job``.
-    """
-    job = load_job(run.job)
-    if run.batch is not None:
-        job = dataclasses.replace(job, batch=run.batch)
-    if run.epochs is not None:
-        job = dataclasses.replace(job, epochs=run.epochs, steps=None)
-    if run.steps is not None:
-        job = dataclasses.replace(job, steps=run.steps, epochs=None)
-    return job
+    make_ready(run.plan)
+    return train(overrides.apply(load_job(run.job), run), run, place, report=report)
 
 
 def main(runfile: Path) -> int:
