@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.events import read
+from phalanx.errors import WorkerError
+from phalanx.events import EventLog, read
 from phalanx.spec import Job, Plan, RunSpec
 
 if TYPE_CHECKING:
@@ -86,10 +87,10 @@ def fit(
 
     place = place_from_environment()
     chosen = _plan(plan if plan is not None or run is None else run.plan, job, place)
-    refuse(job, chosen, place.world_size if place else chosen.world_size)
     where = Path(folder) if folder is not None else run.folder if run is not None else default_folder(job.name)
     spec = replace(run, plan=chosen, folder=where) if run else RunSpec(job=job.name, plan=chosen, folder=where)
     job = overrides.apply(job, spec)
+    refuse(job, chosen, place.world_size if place else chosen.world_size)
     make_ready(chosen)
     if place is not None:
         if place.rank == 0:
@@ -103,7 +104,14 @@ def fit(
             torch.set_num_threads(cores * chosen.threads)
         return train(job, spec, there, report=report)
 
-    launch(work, chosen.world_size, watch=watch)
+    try:
+        launch(work, chosen.world_size, watch=watch)
+    except WorkerError as error:
+        with EventLog(where / "events.jsonl") as log:
+            log.write(
+                "error", rank=error.rank, step=error.step, kind=error.kind, message=str(error).partition("\n\n")[0]
+            )
+        raise
     return Run(folder=where)
 
 

@@ -80,6 +80,8 @@ def test_a_loss_that_is_not_a_number(plan: str) -> None:
     assert isinstance(error, WorkerError)
     assert error.kind == "LossError"
     assert error.step == 0
+    (event,) = px.Run(folder=Path("run")).events("error")
+    assert (event["kind"], event["step"]) == ("LossError", 0)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_a_checkpoint_of_another_job() -> None:
 
 
 def test_resuming_from_nothing() -> None:
-    fails("", "single", resume=True)
+    fails("resume", "single", resume=True)
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:

@@ -68,10 +68,12 @@ def convnet() -> px.Job:
     table = px.Table(x=images, y=torch.randint(5, (LENGTH,), generator=generator))
 
     def model() -> nn.Module:
-        stages = [nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(2, b), nn.ReLU()) for a, b in ((1, 6), (6, 8))]
+        widths = ((1, 6), (6, 8))
+        stages = [nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(2, b), nn.ReLU()) for a, b in widths]
         return nn.Sequential(nn.Sequential(*stages), nn.Flatten(), nn.Linear(8 * 64, 5))
 
-    return job(model, table, lambda output, batch: px.cross_entropy(output, batch["y"]), inputs=lambda batch: batch["x"])
+    loss = lambda output, batch: px.cross_entropy(output, batch["y"])  # noqa: E731
+    return job(model, table, loss, inputs=lambda batch: batch["x"])
 
 
 def _sentences() -> px.Table:

@@ -34,7 +34,16 @@ LONG: dict[int, tuple[str, ...]] = {
 # What every run of the tests holds the law for: each technique with each kind of model, the rank counts in turn.
 SHORT: dict[str, tuple[str, ...]] = {
     "ConvNet": ("dp=3", "fsdp=2", "fsdp=3 zero=2", "threads=2", "dp=2 recompute=full"),
-    "MLP": (*LONG[1], "dp=2", "dp=4", "fsdp=3 zero=1", "fsdp=4", "dp=2 fsdp=2 zero=2 micro=2", "dp=2 fsdp=2", "threads=3 micro=2"),
+    "MLP": (
+        *LONG[1],
+        "dp=2",
+        "dp=4",
+        "fsdp=3 zero=1",
+        "fsdp=4",
+        "dp=2 fsdp=2 zero=2 micro=2",
+        "dp=2 fsdp=2",
+        "threads=3 micro=2",
+    ),
     "own GPT": (
         "dp=3 micro=2",
         "threads=2 micro=3",

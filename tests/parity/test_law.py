@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-
 from models import MODELS
+from table import BAR, SHORT, STEPS
+
 from phalanx.spec import Plan
 from phalanx.verify import OneDevice
-from table import BAR, SHORT, STEPS
 
 
 @cache
@@ -33,4 +33,4 @@ def test_half_precision_equals_within_its_rounding(plan: str, precision: str) ->
     one = OneDevice.run(MODELS["MLP"](), 5, precision=precision)
     proof = one.prove(Plan.parse(f"{plan} precision={precision}"))
     assert proof.equal, f"{proof.first}\n{proof.cause}"
-    assert 0 < proof.largest["gradient"], "half precision that rounds nothing was not half precision"
+    assert proof.largest["gradient"] > 0, "half precision that rounds nothing was not half precision"

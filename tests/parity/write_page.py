@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 
 import torch
-
 from models import BATCH, MODELS
+from table import BAR, LONG, STEPS
+
 from phalanx.errors import PhalanxError
 from phalanx.spec import Plan
 from phalanx.verify import OneDevice
-from table import BAR, LONG, STEPS
 
 
 def cell(one: OneDevice, plan: str) -> tuple[str, float]:
@@ -43,18 +43,19 @@ def main(path: Path) -> int:
         rows.append(f"| `{plan}` | " + " | ".join(text for text, _ in cells) + " |")
         print(rows[-1], flush=True)
     good = [difference for difference in differences if difference <= BAR]
+    minutes = (time.perf_counter() - began) / 60
     path.write_text(
         "\n".join(
             [
                 "# Parity",
                 "",
-                f"Each job on one device against the same job under each plan, {STEPS} AdamW steps in fp32: the largest",
-                "relative difference of a step's loss / of a parameter's first gradient. The global batch is "
-                f"{BATCH}, so that",
-                "shares and micro-batches are uneven. All clip; the language models' token counts differ by sample.",
+                f"Each job on one device against the same job under each plan, {STEPS} AdamW steps in fp32:",
+                "the largest relative difference of a step's loss / of a parameter's first gradient.",
+                f"The global batch is {BATCH}, so that shares and micro-batches are uneven. All clip; the token counts of",
+                "the language models differ by sample.",
                 "",
                 f"{len(good)} of {len(differences)} are within {BAR:.0e}; the largest of them is {max(good):.1e}.",
-                f"Written by `make parity` with torch {torch.__version__} in {(time.perf_counter() - began) / 60:.0f} minutes.",
+                f"Written by `make parity` with torch {torch.__version__} in {minutes:.0f} minutes.",
                 "",
                 "| plan | " + " | ".join(ones) + " |",
                 "| --- |" + " --- |" * len(ones),

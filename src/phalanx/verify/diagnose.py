@@ -31,7 +31,7 @@ class Evidence:
 
 def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
     """The likely cause of an inequality, most specific first."""
-    for pattern in (_same_samples, _ranks_apart, _constant_ratio, _batch_norm, _one_parameter, _after_the_gradient):
+    for pattern in (_same_samples, _ranks_apart, _batch_norm, _constant_ratio, _one_parameter, _after_the_gradient):
         cause = pattern(evidence, tolerance, job, plan)
         if cause:
             return cause
@@ -72,13 +72,24 @@ def _ranks_apart(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan)
     return ""
 
 
+def _batch_norm(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    if not evidence.batch_norm:
+        return ""
+    return (
+        f"BatchNorm ({evidence.batch_norm[0]}) takes its statistics from each micro-batch, which is smaller "
+        "under this plan. That is no fault of the split; to be equal, use group or layer normalisation."
+    )
+
+
 def _constant_ratio(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
     usable = [one for one in evidence.gradients if one.residual < max(100 * tolerance.gradient, 1e-3)]
     if len(usable) < max(1, len(evidence.gradients) // 2):
         return ""
     ratio = statistics.median(one.ratio for one in usable)
     spread = max(abs(one.ratio / ratio - 1) for one in usable) if ratio else 1.0
-    if spread > 1e-2 or abs(ratio - 1) < 10 * tolerance.gradient:
+    # A ratio explains a difference only where little is left once it is taken out.
+    left = max(one.residual for one in usable)
+    if spread > 1e-2 or abs(ratio - 1) < 10 * max(tolerance.gradient, left):
         return ""
     share = -(-job.batch // plan.replicas)
     micros = -(-share // plan.micro) if plan.micro else 1
@@ -101,15 +112,6 @@ def _constant_ratio(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Pl
     return (
         f"every gradient is {ratio:.5g} × one device's, a constant ratio that is neither replicas nor micro-batches: "
         "a mean weighted by the wrong count (samples where tokens were meant, or padded where real tokens were)."
-    )
-
-
-def _batch_norm(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
-    if not evidence.batch_norm:
-        return ""
-    return (
-        f"BatchNorm ({evidence.batch_norm[0]}) takes its statistics from each micro-batch, which is smaller "
-        "under this plan. That is no fault of the split; to be equal, use group or layer normalisation."
     )
 
 
