@@ -179,3 +179,14 @@ def test_refuses_sparse_gradients():
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(GradientError, match="sparse"):
         LAMB(table.parameters()).step()
+
+
+def test_norms_of_large_tensors_are_right():
+    # lr = 1 and no decay: the step has the length of the weights. fp32 sums on a CPU would miss it by 2e-5.
+    generator = torch.Generator().manual_seed(0)
+    w = nn.Parameter(torch.randn(1000, 2000, generator=generator))
+    before = w.detach().double()
+    w.grad = torch.randn(1000, 2000, generator=generator)
+    LARS([w], lr=1.0, momentum=0.0, trust_coefficient=1.0).step()
+    length = (w.detach().double() - before).norm() / before.norm()
+    assert length.item() == pytest.approx(1.0, abs=1e-6)
