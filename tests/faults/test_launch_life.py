@@ -19,6 +19,8 @@ from inject import LIMIT, alive, noted, wait_until
 
 from phalanx.comm import Place, joined
 from phalanx.launch.local import launch
+from phalanx.launch.readiness import make_ready
+from phalanx.spec import Plan
 
 SLEEPERS = """
 import sys
@@ -141,6 +143,28 @@ def test_data_loading_processes_work_in_a_worker() -> None:
         return float(sum(batch[0].sum() for batch in loader))
 
     assert launch(target, 2) == [496.0, 496.0]
+
+
+def test_leaving_a_group_never_hangs() -> None:
+    # every fourth run hung where DistributedDataParallel's reducer was the last owner of the group
+    def target(place: Place, report: Callable[[int], None]) -> None:
+        make_ready(Plan(dp=2))
+
+        def run() -> None:
+            with joined(place, torch.device("cpu")):
+                ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+                ddp(torch.ones(2, 4)).sum().backward()
+                dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1))
+
+        run()
+
+    deadline = time.monotonic() + 40
+
+    def watch() -> None:
+        assert time.monotonic() < deadline
+
+    for _ in range(8):
+        launch(target, 2, watch=watch)
 
 
 def test_signal_handlers_are_as_before() -> None:

@@ -1,0 +1,95 @@
+"""``phalanx worker``: alone and under torchrun, an error is said once and the exit code is its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.comm import Place
+from phalanx.errors import SpecError
+from phalanx.launch.runfile import prepare_run
+from phalanx.launch.torchelastic import claim, place_from_environment
+from phalanx.launch.worker import main
+from phalanx.spec import Plan, RunSpec
+
+JOB = """
+import os
+import torch
+import phalanx.spec as px
+
+CALLS = []
+
+def loss(output, batch):
+    CALLS.append(1)
+    if len(CALLS) == 3 and os.environ["RANK"] == "1":
+        raise ValueError("the injected fault")
+    return output.square().mean()
+
+def job():
+    return px.Job(model=lambda: torch.nn.Linear(4, 2), data=lambda: list(torch.ones(32, 4)), loss=loss,
+                  optimizer=lambda params: torch.optim.SGD(params, lr=0.1), batch=4, epochs=1)
+"""
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture(autouse=True)
+def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def prepare(folder: Path, plan: Plan) -> Path:
+    (folder / "job_that_fails.py").write_text(JOB)
+    return prepare_run(RunSpec(job=str(folder / "job_that_fails.py"), plan=plan, folder=folder / "run"))
+
+
+def test_place_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place_from_environment() is None
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert place_from_environment() == Place(rank=1, world_size=4, local_rank=0, store="env://")
+
+
+def test_half_of_torchruns_variables_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "first")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SpecError) as raised:
+        place_from_environment()
+    assert [problem.where.split()[-1] for problem in raised.value.problems] == [
+        "RANK",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ]
+
+
+def test_everyone_speaks_where_nobody_can_be_asked() -> None:
+    assert claim("anything")
+
+
+def test_no_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(tmp_path / "run.toml") == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_plan_of_another_world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runfile = prepare(tmp_path, Plan(dp=2))
+    assert main(runfile) == 2
+    assert f"torchrun --nproc-per-node 2 --no-python phalanx worker {runfile}" in capsys.readouterr().err
+
+
+def test_torchrun_says_the_first_error_once(tmp_path: Path) -> None:
+    runfile = prepare(tmp_path, Plan(dp=2))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "phalanx", "worker", str(runfile)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("rank 1 of 2 failed in step 2: ValueError: the injected fault") == 1
+    assert "rank 0 of 2" not in done.stderr
+    assert "Connection closed" not in done.stderr
+    assert "exitcode  : 3" in done.stderr
