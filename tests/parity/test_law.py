@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -34,3 +35,11 @@ def test_half_precision_equals_within_its_rounding(plan: str, precision: str) ->
     proof = one.prove(Plan.parse(f"{plan} precision={precision}"))
     assert proof.equal, f"{proof.first}\n{proof.cause}"
     assert proof.largest["gradient"] > 0, "half precision that rounds nothing was not half precision"
+
+
+@pytest.mark.parametrize("plan", ["dp=4", "fsdp=4", "fsdp=4 zero=2", "threads=4"])
+@pytest.mark.parametrize("model", ["MLP", "own GPT"])
+def test_a_last_batch_with_fewer_samples_than_ranks(model: str, plan: str) -> None:
+    # 40 samples in batches of 13: three whole ones and a last one of a single sample
+    one = OneDevice.run(replace(MODELS[model](), batch=13), 8)
+    assert one.prove(Plan.parse(plan)).equal

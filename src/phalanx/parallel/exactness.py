@@ -46,6 +46,10 @@ def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
         found.append("dropout under threads draws from one shared stream: a run with dropout does not repeat exactly.")
     if plan.precision != "fp32":
         found.append(f"{plan.precision} rounds each operation; results agree within that rounding only.")
+    if plan.precision == "fp16" and split:
+        found.append(
+            "fp16 skips updates that overflow; at the border that depends on how many samples are added at once."
+        )
     return found
 
 

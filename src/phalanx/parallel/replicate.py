@@ -70,14 +70,14 @@ class Replicate(Layout):
 
 def distributed(module: nn.Module, device: torch.device, job: Job) -> DistributedDataParallel:
     """``module`` in DistributedDataParallel over all ranks, gradients kept in its buckets (no second copy)."""
+    statistics = any(isinstance(child, _NormBase) and child.track_running_stats for child in module.modules())
+    buffers: dict[str, Any] = {_SYNC_BUFFERS: statistics}
     return DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         find_unused_parameters=job.unused == "allow",
-        **{
-            _SYNC_BUFFERS: any(isinstance(child, _NormBase) and child.track_running_stats for child in module.modules())
-        },
+        **buffers,
     )
 
 

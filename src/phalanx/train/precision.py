@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -19,23 +20,36 @@ def compute_context(plan: Plan, device: torch.device) -> AbstractContextManager[
     return torch.autocast(device.type, dtype=_DTYPES[plan.precision])
 
 
+_LEAST = 2.0**-24
+
+
 @dataclass(kw_only=True, slots=True)
 class LossScale:
     """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2).
 
-    The loss is multiplied by ``scale`` before backward, gradients are divided by it after. Where the global gradient
+    The summed loss is multiplied by ``scale`` before backward, gradients are divided by it after. Where the gradient
     norm is not finite the update is skipped and the scale halved; after ``patience`` good steps it is doubled. The
     norm is the same on every rank, sharded or not, so that all ranks decide alike.
     """
 
-    scale: float = 2.0**16
+    scale: float
     good: int = 0
     patience: int = 2000
+
+    @classmethod
+    def for_batch(cls, batch: int) -> LossScale:
+        """The scale to begin with: about 2**12 on the mean over a batch, whatever the plan makes of that batch."""
+        return cls(scale=2.0 ** (12 - round(math.log2(batch))))
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it cannot go lower: what is not finite now is so for another reason."""
+        return self.scale <= _LEAST
 
     def update(self, finite: bool) -> None:
         """Learn from one step."""
         self.good = self.good + 1 if finite else 0
         if not finite:
-            self.scale = max(1.0, self.scale / 2)
+            self.scale = max(_LEAST, self.scale / 2)
         elif self.good == self.patience:
             self.scale, self.good = self.scale * 2, 0

@@ -87,7 +87,7 @@ class Step:
 
     def __init__(self, job: Job, plan: Plan, layout: Layout, optimizer: torch.optim.Optimizer) -> None:
         self.job, self.plan, self.layout, self.optimizer = job, plan, layout, optimizer
-        self.progress = Progress(loss_scale=LossScale() if plan.precision == "fp16" else None)
+        self.progress = Progress(loss_scale=LossScale.for_batch(job.batch) if plan.precision == "fp16" else None)
         self._inputs = Inputs(job, layout.module)
         self._rates = [group["lr"] for group in optimizer.param_groups]
         self._first_part = dist.get_rank() * plan.threads if active() else 0
@@ -170,7 +170,7 @@ class Step:
         looked_at, self._unchecked = (self._unchecked, totals) if late else (totals, None)
         value = 0.0 if looked_at is None else float(looked_at[0])
         scaling = self.progress.loss_scale
-        if math.isfinite(value) or (scaling and scaling.scale > 1.0):
+        if math.isfinite(value) or (scaling and not scaling.exhausted):
             return
         raise LossError(
             f"the loss of step {self.progress.step - late} is {value}.\n"
@@ -233,30 +233,28 @@ class _Work:
 
     def correction(self, totals: torch.Tensor) -> torch.Tensor | float:
         """The one factor that makes the gradients those of sum / count."""
-        scaling = self._step.progress.loss_scale
-        scaled = scaling.scale if scaling else 1.0
         if self._exact:
-            return 1.0 / scaled
-        factor = self._divided_by * self._step.layout.divisor / scaled
+            return 1.0
+        factor = self._divided_by * self._step.layout.divisor
         return (factor / totals[1].clamp(min=1e-30)).to(torch.float32)
 
     def _factor(self, read: _Read) -> Any:
-        """What to multiply this micro-batch's value by before backward."""
+        """What to multiply this micro-batch's value by before backward; 0 for a filler, there to keep ranks in step."""
         step = self._step
-        scaling = step.progress.loss_scale
-        scaled = scaling.scale if scaling else 1.0
+        if scaling := step.progress.loss_scale:
+            # The same scale on every sample under every plan: what overflows on one device overflows on many.
+            self._divided_by = 1.0 / scaling.scale
+            return scaling.scale * read.weight
         if read.mean:
             self._exact = True
-            return read.samples * step.layout.divisor / self._batch.samples * scaled
-        if not read.samples:
-            return 0.0  # a filler, there only to keep ranks in step
+            return read.samples * step.layout.divisor / self._batch.samples
         if step._whole_here and len(self._batch.parts[0]) == 1:
             self._exact = True
-            return scaled / (
-                torch.where(read.count == 0, 1, read.count) if isinstance(read.count, torch.Tensor) else read.count or 1
+            return 1.0 / (
+                read.count.where(read.count != 0, 1) if isinstance(read.count, torch.Tensor) else read.count or 1
             )
         self._divided_by = step.constant_divisor(self._batch.samples)
-        return scaled / self._divided_by
+        return read.weight / self._divided_by
 
     def _local_totals(self, device: torch.device) -> torch.Tensor:
         reads = [self._read[place] for place in sorted(self._read)]

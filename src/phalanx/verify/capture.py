@@ -20,7 +20,7 @@ from phalanx.train.assembly import build, build_model
 def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, Callable[[int], None]], dict[str, Any]]:
     """A worker's work: ``steps`` steps of ``job`` under ``plan``, tensors written whole into ``folder`` by rank 0.
 
-    It returns, as JSON: ``losses`` and ``counts`` by step, ``ids`` of the first step's samples on this rank,
+    It returns, as JSON: ``losses`` and ``skipped`` updates by step, ``ids`` of the first step's samples on this rank,
     ``prints`` of each parameter that this rank holds whole after the last step, and ``notes``.
     """
     short = replace(job, steps=steps, epochs=None, evaluate=None)
@@ -30,6 +30,9 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, 
         with joined(place, device_for(place, device_kind(plan))):
             assembly = build(short, plan, place)
             step, parameters = assembly.step, assembly.layout.parameters
+            if scaling := step.progress.loss_scale:
+                # What one backward adds up decides whether a borderline step overflows: stay away from the border.
+                scaling.scale /= 2**6
             metrics: list[Any] = []
             ids: list[int] = []
             for batch in assembly.loader:
@@ -43,7 +46,7 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, 
             _write(folder / "parameters.safetensors", parameters, place)
             return {
                 "losses": [one.loss for one in metrics],
-                "counts": [one.count for one in metrics],
+                "skipped": [one.skipped for one in metrics],
                 "lr": max((one.lr for one in metrics), default=0.0),
                 "ids": ids,
                 "prints": _fingerprints(dict(assembly.layout.module.named_parameters())),

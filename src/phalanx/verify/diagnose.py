@@ -16,6 +16,7 @@ class Evidence:
 
     Attributes:
         losses: relative difference of each step's loss.
+        skipped: the first step whose update fp16's loss scale skipped on one side only; ``None`` where there is none.
         gradients: differences of the first gradients.
         parameters: differences of the final parameters.
         ranks: each worker's capture under the plan, in rank order.
@@ -23,6 +24,7 @@ class Evidence:
     """
 
     losses: list[float]
+    skipped: int | None
     gradients: list[Difference]
     parameters: list[Difference]
     ranks: list[dict[str, Any]]
@@ -31,7 +33,15 @@ class Evidence:
 
 def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
     """The likely cause of an inequality, most specific first."""
-    for pattern in (_same_samples, _ranks_apart, _batch_norm, _constant_ratio, _one_parameter, _after_the_gradient):
+    for pattern in (
+        _skipped,
+        _same_samples,
+        _ranks_apart,
+        _batch_norm,
+        _constant_ratio,
+        _one_parameter,
+        _after_the_gradient,
+    ):
         cause = pattern(evidence, tolerance, job, plan)
         if cause:
             return cause
@@ -39,6 +49,15 @@ def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> 
         "no known pattern. Likely a random number or a state that depends on the rank or on the order of calls: "
         "look for unseeded randomness in the model, for buffers updated in forward, and for losses that use statistics "
         "of the batch."
+    )
+
+
+def _skipped(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    if evidence.skipped is None:
+        return ""
+    return (
+        f"fp16's loss scale skipped the update of step {evidence.skipped} on one side only. "
+        "How many samples one backward adds decides whether a borderline sum overflows; bf16 has no such border."
     )
 
 

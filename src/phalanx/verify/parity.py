@@ -35,9 +35,9 @@ class Proof:
         tolerance: what rounding may make differ, by kind.
         losses: relative difference of each step's loss.
         gradients: of the first step, by parameter.
-        parameters: after the last step, relative to how far each moved, by parameter.
-        not_compared: parameters whose gradient is zero but for rounding. Adam divides a gradient by its own size and so
-            makes a whole step out of rounding; such parameters are named, not compared.
+        parameters: after the last step, relative to how far each moved, by parameter; elements whose gradient is zero
+            but for rounding are left out, since Adam makes a whole step out of rounding.
+        not_compared: parameters whose whole gradient is zero but for rounding.
         notes: what no plan can keep, said before the run; dropout is switched off for the comparison.
         first: the first tensor or loss that differs, in words; empty where equal.
         cause: its likely cause; empty where equal.
@@ -155,9 +155,14 @@ def _judge(one: OneDevice, other: _Captured, plan: Plan, tolerance: Tolerance) -
     reference = one._captured
     losses = compare.losses(reference.ranks[0]["losses"], other.ranks[0]["losses"])
     gradients, silent = compare.gradients(reference.gradients, other.gradients, tolerance.noise)
-    parameters = compare.parameters(initial_parameters(one.job), reference.parameters, other.parameters, silent)
+    meant = {name: grad for name, grad in reference.gradients.items() if name not in silent}
+    parameters = compare.parameters(
+        initial_parameters(one.job), reference.parameters, other.parameters, meant, tolerance.noise
+    )
+    pairs = zip(reference.ranks[0]["skipped"], other.ranks[0]["skipped"], strict=True)
     evidence = Evidence(
         losses=losses,
+        skipped=next((step for step, (a, b) in enumerate(pairs) if a != b), None),
         gradients=gradients,
         parameters=parameters,
         ranks=other.ranks,
