@@ -7,7 +7,7 @@ from torch import nn
 
 from phalanx.comm import Place
 from phalanx.errors import Problem
-from phalanx.hardware import cuda_devices
+from phalanx.hardware import cuda_devices, return_freed_memory
 from phalanx.parallel import compiled, recompute, threads
 from phalanx.parallel.layout import Layout
 from phalanx.parallel.offload import OptimizerOnHost
@@ -48,6 +48,7 @@ def _lay_out(module: nn.Module, job: Job, plan: Plan, device: torch.device) -> L
     if plan.kind == "replicate":
         return Replicate(module, device, job, plan.world_size)
     if plan.kind == "shard":
+        return_freed_memory()
         if plan.zero == 3:
             return FullyShard(module, device, plan)
         stage = ShardedOptimizer if plan.zero == 1 else ShardedGradients

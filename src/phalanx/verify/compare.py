@@ -101,8 +101,8 @@ def parameters(
     """Differences of final parameters relative to how far each moved.
 
     Adam divides a gradient by its own size, and so makes a whole step out of one that is zero but for rounding.
-    Elements whose ``first`` gradient is below ``noise`` times the root mean square of their tensor's are left out: the key third
-    of a fused bias, rows of an embedding not seen yet.
+    Elements whose ``first`` gradient is below ``noise`` times the root mean square of their tensor's are left out: the
+    key third of a fused bias, rows of an embedding not seen yet.
     """
     found: list[Difference] = []
     for name in reference:
