@@ -3,6 +3,7 @@
 from phalanx.comm.collectives import active, all_gather_flat, from_every_rank, reduce_scatter_sum, sum_over_ranks
 from phalanx.comm.mesh import data_mesh
 from phalanx.comm.place import Place, device_for, joined
+from phalanx.comm.shards import is_dtensor, local
 
 __all__ = [
     "Place",
@@ -11,7 +12,9 @@ __all__ = [
     "data_mesh",
     "device_for",
     "from_every_rank",
+    "is_dtensor",
     "joined",
+    "local",
     "reduce_scatter_sum",
     "sum_over_ranks",
 ]

@@ -34,6 +34,9 @@ def make_ready(plan: Plan) -> None:
     """
     if plan.compile or plan.kind == "shard":
         importlib.import_module("torch._dynamo")
+        importlib.import_module("phalanx.parallel.zero")
+        importlib.import_module("phalanx.parallel.shard")
+        importlib.import_module("phalanx.checkpoint")
     else:
         leave_compiler_out()
 

@@ -12,10 +12,8 @@ from phalanx.parallel import compiled, recompute, threads
 from phalanx.parallel.layout import Layout
 from phalanx.parallel.offload import OptimizerOnHost
 from phalanx.parallel.replicate import Replicate
-from phalanx.parallel.shard import FullyShard
 from phalanx.parallel.single import Single
 from phalanx.parallel.threads import Threads
-from phalanx.parallel.zero import ShardedGradients, ShardedOptimizer
 from phalanx.spec import Job, Plan
 
 
@@ -48,6 +46,10 @@ def _lay_out(module: nn.Module, job: Job, plan: Plan, device: torch.device) -> L
     if plan.kind == "replicate":
         return Replicate(module, device, job, plan.world_size)
     if plan.kind == "shard":
+        # Sharding loads torch's DTensor, which takes half as long as torch itself.
+        from phalanx.parallel.shard import FullyShard
+        from phalanx.parallel.zero import ShardedGradients, ShardedOptimizer
+
         return_freed_memory()
         if plan.zero == 3:
             return FullyShard(module, device, plan)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from phalanx.comm import is_dtensor, local
 from phalanx.parallel.layout import Backward, Layout
 
 
@@ -59,21 +59,20 @@ class OptimizerOnHost(Layout):
     def stepped(self) -> None:
         with torch.no_grad():
             for name, tensor in self._inner.parameters.items():
-                _local(tensor).copy_(_local(self._host[name]), non_blocking=True)
+                local(tensor).copy_(local(self._host[name]), non_blocking=True)
                 self._host[name].grad = None
         self._inner.stepped()
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, DTensor):
+        if not is_dtensor(tensor):
             return tensor.to("cpu", copy=True)
+        from torch.distributed.tensor import DTensor  # loaded already, or there would be none
+
         mesh = tensor.device_mesh
         if mesh not in self._meshes:
             self._meshes[mesh] = mesh if mesh.device_type == "cpu" else DeviceMesh("cpu", mesh.mesh)
-        local = tensor.to_local().to("cpu", copy=True)
+        host = tensor.to_local().to("cpu", copy=True)
+        shape, stride = tensor.shape, tensor.stride()
         return DTensor.from_local(
-            local, self._meshes[mesh], tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            host, self._meshes[mesh], tensor.placements, run_check=False, shape=shape, stride=stride
         )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

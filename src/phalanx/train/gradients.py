@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+
+from phalanx.comm import is_dtensor, local
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What this rank holds of each gradient; parameters without one are left out."""
     grads = (tensor.grad for tensor in parameters if tensor.grad is not None)
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    return [local(grad) for grad in grads]
 
 
 def scale(grads: list[torch.Tensor], factor: torch.Tensor | float) -> None:
@@ -31,8 +32,8 @@ def global_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     groups: dict[dist.ProcessGroup, None] = {}
     for tensor in parameters:
         grad = tensor.grad
-        if isinstance(grad, DTensor):
-            dims = [dim for dim, placement in enumerate(grad.placements) if isinstance(placement, Shard)]
+        if is_dtensor(grad):
+            dims = [dim for dim, placement in enumerate(grad.placements) if placement.is_shard()]
             for dim in dims:
                 groups[grad.device_mesh.get_group(dim)] = None
             (sharded if dims else whole).append(grad.to_local())

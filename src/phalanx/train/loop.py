@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phalanx import checkpoint
 from phalanx.comm import Place, device_for, from_every_rank, joined
 from phalanx.data import Ledger, StepBatch
 from phalanx.errors import CheckpointError, DataError
@@ -28,8 +27,7 @@ def train(job: Job, run: RunSpec, place: Place, *, report: Callable[[int], None]
     """
     refuse(job, run.plan, place.world_size)
     with joined(place, device_for(place, device_kind(run.plan))):
-        path = _checkpoint_to_resume(run) if run.resume else None
-        first_step = checkpoint.read_state(path)["step"] if path else 0
+        path, first_step = _where_to_resume(run) if run.resume else (None, 0)
         assembly = build(job, run.plan, place, first_step=first_step)
         assembly.step.lr_scale = run.lr_scale
         if path:
@@ -192,14 +190,16 @@ class _Recorder:
         )
 
 
-def _checkpoint_to_resume(run: RunSpec) -> Path:
+def _where_to_resume(run: RunSpec) -> tuple[Path, int]:
+    from phalanx import checkpoint
+
     folder = run.folder / "checkpoints"
     path = checkpoint.latest(folder)
     if path is None:
         raise CheckpointError(
             f"{folder} holds no complete checkpoint to resume from\n    try: without --resume, a new run"
         )
-    return path
+    return path, checkpoint.read_state(path)["step"]
 
 
 def _streams_agree(batch: StepBatch | None) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from phalanx import checkpoint
 from phalanx.errors import CheckpointError
 from phalanx.parallel import Layout
 from phalanx.spec import Job
@@ -18,6 +17,8 @@ from phalanx.train.precision import LossScale
 
 def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
     """Write a checkpoint of this moment into ``folder``. Collective."""
+    from phalanx import checkpoint  # not before the first step: it takes half as long to load as torch
+
     progress = assembly.step.progress
     tensors, groups = checkpoint.optimizer_tensors(assembly.optimizer, assembly.layout.parameters)
     state = {
@@ -39,6 +40,8 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
     Raises:
         CheckpointError: if the checkpoint is of another model or another job.
     """
+    from phalanx import checkpoint
+
     state = checkpoint.read_state(path)
     _same_job(state["identity"], identity(job, assembly.loader.length), path)
     with torch.no_grad():

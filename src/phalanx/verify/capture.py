@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
-from phalanx.comm import Place, device_for, joined
+from phalanx.comm import Place, device_for, is_dtensor, joined
 from phalanx.parallel import device_kind
 from phalanx.spec import Job, Plan
 from phalanx.train.assembly import build, build_model
@@ -90,7 +89,7 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], place: Place) -> None:
     whole: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         full = tensor.detach()
-        full = full.full_tensor() if isinstance(full, DTensor) else full
+        full = full.full_tensor() if is_dtensor(full) else full
         if place.rank == 0:
             whole[name] = full.to("cpu", copy=True).contiguous()
     if place.rank == 0:
@@ -101,7 +100,7 @@ def _fingerprints(parameters: dict[str, torch.Tensor]) -> dict[str, list[float]]
     """Name → (sum, sum of squares) in fp64 of what this rank holds whole: equal bits give equal prints."""
     prints: dict[str, list[float]] = {}
     for name, tensor in parameters.items():
-        if not isinstance(tensor, DTensor):
+        if not is_dtensor(tensor):
             wide = tensor.detach().double()
             prints[name] = [float(wide.sum()), float(wide.square().sum())]
     return prints
