@@ -19,6 +19,7 @@ class Place:
         rank: among all workers, 0 is the first.
         world_size: workers of the run.
         local_rank: among the workers of this machine; picks the CUDA device.
+        local_world_size: workers on this machine; 0 where all of the run's are here.
         store: the key-value store the workers meet at: ``tcp://host:port`` of one already served, or ``env://``
             where a launcher such as torchrun serves it.
     """
@@ -26,7 +27,13 @@ class Place:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    local_world_size: int = 0
     store: str = ""
+
+    @property
+    def workers_here(self) -> int:
+        """How many of the run's workers share this machine's devices."""
+        return self.local_world_size or self.world_size
 
 
 _left: list[object] = []
