@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from phalanx.events import EventLog, EventReader, faults, read
 
@@ -40,6 +41,41 @@ def test_a_log_is_appended_to(tmp_path: Path) -> None:
         with EventLog(tmp_path / "e") as log:
             log.write("warning", message="x")
     assert len(list(read(tmp_path / "e"))) == 2
+
+
+def test_numbers_that_json_lacks_become_null_at_any_depth(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "e") as log:
+        log.write("evaluate", step=1, loss=float("inf"), samples=2, seconds=1.0, metrics={"accuracy": float("nan")})
+    (event,) = read(tmp_path / "e")
+    assert (event["loss"], event["metrics"]) == (None, {"accuracy": None})
+    assert faults(event) == []
+
+
+def test_a_line_left_half_written_does_not_spoil_the_next(tmp_path: Path) -> None:
+    (tmp_path / "e").write_bytes(b'{"event": "warning", "message": "whole"}\n{"event": "warning", "mess')
+    with EventLog(tmp_path / "e") as log:
+        log.write("warning", message="next")
+    assert [event["message"] for event in read(tmp_path / "e")] == ["whole", "next"]
+
+
+class ShortWrites:
+    """A file that takes three bytes a call."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, content: Any) -> int:
+        return self._file.write(bytes(content[:3]))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def test_a_write_that_is_cut_short_goes_on(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "e") as log:
+        log._file = ShortWrites(log._file)  # pyright: ignore
+        log.write("warning", message="a message of more than three bytes")
+    assert [event["message"] for event in read(tmp_path / "e")] == ["a message of more than three bytes"]
 
 
 def test_faults() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,22 +13,24 @@ from typing import Any, Self
 
 
 class EventLog:
-    """Appends events to a file, one JSON object a line, each line written whole."""
+    """Appends events to a file, one JSON object a line; what a run that was killed left half written stays a line."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
+        if _torn(path):
+            self._write(b"\n")
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append one event. Numbers JSON does not know (NaN, infinities) become null."""
-        line = json.dumps({"event": event, "time": time.time(), **fields}, default=str)
-        if "NaN" in line or "Infinity" in line:
-            clean = {
-                name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in fields.items()
-            }
-            line = json.dumps({"event": event, "time": time.time(), **clean}, default=str)
-        self._file.write(line.encode() + b"\n")
+        """Append one event. Numbers JSON does not know (NaN, infinities) become null, at any depth."""
+        line = json.dumps(_finite({"event": event, "time": time.time(), **fields}), default=str)
+        self._write(line.encode() + b"\n")
+
+    def _write(self, content: bytes) -> None:
+        # Without a buffer one call may write a part only, such as on a network file system.
+        rest = memoryview(content)
+        while rest:
+            rest = rest[self._file.write(rest) or 0 :]
 
     def close(self) -> None:
         """Close the file; safe to call twice."""
@@ -50,7 +53,10 @@ class EventReader:
         self._offset = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """Whole events added since the last call; a line still being written waits for the next."""
+        """Whole events added since the last call; a line still being written waits for the next.
+
+        A line that was never finished, because its run was killed, is left out.
+        """
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -58,9 +64,38 @@ class EventReader:
             text = file.read()
         whole = text.rfind(b"\n") + 1
         self._offset += whole
-        return [json.loads(line) for line in text[:whole].splitlines() if line.strip()]
+        events = (_event(line) for line in text[:whole].split(b"\n"))
+        return [event for event in events if event is not None]
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """All events of a finished log, in order."""
     yield from EventReader(path).new()
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
+
+
+def _torn(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {name: _finite(one) for name, one in value.items()}
+        case list() | tuple():
+            return [_finite(one) for one in value]
+        case _:
+            return value

@@ -28,19 +28,25 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
     "step": {
         "step": (int, "optimizer step, 0 is the first"),
         "epoch": (int, "pass over the data, 0 is the first"),
-        "loss": (float, "sum over the global batch divided by its count"),
+        "loss": ((float, type(None)), "sum over the global batch divided by its count; null where it is not finite"),
         "count": (float, "what the loss was divided by: tokens or samples"),
         "samples": (int, "samples in this global batch"),
         "seconds": (float, "wall time since the step before"),
         "lr": (float, "learning rate of the first parameter group"),
-        "grad_norm": ((float, type(None)), "global L2 norm before clipping; null where it was not needed"),
+        "grad_norm": (
+            (float, type(None)),
+            "global L2 norm before clipping; null where it was not needed or is not finite",
+        ),
         "skipped": (bool, "whether fp16 loss scaling skipped the update"),
     },
     "evaluate": {
         "step": (int, "optimizer steps taken so far"),
-        "loss": (float, "sum over the evaluation data divided by its count"),
+        "loss": (
+            (float, type(None)),
+            "sum over the evaluation data divided by its count; null where it is not finite",
+        ),
         "samples": (int, "samples evaluated, each once"),
-        "metrics": (dict, "name → value"),
+        "metrics": (dict, "name → value, null where it is not finite"),
         "seconds": (float, "wall time"),
     },
     "checkpoint": {
@@ -65,7 +71,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "step": (int, "optimizer steps taken"),
         "samples": (int, "samples trained on by this run"),
         "seconds": (float, "wall time from the first step to the last"),
-        "loss": ((float, type(None)), "loss of the last step"),
+        "loss": ((float, type(None)), "loss of the last step; null where there was none or it is not finite"),
     },
 }
 
