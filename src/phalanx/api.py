@@ -90,7 +90,8 @@ def fit(
     where = Path(folder) if folder is not None else run.folder if run is not None else default_folder(job.name)
     spec = replace(run, plan=chosen, folder=where) if run else RunSpec(job=job.name, plan=chosen, folder=where)
     job = overrides.apply(job, spec)
-    refuse(job, chosen, place.world_size if place else chosen.world_size)
+    here = place.workers_here * chosen.threads if place else None
+    refuse(job, chosen, place.world_size if place else chosen.world_size, here)
     make_ready(chosen)
     if place is not None:
         if place.rank == 0:
@@ -133,8 +134,9 @@ def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
     place = place_from_environment()
     chosen = _plan(plan, job, place)
     place = place or Place()
-    refuse(job, chosen, place.world_size)
-    _group.enter_context(joined(place, device_for(place, device_kind(chosen))))
+    here = place.workers_here * chosen.threads
+    refuse(job, chosen, place.world_size, here)
+    _group.enter_context(joined(place, device_for(place, device_kind(chosen, here))))
     assembly = assemble(job, chosen, place)
     return assembly.step, assembly.loader
 

@@ -3,5 +3,16 @@
 from phalanx.parallel.assemble import assemble, check, device_kind
 from phalanx.parallel.exactness import batch_statistics, dropouts, notes
 from phalanx.parallel.layout import Backward, Layout
+from phalanx.parallel.unused import without_gradient
 
-__all__ = ["Backward", "Layout", "assemble", "batch_statistics", "check", "device_kind", "dropouts", "notes"]
+__all__ = [
+    "Backward",
+    "Layout",
+    "assemble",
+    "batch_statistics",
+    "check",
+    "device_kind",
+    "dropouts",
+    "notes",
+    "without_gradient",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -17,21 +19,33 @@ from phalanx.parallel.threads import Threads
 from phalanx.spec import Job, Plan
 
 
-def check(job: Job, plan: Plan) -> list[Problem]:
-    """Everything that keeps ``plan`` from serving ``job`` on this machine; no process is started, nothing is built."""
-    return [*_check_batch(job, plan), *_check_device(plan), *threads.check(job, plan), *compiled.check(job, plan)]
+def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
+    """Everything that keeps ``plan`` from serving ``job`` on this machine; no process is started, nothing is built.
+
+    ``here`` is how many of the plan's replicas this machine holds; all of them where it is not given.
+    """
+    kind = device_kind(plan, here)
+    return [
+        *_check_batch(job, plan),
+        *_check_device(plan, here),
+        *threads.check(plan, kind),
+        *compiled.check(plan, kind),
+    ]
 
 
-def device_kind(plan: Plan) -> str:
-    """``cuda`` or ``cpu``: what ``device=auto`` comes to here. CUDA where every rank can have a device of its own."""
+def device_kind(plan: Plan, here: int | None = None) -> str:
+    """``cuda`` or ``cpu``: what ``device=auto`` comes to. CUDA where every replica can have a device of its own.
+
+    ``here`` is how many of the plan's replicas this machine holds; all of them where it is not given.
+    """
     if plan.device != "auto":
         return plan.device
-    return "cuda" if cuda_devices() >= plan.replicas else "cpu"
+    return "cuda" if cuda_devices() >= (here or plan.replicas) else "cpu"
 
 
 def assemble(module: nn.Module, job: Job, plan: Plan, place: Place) -> Layout:
     """Lay ``module`` out as ``plan`` says, on this rank's device."""
-    kind = device_kind(plan)
+    kind = device_kind(plan, place.workers_here * plan.threads)
     device = torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind)
     module = recompute.apply(module, plan)
     module = compiled.apply(module, plan)
@@ -71,18 +85,18 @@ def _check_batch(job: Job, plan: Plan) -> list[Problem]:
     ]
 
 
-def _check_device(plan: Plan) -> list[Problem]:
+def _check_device(plan: Plan, here: int | None) -> list[Problem]:
     if plan.device != "cuda":
         return []
-    there = cuda_devices()
-    if there >= plan.replicas:
+    there, needed = cuda_devices(), here or plan.replicas
+    if there >= needed:
         return []
-    given = f"device=cuda for {plan.replicas} replicas; CUDA devices here: {there}"
+    given = f"device=cuda for {needed} replicas on this machine; CUDA devices here: {there}"
     return [
         Problem(
             where="plan.device",
             given=given,
             allowed="as many replicas as CUDA devices, or device=cpu",
-            fix=str(plan).replace("device=cuda", "device=cpu"),
+            fix=str(replace(plan, device="cpu")),
         )
     ]

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 from torch import nn
 
 from phalanx.errors import Problem
 from phalanx.parallel.blocks import blocks
-from phalanx.spec import Job, Plan
+from phalanx.spec import Plan
 
 
-def check(job: Job, plan: Plan) -> list[Problem]:
+def check(plan: Plan, kind: str) -> list[Problem]:
     """Compiling for CPUs needs a C++ compiler on the machine."""
-    if not plan.compile or plan.device == "cuda" or shutil.which("g++") or shutil.which("clang++"):
+    if not plan.compile or kind == "cuda" or shutil.which("g++") or shutil.which("clang++"):
         return []
     return [
         Problem(
             where="plan.compile",
             given="compile=true, but there is no C++ compiler here",
             allowed="compile=true where g++ or clang++ is installed",
-            fix=str(plan).replace("compile=true", "").strip() or "single",
+            fix=str(replace(plan, compile=False)),
         )
     ]
 

@@ -44,6 +44,8 @@ def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
         found.append(f"dropout draws other random numbers than on one device: {_some(names)}.")
     if plan.threads > 1 and dropouts(module):
         found.append("dropout under threads draws from one shared stream: a run with dropout does not repeat exactly.")
+    if plan.zero == 3 and job.unused == "allow":
+        found.append("a parameter that only some ranks use in a step ends the run under zero=3; zero=2 allows it.")
     if plan.precision != "fp32":
         found.append(f"{plan.precision} rounds each operation; results agree within that rounding only.")
     if plan.precision == "fp16" and split:

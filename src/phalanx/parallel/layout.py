@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ class Layout(ABC):
     @property
     @abstractmethod
     def module(self) -> nn.Module:
-        """The model as the user wrote it, whose names checkpoints use; on this rank perhaps holding shards."""
+        """The model as the user wrote it, whose names checkpoints use; on this rank perhaps holding shards.
+
+        To be called for a forward without gradients, on every rank the same number of times.
+        """
 
     @property
     @abstractmethod
@@ -43,10 +47,21 @@ class Layout(ABC):
     def stepped(self) -> None:
         """The optimizer has stepped: bring the new values to wherever forward reads them, and drop the gradients."""
 
-    @property
-    @abstractmethod
-    def forward(self) -> nn.Module:
-        """What to call for a forward without gradients, on every rank the same number of times."""
+
+def each_micro_batch(
+    module: nn.Module,
+    device: torch.device,
+    micros: Sequence[Any],
+    backward: Backward,
+    *,
+    around: Callable[[bool], AbstractContextManager[object]] = lambda _: nullcontext(),
+) -> None:
+    """Run ``backward`` on one part's micro-batches in turn, each inside ``around(last)``."""
+    final = len(micros) - 1
+    for index, micro in enumerate(micros):
+        last = index == final
+        with around(last):
+            backward(module, device, micro, last)
 
 
 def trainable(module: nn.Module) -> dict[str, torch.Tensor]:

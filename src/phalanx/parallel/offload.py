@@ -36,10 +36,6 @@ class OptimizerOnHost(Layout):
         return self._inner.module
 
     @property
-    def forward(self) -> nn.Module:
-        return self._inner.forward
-
-    @property
     def parameters(self) -> dict[str, torch.Tensor]:
         return self._host
 

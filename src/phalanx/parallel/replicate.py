@@ -14,16 +14,17 @@ Use it while the model with its gradients and optimizer state fits one device; b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.parallel.layout import Backward, Layout, trainable
+from phalanx.parallel.layout import Backward, Layout, each_micro_batch, trainable
+from phalanx.parallel.statistics import RunningStatistics
+from phalanx.parallel.unused import without_gradient
 from phalanx.spec import Job
 
 # torch 2.13 renamed the option that copies rank 0's buffers (running statistics) to all ranks before each forward.
@@ -38,15 +39,13 @@ class Replicate(Layout):
         self._module = module.to(device)
         self._device = device
         self._ddp = distributed(self._module, device, job)
+        self._may_be_unused = job.unused == "allow"
+        self._statistics = RunningStatistics(self._module)
         self._parameters = trainable(module)
         self._divisor = world_size
 
     @property
     def module(self) -> nn.Module:
-        return self._module
-
-    @property
-    def forward(self) -> nn.Module:
         return self._module
 
     @property
@@ -61,17 +60,18 @@ class Replicate(Layout):
         accumulate(self._ddp, self._device, parts[0], backward)
 
     def finish(self) -> None:
-        pass
+        if not self._may_be_unused:
+            check_reduced(self._ddp, self._parameters)
 
     def stepped(self) -> None:
+        self._statistics.share()
         for tensor in self._parameters.values():
             tensor.grad = None
 
 
 def distributed(module: nn.Module, device: torch.device, job: Job) -> DistributedDataParallel:
     """``module`` in DistributedDataParallel over all ranks, gradients kept in its buckets (no second copy)."""
-    statistics = any(isinstance(child, _NormBase) and child.track_running_stats for child in module.modules())
-    buffers: dict[str, Any] = {_SYNC_BUFFERS: statistics}
+    buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # RunningStatistics does it, after the step
     return DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -83,7 +83,19 @@ def distributed(module: nn.Module, device: torch.device, job: Job) -> Distribute
 
 def accumulate(ddp: DistributedDataParallel, device: torch.device, micros: Sequence[Any], backward: Backward) -> None:
     """Run every micro-batch; only the last one's backward communicates."""
-    last = len(micros) - 1
-    for index, micro in enumerate(micros):
-        with nullcontext() if index == last else ddp.no_sync():
-            backward(ddp, device, micro, index == last)
+    each_micro_batch(ddp, device, micros, backward, around=lambda last: nullcontext() if last else ddp.no_sync())
+
+
+def check_reduced(ddp: DistributedDataParallel, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise where this rank's last backward left parameters out, for which the other ranks now wait in vain.
+
+    torch itself finds out at the next forward, and says it in words of its own.
+
+    Raises:
+        GradientError: naming the parameters.
+    """
+    try:
+        ddp._check_reducer_finalized()
+    except RuntimeError:
+        names = [name for name, tensor in parameters.items() if tensor.grad is None]
+        raise without_gradient(names or ["some that an earlier micro-batch of the step used"], "on this rank") from None

@@ -7,8 +7,8 @@ Under ``dp`` every rank holds all of it. Over N ranks of ``fsdp``:
 ====== ============================== ======================= ==========================================
 zero   sharded                        bytes a parameter       communication against ``dp``
 ====== ============================== ======================= ==========================================
-1      optimizer state                4 + 4 + 8/N             the same
-2      and gradients                  4 + (4 + 8)/N           the same, again at each micro-batch
+1      optimizer state                4 + 4 + 8/N             1.5 ×: gradients added, then new values gathered
+2      and gradients                  4 + (4 + 8)/N           1 ×, and 0.5 × more for each further micro-batch
 3      and parameters                 16/N                    1.5 ×: gathered for forward and for backward
 ====== ============================== ======================= ==========================================
 
@@ -17,13 +17,18 @@ after it, in forward and again in backward; its gradient is summed and scattered
 and 2 keep whole parameters on every rank; see ``zero.py``.
 
 ``dp=R fsdp=N`` is the hybrid: N ranks share one copy (over the fast links of a node), R such groups hold copies.
-Use the lowest stage that fits: 1 costs nothing, 3 costs communication.
+Use the lowest stage that fits; ``docs/explanation/zero.md`` weighs them.
+
+A parameter that some ranks use in a step and others do not ends a run of stage 3: ``fully_shard`` sums a block's
+gradients while backward runs, and a rank that has none does not take part. ``unused="allow"`` is here for parameters
+that no rank uses; stages 1 and 2 allow both.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +38,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from phalanx.comm import data_mesh
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.blocks import blocks
-from phalanx.parallel.layout import Backward, Layout, trainable
+from phalanx.parallel.layout import Backward, Layout, each_micro_batch, trainable
+from phalanx.parallel.statistics import RunningStatistics
 from phalanx.spec import Plan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,13 +51,14 @@ class FullyShard(Layout):
     def __init__(self, module: nn.Module, device: torch.device, plan: Plan) -> None:
         scalars = [name for name, tensor in module.named_parameters() if tensor.dim() == 0]
         if scalars:
+            on_host = plan.offload == "parameters"  # possible with zero=3 only
             raise RefusedError(
                 [
                     Problem(
                         where="plan.zero",
                         given=f"zero=3 and parameters without a dimension: {', '.join(scalars)}",
                         allowed="zero=3 with parameters of one dimension or more",
-                        fix=str(plan) + " zero=2" if "zero=" not in str(plan) else "zero=2",
+                        fix=str(replace(plan, zero=2, offload="none" if on_host else plan.offload)),
                     )
                 ]
             )
@@ -60,13 +67,10 @@ class FullyShard(Layout):
         self._device = device
         self._parameters = trainable(module)
         self._divisor = plan.world_size
+        self._statistics = RunningStatistics(module)
 
     @property
     def module(self) -> nn.Module:
-        return self._module
-
-    @property
-    def forward(self) -> nn.Module:
         return self._module
 
     @property
@@ -79,15 +83,13 @@ class FullyShard(Layout):
 
     def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
         # Every micro-batch scatters its gradient at once: kept for the last one, whole gradients would fill the memory.
-        micros = parts[0]
-        last = len(micros) - 1
-        for index, micro in enumerate(micros):
-            backward(self._module, self._device, micro, index == last)
+        each_micro_batch(self._module, self._device, parts[0], backward)
 
     def finish(self) -> None:
         pass
 
     def stepped(self) -> None:
+        self._statistics.share()
         for tensor in self._parameters.values():
             tensor.grad = None
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.parallel.layout import Backward, Layout, trainable
+from phalanx.parallel.layout import Backward, Layout, each_micro_batch, trainable
 
 
 class Single(Layout):
@@ -28,10 +28,6 @@ class Single(Layout):
         return self._module
 
     @property
-    def forward(self) -> nn.Module:
-        return self._module
-
-    @property
     def parameters(self) -> dict[str, torch.Tensor]:
         return self._parameters
 
@@ -40,10 +36,7 @@ class Single(Layout):
         return 1
 
     def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
-        micros = parts[0]
-        last = len(micros) - 1
-        for index, micro in enumerate(micros):
-            backward(self._module, self._device, micro, index == last)
+        each_micro_batch(self._module, self._device, parts[0], backward)
 
     def finish(self) -> None:
         pass

@@ -17,26 +17,40 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from phalanx.errors import Problem
-from phalanx.parallel.layout import Backward, Layout, trainable
-from phalanx.spec import Job, Plan
+from phalanx.parallel.layout import Backward, Layout, each_micro_batch, trainable
+from phalanx.spec import Plan
 
 
-def check(job: Job, plan: Plan) -> list[Problem]:
-    """What keeps this technique from serving the job."""
+def check(plan: Plan, kind: str) -> list[Problem]:
+    """What keeps this technique from serving the plan on devices of this ``kind``."""
+    if plan.threads == 1:
+        return []
     problems: list[Problem] = []
+    processes = str(replace(plan, threads=1, dp=plan.threads))
     if plan.compile:
         problems.append(
             Problem(
                 where="plan.compile",
                 given="threads and compile",
                 allowed="one of the two: torch.compile does not compile in several threads at once",
-                fix=f"dp={plan.threads} compile=true",
+                fix=processes,
+            )
+        )
+    if plan.recompute != "none" and kind == "cpu":
+        # Recompute sets the generator back to draw the same dropout again; the threads of a CPU share one generator.
+        problems.append(
+            Problem(
+                where="plan.recompute",
+                given=f"threads and recompute={plan.recompute} on a CPU",
+                allowed="one of the two: recompute would draw other random numbers in backward than in forward",
+                fix=processes,
             )
         )
     return problems
@@ -64,10 +78,6 @@ class Threads(Layout):
         return self._replicas[0]
 
     @property
-    def forward(self) -> nn.Module:
-        return self._replicas[0]
-
-    @property
     def parameters(self) -> dict[str, torch.Tensor]:
         return self._parameters
 
@@ -76,12 +86,10 @@ class Threads(Layout):
         return 1
 
     def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
-        def run(module: nn.Module, device: torch.device, micros: Sequence[Any]) -> None:
-            last = len(micros) - 1
-            for index, micro in enumerate(micros):
-                backward(module, device, micro, index == last)
-
-        waiting = [self._pool.submit(run, *work) for work in zip(self._replicas, self._devices, parts, strict=True)]
+        waiting = [
+            self._pool.submit(each_micro_batch, module, device, micros, backward)
+            for module, device, micros in zip(self._replicas, self._devices, parts, strict=True)
+        ]
         for future in waiting:
             future.exception()  # all threads end before the first error is raised
         for future in waiting:

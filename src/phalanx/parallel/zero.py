@@ -12,7 +12,8 @@ each whole parameter, and ZeroRedundancyOptimizer deals out whole parameters, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from torch import nn
 
 from phalanx.comm import data_mesh, sum_over_ranks
 from phalanx.parallel.buckets import Bucket, Slice, cut
-from phalanx.parallel.layout import Backward, Layout
-from phalanx.parallel.replicate import accumulate, distributed
+from phalanx.parallel.layout import Backward, Layout, each_micro_batch
+from phalanx.parallel.replicate import accumulate, check_reduced, distributed
+from phalanx.parallel.statistics import RunningStatistics
+from phalanx.parallel.unused import without_gradient
 from phalanx.spec import Job, Plan
 
 
@@ -33,14 +36,11 @@ class ShardedOptimizer(Layout):
         self._module = module.to(device)
         self._device = device
         self._ddp = distributed(self._module, device, job)
+        self._may_be_unused = job.unused == "allow"
         self._partition = Partition(self._module, device, plan)
 
     @property
     def module(self) -> nn.Module:
-        return self._module
-
-    @property
-    def forward(self) -> nn.Module:
         return self._module
 
     @property
@@ -55,6 +55,8 @@ class ShardedOptimizer(Layout):
         accumulate(self._ddp, self._device, parts[0], backward)
 
     def finish(self) -> None:
+        if not self._may_be_unused:
+            check_reduced(self._ddp, {piece.name: piece.whole for piece in self._partition.slices})
         for piece in self._partition.slices:
             piece.take_gradient(piece.whole.grad)
 
@@ -85,10 +87,6 @@ class ShardedGradients(Layout):
         return self._module
 
     @property
-    def forward(self) -> nn.Module:
-        return self._module
-
-    @property
     def parameters(self) -> dict[str, torch.Tensor]:
         return self._partition.shards
 
@@ -97,17 +95,12 @@ class ShardedGradients(Layout):
         return 1
 
     def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
-        micros = parts[0]
-        last = len(micros) - 1
-        for index, micro in enumerate(micros):
-            self._launched = 0
-            for bucket in self._partition.buckets:
-                bucket.expect()
-            backward(self._module, self._device, micro, index == last)
-            while self._launched < len(self._partition.buckets):
-                self._launch_next()
+        each_micro_batch(self._module, self._device, parts[0], backward, around=self._reducing)
 
     def finish(self) -> None:
+        if not self._may_be_unused and len(self._seen) < len(self._partition.slices):
+            unseen = [piece.name for piece in self._partition.slices if piece.name not in self._seen]
+            raise without_gradient(unseen, "on this rank")
         for bucket in self._partition.buckets:
             bucket.wait()
         seen = self._seen if not self._may_be_unused else self._seen_anywhere()
@@ -120,6 +113,16 @@ class ShardedGradients(Layout):
         self._seen.clear()
         for piece in self._partition.slices:
             piece.shard.grad = None
+
+    @contextmanager
+    def _reducing(self, _: bool) -> Iterator[None]:
+        """Around one micro-batch: its gradients are summed and scattered as they arrive, the rest at its end."""
+        self._launched = 0
+        for bucket in self._partition.buckets:
+            bucket.expect()
+        yield
+        while self._launched < len(self._partition.buckets):
+            self._launch_next()
 
     def _hook(self, piece: Slice) -> Any:
         def arrived(_: torch.Tensor) -> None:
@@ -153,6 +156,7 @@ class Partition:
         replicas = mesh["dp"].get_group() if plan.dp > 1 else None
         trainable = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
         self.world_size = plan.world_size
+        self._statistics = RunningStatistics(module)
         self.slices = [Slice(name, tensor, shard_mesh) for name, tensor in trainable]
         self.shards: dict[str, torch.Tensor] = {piece.name: piece.shard for piece in self.slices}
         # Backward reaches parameters roughly in reverse order of definition.
@@ -162,6 +166,7 @@ class Partition:
                 dist.broadcast(tensor, src=0)
 
     def gather(self) -> None:
-        """Bring every rank's rows to all ranks of its shard group."""
+        """Bring every rank's rows to all ranks of its shard group, and rank 0's running statistics to all ranks."""
         for bucket in self.buckets:
             bucket.gather()
+        self._statistics.share()

@@ -53,13 +53,15 @@ class Assembly:
     notes: list[str]
 
 
-def refuse(job: Job, plan: Plan, world_size: int) -> None:
+def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> None:
     """Raise what keeps ``plan`` from serving ``job`` with this many workers, all of it at once.
+
+    ``here`` is how many of the plan's replicas this machine holds; all of them where it is not given.
 
     Raises:
         RefusedError: with every problem found.
     """
-    problems = check(job, plan)
+    problems = check(job, plan, here)
     if plan.world_size != world_size:
         problems.append(
             Problem(
@@ -82,13 +84,14 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0) -> Assembl
         DataError: if the data differ between ranks.
         GradientError: if the optimizer holds other parameters than it was given.
     """
-    refuse(job, plan, place.world_size)
+    here = place.workers_here * plan.threads
+    refuse(job, plan, place.world_size, here)
     module = build_model(job)
     found = notes(module, job, plan)
     layout = assemble(module, job, plan, place)
     optimizer = build_optimizer(job, layout)
     lane = Lane(first=place.rank * plan.threads, count=plan.threads, parts=plan.replicas)
-    kind = device_kind(plan)
+    kind = device_kind(plan, here)
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
     _same_everywhere(loader)
     step = Step(job, plan, layout, optimizer)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from phalanx.comm import sum_over_ranks
 from phalanx.data import evaluation_batches
 from phalanx.errors import LossError
-from phalanx.parallel import device_kind
 from phalanx.spec import Job, Plan
 from phalanx.train.assembly import Assembly
 from phalanx.train.inputs import Inputs
+from phalanx.train.lossform import read_loss
 from phalanx.train.precision import compute_context
 
 
@@ -40,23 +43,22 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
     """Run the model over ``dataset`` without gradients. Collective; every rank gets the same result.
 
     Raises:
-        LossError: if a metric is not a sum and a count.
+        LossError: if the loss is not of an allowed form, a metric is not a sum and a count, or one is called ``loss``.
     """
     begun = time.perf_counter()
     layout = assembly.layout
     device = next(layout.module.parameters()).device
-    if device.type == "cpu" and device_kind(plan) == "cuda":  # parameters offloaded between uses
+    if device.type == "cpu" and assembly.device == "cuda":  # parameters offloaded between uses
         device = torch.device("cuda", torch.cuda.current_device())
     inputs = Inputs(job, layout.module)
     sums: dict[str, list[float]] = {}
     samples = 0
-    layout.module.eval()
-    with torch.no_grad():
+    with torch.no_grad(), _evaluation_mode(layout.module):
         for batch in evaluation_batches(dataset, job, assembly.lane, micro=plan.micro):
             for micro in (micro for part in batch.parts for micro in part):
                 with compute_context(plan, device):
                     args, kwargs, on_device = inputs(micro.batch, device)
-                    output = layout.forward(*args, **kwargs)
+                    output = layout.module(*args, **kwargs)
                     found = _measure(job, output, on_device, micro.samples)
                 samples += micro.samples
                 for name, (total, count) in found.items():
@@ -64,7 +66,6 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
                     if micro.samples:
                         entry[0] += float(total)
                         entry[1] += float(count)
-    layout.module.train()
     names = sorted(sums)
     flat = [value for name in names for value in sums[name]]
     totals = torch.tensor([float(samples), *flat], dtype=torch.float64, device=device)
@@ -78,13 +79,28 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
     return Evaluation(loss=loss, samples=int(values[0]), metrics=ratios, seconds=time.perf_counter() - begun)
 
 
+@contextmanager
+def _evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Every submodule in evaluation mode; afterwards each as it was: some may be kept out of training mode for good."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
 def _measure(job: Job, output: Any, batch: Any, samples: int) -> dict[str, tuple[Any, Any]]:
     """Sum and count of the loss and of each metric over one micro-batch."""
-    loss = job.loss(output, batch)
-    found: dict[str, tuple[Any, Any]] = {
-        "loss": (loss[0], loss[1]) if isinstance(loss, tuple) else (loss * samples, samples)
-    }
+    read = read_loss(job.loss(output, batch), samples, "the evaluation")
+    found: dict[str, tuple[Any, Any]] = {"loss": (read.value * read.weight, read.count)}
     for name, value in (job.metrics(output, batch) if job.metrics else {}).items():
+        if name in found:
+            raise LossError(
+                f"a metric is called {name!r}, as the evaluation's loss is, which is always there.\n"
+                "    try: another name, or remove it from job.metrics"
+            )
         if not (isinstance(value, tuple) and len(value) == 2):
             raise LossError(
                 f"metric {name!r} is a {type(value).__name__}; a metric is px.Loss(sum, count), so that parts add up.\n"

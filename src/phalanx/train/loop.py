@@ -25,8 +25,9 @@ def train(job: Job, run: RunSpec, place: Place, *, report: Callable[[int], None]
 
     Returns a summary: steps taken, last loss, last evaluation.
     """
-    refuse(job, run.plan, place.world_size)
-    with joined(place, device_for(place, device_kind(run.plan))):
+    here = place.workers_here * run.plan.threads
+    refuse(job, run.plan, place.world_size, here)
+    with joined(place, device_for(place, device_kind(run.plan, here))):
         path, first_step = _where_to_resume(run) if run.resume else (None, 0)
         assembly = build(job, run.plan, place, first_step=first_step)
         assembly.step.lr_scale = run.lr_scale

@@ -19,50 +19,15 @@ from torch import nn
 
 from phalanx.comm import active
 from phalanx.data import MicroBatch, StepBatch
-from phalanx.errors import GradientError, LossError
-from phalanx.parallel import Layout
-from phalanx.spec import Job, Loss, Plan
+from phalanx.errors import LossError
+from phalanx.parallel import Layout, without_gradient
+from phalanx.spec import Job, Plan
 from phalanx.train.gradients import clip, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs
+from phalanx.train.lossform import Reading, read_loss
+from phalanx.train.metrics import Metrics, towards_host
 from phalanx.train.precision import LossScale, compute_context
 from phalanx.train.rng import reseed, stream
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Metrics:
-    """What one step gives back.
-
-    Attributes:
-        step: optimizer step, 0 is the first.
-        epoch: pass over the data.
-        samples: in this global batch.
-        lr: learning rate of the first parameter group.
-        skipped: whether fp16 loss scaling skipped the update.
-    """
-
-    step: int
-    epoch: int
-    samples: int
-    lr: float
-    skipped: bool
-    _totals: torch.Tensor
-    _norm: torch.Tensor | None
-
-    @property
-    def count(self) -> float:
-        """What the loss was divided by: tokens or samples of the global batch."""
-        return float(self._totals[1])
-
-    @property
-    def loss(self) -> float:
-        """Loss of the global batch: its sum over its count. Waits for the device."""
-        total, count = self._totals.tolist()
-        return total / count if count else math.nan
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Global L2 norm before clipping; ``None`` where nothing needed it."""
-        return None if self._norm is None else float(self._norm)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,27 +47,43 @@ class Progress:
     loss_scale: LossScale | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Course:
+    """Which steps a run takes, and at what learning rates.
+
+    Attributes:
+        first_step: the step to begin with.
+        total_steps: the step after the last, where a schedule that states none of its own reaches its floor.
+        lr_scale: factor on every learning rate.
+    """
+
+    first_step: int = 0
+    total_steps: int = 1
+    lr_scale: float = 1.0
+
+
 class Step:
     """Calling it with a global batch takes one optimizer step and gives its ``Metrics``."""
 
-    def __init__(self, job: Job, plan: Plan, layout: Layout, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, job: Job, plan: Plan, layout: Layout, optimizer: torch.optim.Optimizer, course: Course) -> None:
         self.job, self.plan, self.layout, self.optimizer = job, plan, layout, optimizer
-        self.progress = Progress(loss_scale=LossScale.for_batch(job.batch) if plan.precision == "fp16" else None)
+        self.progress = Progress(
+            step=course.first_step, loss_scale=LossScale.for_batch(job.batch) if plan.precision == "fp16" else None
+        )
+        self._course = course
         self._inputs = Inputs(job, layout.module)
-        self._rates = [group["lr"] for group in optimizer.param_groups]
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
         self._first_part = dist.get_rank() * plan.threads if active() else 0
         self._whole_here = not active() and plan.replicas == 1
         self._checked = False
-        self._unchecked: torch.Tensor | None = None
-        layout.module.train()
-        self.total_steps = 1
-        self.lr_scale = 1.0
+        self._unchecked: Metrics | None = None
 
     def __call__(self, batch: StepBatch) -> Metrics:
         """Forward, backward and update for one global batch.
 
         Raises:
-            LossError: if the loss is not finite, or not of an allowed form.
+            LossError: if the loss is not finite, or not of an allowed form, or if nothing was counted. What a number
+                shows is raised one step late on CUDA, and for the last step by ``settle``.
             GradientError: if parameters get no gradient and the job does not allow it.
         """
         totals = self.backward(batch)
@@ -129,22 +110,45 @@ class Step:
         lr = self._set_rate()
         scaling = self.progress.loss_scale
         norm = global_norm(parameters) if self.job.clip is not None or scaling else None
-        self._check_loss(totals)
-        skipped = False
-        if scaling and norm is not None:
-            skipped = not math.isfinite(float(norm))
-            scaling.update(not skipped)
-        if not skipped:
+        progress = self.progress
+        numbers, host_norm, ready = towards_host(totals, norm)
+        metrics = Metrics(
+            step=progress.step,
+            epoch=batch.epoch,
+            samples=batch.samples,
+            lr=lr,
+            skipped=scaling is not None and norm is not None and not math.isfinite(float(norm)),
+            _totals=numbers,
+            _norm=host_norm,
+            _ready=ready,
+        )
+        # On CUDA one step later: looking at once would wait for the device while nothing is queued on it.
+        if metrics.late:
+            metrics_to_check, self._unchecked = self._unchecked, metrics
+        else:
+            metrics_to_check = metrics
+        if metrics_to_check is not None:
+            self._check_totals(metrics_to_check)
+        if scaling:
+            scaling.update(not metrics.skipped)
+        if not metrics.skipped:
             if self.job.clip is not None and norm is not None:
                 clip(local_gradients(parameters), norm, self.job.clip)
             self.optimizer.step()
         self.layout.stepped()
-        step = self.progress.step
-        self.progress.step += 1
-        self.progress.samples += batch.samples
-        return Metrics(
-            step=step, epoch=batch.epoch, samples=batch.samples, lr=lr, skipped=skipped, _totals=totals, _norm=norm
-        )
+        progress.step += 1
+        progress.samples += batch.samples
+        return metrics
+
+    def settle(self) -> None:
+        """Check the last step's loss where that is still to be done; waits for it.
+
+        Raises:
+            LossError: if it is not finite, or nothing was counted.
+        """
+        last, self._unchecked = self._unchecked, None
+        if last is not None:
+            self._check_totals(last)
 
     def constant_divisor(self, samples: int) -> float:
         """The power of two that backward divides sums by, the same on every rank and in every step."""
@@ -156,24 +160,26 @@ class Step:
         return compute_context(self.plan, device)
 
     def _set_rate(self) -> float:
-        schedule = self.job.schedule
-        factor = self.lr_scale * schedule.factor(
-            step=self.progress.step, batch=self.job.batch, total_steps=self.total_steps
+        course = self._course
+        factor = course.lr_scale * self.job.schedule.factor(
+            step=self.progress.step, batch=self.job.batch, total_steps=course.total_steps
         )
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * factor
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate * factor)  # a compiled or captured step reads this very tensor
+            else:
+                group["lr"] = rate * factor
         return self._rates[0] * factor
 
-    def _check_loss(self, totals: torch.Tensor) -> None:
-        """Stop at a loss that is not finite. On CUDA one step later: looking at once would wait for the device."""
-        late = totals.device.type != "cpu"
-        looked_at, self._unchecked = (self._unchecked, totals) if late else (totals, None)
-        value = 0.0 if looked_at is None else float(looked_at[0])
+    def _check_totals(self, metrics: Metrics) -> None:
+        total, count = metrics.totals
+        if not (math.isfinite(count) and count > 0):
+            raise LossError(_bad_count(metrics.step, count))
         scaling = self.progress.loss_scale
-        if math.isfinite(value) or (scaling and not scaling.exhausted):
+        if math.isfinite(total) or (scaling and not scaling.exhausted):
             return
         raise LossError(
-            f"the loss of step {self.progress.step - late} is {value}.\n"
+            f"the loss of step {metrics.step} is {total}.\n"
             "    Usual causes: a learning rate too high or without warm-up, a logarithm or a division by zero "
             "in the loss, bad values in the data.\n"
             "    try: job(clip=1.0, schedule=px.Schedule(warmup_steps=100)), or a lower lr"
@@ -183,12 +189,7 @@ class Step:
         self._checked = True
         without = [name for name, tensor in self.layout.parameters.items() if tensor.grad is None]
         if without and self.job.unused == "error":
-            names = ", ".join(without[:8]) + (f" and {len(without) - 8} more" if len(without) > 8 else "")
-            raise GradientError(
-                f"parameters that got no gradient in the first step: {names}.\n"
-                "    The loss does not depend on them; usually a forgotten branch, or a detach().\n"
-                '    try: remove them, set requires_grad=False, or allow it: job(unused="allow")'
-            )
+            raise without_gradient(without, "in the first step")
 
 
 class _Work:
@@ -197,7 +198,7 @@ class _Work:
     def __init__(self, owner: Step, batch: StepBatch) -> None:
         self._step, self._batch = owner, batch
         self._job = owner.job
-        self._read: dict[tuple[int, int], _Read] = {}
+        self._read: dict[tuple[int, int], Reading] = {}
         self._divided_by = 0.0
         self._exact = False
         self._reduced: tuple[dist.Work, torch.Tensor] | None = None
@@ -213,7 +214,7 @@ class _Work:
         with step._compute(device):
             args, kwargs, on_device = step._inputs(micro.batch, device)
             output = module(*args, **kwargs)
-            read = _read(self._job.loss(output, on_device), micro, step.progress.step)
+            read = read_loss(self._job.loss(output, on_device), micro.samples, step.progress.step)
         self._read[place] = read
         factor = self._factor(read)
         if last and active():
@@ -238,7 +239,7 @@ class _Work:
         factor = self._divided_by * self._step.layout.divisor
         return (factor / totals[1].clamp(min=1e-30)).to(torch.float32)
 
-    def _factor(self, read: _Read) -> Any:
+    def _factor(self, read: Reading) -> Any:
         """What to multiply this micro-batch's value by before backward; 0 for a filler, there to keep ranks in step."""
         step = self._step
         if scaling := step.progress.loss_scale:
@@ -274,41 +275,14 @@ class _Work:
         self._reduced = (work, totals)
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """What a loss function gave for one micro-batch: ``value * weight`` is a sum over ``count``."""
-
-    value: torch.Tensor
-    weight: float
-    count: Any
-    samples: int
-    mean: bool
-
-
-def _read(result: Any, micro: MicroBatch, step: int) -> _Read:
-    if isinstance(result, Loss) or (isinstance(result, tuple) and len(result) == 2):
-        total, count = result
-        if not isinstance(total, torch.Tensor) or total.dim() != 0:
-            raise LossError(_wrong_form(f"a sum that is {_describe(total)}", step))
-        if isinstance(count, torch.Tensor) and count.dim() != 0:
-            raise LossError(_wrong_form(f"a count that is {_describe(count)}", step))
-        if not micro.samples:
-            return _Read(total, 0.0, 0, 0, False)
-        return _Read(total, 1.0, count, micro.samples, False)
-    if not isinstance(result, torch.Tensor) or result.dim() != 0:
-        raise LossError(_wrong_form(_describe(result), step))
-    return _Read(result, float(micro.samples), micro.samples, micro.samples, True)
-
-
-def _wrong_form(given: str, step: int) -> str:
+def _bad_count(step: int, count: float) -> str:
+    if count == 0:
+        return (
+            f"nothing was counted in step {step}: the counts of its loss add up to 0 over the global batch.\n"
+            "    Usual causes: every label is the ignored index, every weight or mask is 0.\n"
+            "    try: leave such samples out of job.data, or a larger batch"
+        )
     return (
-        f"the loss function gave {given} in step {step}; it may give px.Loss(sum, count), both scalars, "
-        "or a scalar tensor that is the mean over the samples of the batch.\n"
-        '    try: loss=lambda output, batch: px.cross_entropy(output, batch["label"])'
+        f"the count of the loss of step {step} is {count}; it is what the sum is divided by: a number above 0.\n"
+        "    try: px.Loss(sum, count) with count the tokens or samples that were summed"
     )
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"

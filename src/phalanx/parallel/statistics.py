@@ -1,0 +1,40 @@
+"""Running statistics of normalisation layers, the same on every rank after each step.
+
+Every rank sees other samples, so that each one's running means drift apart. Rank 0's go to all, as torch's
+DistributedDataParallel does it before a forward; here after the step, so that evaluation and checkpoints see them too.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from phalanx.comm import active
+
+
+class RunningStatistics:
+    """The running means and variances in a model; where it has none, sharing them does nothing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._layers = [
+            child for child in module.modules() if isinstance(child, _NormBase) and child.track_running_stats
+        ]
+
+    def share(self) -> None:
+        """Give every rank the statistics of rank 0, in one broadcast. Collective."""
+        # Looked up each time: moving a module to a device puts other tensors in place of its buffers.
+        buffers = [
+            buffer
+            for layer in self._layers
+            for buffer in (layer.running_mean, layer.running_var)
+            if isinstance(buffer, torch.Tensor)
+        ]
+        if not buffers or not active():
+            return
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        dist.broadcast(flat, src=0)
+        pieces = flat.split([buffer.numel() for buffer in buffers])
+        for buffer, piece in zip(buffers, pieces, strict=True):
+            buffer.copy_(piece.view(buffer.shape))
