@@ -46,7 +46,7 @@ def job():
                   metrics=lambda o, b: {"accuracy": px.accuracy(o, b[1])})
 
 def slow():
-    return replace(job(), model=lambda: Slow(8, 2), epochs=100, evaluate=None)
+    return replace(job(), model=lambda: Slow(8, 2), epochs=100, evaluate=None, metrics=None)
 
 def fails():
     return replace(job(), model=lambda: Fails(8, 2))

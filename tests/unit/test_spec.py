@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import phalanx
 from phalanx.errors import SpecError
 from phalanx.spec import Cluster, Job, Plan, RunSpec, Schedule
 
@@ -19,7 +20,7 @@ plans = st.one_of(
         Plan,
         dp=counts,
         fsdp=st.integers(2, 9),
-        zero=st.integers(0, 3),
+        zero=st.integers(1, 3),
         micro=st.none() | counts,
         recompute=st.sampled_from(["none", "selective", "full"]),
         offload=st.sampled_from(["none", "optimizer"]),
@@ -37,8 +38,14 @@ def test_plans_round_trip(plan: Plan) -> None:
 
 @pytest.mark.parametrize(
     ("text", "kind", "world"),
-    [("single", "single", 1), ("", "single", 1), ("dp=2", "replicate", 2), ("threads=2", "threads", 1)]
-    + [("fsdp=4 zero=3 micro=2 recompute=full precision=bf16", "shard", 4), ("dp=2 fsdp=4", "shard", 8)],
+    [
+        ("single", "single", 1),
+        ("", "single", 1),
+        ("dp=2", "replicate", 2),
+        ("threads=2", "threads", 1),
+        ("fsdp=4 zero=3 micro=2 recompute=full precision=bf16", "shard", 4),
+        ("dp=2 fsdp=4", "shard", 8),
+    ],
 )
 def test_plan_text(text: str, kind: str, world: int) -> None:
     plan = Plan.parse(text)
@@ -48,6 +55,7 @@ def test_plan_text(text: str, kind: str, world: int) -> None:
 def test_a_sharded_plan_shards_everything_unless_told() -> None:
     assert Plan.parse("fsdp=2").zero == 3
     assert str(Plan.parse("fsdp=2 zero=3")) == "fsdp=2"
+    assert (Plan().zero, Plan(zero=0).zero, Plan.parse("dp=2 zero=0")) == (0, 0, Plan(dp=2))
 
 
 @pytest.mark.parametrize(
@@ -60,6 +68,7 @@ def test_a_sharded_plan_shards_everything_unless_told() -> None:
         ("dp=2 dp=3", "plan.dp", "dp=3"),
         ("zero=2", "plan.zero", "fsdp=2 zero=2"),
         ("dp=4 zero=1", "plan.zero", "fsdp=4 zero=1"),
+        ("fsdp=2 zero=0", "plan.zero", "dp=2"),
         ("threads=2 dp=2", "plan.threads", "dp=2"),
         ("precision=bf8", "plan.precision", "precision=bf16"),
         ("offload=parameters", "plan.offload", "fsdp=2 zero=3 offload=parameters"),
@@ -73,8 +82,7 @@ def test_a_wrong_plan_says_what_to_write(text: str, where: str, fix: str) -> Non
         Plan.parse(text)
     (problem,) = caught.value.problems
     assert (problem.where, problem.fix) == (where, fix)
-    if fix != "dp=2":
-        Plan.parse(fix)
+    Plan.parse(fix)
 
 
 def test_everything_wrong_in_a_plan_is_said_at_once() -> None:
@@ -133,6 +141,13 @@ RIGHT: dict[str, Any] = {
         ({"workers": -1}, "job.workers"),
         ({"model": 3}, "job.model"),
         ({"inputs": "image"}, "job.inputs"),
+        ({"schedule": None}, "job.schedule"),
+        ({"shuffle": 1}, "job.shuffle"),
+        ({"drop_last": "no"}, "job.drop_last"),
+        ({"name": 3}, "job.name"),
+        ({"clip": True}, "job.clip"),
+        ({"evaluate_every": 5}, "job.evaluate_every"),
+        ({"metrics": lambda output, batch: {}}, "job.metrics"),
     ],
 )
 def test_wrong_jobs(change: dict[str, Any], where: str) -> None:
@@ -160,6 +175,38 @@ def test_wrong_run_files() -> None:
         RunSpec(job="a", plan=Plan(), folder=Path("x"), steps=1, epochs=1)
 
 
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        ('steps = "5"', "run.steps"),
+        ("batch = 2.5", "run.batch"),
+        ("batch = true", "run.batch"),
+        ('resume = "no"', "run.resume"),
+        ('lr_scale = "2"', "run.lr_scale"),
+        ("lr_scale = inf", "run.lr_scale"),
+        ('keep = "2"', "run.keep"),
+    ],
+)
+def test_wrong_types_in_a_run_file(line: str, where: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        RunSpec.from_toml(f'job = "a.py"\nplan = "dp=2"\nfolder = "runs/x"\n{line}\n')
+    assert [problem.where for problem in caught.value.problems] == [where]
+
+
+def test_wrong_types_are_said_with_all_else_that_is_wrong() -> None:
+    with pytest.raises(SpecError) as caught:
+        RunSpec.from_toml("job = 1\nplan = 2\nfolder = 5\nsteps = 0\ncolour = 1\n")
+    places = [problem.where for problem in caught.value.problems]
+    assert sorted(places) == ["run.colour", "run.folder", "run.job", "run.plan", "run.steps"]
+
+
+@pytest.mark.parametrize("name", ["per_node", "nodes", "memory"])
+def test_wrong_types_in_a_cluster(name: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        Cluster(device="cpu", **{name: "4"})  # pyright: ignore[reportArgumentType]
+    assert [problem.where for problem in caught.value.problems] == [f"cluster.{name}"]
+
+
 def test_schedules() -> None:
     def factors(schedule: Schedule, steps: int = 10) -> list[float]:
         return [round(schedule.factor(step=step, batch=4, total_steps=steps), 6) for step in range(steps)]
@@ -173,8 +220,26 @@ def test_schedules() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"decay": "exp"}, {"warmup_steps": -1}, {"warmup_steps": 1, "warmup_samples": 1}, {"decay": "step"}]
+    ("wrong", "where"),
+    [
+        ({"decay": "exp"}, "decay"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"warmup_steps": "4"}, "warmup_steps"),
+        ({"warmup_steps": 1, "warmup_samples": 1}, "warmup_samples"),
+        ({"decay": "step"}, "milestones"),
+        ({"decay": "step", "milestones": 5}, "milestones"),
+        ({"decay": "cosine", "milestones": (5,)}, "milestones"),
+        ({"decay": "cosine", "floor": 1.5}, "floor"),
+        ({"decay": "linear", "floor": -0.1}, "floor"),
+        ({"floor": 0.1}, "floor"),
+        ({"decay": "step", "milestones": (5,), "gamma": 0.0}, "gamma"),
+        ({"decay": "linear", "gamma": 0.5}, "gamma"),
+        ({"total_steps": 5}, "total_steps"),
+        ({"decay": "linear", "total_steps": "5"}, "total_steps"),
+    ],
 )
-def test_wrong_schedules(wrong: dict[str, Any]) -> None:
-    with pytest.raises(SpecError):
+def test_wrong_schedules(wrong: dict[str, Any], where: str) -> None:
+    with pytest.raises(SpecError) as caught:
         Schedule(**wrong)
+    assert [problem.where for problem in caught.value.problems] == [f"schedule.{where}"]
+    eval(caught.value.problems[0].fix, {"px": phalanx})

@@ -59,7 +59,7 @@ def command(job: str, counts: tuple[int, ...] | None, plans: tuple[Plan, ...], s
     """
     from phalanx.launch.jobfile import load_job
 
-    loaded = replace(load_job(job), steps=steps, epochs=None, evaluate=None, evaluate_every=0)
+    loaded = replace(load_job(job), steps=steps, epochs=None, evaluate=None, metrics=None, evaluate_every=0)
     chosen = _plans(counts, plans)
     _refuse(loaded, chosen)
 

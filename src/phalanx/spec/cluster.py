@@ -9,6 +9,14 @@ from dataclasses import asdict, dataclass
 import tomli_w
 
 from phalanx.errors import Problem, SpecError
+from phalanx.spec.fields import Kind, misfits
+
+_KINDS = {
+    "device": Kind(types=(str,), allowed="a device name such as cpu, cuda or H100", fix='device = "cpu"'),
+    "per_node": Kind(types=(int,), allowed="a whole number, 1 or more", fix="per_node = 4"),
+    "nodes": Kind(types=(int,), allowed="a whole number, 1 or more", fix="nodes = 2"),
+    "memory": Kind(types=(int,), allowed="a whole number of bytes, 0 or more", fix="memory = 85899345920"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,16 +36,17 @@ class Cluster:
     memory: int = 0
 
     def __post_init__(self) -> None:
-        problems = [
+        problems = misfits("cluster", asdict(self), _KINDS)
+        problems += [
             Problem(where=f"cluster.{name}", given=str(value), allowed=f"a whole number, {least} or more", fix="4xcpu")
             for name, value, least in (
                 ("per_node", self.per_node, 1),
                 ("nodes", self.nodes, 1),
                 ("memory", self.memory, 0),
             )
-            if value < least
+            if _KINDS[name].holds(value) and value < least
         ]
-        if not re.fullmatch(r"(?!x\d)[A-Za-z][\w.+-]+", self.device):
+        if _KINDS["device"].holds(self.device) and not re.fullmatch(r"(?!x\d)[A-Za-z][\w.+-]+", self.device):
             problems.append(
                 Problem(
                     where="cluster.device",
@@ -92,22 +101,12 @@ class Cluster:
             raise SpecError(
                 [Problem(where="cluster", given=str(error), allowed="a TOML document", fix='device = "cpu"')]
             ) from None
-        kinds = {"device": str, "per_node": int, "nodes": int, "memory": int}
         problems = [
-            Problem(where=f"cluster.{key}", given="unknown key", allowed=", ".join(kinds), fix='device = "cpu"')
+            Problem(where=f"cluster.{key}", given="unknown key", allowed=", ".join(_KINDS), fix='device = "cpu"')
             for key in table
-            if key not in kinds
+            if key not in _KINDS
         ]
-        problems += [
-            Problem(
-                where=f"cluster.{key}",
-                given=repr(table[key]),
-                allowed=kind.__name__,
-                fix='device = "cpu"\nper_node = 4',
-            )
-            for key, kind in kinds.items()
-            if key in table and type(table[key]) is not kind
-        ]
+        problems += misfits("cluster", table, _KINDS)
         if "device" not in table:
             problems.append(
                 Problem(where="cluster.device", given="nothing", allowed="a device name", fix='device = "cpu"')

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from phalanx.errors import Problem, SpecError
+from phalanx.spec.fields import Kind, is_number, is_whole, misfits
 from phalanx.spec.schedule import Schedule
 
 Unused = Literal["error", "allow"]
+
+_KINDS = {
+    "drop_last": Kind(types=(bool,), allowed="True or False", fix="drop_last=True"),
+    "shuffle": Kind(types=(bool, type(None)), allowed="True, False or None", fix="shuffle=True"),
+    "schedule": Kind(types=(Schedule,), allowed="a px.Schedule", fix='schedule=px.Schedule(decay="cosine")'),
+    "name": Kind(types=(str,), allowed="a text", fix='name="digits"'),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,10 +95,10 @@ def _problems(job: Job) -> list[Problem]:
     for name in ("inputs", "collate", "evaluate", "metrics"):
         if getattr(job, name) is not None and not callable(getattr(job, name)):
             wrong(name, "a function, or None", f"{name}=None")
-    if not _is_whole(job.batch, 1):
+    if not is_whole(job.batch, 1):
         wrong("batch", "samples in one optimizer step: a whole number, 1 or more", "batch=256")
     for name in ("epochs", "steps"):
-        if getattr(job, name) is not None and not _is_whole(getattr(job, name), 1):
+        if getattr(job, name) is not None and not is_whole(getattr(job, name), 1):
             wrong(name, "a whole number, 1 or more", f"{name}=10")
     if (job.epochs is None) == (job.steps is None):
         found.append(
@@ -103,16 +110,13 @@ def _problems(job: Job) -> list[Problem]:
             )
         )
     for name, least in (("seed", 0), ("workers", 0), ("prefetch", 1), ("evaluate_every", 0)):
-        if not _is_whole(getattr(job, name), least):
+        if not is_whole(getattr(job, name), least):
             wrong(name, f"a whole number, {least} or more", f"{name}={max(least, 2)}")
-    if job.clip is not None and not (isinstance(job.clip, int | float) and math.isfinite(job.clip) and job.clip > 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if job.clip is not None and not (is_number(job.clip) and job.clip > 0):
         wrong("clip", "a number above 0, or None", "clip=1.0")
     if job.unused not in ("error", "allow"):
         wrong("unused", "error, allow", 'unused="allow"')
-    if job.shuffle not in (None, True, False):
-        wrong("shuffle", "True, False or None", "shuffle=True")
-    return found
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    for name in ("metrics", "evaluate_every"):
+        if getattr(job, name) and job.evaluate is None:
+            wrong(name, "only together with evaluate, which builds the data for it", "evaluate=lambda: dataset")
+    return found + misfits("job", {name: getattr(job, name) for name in _KINDS}, _KINDS)

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import tomli_w
 
 from phalanx.errors import Problem, SpecError
+from phalanx.spec.fields import is_whole
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "selective", "full"]
@@ -33,7 +34,8 @@ class Plan:
         dp: ranks that each hold a whole replica (with ``fsdp``: replicas of the sharded group).
         fsdp: ranks over which optimizer state, gradients and parameters are sharded.
         threads: replicas in one process, one thread and one device each.
-        zero: what ``fsdp`` shards: 1 optimizer state, 2 and gradients, 3 and parameters. 3 where not given.
+        zero: what ``fsdp`` shards: 1 optimizer state, 2 and gradients, 3 and parameters. 3 where not given; 0 is
+            nothing, and stands where there is no ``fsdp``.
         micro: samples in one forward and backward on one rank; ``None``: the rank's whole share at once.
         precision: of the computation; parameters, reductions and optimizer state stay fp32.
         recompute: activations computed again in backward: ``none``, ``selective`` (all but matrix products and
@@ -46,7 +48,7 @@ class Plan:
     dp: int = 1
     fsdp: int = 1
     threads: int = 1
-    zero: int = 0
+    zero: int = None  # pyright: ignore[reportAssignmentType]  # a number from __post_init__ on
     micro: int | None = None
     precision: Precision = "fp32"
     recompute: Recompute = "none"
@@ -55,8 +57,8 @@ class Plan:
     device: Device = "auto"
 
     def __post_init__(self) -> None:
-        if self.zero == 0 and _is_count(self.fsdp) and self.fsdp > 1:
-            object.__setattr__(self, "zero", 3)
+        if self.zero is None:  # pyright: ignore[reportUnnecessaryComparison]
+            object.__setattr__(self, "zero", 3 if is_whole(self.fsdp, 2) else 0)
         problems = _problems(self)
         if problems:
             raise SpecError(problems)
@@ -212,9 +214,9 @@ def _problems(plan: Plan) -> list[Problem]:
         )
 
     for name in ("dp", "fsdp", "threads"):
-        if not _is_count(getattr(plan, name)):
+        if not is_whole(getattr(plan, name), 1):
             wrong(name, "a whole number, 1 or more", f"{name}=2")
-    if plan.micro is not None and not _is_count(plan.micro):
+    if plan.micro is not None and not is_whole(plan.micro, 1):
         wrong("micro", "a whole number of samples, 1 or more", "micro=8")
     for name, choices in _CHOICES.items():
         if getattr(plan, name) not in choices:
@@ -222,7 +224,7 @@ def _problems(plan: Plan) -> list[Problem]:
             wrong(name, ", ".join(choices), f"{name}={near[0] if near else choices[0]}")
     if not isinstance(plan.compile, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         wrong("compile", "true or false", "compile=true")
-    if plan.zero not in (0, 1, 2, 3):
+    if not is_whole(plan.zero, 0) or plan.zero > 3:
         wrong("zero", "1, 2 or 3", "fsdp=2 zero=3")
     if found:
         return found
@@ -233,6 +235,8 @@ def _problems(plan: Plan) -> list[Problem]:
             "only together with fsdp=2 or more: zero says what fsdp shards",
             f"fsdp={max(2, plan.dp)} zero={plan.zero}",
         )
+    if plan.zero == 0 and plan.fsdp > 1:
+        wrong("zero", "1, 2 or 3 with fsdp; ranks that each hold everything are dp", f"dp={plan.dp * plan.fsdp}")
     if plan.threads > 1 and plan.world_size > 1:
         wrong("threads", "threads alone: it is the one-process way; with dp or fsdp leave it out", f"dp={plan.threads}")
     if plan.offload == "parameters" and plan.zero != 3:
@@ -242,7 +246,3 @@ def _problems(plan: Plan) -> list[Problem]:
             f"fsdp={max(2, plan.fsdp, plan.dp)} zero=3 offload=parameters",
         )
     return found
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

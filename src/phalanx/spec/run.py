@@ -10,7 +10,17 @@ from typing import Any
 import tomli_w
 
 from phalanx.errors import Problem, SpecError
+from phalanx.spec.fields import Kind, is_number, is_whole, misfits
 from phalanx.spec.plan import Plan
+
+_LEAST = {"batch": 1, "epochs": 1, "steps": 1, "checkpoint_every": 0, "keep": 1, "log_every": 1}
+_KINDS = {
+    "job": Kind(types=(str,), allowed="a text", fix='job = "examples/digits.py"'),
+    "plan": Kind(types=(str, Plan), allowed="a plan as one line of text", fix='plan = "dp=2"'),
+    "folder": Kind(types=(str, Path), allowed="a path", fix='folder = "runs/digits-1"'),
+    "resume": Kind(types=(bool,), allowed="true or false", fix="resume = true"),
+}
+_OPTIONAL = ("batch", "epochs", "steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,30 +54,24 @@ class RunSpec:
     log_every: int = 1
 
     def __post_init__(self) -> None:
-        problems = [
+        problems = misfits("run", {name: getattr(self, name) for name in _KINDS}, _KINDS)
+        problems += [
             Problem(
                 where=f"run.{name}",
-                given=str(getattr(self, name)),
+                given=repr(getattr(self, name)),
                 allowed=f"a whole number, {least} or more",
                 fix=f"--{name.replace('_', '-')} {least + 1}",
             )
-            for name, least in (
-                ("batch", 1),
-                ("epochs", 1),
-                ("steps", 1),
-                ("checkpoint_every", 0),
-                ("keep", 1),
-                ("log_every", 1),
-            )
-            if getattr(self, name) is not None and getattr(self, name) < least
+            for name, least in _LEAST.items()
+            if not (getattr(self, name) is None and name in _OPTIONAL) and not is_whole(getattr(self, name), least)
         ]
         if self.epochs is not None and self.steps is not None:
             problems.append(
                 Problem(where="run.epochs", given="epochs and steps", allowed="one of the two", fix="--steps 100")
             )
-        if not self.lr_scale > 0:
+        if not (is_number(self.lr_scale) and self.lr_scale > 0):
             problems.append(
-                Problem(where="run.lr_scale", given=str(self.lr_scale), allowed="a number above 0", fix="--lr-scale 2")
+                Problem(where="run.lr_scale", given=repr(self.lr_scale), allowed="a number above 0", fix="--lr-scale 2")
             )
         if problems:
             raise SpecError(problems)
@@ -114,12 +118,19 @@ class RunSpec:
             for key in ("job", "plan", "folder")
             if key not in table
         ]
+        problems += misfits("run", table, {name: _KINDS[name] for name in ("job", "plan", "folder")})
         plan = Plan()
         try:
-            plan = Plan.parse(str(table.get("plan", "single")))
+            plan = Plan.parse(table["plan"]) if _KINDS["plan"].holds(table.get("plan")) else plan
         except SpecError as error:
             problems += error.problems
+        known = {key: value for key, value in table.items() if key in names}
+        whole: dict[str, Any] = {"job": "job", **known, "plan": plan, "folder": Path(str(table.get("folder", ".")))}
+        try:
+            run = cls(**whole)
+        except SpecError as error:
+            said = {problem.where for problem in problems}
+            raise SpecError([*problems, *(one for one in error.problems if one.where not in said)]) from None
         if problems:
             raise SpecError(problems)
-        values: dict[str, Any] = {**table, "plan": plan, "folder": Path(table["folder"])}
-        return cls(**values)
+        return run

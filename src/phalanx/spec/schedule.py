@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Literal, cast, get_args
 
 from phalanx.errors import Problem, SpecError
+from phalanx.spec.fields import is_number, is_whole
 
 Decay = Literal["constant", "linear", "cosine", "step"]
+
+_STEPWISE = 'decay="step", milestones=(1000, 2000), gamma=0.1'
+_USED_BY: dict[str, tuple[str, ...]] = {
+    "milestones": ("step",),
+    "gamma": ("step",),
+    "floor": ("linear", "cosine"),
+    "total_steps": ("linear", "cosine"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,53 +46,7 @@ class Schedule:
     gamma: float = 0.1
 
     def __post_init__(self) -> None:
-        problems: list[Problem] = []
-        if self.decay not in get_args(Decay):
-            problems.append(
-                Problem(
-                    where="schedule.decay",
-                    given=repr(self.decay),
-                    allowed=", ".join(get_args(Decay)),
-                    fix='px.Schedule(decay="cosine")',
-                )
-            )
-        for name in ("warmup_steps", "warmup_samples"):
-            if getattr(self, name) < 0:
-                problems.append(
-                    Problem(
-                        where=f"schedule.{name}",
-                        given=str(getattr(self, name)),
-                        allowed="0 or more",
-                        fix=f"px.Schedule({name}=100)",
-                    )
-                )
-        if self.warmup_steps and self.warmup_samples:
-            problems.append(
-                Problem(
-                    where="schedule.warmup_samples",
-                    given="warmup_steps and warmup_samples",
-                    allowed="one of the two",
-                    fix="px.Schedule(warmup_steps=100)",
-                )
-            )
-        if self.total_steps is not None and self.total_steps < 1:
-            problems.append(
-                Problem(
-                    where="schedule.total_steps",
-                    given=str(self.total_steps),
-                    allowed="1 or more, or None",
-                    fix="px.Schedule(total_steps=1000)",
-                )
-            )
-        if self.decay == "step" and not self.milestones:
-            problems.append(
-                Problem(
-                    where="schedule.milestones",
-                    given="none",
-                    allowed="the steps at which to decay",
-                    fix='px.Schedule(decay="step", milestones=(1000, 2000))',
-                )
-            )
+        problems = _problems(self)
         if problems:
             raise SpecError(problems)
 
@@ -102,3 +66,43 @@ class Schedule:
         progress = min(1.0, (step - warmup) / max(1.0, total - warmup))
         shape = 1.0 - progress if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.floor + (1.0 - self.floor) * shape
+
+
+def _problems(schedule: Schedule) -> list[Problem]:
+    found: list[Problem] = []
+
+    def wrong(name: str, allowed: str, fix: str) -> None:
+        given = repr(getattr(schedule, name))
+        found.append(Problem(where=f"schedule.{name}", given=given, allowed=allowed, fix=f"px.Schedule({fix})"))
+
+    decays = get_args(Decay)
+    if schedule.decay not in decays:
+        wrong("decay", ", ".join(decays), 'decay="cosine"')
+    for name in ("warmup_steps", "warmup_samples"):
+        if not is_whole(getattr(schedule, name), 0):
+            wrong(name, "a whole number, 0 or more", f"{name}=100")
+    if schedule.total_steps is not None and not is_whole(schedule.total_steps, 1):
+        wrong("total_steps", "a whole number, 1 or more, or None", 'decay="cosine", total_steps=1000')
+    if not is_number(schedule.floor) or not 0 <= schedule.floor <= 1:
+        wrong("floor", "a factor from 0 to 1", 'decay="cosine", floor=0.1')
+    if not is_number(schedule.gamma) or not 0 < schedule.gamma <= 1:
+        wrong("gamma", "a factor above 0, and 1 at most", _STEPWISE)
+    if not _are_steps(schedule.milestones):
+        wrong("milestones", "optimizer steps: whole numbers, 1 or more", _STEPWISE)
+    if found:
+        return found
+
+    if schedule.warmup_steps and schedule.warmup_samples:
+        wrong("warmup_samples", "one of warmup_steps and warmup_samples", "warmup_steps=100")
+    if schedule.decay == "step" and not schedule.milestones:
+        wrong("milestones", "the steps at which to decay", _STEPWISE)
+    default = {field.name: field.default for field in fields(Schedule)}
+    for name, decays in _USED_BY.items():
+        if getattr(schedule, name) != default[name] and schedule.decay not in decays:
+            fix = _STEPWISE if "step" in decays else f'decay="cosine", {name}={getattr(schedule, name)}'
+            wrong(name, f"only with decay {' or '.join(decays)}, not with {schedule.decay}", fix)
+    return found
+
+
+def _are_steps(value: object) -> bool:
+    return isinstance(value, tuple | list) and all(is_whole(one, 1) for one in cast("Iterable[object]", value))

@@ -22,7 +22,7 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, 
     It returns, as JSON: ``losses`` and ``skipped`` updates by step, ``ids`` of the first step's samples on this rank,
     ``prints`` of each parameter that this rank holds whole after the last step, and ``notes``.
     """
-    short = replace(job, steps=steps, epochs=None, evaluate=None)
+    short = replace(job, steps=steps, epochs=None, evaluate=None, metrics=None, evaluate_every=0)
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
         switch_off_dropout()
