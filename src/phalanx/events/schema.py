@@ -6,7 +6,7 @@ renamed or removed, within one.
 
 from __future__ import annotations
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 
 # event → field → (type, meaning). A field whose type is a union with None may be null, never absent.
 SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
@@ -17,6 +17,8 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "world_size": (int, "processes"),
         "device": (str, "kind of device: cpu or cuda"),
         "batch": (int, "samples in one optimizer step"),
+        "samples": ((int, type(None)), "samples in the data; null for a stream; since 1.1"),
+        "drop_last": (bool, "whether the last, partial batch of an epoch is dropped; since 1.1"),
         "total_steps": (
             (int, type(None)),
             "optimizer steps of the whole run; null where a stream's length is not known",

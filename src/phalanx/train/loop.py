@@ -114,6 +114,8 @@ class _Recorder:
             world_size=place.world_size,
             device=assembly.device,
             batch=job.batch,
+            samples=assembly.loader.length,
+            drop_last=job.drop_last,
             total_steps=self._total,
             first_step=assembly.step.progress.step,
             parameters=sum(tensor.numel() for tensor in assembly.layout.module.parameters()),
