@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from phalanx.cli import app, main
 from phalanx.cli.options import PlanText
 from phalanx.cli.output import json_option, print_json
+from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.errors import LossError, Problem, SpecError, WorkerError
 
 JOB = """
@@ -81,6 +82,25 @@ class TestHelp:
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.endswith("[]\n")
+
+
+class TestAudit:
+    @pytest.mark.parametrize(("ids", "code"), [((0, 1, 2), 0), ((0, 1, 1), 1)])
+    def test_exit_code_says_the_answer(self, tmp_path: Path, ids: tuple[int, ...], code: int) -> None:
+        fields = {"event": "start", "time": 1.0, "batch": 3, "samples": 3, "drop_last": False}
+        (tmp_path / "events.jsonl").write_text(json.dumps(fields) + "\n")
+        with Ledger(tmp_path / "ledger", rank=0, first_step=0, world_size=1) as book:
+            part = MicroBatch(batch=None, ids=ids, samples=3)
+            book.record(StepBatch(step=0, epoch=0, samples=3, parts=((part,),)))
+        result = invoke("audit", str(tmp_path), "--json")
+        assert result.exit_code == code
+        answer = json.loads(result.stdout)
+        assert (answer["once"], answer["epochs"], bool(answer["wrong"])) == (code == 0, 1, code == 1)
+
+    def test_a_folder_without_a_run(self, tmp_path: Path) -> None:
+        result = invoke("audit", str(tmp_path))
+        assert result.exit_code == 3
+        assert "holds no log of a run" in result.stderr
 
 
 class TestWrongUse:

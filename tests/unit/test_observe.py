@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.errors import DataError, MissingExtraError
 from phalanx.events import EventLog, faults
 from phalanx.observe import trackers
 from phalanx.observe.draw import draw
 from phalanx.observe.follow import Event, Follower, Viewer
 from phalanx.observe.progress import Pace, progress, step_text
+from phalanx.observe.seen import Seen, seen, seen_table
 from phalanx.observe.summary import summarise, summary_of
 from phalanx.observe.tables import proof_table, scaled, scaling_table, settings_table, summary_table
 from phalanx.spec import Plan
@@ -25,12 +27,14 @@ MIB = 2**20
 
 def start(**changes: Any) -> Event:
     fields: dict[str, Any] = {
-        "schema": "1.0",
+        "schema": "1.1",
         "job": "digits",
         "plan": "dp=2",
         "world_size": 2,
         "device": "cpu",
         "batch": 100,
+        "samples": 250,
+        "drop_last": False,
         "total_steps": 8,
         "first_step": 0,
         "parameters": 1234,
@@ -125,6 +129,60 @@ class TestSummary:
 
     def test_it_is_json(self, tmp_path: Path) -> None:
         assert json.loads(json.dumps(summary_of(canned(), tmp_path).to_dict()))["step_seconds"] == 0.5
+
+
+def ledger(folder: Path, steps: list[list[int]], per_epoch: int = 3) -> None:
+    with Ledger(folder / "ledger", rank=0, first_step=0, world_size=1) as book:
+        for number, ids in enumerate(steps):
+            part = MicroBatch(batch=None, ids=tuple(ids), samples=len(ids))
+            book.record(StepBatch(step=number, epoch=number // per_epoch, samples=len(ids), parts=((part,),)))
+
+
+class TestSeen:
+    """Ten samples, four a step: three steps an epoch."""
+
+    EPOCH = ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9])
+
+    def seen(self, tmp_path: Path, steps: list[list[int]], **changes: Any) -> Seen:
+        write(tmp_path, [start(**{"samples": 10, "batch": 4, **changes})])
+        ledger(tmp_path, steps)
+        return seen(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("steps", "answer"),
+        [
+            (EPOCH, "yes, in 1 epoch"),
+            ((*EPOCH, *EPOCH), "yes, in 2 epochs"),
+            ((*EPOCH, EPOCH[0]), "yes, in 1 epoch and 1 step of the next"),
+            (EPOCH[:2], "yes, in 2 steps of the first epoch"),
+        ],
+    )
+    def test_yes(self, tmp_path: Path, steps: list[list[int]], answer: str) -> None:
+        result = self.seen(tmp_path, steps)
+        assert (result.once, result.answer) == (True, answer)
+        assert f"each sample seen exactly once per epoch: {answer}" in rendered(seen_table(result))
+        assert f"each sample seen exactly once per epoch: {answer}" in rendered(
+            summary_table(summarise(tmp_path), result)
+        )
+
+    def test_no(self, tmp_path: Path) -> None:
+        result = self.seen(tmp_path, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 1]])
+        assert not result.once
+        assert len(result.wrong) == 2
+        text = rendered(seen_table(result), width=200)
+        assert "per epoch: no" in text
+        assert "sample seen more than once: 1" in text
+        assert "sample never seen: 9" in text
+
+    def test_a_stream(self, tmp_path: Path) -> None:
+        result = self.seen(tmp_path, [[0, 1, 2, 3], [4, 5, 6, 7]], samples=None)
+        assert result.answer == "yes, in 2 steps of a stream"
+
+    def test_a_log_that_does_not_say(self, tmp_path: Path) -> None:
+        before = {name: value for name, value in start().items() if name not in ("samples", "drop_last")}
+        write(tmp_path, [before])
+        with pytest.raises(DataError, match="an earlier version"):
+            seen(tmp_path)
 
 
 class TestTables:

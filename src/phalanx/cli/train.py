@@ -69,6 +69,7 @@ def command(
     run, settings = settle(given, earlier, loaded)
 
     from phalanx.api import fit
+    from phalanx.observe.seen import seen
     from phalanx.observe.summary import summarise
     from phalanx.observe.tables import settings_table, summary_table
 
@@ -78,12 +79,12 @@ def command(
         output.say(settings_table(settings))
     with _told_how_to_go_on(run), output.follow(tensorboard=tensorboard) as follower:
         fit(loaded, run=run, watch=follower)
-    summary = summarise(run.folder)
+    summary, samples = summarise(run.folder), seen(run.folder)
     if as_json:
         explained = {"settings": [{"name": s.name, "value": s.value, "from": s.source} for s in settings]}
-        print_json({**summary.to_dict(), **(explained if explain else {})})
+        print_json({**summary.to_dict(), "seen_once": samples.once, **(explained if explain else {})})
     else:
-        output.answer(summary_table(summary))
+        output.answer(summary_table(summary, samples))
 
 
 class _Output:

@@ -82,13 +82,7 @@ def summary_of(events: Iterable[Event], folder: Path) -> RunSummary:
     Raises:
         DataError: if there is no ``start`` among them.
     """
-    part: list[Event] = []
-    for event in events:
-        if event["event"] == "start":
-            part = []
-        part.append(event)
-    if not part or part[0]["event"] != "start":
-        raise DataError(f"{folder} holds no log of a run\n    try: phalanx train JOB --run {folder}")
+    part = _last_part(events, folder)
     start = part[0]
     by_name: dict[str, list[Event]] = {}
     for event in part:
@@ -118,3 +112,23 @@ def summary_of(events: Iterable[Event], folder: Path) -> RunSummary:
         warnings=tuple(event["message"] for event in by_name.get("warning", [])),
         finished="end" in by_name,
     )
+
+
+def events_of(folder: Path) -> list[Event]:
+    """Events of the run in ``folder``, or of its last part where it was resumed; the first is its ``start``.
+
+    Raises:
+        DataError: if its log holds none.
+    """
+    return _last_part(read(folder / "events.jsonl"), folder)
+
+
+def _last_part(events: Iterable[Event], folder: Path) -> list[Event]:
+    part: list[Event] = []
+    for event in events:
+        if event["event"] == "start":
+            part = []
+        part.append(event)
+    if not part or part[0]["event"] != "start":
+        raise DataError(f"{folder} holds no log of a run\n    try: phalanx train JOB --run {folder}")
+    return part

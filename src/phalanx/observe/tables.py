@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.observe.progress import result_text
+from phalanx.observe.seen import Seen
 from phalanx.observe.summary import RunSummary
 from phalanx.units import show_bytes, show_count, show_seconds
 
@@ -73,8 +74,8 @@ def scaled(summary: RunSummary, base: RunSummary) -> Scaled:
     )
 
 
-def summary_table(summary: RunSummary) -> RenderableType:
-    """A finished run, one line a fact."""
+def summary_table(summary: RunSummary, seen: Seen | None = None) -> RenderableType:
+    """A finished run, one line a fact; with what its ledger shows, if given."""
     rows = [("plan", f"{summary.plan} ({summary.devices} x {summary.device})"), ("steps", _steps(summary))]
     if summary.step_seconds is not None and summary.samples_per_second is not None:
         rows += [
@@ -93,6 +94,9 @@ def summary_table(summary: RunSummary) -> RenderableType:
     table = _grid()
     for name, value in rows:
         table.add_row(name, escape(value))
+    if seen:
+        said = f"each sample seen exactly once per epoch: {seen.answer}"
+        table.add_row("ledger", escape(said), style=None if seen.once else "red")
     return table
 
 

@@ -1,0 +1,38 @@
+"""``phalanx audit``: did a run see each sample exactly once an epoch?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from phalanx.cli.output import json_option, print_json
+
+_NO = 1
+
+
+@click.command("audit", short_help="Check that a run saw each sample once an epoch.")
+@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@json_option
+@click.pass_context
+def command(ctx: click.Context, run: Path, as_json: bool) -> None:
+    """Read the ledger in the run folder RUN, in which every rank wrote down the samples of each step.
+
+    Exit code 0: each sample was seen exactly once in each epoch, over all parts of the run and however many devices
+    each had. 1: not; samples seen twice or never and missing steps are named.
+
+    \b
+    Examples:
+      phalanx audit runs/digits-1
+      phalanx audit runs/digits-1 --json
+    """
+    from rich.console import Console
+
+    from phalanx.observe.seen import seen, seen_table
+
+    result = seen(run)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        Console().print(seen_table(result), highlight=False)
+    ctx.exit(0 if result.once else _NO)
