@@ -1,0 +1,118 @@
+"""What keeps a plan from a job or a machine, and the line to copy that would work."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.comm import Place
+from phalanx.errors import GradientError, RefusedError
+from phalanx.parallel import assemble, check, device_kind, notes
+from phalanx.parallel.shard import FullyShard
+from phalanx.parallel.unused import without_gradient
+from phalanx.spec import Job, Plan
+
+
+@pytest.fixture
+def job() -> Job:
+    unused: Any = print
+    return Job(model=unused, data=unused, loss=unused, optimizer=unused, batch=64, steps=1)
+
+
+def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    # By the module's full name: in its package, ``assemble`` is the function.
+    monkeypatch.setattr(sys.modules["phalanx.parallel.assemble"], "cuda_devices", lambda: count)
+
+
+def fixes(job: Job, plan: str, here: int | None = None) -> list[str]:
+    return [problem.fix for problem in check(job, Plan.parse(plan), here)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "there", "here", "kind"),
+    [
+        ("single", 0, None, "cpu"),
+        ("dp=4", 4, None, "cuda"),
+        ("dp=4", 3, None, "cpu"),
+        ("dp=16", 8, 8, "cuda"),  # two machines of eight
+        ("dp=16", 8, None, "cpu"),
+        ("dp=16 device=cpu", 8, 8, "cpu"),
+    ],
+)
+def test_devices_are_counted_on_this_machine(
+    plan: str, there: int, here: int | None, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices(monkeypatch, there)
+    assert device_kind(Plan.parse(plan), here) == kind
+
+
+def test_asking_for_cuda_counts_this_machine_too(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices(monkeypatch, 8)
+    assert fixes(job, "dp=16 device=cuda", here=8) == []
+    assert fixes(job, "dp=16 micro=2 device=cuda") == ["dp=16 micro=2 device=cpu"]
+    assert fixes(job, "dp=32 device=cuda", here=16) == ["dp=32 device=cpu"]
+
+
+def test_compiling_asks_for_a_compiler_on_cpus_only(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    devices(monkeypatch, 2)
+    assert fixes(job, "dp=2 compile=true") == []
+    assert fixes(job, "dp=4 compile=true") == ["dp=4"]
+    assert fixes(job, "compile=true device=cpu") == ["device=cpu"]
+
+
+def test_threads_do_not_recompute_on_a_cpu(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices(monkeypatch, 2)
+    assert fixes(job, "threads=2 recompute=full") == []  # each CUDA device has a generator of its own
+    assert fixes(job, "threads=3 recompute=selective micro=2") == ["dp=3 micro=2 recompute=selective"]
+    assert fixes(job, "recompute=full device=cpu") == []
+
+
+def test_threads_do_not_compile(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert fixes(job, "threads=2 compile=true micro=4 device=cpu") == ["dp=2 micro=4 compile=true device=cpu"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "fix"),
+    [
+        ("fsdp=2", "fsdp=2 zero=2"),
+        ("dp=2 fsdp=2 micro=3", "dp=2 fsdp=2 zero=2 micro=3"),
+        ("fsdp=2 offload=parameters", "fsdp=2 zero=2"),
+        ("fsdp=2 offload=optimizer", "fsdp=2 zero=2 offload=optimizer"),
+    ],
+)
+def test_a_parameter_without_dimension_is_told_a_plan_that_works(plan: str, fix: str) -> None:
+    module = nn.Linear(2, 2)
+    module.gain = nn.Parameter(torch.ones(()))
+    with pytest.raises(RefusedError) as caught:
+        FullyShard(module, torch.device("cpu"), Plan.parse(plan))
+    (problem,) = caught.value.problems
+    assert problem.fix == fix
+    assert str(Plan.parse(problem.fix)) == fix
+
+
+def test_zero_3_says_what_it_does_not_allow(job: Job) -> None:
+    allow = replace(job, unused="allow")
+    assert any("only some ranks use" in note for note in notes(nn.Linear(2, 2), allow, Plan(fsdp=2)))
+    assert notes(nn.Linear(2, 2), allow, Plan(fsdp=2, zero=2)) == []
+    assert notes(nn.Linear(2, 2), job, Plan(fsdp=2)) == []
+
+
+def test_many_parameters_without_gradient_are_not_all_named() -> None:
+    error = without_gradient([f"p{index}" for index in range(11)], "in the first step")
+    assert isinstance(error, GradientError)
+    assert "p0, p1, p2, p3, p4, p5, p6, p7 and 3 more.\n" in str(error)
+
+
+def test_micro_batches_run_in_turn_and_the_last_is_known(job: Job) -> None:
+    layout = assemble(nn.Linear(2, 2), job, Plan(device="cpu"), Place())
+    seen: list[tuple[str, bool]] = []
+    layout.accumulate([["a", "b", "c"]], lambda module, device, micro, last: seen.append((micro, last)))
+    assert seen == [("a", False), ("b", False), ("c", True)]
