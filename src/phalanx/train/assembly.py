@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from phalanx.comm import Place, from_every_rank
+from phalanx.comm import Place
 from phalanx.data import Lane, Loader
-from phalanx.errors import DataError, GradientError, Problem, RefusedError, SpecError
+from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Layout, assemble, check, device_kind, notes
 from phalanx.spec import Job, Plan
+from phalanx.train.consistency import same_initial_values, same_length
 from phalanx.train.rng import stream
-from phalanx.train.step import Step
+from phalanx.train.step import Course, Step
 
 
 class Parameters(list[torch.Tensor]):
@@ -75,34 +78,43 @@ def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> No
         raise RefusedError(problems)
 
 
-def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0) -> Assembly:
+def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: float = 1.0) -> Assembly:
     """Build model, layout, optimizer, loader and step. Collective where there are several workers.
+
+    ``lr_scale`` is a factor on every learning rate.
 
     Raises:
         RefusedError: if the plan cannot serve the job here.
-        SpecError: if the job's functions give something else than they must.
-        DataError: if the data differ between ranks.
+        SpecError: if the job's functions give something else than they must, or a decay has no end.
+        DataError: if the data or the initial values differ between ranks.
         GradientError: if the optimizer holds other parameters than it was given.
     """
     here = place.workers_here * plan.threads
     refuse(job, plan, place.world_size, here)
     module = build_model(job)
+    same_initial_values(module)
     found = notes(module, job, plan)
     layout = assemble(module, job, plan, place)
     optimizer = build_optimizer(job, layout)
     lane = Lane(first=place.rank * plan.threads, count=plan.threads, parts=plan.replicas)
     kind = device_kind(plan, here)
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
-    _same_everywhere(loader)
-    step = Step(job, plan, layout, optimizer)
-    step.progress.step = first_step
-    step.total_steps = loader.total_steps or 1
+    same_length(loader.length, "job.data")
+    course = Course(first_step=first_step, total_steps=_total_steps(job, loader), lr_scale=lr_scale)
+    step = Step(job, plan, layout, optimizer, course)
     return Assembly(step=step, loader=loader, layout=layout, optimizer=optimizer, lane=lane, device=kind, notes=found)
 
 
 def build_model(job: Job) -> nn.Module:
-    """The model with one device's initial values: the same seed on every rank, whatever ran before."""
-    torch.manual_seed(stream(job.seed))
+    """The model with one device's initial values: the same seeds on every rank, whatever ran before.
+
+    Seeded are torch, numpy's global generator and ``random``. A model that comes in evaluation mode (as loaded ones
+    do) is put in training mode; in one that comes in training mode, parts kept out of it stay so.
+    """
+    seed = stream(job.seed)
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
+    random.seed(seed)
     module = job.model()
     if not isinstance(module, nn.Module):
         raise SpecError(
@@ -126,6 +138,8 @@ def build_model(job: Job) -> nn.Module:
                 )
             ]
         )
+    if not module.training:
+        module.train()
     return module
 
 
@@ -159,12 +173,24 @@ def build_optimizer(job: Job, layout: Layout) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _same_everywhere(loader: Loader) -> None:
-    lengths = from_every_rank(loader.length)
-    if len(set(lengths)) > 1:
-        by_rank = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
-        raise DataError(
-            f"the data have another length on each rank: {by_rank}.\n"
-            "    Every rank must see the same data; Phalanx gives each its share.\n"
-            "    try: remove rank-dependent filtering or sharding from job.data"
+def _total_steps(job: Job, loader: Loader) -> int:
+    """The step at which a decay that states none of its own ends.
+
+    Raises:
+        SpecError: if nobody knows, and the decay must.
+    """
+    schedule = job.schedule
+    if loader.total_steps is not None:
+        return loader.total_steps
+    if schedule.total_steps is None and schedule.decay in ("linear", "cosine"):
+        raise SpecError(
+            [
+                Problem(
+                    where="job.schedule",
+                    given=f"decay={schedule.decay!r} without total_steps, over a stream whose length nobody knows",
+                    allowed="total_steps given in the schedule, or job.steps in place of job.epochs",
+                    fix=f"schedule=px.Schedule(decay={schedule.decay!r}, total_steps=1000)",
+                )
+            ]
         )
+    return schedule.total_steps or 1  # where it is 1, the schedule does not ask

@@ -17,8 +17,10 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def scale(grads: list[torch.Tensor], factor: torch.Tensor | float) -> None:
-    """Multiply every gradient by one factor, in place."""
+    """Multiply every gradient by one factor, in place; the factor may be on another device."""
     if grads and not (isinstance(factor, float) and factor == 1.0):
+        if isinstance(factor, torch.Tensor) and factor.device != grads[0].device:
+            factor = factor.to(grads[0].device)  # with offload, gradients are on the host
         torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -9,15 +9,16 @@ from typing import Any
 
 from phalanx.comm import Place, device_for, from_every_rank, joined
 from phalanx.data import Ledger, StepBatch
-from phalanx.errors import CheckpointError, DataError
+from phalanx.errors import CheckpointError
 from phalanx.events import SCHEMA_VERSION, EventLog
 from phalanx.hardware import peak_memory
 from phalanx.parallel import device_kind
 from phalanx.spec import Job, RunSpec
 from phalanx.train.assembly import Assembly, build, refuse
+from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.evaluate import evaluate
+from phalanx.train.metrics import Metrics
 from phalanx.train.state import restore, save
-from phalanx.train.step import Metrics
 
 
 def train(job: Job, run: RunSpec, place: Place, *, report: Callable[[int], None]) -> dict[str, Any]:
@@ -29,8 +30,7 @@ def train(job: Job, run: RunSpec, place: Place, *, report: Callable[[int], None]
     refuse(job, run.plan, place.world_size, here)
     with joined(place, device_for(place, device_kind(run.plan, here))):
         path, first_step = _where_to_resume(run) if run.resume else (None, 0)
-        assembly = build(job, run.plan, place, first_step=first_step)
-        assembly.step.lr_scale = run.lr_scale
+        assembly = build(job, run.plan, place, first_step=first_step, lr_scale=run.lr_scale)
         if path:
             restore(path, job, assembly)
         with _Recorder(job, run, place, assembly, path) as recorder:
@@ -42,7 +42,7 @@ class _Loop:
 
     def __init__(self, job: Job, run: RunSpec, assembly: Assembly, recorder: _Recorder) -> None:
         self._job, self._run, self._assembly, self._recorder = job, run, assembly, recorder
-        self._evaluation_data = job.evaluate() if job.evaluate else None
+        self._evaluation_data = _evaluation_data(job)
         self._saved_at = assembly.step.progress.step
         self._evaluated_at = -1
         self._last_evaluation: dict[str, Any] = {}
@@ -54,7 +54,7 @@ class _Loop:
         for batch in self._assembly.loader:
             report(batch.step)
             if self._assembly.loader.length is None:
-                _streams_agree(batch)
+                same_stream(batch)
             metrics = step(batch)
             recorder.stepped(batch, metrics)
             if job.evaluate_every and step.progress.step % job.evaluate_every == 0:
@@ -62,7 +62,8 @@ class _Loop:
             if run.checkpoint_every and step.progress.step % run.checkpoint_every == 0:
                 self._save()
         if self._assembly.loader.length is None:
-            _streams_agree(None)
+            same_stream(None)
+        step.settle()
         recorder.flush()
         if self._evaluated_at != step.progress.step:
             self._evaluate()
@@ -81,6 +82,7 @@ class _Loop:
 
     def _save(self) -> None:
         begun = time.perf_counter()
+        self._assembly.step.settle()  # no checkpoint of a loss that is not a number
         self._recorder.flush()
         step = self._assembly.step.progress.step
         path = save(self._run.folder / "checkpoints", self._job, self._assembly, keep=self._run.keep)
@@ -88,6 +90,14 @@ class _Loop:
         size = sum(file.stat().st_size for file in path.iterdir())
         relative = str(path.relative_to(self._run.folder))
         self._recorder.write("checkpoint", step=step, path=relative, bytes=size, seconds=time.perf_counter() - begun)
+
+
+def _evaluation_data(job: Job) -> Any:
+    if job.evaluate is None:
+        return None
+    data = job.evaluate()
+    same_length(len(data) if hasattr(data, "__len__") else None, "job.evaluate")
+    return data
 
 
 class _Recorder:
@@ -99,7 +109,7 @@ class _Recorder:
         first = assembly.step.progress.step
         self._ledger = Ledger(run.folder / "ledger", rank=place.rank, first_step=first, world_size=place.world_size)
         self._log = EventLog(run.folder / "events.jsonl") if place.rank == 0 else None
-        # On CUDA a loss is read one step late: reading it at once would wait for the device.
+        # On CUDA a loss is read when the next step is queued: the device is busy with that while it is waited for.
         self._late = assembly.device == "cuda"
         self._waiting: tuple[Metrics, float] | None = None
         self._unwritten: tuple[Metrics, float] | None = None
@@ -203,15 +213,3 @@ def _where_to_resume(run: RunSpec) -> tuple[Path, int]:
             f"{folder} holds no complete checkpoint to resume from\n    try: without --resume, a new run"
         )
     return path, checkpoint.read_state(path)["step"]
-
-
-def _streams_agree(batch: StepBatch | None) -> None:
-    """A stream may end earlier on one rank; the others would wait for it for ever."""
-    sizes = from_every_rank(batch.samples if batch else 0)
-    if len(set(sizes)) > 1:
-        raise DataError(
-            "the stream has another length on each rank; samples of this step by rank: "
-            f"{', '.join(str(size) for size in sizes)}.\n"
-            "    Every rank must see the same stream; Phalanx gives each its share.\n"
-            "    try: remove rank-dependent sharding from job.data"
-        )

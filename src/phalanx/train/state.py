@@ -37,6 +37,10 @@ def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
 def restore(path: Path, job: Job, assembly: Assembly) -> None:
     """Bring a training back to where ``path`` was written. Collective.
 
+    Values, optimizer state and progress come from the checkpoint. Hyper-parameters (``lr``, ``weight_decay``,
+    ``betas``, ...) are the job's as it is now: who edits them and resumes trains on with the new ones. So what an
+    optimizer keeps in its parameter groups rather than in its state begins anew.
+
     Raises:
         CheckpointError: if the checkpoint is of another model or another job.
     """
@@ -46,7 +50,10 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
     _same_job(state["identity"], identity(job, assembly.loader.length), path)
     with torch.no_grad():
         checkpoint.load(path, model_tensors(assembly.layout))
+        own = [_hyper_parameters(group) for group in assembly.optimizer.param_groups]
         checkpoint.restore_optimizer(assembly.optimizer, assembly.layout.parameters, path)
+        for group, values in zip(assembly.optimizer.param_groups, own, strict=True):
+            _reset(group, values)
     assembly.layout.stepped()
     progress = assembly.step.progress
     progress.step, progress.samples, progress.divisor = state["step"], state["samples"], state["divisor"]
@@ -76,6 +83,23 @@ def identity(job: Job, length: int | None) -> dict[str, Any]:
         "drop_last": job.drop_last,
         "shuffle": job.shuffle,
     }
+
+
+def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    """All of a parameter group but its parameters; tensors as copies, for restoring fills them in place."""
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _reset(group: dict[str, Any], values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor) and isinstance(group[key], torch.Tensor):
+            group[key].copy_(value)
+        else:
+            group[key] = value
 
 
 def _same_job(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:

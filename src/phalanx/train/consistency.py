@@ -1,0 +1,92 @@
+"""What must be the same on every rank before a step is worth taking: lengths of data, streams, initial values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from phalanx.comm import active, from_every_rank
+from phalanx.data import StepBatch
+from phalanx.errors import DataError
+
+
+def same_length(length: int | None, where: str) -> None:
+    """Refuse data that have another length on some rank. Collective; ``where`` is the job's function, ``job.data``.
+
+    Raises:
+        DataError: with the length on each rank.
+    """
+    lengths = from_every_rank(length)
+    if len(set(lengths)) > 1:
+        by_rank = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+        raise DataError(
+            f"{where} gives data of another length on each rank: {by_rank}.\n"
+            "    Every rank must see the same data; Phalanx gives each its share.\n"
+            f"    try: remove rank-dependent filtering or sharding from {where}"
+        )
+
+
+def same_stream(batch: StepBatch | None) -> None:
+    """Refuse a stream that is not at the same place on every rank; ``None``: it has ended here. Collective.
+
+    Raises:
+        DataError: with what differs. Without it, ranks that have more to read would wait for the others for ever.
+    """
+    mine = (batch.step, batch.epoch, batch.samples) if batch else ("ended", "ended", 0)
+    differing = [
+        f"{name} by rank: {', '.join(map(str, values))}"
+        for name, values in zip(("step", "epoch", "samples"), zip(*from_every_rank(mine), strict=True), strict=True)
+        if len(set(values)) > 1
+    ]
+    if differing:
+        raise DataError(
+            f"the stream has another length on each rank; {'; '.join(differing)}.\n"
+            "    Every rank must see the same stream; Phalanx gives each its share.\n"
+            "    try: remove rank-dependent sharding from job.data"
+        )
+
+
+def same_initial_values(module: nn.Module) -> None:
+    """Refuse a model that starts from other values on some rank. Collective; one small message in all.
+
+    Compared are the sums of each parameter, up to the rounding by which machines may differ.
+
+    Raises:
+        DataError: naming the first parameter that differs.
+    """
+    if not active():
+        return
+    first, *rest = from_every_rank([_print(name, tensor) for name, tensor in module.named_parameters()])
+    for rank, others in enumerate(rest, start=1):
+        different = next((one[0] for one, other in zip(first, others, strict=False) if not _alike(one, other)), None)
+        if different is None and len(first) != len(others):
+            different = max(first, others, key=len)[min(len(first), len(others))][0]
+        if different is not None:
+            raise DataError(
+                f"the model has other initial values on rank {rank} than on rank 0; the first parameter that differs: "
+                f"{different}.\n"
+                "    Usual cause: job.model draws from a source that Phalanx cannot seed (it seeds torch, numpy's "
+                "global generator and random), or asks for the rank.\n"
+                "    try: in job.model, numpy.random.default_rng(0) in place of numpy.random.default_rng()"
+            )
+
+
+_Print = tuple[str, int, float, float]  # name, elements, sum, norm
+
+
+def _print(name: str, tensor: torch.Tensor) -> _Print:
+    values = tensor.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return name, values.numel(), float(values.sum(dtype=torch.float64)), float(norm)
+
+
+def _alike(one: _Print, other: _Print) -> bool:
+    if one[:2] != other[:2]:
+        return False
+    if math.isnan(one[2]) and math.isnan(other[2]):
+        return True
+    # Sums of independent draws differ by about the norm; those of equal draws on unlike processors by 1e-7 of it.
+    return math.isclose(one[2], other[2], rel_tol=1e-9, abs_tol=1e-5 * one[3])

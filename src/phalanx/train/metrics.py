@@ -1,0 +1,83 @@
+"""What one step gives back, and how its numbers leave the device without holding it up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+Numbers = tuple[torch.Tensor, torch.Tensor | None, "torch.cuda.Event | None"]
+"""The loss's sum and count, the gradient norm where there is one, and when both may be read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metrics:
+    """What one step gives back.
+
+    Attributes:
+        step: optimizer step, 0 is the first.
+        epoch: pass over the data.
+        samples: in this global batch.
+        lr: learning rate of the first parameter group.
+        skipped: whether fp16 loss scaling skipped the update.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    lr: float
+    skipped: bool
+    _totals: torch.Tensor
+    _norm: torch.Tensor | None
+    _ready: torch.cuda.Event | None = None
+
+    @property
+    def totals(self) -> tuple[float, float]:
+        """Sum and count of the loss. On CUDA it waits for this step's backward, not for what was queued after it."""
+        self._wait()
+        total, count = self._totals.tolist()
+        return total, count
+
+    @property
+    def count(self) -> float:
+        """What the loss was divided by: tokens or samples of the global batch. Waits as ``totals`` does."""
+        return self.totals[1]
+
+    @property
+    def loss(self) -> float:
+        """Loss of the global batch: its sum over its count. Waits as ``totals`` does."""
+        total, count = self.totals
+        return total / count if count else math.nan
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global L2 norm before clipping; ``None`` where nothing needed it. Waits as ``totals`` does."""
+        self._wait()
+        return None if self._norm is None else float(self._norm)
+
+    @property
+    def late(self) -> bool:
+        """Whether the numbers are still on their way, so that reading them is better left to the next step."""
+        return self._ready is not None
+
+    def _wait(self) -> None:
+        if self._ready is not None:
+            self._ready.synchronize()
+
+
+def towards_host(totals: torch.Tensor, norm: torch.Tensor | None) -> Numbers:
+    """Start to copy ``totals`` (sum, count) and ``norm`` to the host; on a CPU they are there already.
+
+    Reading a CUDA tensor waits for all that is queued, the next step included. A copy into pinned memory, queued here
+    and followed by an event, is there as soon as this step has come to it.
+    """
+    if totals.device.type == "cpu":
+        return totals, norm, None
+    both = norm is not None and norm.device == totals.device
+    numbers = torch.cat((totals, norm.detach().to(totals.dtype).reshape(1))) if both and norm is not None else totals
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record(torch.cuda.current_stream(totals.device))
+    return host[:2], host[2] if both else norm, ready
