@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-Numbers = tuple[torch.Tensor, torch.Tensor | None, "torch.cuda.Event | None"]
+Totals = torch.Tensor | tuple[float, float]
+"""Sum and count of a loss: numbers on a CPU, where a tensor would cost more than adding; fp64, shape (2,) on CUDA."""
+
+Numbers = tuple[Totals, torch.Tensor | None, "torch.cuda.Event | None"]
 """The loss's sum and count, the gradient norm where there is one, and when both may be read."""
 
 
@@ -28,13 +31,15 @@ class Metrics:
     samples: int
     lr: float
     skipped: bool
-    _totals: torch.Tensor
+    _totals: Totals
     _norm: torch.Tensor | None
     _ready: torch.cuda.Event | None = None
 
     @property
     def totals(self) -> tuple[float, float]:
         """Sum and count of the loss. On CUDA it waits for this step's backward, not for what was queued after it."""
+        if isinstance(self._totals, tuple):
+            return self._totals
         self._wait()
         total, count = self._totals.tolist()
         return total, count
@@ -66,13 +71,13 @@ class Metrics:
             self._ready.synchronize()
 
 
-def towards_host(totals: torch.Tensor, norm: torch.Tensor | None) -> Numbers:
+def towards_host(totals: Totals, norm: torch.Tensor | None) -> Numbers:
     """Start to copy ``totals`` (sum, count) and ``norm`` to the host; on a CPU they are there already.
 
     Reading a CUDA tensor waits for all that is queued, the next step included. A copy into pinned memory, queued here
     and followed by an event, is there as soon as this step has come to it.
     """
-    if totals.device.type == "cpu":
+    if isinstance(totals, tuple):
         return totals, norm, None
     both = norm is not None and norm.device == totals.device
     numbers = torch.cat((totals, norm.detach().to(totals.dtype).reshape(1))) if both and norm is not None else totals

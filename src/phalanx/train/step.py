@@ -25,7 +25,7 @@ from phalanx.spec import Job, Plan
 from phalanx.train.gradients import clip, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs
 from phalanx.train.lossform import Reading, read_loss
-from phalanx.train.metrics import Metrics, towards_host
+from phalanx.train.metrics import Metrics, Totals, towards_host
 from phalanx.train.precision import LossScale, compute_context
 from phalanx.train.rng import reseed, stream
 
@@ -89,22 +89,23 @@ class Step:
         totals = self.backward(batch)
         return self.update(batch, totals)
 
-    def backward(self, batch: StepBatch) -> torch.Tensor:
+    def backward(self, batch: StepBatch) -> Totals:
         """Forward and backward: afterwards every parameter has the gradient of the global batch, divided by its count.
 
-        Returns the loss's sum and count over the global batch: fp64, shape (2,).
+        Returns the loss's sum and count over the global batch.
         """
         work = _Work(self, batch)
         self.layout.accumulate(batch.parts, work.backward)
         self.layout.finish()
         totals = work.totals()
-        grads = local_gradients(self.layout.parameters.values())
         if not self._checked:
             self._check_gradients()
-        scale(grads, work.correction(totals))
+        correction = work.correction(totals)
+        if correction is not None:
+            scale(local_gradients(self.layout.parameters.values()), correction)
         return totals
 
-    def update(self, batch: StepBatch, totals: torch.Tensor) -> Metrics:
+    def update(self, batch: StepBatch, totals: Totals) -> Metrics:
         """Clip, step the optimizer at the schedule's rate, bring the new values to where forward reads them."""
         parameters = self.layout.parameters.values()
         lr = self._set_rate()
@@ -224,19 +225,24 @@ class _Work:
         else:
             read.value.backward()
 
-    def totals(self) -> torch.Tensor:
+    def totals(self) -> Totals:
         """Sum and count over the global batch."""
         if self._reduced is None:
             return self._local_totals(next(iter(self._read.values())).value.device)
         work, totals = self._reduced
         work.wait()
-        return totals
+        if totals.device.type != "cpu":
+            return totals
+        total, count = totals.tolist()
+        return total, count
 
-    def correction(self, totals: torch.Tensor) -> torch.Tensor | float:
-        """The one factor that makes the gradients those of sum / count."""
+    def correction(self, totals: Totals) -> torch.Tensor | float | None:
+        """The one factor that makes the gradients those of sum / count; ``None`` where backward divided by it."""
         if self._exact:
-            return 1.0
+            return None
         factor = self._divided_by * self._step.layout.divisor
+        if isinstance(totals, tuple):
+            return factor / (totals[1] or math.nan)
         return (factor / totals[1].clamp(min=1e-30)).to(torch.float32)
 
     def _factor(self, read: Reading) -> Any:
@@ -257,11 +263,11 @@ class _Work:
         self._divided_by = step.constant_divisor(self._batch.samples)
         return read.weight / self._divided_by
 
-    def _local_totals(self, device: torch.device) -> torch.Tensor:
+    def _local_totals(self, device: torch.device) -> Totals:
         reads = [self._read[place] for place in sorted(self._read)]
         if device.type == "cpu":
-            total = sum(float(read.value.detach()) * read.weight for read in reads)
-            return torch.tensor([total, sum(float(read.count) for read in reads)], dtype=torch.float64)
+            total = sum(read.value.item() * read.weight for read in reads)
+            return total, float(sum(read.count for read in reads))
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         for read in reads:
             totals[0] += read.value.detach().to(device) * read.weight
@@ -269,7 +275,8 @@ class _Work:
         return totals
 
     def _start_reducing(self, device: torch.device) -> None:
-        totals = self._local_totals(device)
+        here = self._local_totals(device)
+        totals = torch.tensor(here, dtype=torch.float64) if isinstance(here, tuple) else here
         work = dist.all_reduce(totals, async_op=True)
         assert work is not None
         self._reduced = (work, totals)
