@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import WorkerError
-from phalanx.events import EventLog, read
+from phalanx.errors import Problem, RefusedError, WorkerError
+from phalanx.events import read
 from phalanx.spec import Job, Plan, RunSpec
 
 if TYPE_CHECKING:
@@ -63,24 +63,25 @@ def fit(
     """Train ``job`` under ``plan`` and give back the run.
 
     A plan of several processes starts them on this machine, each on a device of its own; inside a worker that torchrun
-    or ``phalanx worker`` started, this process takes its own part instead. Without a plan: all CUDA devices under
-    ``dp``, or one process.
+    started, this process takes its own part instead, in the folder that rank 0 takes. Without a plan: all CUDA devices
+    under ``dp``, or one process.
 
     Args:
         job: what to train.
         plan: a ``Plan`` or its text, such as ``"dp=2"``.
         run: everything else (folder, resume, checkpoints); its plan is replaced by ``plan`` where that is given.
         folder: the run folder; ``runs/<name>-<n>`` where not given.
-        watch: called about ten times a second while workers run.
+        watch: called about ten times a second while workers run; never inside a worker that torchrun started.
         cores: CPU cores that each replica computes with; its share of the machine's where not given.
 
     Raises:
         RefusedError: if the plan cannot serve the job here.
-        WorkerError: if a worker failed: the first one's rank, step and traceback.
+        WorkerError: if a worker failed: the first one's rank, step and traceback. Inside a worker that torchrun
+            started, this worker's own error comes as it is.
     """
     import torch
 
-    from phalanx.launch import default_folder, launch, make_ready, place_from_environment, prepare_run
+    from phalanx.launch import default_folder, launch, make_ready, place_from_environment, prepare_run, record
     from phalanx.train import overrides
     from phalanx.train.assembly import refuse
     from phalanx.train.loop import train
@@ -90,14 +91,10 @@ def fit(
     where = Path(folder) if folder is not None else run.folder if run is not None else default_folder(job.name)
     spec = replace(run, plan=chosen, folder=where) if run else RunSpec(job=job.name, plan=chosen, folder=where)
     job = overrides.apply(job, spec)
-    here = place.workers_here * chosen.threads if place else None
-    refuse(job, chosen, place.world_size if place else chosen.world_size, here)
-    make_ready(chosen)
     if place is not None:
-        if place.rank == 0:
-            prepare_run(spec)
-        train(job, spec, place, report=lambda step: None)
-        return Run(folder=where)
+        return _take_part(job, spec, place, cores)
+    refuse(job, chosen, chosen.world_size)
+    make_ready(chosen)
     prepare_run(spec)
 
     def work(there: Place, report: Callable[[int], None]) -> dict[str, Any]:
@@ -108,12 +105,25 @@ def fit(
     try:
         launch(work, chosen.world_size, watch=watch)
     except WorkerError as error:
-        with EventLog(where / "events.jsonl") as log:
-            log.write(
-                "error", rank=error.rank, step=error.step, kind=error.kind, message=str(error).partition("\n\n")[0]
-            )
+        record(error, where)
         raise
     return Run(folder=where)
+
+
+def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None) -> Run:
+    """``fit`` inside a worker of torchrun."""
+    import torch
+
+    from phalanx.launch.worker import Witness, work
+
+    if cores is not None:
+        torch.set_num_threads(cores * spec.plan.threads)
+    witness = Witness(place)
+    try:
+        return Run(folder=work(job, spec, witness).folder)
+    except Exception as error:
+        witness.tell(error)
+        raise
 
 
 def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
@@ -133,6 +143,8 @@ def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
 
     place = place_from_environment()
     chosen = _plan(plan, job, place)
+    if place is None and chosen.world_size > 1:
+        raise RefusedError([_alone(chosen)])
     place = place or Place()
     here = place.workers_here * chosen.threads
     refuse(job, chosen, place.world_size, here)
@@ -153,6 +165,15 @@ def prove(
     from phalanx.verify import prove as compare
 
     return compare(job, _plan(plan, job, None), steps=steps, say=say, watch=watch)
+
+
+def _alone(plan: Plan) -> Problem:
+    return Problem(
+        where="plan",
+        given=f"{plan} for 1 workers: torchrun did not start this process",
+        allowed="in phalanx.build, as many processes as the plan has, of torchrun; phalanx.fit starts them itself",
+        fix=f"torchrun --nproc-per-node {plan.world_size} script.py",
+    )
 
 
 _group = ExitStack()  # the process group that ``build`` joins stays until the process ends

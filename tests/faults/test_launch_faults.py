@@ -27,7 +27,7 @@ from inject import (
     start_child,
 )
 
-from phalanx.comm import Place, joined
+from phalanx.comm import Place, device_for, joined
 from phalanx.errors import DataError, Problem, RefusedError, RunError, WorkerError
 from phalanx.launch.local import launch
 
@@ -194,6 +194,25 @@ def test_launcher_that_uses_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(RunError, match="module level of the job file"):
         launch(lambda place, report: None, 1)
+
+
+def test_launcher_that_has_asked_cuda_is_told_from_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(WorkerError, match=r"torch\.cuda\.device_count\(\) in place of torch\.cuda\.is_available"):
+        launch(lambda place, report: str(device_for(place, "cuda")), 2)
+    assert launch(lambda place, report: str(device_for(place, "cpu")), 1) == ["cpu"]
+
+
+def test_a_failed_worker_does_not_wait_for_the_others_to_leave_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "destroy_process_group", hang)
+
+    def target(place: Place, report: Callable[[int], None]) -> None:
+        with joined(place, torch.device("cpu")):
+            raise_error()
+
+    error, seconds = fails(target, 2)
+    assert seconds < LIMIT
+    assert error.kind == "ValueError"
 
 
 def test_process_limit_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,6 @@ from inject import LIMIT, alive, noted, wait_until
 
 from phalanx.comm import Place, joined
 from phalanx.launch.local import launch
-from phalanx.launch.readiness import make_ready
-from phalanx.spec import Plan
 
 SLEEPERS = """
 import sys
@@ -82,9 +80,10 @@ def test_results_come_in_rank_order_and_workers_meet() -> None:
         with joined(place, torch.device("cpu")):
             total = torch.tensor(float(place.rank))
             dist.all_reduce(total)
-        return {"rank": place.rank, "local": place.local_rank, "total": float(total)}
+        where = {"rank": place.rank, "local": place.local_rank, "here": place.local_world_size}
+        return {**where, "total": float(total)}
 
-    assert launch(target, 3) == [{"rank": rank, "local": rank, "total": 3.0} for rank in range(3)]
+    assert launch(target, 3) == [{"rank": rank, "local": rank, "here": 3, "total": 3.0} for rank in range(3)]
 
 
 def test_large_result_and_nothing() -> None:
@@ -148,8 +147,6 @@ def test_data_loading_processes_work_in_a_worker() -> None:
 def test_leaving_a_group_never_hangs() -> None:
     # every fourth run hung where DistributedDataParallel's reducer was the last owner of the group
     def target(place: Place, report: Callable[[int], None]) -> None:
-        make_ready(Plan(dp=2))
-
         def run() -> None:
             with joined(place, torch.device("cpu")):
                 ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))

@@ -10,6 +10,8 @@ import pytest
 
 from phalanx.comm import Place
 from phalanx.errors import SpecError
+from phalanx.events import read
+from phalanx.launch import worker
 from phalanx.launch.runfile import prepare_run
 from phalanx.launch.torchelastic import claim, place_from_environment
 from phalanx.launch.worker import main
@@ -24,7 +26,7 @@ CALLS = []
 
 def loss(output, batch):
     CALLS.append(1)
-    if len(CALLS) == 3 and os.environ["RANK"] == "1":
+    if len(CALLS) == 3 and os.environ.get("RANK", "1") == "1":
         raise ValueError("the injected fault")
     return output.square().mean()
 
@@ -38,7 +40,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "1
 
 @pytest.fixture(autouse=True)
 def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE"):
+    for name in (*TORCHRUN, "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -52,6 +54,10 @@ def test_place_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert place_from_environment() == Place(rank=1, world_size=4, local_rank=0, store="env://")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    place = place_from_environment()
+    assert place is not None
+    assert place.workers_here == 2
 
 
 def test_half_of_torchruns_variables_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,14 +88,40 @@ def test_plan_of_another_world(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"torchrun --nproc-per-node 2 --no-python phalanx worker {runfile}" in capsys.readouterr().err
 
 
+def test_a_failure_stands_in_the_events_and_the_folder_is_then_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "leave_compiler_out", lambda: None)  # this process is the tests'
+    runfile = prepare(tmp_path, Plan())
+    assert main(runfile) == 3
+    events = list(read(runfile.with_name("events.jsonl")))
+    assert events[-1]["event"] == "error"
+    assert (events[-1]["rank"], events[-1]["step"], events[-1]["kind"]) == (0, 2, "ValueError")
+    capsys.readouterr()
+    assert main(runfile) == 2
+    assert "holds a run" in capsys.readouterr().err
+    assert len(list(read(runfile.with_name("events.jsonl")))) == len(events)
+
+
+def torchrun(runfile: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    return subprocess.run(
+        [*command, "-m", "phalanx", "worker", str(runfile)], capture_output=True, text=True, timeout=100
+    )
+
+
 def test_torchrun_says_the_first_error_once(tmp_path: Path) -> None:
     runfile = prepare(tmp_path, Plan(dp=2))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, "-m", "phalanx", "worker", str(runfile)], capture_output=True, text=True, timeout=100
-    )
+    done = torchrun(runfile)
     assert done.returncode != 0
     assert done.stderr.count("rank 1 of 2 failed in step 2: ValueError: the injected fault") == 1
     assert "rank 0 of 2" not in done.stderr
     assert "Connection closed" not in done.stderr
     assert "exitcode  : 3" in done.stderr
+    events = list(read(runfile.with_name("events.jsonl")))
+    assert [(event["rank"], event["step"]) for event in events if event["event"] == "error"] == [(1, 2)]
+    before = runfile.with_name("events.jsonl").read_bytes()
+    again = torchrun(runfile)
+    assert again.stderr.count("which holds a run of") == 1
+    assert again.stderr.count("exitcode  : 2") >= 1
+    assert runfile.with_name("events.jsonl").read_bytes() == before

@@ -32,10 +32,12 @@ def train(name):
 FRESH = """
 import sys
 import torch
-from phalanx.launch.readiness import make_ready
+from phalanx.launch.readiness import leave_compiler_out, make_ready
 from phalanx.spec import Plan
 
 make_ready(Plan(dp=2))
+assert "_dynamo" not in vars(torch)
+leave_compiler_out()
 print([train(name) for name in NAMES])
 assert "torch._dynamo" not in sys.modules
 assert torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
@@ -70,4 +72,33 @@ def test_sharded_plan_gets_it_at_once() -> None:
         "import sys; from phalanx.launch.readiness import make_ready; from phalanx.spec import Plan; "
         "make_ready(Plan(fsdp=2)); assert 'torch._dynamo' in sys.modules"
     )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_the_launcher_keeps_torch_as_it_is_and_its_workers_do_not() -> None:
+    code = """
+import sys
+import torch
+import phalanx as px
+from phalanx.launch import launch, make_ready
+
+before = torch.optim.SGD.step, dict(vars(torch.optim.Optimizer))
+make_ready(px.Plan(dp=2))
+changed = launch(lambda place, report: [torch.optim.SGD.step is not before[0], "_dynamo" in vars(torch)], 2)
+assert changed == [[True, True]] * 2, changed
+assert "_dynamo" not in vars(torch)
+assert torch.optim.SGD.step is before[0]
+assert not hasattr(torch.optim.Optimizer.state_dict, "__dynamo_disable")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_torch_of_an_unknown_version_is_left_alone() -> None:
+    code = """
+import torch
+torch.__version__ = "2.14.0"
+from phalanx.launch.readiness import leave_compiler_out
+leave_compiler_out()
+assert "_dynamo" not in vars(torch)
+"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

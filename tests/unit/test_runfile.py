@@ -45,6 +45,27 @@ def test_job_is_written_with_its_absolute_path(tmp_path: Path, monkeypatch: pyte
     assert RunSpec.from_toml(runfile.read_text()).job == f"{tmp_path}/digits.py:small"
 
 
+def test_folder_is_written_with_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runfile = prepare_run(spec(tmp_path, folder=Path("runs/here")))
+    assert RunSpec.from_toml(runfile.read_text()).folder == tmp_path / "runs" / "here"
+
+
+def test_the_folders_own_run_file_is_taken_until_something_has_happened(tmp_path: Path) -> None:
+    run = spec(tmp_path)
+    runfile = prepare_run(run)
+    (run.folder / "plan.toml").unlink()
+    assert prepare_run(run, given=runfile) == runfile
+    assert (run.folder / "plan.toml").exists()
+    elsewhere = tmp_path / "run.toml"
+    elsewhere.write_text(runfile.read_text())
+    with pytest.raises(SpecError, match="holds a run"):
+        prepare_run(run, given=elsewhere)
+    (run.folder / "events.jsonl").write_text("{}\n")
+    with pytest.raises(SpecError, match="holds a run"):
+        prepare_run(run, given=runfile)
+
+
 def test_folder_that_holds_a_run(tmp_path: Path) -> None:
     run = spec(tmp_path)
     prepare_run(run)

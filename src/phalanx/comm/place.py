@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
+
+from phalanx.errors import RunError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,18 +41,47 @@ class Place:
 
 
 _left: list[object] = []
+_stores: dict[str, Store] = {}
+_joins = count()
 
 
 def device_for(place: Place, device: str) -> torch.device:
-    """The device of this worker: its CUDA device by local rank where ``device`` is ``cuda``, else the CPU."""
+    """The device of this worker: its CUDA device by local rank where ``device`` is ``cuda``, else the CPU.
+
+    Raises:
+        RunError: if this worker was forked from a process that had already asked CUDA something.
+    """
+    if device == "cuda" and torch.cuda._is_in_bad_fork():
+        raise RunError(
+            "this process has already asked CUDA something, and workers forked from it cannot use CUDA any more\n"
+            "    try: torch.cuda.device_count() in place of torch.cuda.is_available(), which asks nothing that "
+            "outlives the call; or phalanx train JOB from the command line"
+        )
     return torch.device("cuda", place.local_rank) if device == "cuda" else torch.device("cpu")
+
+
+def meet(place: Place) -> Store:
+    """The key-value store of all workers; the same one however often it is asked for.
+
+    What stands in it stays: whoever writes into it does so under a prefix that was never used before.
+    """
+    if place.store not in _stores:
+        patience = timedelta(minutes=10)
+        if place.store == "env://":
+            found = rendezvous("env://", place.rank, place.world_size, timeout=patience)
+            _stores[place.store] = next(iter(found))[0]
+        else:
+            host, _, port = place.store.removeprefix("tcp://").rpartition(":")
+            _stores[place.store] = TCPStore(host, int(port), is_master=False, timeout=patience)
+    return _stores[place.store]
 
 
 @contextmanager
 def joined(place: Place, device: torch.device, *, timeout: timedelta = timedelta(minutes=10)) -> Iterator[None]:
     """The default process group for the length of the block; nothing for a world of one.
 
-    CUDA tensors go by NCCL, CPU tensors by gloo; both are there on a CUDA machine, which offload needs.
+    CUDA tensors go by NCCL, CPU tensors by gloo; both are there on a CUDA machine, which offload needs. A group that
+    this process of torchrun has joined already, the user's own or one of ``phalanx.build``, is used and stays.
     """
     if place.world_size == 1:
         yield
@@ -56,16 +89,16 @@ def joined(place: Place, device: torch.device, *, timeout: timedelta = timedelta
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if place.store == "env://":
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        host, _, port = place.store.removeprefix("tcp://").rpartition(":")
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    if place.store == "env://" and dist.is_initialized():
+        yield
+        return
+    # torch begins to count its keys anew with each default group, and would find those of an earlier one
+    store = PrefixStore(f"phalanx/group/{next(_joins)}", meet(place))
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     # torch deadlocks where the last owner of a gloo group is DistributedDataParallel's reducer: its destructor holds
     # the interpreter's lock and joins gloo's thread, which may be waiting for that lock to let go of a tensor.
     _left.append(dist.group.WORLD)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    # only after a good end: NCCL would wait here for peers that may be gone, and after an error the process ends anyway
+    dist.destroy_process_group()

@@ -19,6 +19,7 @@ import torch
 
 from phalanx.comm import Place
 from phalanx.launch.failure import describe
+from phalanx.launch.readiness import leave_compiler_out
 
 Target = Callable[[Place, Callable[[int], None]], Any]
 
@@ -64,6 +65,7 @@ def live(target: Target, place: Place, wires: Wires, launcher: int) -> NoReturn:
         # a store into shared memory: about 0.1 µs, no system call, so a loop may report every step
         report_step = partial(wires.steps.__setitem__, place.rank)
         try:
+            leave_compiler_out()
             report = json.dumps({"result": target(place, report_step)})
         except BaseException as error:
             # while the error still holds its frames: destructors of what they hold may wait for a lost peer

@@ -10,7 +10,8 @@ Two things make it safe to fork a process that has imported torch:
   threads, whatever the launcher computed before. Python makes the forking thread the child's main thread; it is
   started by ``_thread`` because only then is it a real ``_MainThread`` there, without which torch's DataLoader does not
   watch its processes.
-* **CUDA** does not survive a fork at all; ``local.py`` refuses a launcher that already uses it.
+* **CUDA** does not survive a fork at all; ``local.py`` refuses a launcher that already uses it. One that only asked
+  ``torch.cuda.is_available()`` looks as if it had not; its workers can tell, in ``device_for``.
 
 The forking thread lives as long as the workers: the kernel binds the parent-death signal to the thread that forked.
 """
@@ -302,7 +303,8 @@ class Crew:
                     report=report, stdout=stdout, stderr=stderr, steps=self._steps, crash=crash, foreign=tuple(foreign)
                 )
                 meeting = f"tcp://127.0.0.1:{self._port}"
-                place = Place(rank=rank, world_size=self._world_size, local_rank=rank, store=meeting)
+                size = self._world_size
+                place = Place(rank=rank, world_size=size, local_rank=rank, store=meeting, local_world_size=size)
                 live(self._target, place, wires, launcher)
             guardian.add(pid)
             launchers.pop_all()  # from here on the worker object's

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PhalanxError, WorkerError
+from phalanx.events import EventLog
 
 _LOST_PEER_KINDS = {
     "DistNetworkError",
@@ -141,6 +142,13 @@ def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> Wor
         traceback=failure.traceback,
         exit_code=failure.exit_code,
     )
+
+
+def record(error: WorkerError, folder: Path) -> None:
+    """Append the error to the events of the run in ``folder``."""
+    message = str(error).partition("\n\n")[0]
+    with EventLog(folder / "events.jsonl") as log:
+        log.write("error", rank=error.rank, step=error.step, kind=error.kind, message=message)
 
 
 def advice(failure: Failure, *, memory_kills: int) -> str:

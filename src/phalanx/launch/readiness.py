@@ -5,8 +5,8 @@ they are first used: to keep it out of some of their methods, to break its graph
 torch 2.13 that takes each process about half as long as ``import torch`` did, and each of those calls passes a guard
 ever after. A run that compiles nothing needs none of it.
 
-What is replaced is taken out only where it looks as it does in the torch versions known here; elsewhere torch does as
-it always did, only slower to start.
+What is replaced is taken out only in the torch versions known here; elsewhere torch does as it always did, only slower
+to start. And only in workers: the process that calls ``phalanx.fit`` is its user's, and keeps torch as it is.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from torch.optim import Optimizer
 
 from phalanx.spec import Plan
 
+_KNOWN = (2, 11), (2, 14)  # from the first, before the second
+
 
 def make_ready(plan: Plan) -> None:
-    """Prepare this process for training under ``plan``: to be called in the launcher, or in a worker of torchrun.
+    """Load what training under ``plan`` needs, in the launcher: once for all workers to be forked.
 
-    Sharded tensors and compiled plans need the compiler's front end; it is loaded here, once for all workers to be
-    forked. For the other plans torch is kept from loading it.
+    Sharded tensors and compiled plans need the compiler's front end. For the other plans nothing is done here.
     """
     if plan.compile or plan.kind == "shard":
         importlib.import_module("torch._dynamo")
         importlib.import_module("phalanx.parallel.zero")
         importlib.import_module("phalanx.parallel.shard")
         importlib.import_module("phalanx.checkpoint")
-    else:
-        leave_compiler_out()
 
 
 def leave_compiler_out() -> None:
-    """Have torch load its compiler only where something really asks for it.
+    """Have torch load its compiler only where something really asks for it: to be called in a worker.
 
-    Nothing changes where it is loaded already. A job that itself calls ``torch.compile`` still gets it.
+    Nothing changes where it is loaded already, or where torch is of another version than those known here. A job that
+    itself calls ``torch.compile`` still gets it.
     """
-    if "torch._dynamo" in sys.modules:
+    if "torch._dynamo" in sys.modules or not _KNOWN[0] <= _version(torch.__version__) < _KNOWN[1]:
         return
     owners: list[type] = [Optimizer, DistributedDataParallel]
     if "torch.distributed.tensor" in sys.modules:
@@ -61,6 +61,10 @@ def leave_compiler_out() -> None:
     if "_dynamo" not in vars(torch):
         utils = _Absent("torch._dynamo.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
         torch._dynamo = _Absent("torch._dynamo", utils=utils)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def _leave_alone(method: Any) -> None:

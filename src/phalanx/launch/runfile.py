@@ -14,10 +14,15 @@ from phalanx.spec import RunSpec
 _STEP = re.compile(r"step-(\d+)")
 
 
-def prepare_run(run: RunSpec) -> Path:
+def prepare_run(run: RunSpec, *, given: Path | None = None) -> Path:
     """Create the run folder, or take the one to resume, and write ``run.toml`` and ``plan.toml`` into it.
 
-    The job is written with its absolute path, so that workers find it from any working directory.
+    Job and folder are written with their absolute paths, so that workers find them from any working directory.
+
+    Args:
+        run: what is to run.
+        given: the file that ``run`` was read from, if any. The folder's own ``run.toml`` is no reason to refuse the
+            folder as long as nothing has happened in it.
 
     Returns:
         The path of ``run.toml``.
@@ -32,11 +37,11 @@ def prepare_run(run: RunSpec) -> Path:
     if runfile.exists():
         _check_same_job(run, runfile)
     step = _last_step(run.folder)
-    if runfile.exists() and not run.resume:
+    if runfile.exists() and not run.resume and not (_is_own(runfile, given) and step is None):
         at = f"at step {step}" if step is not None else "without a checkpoint"
         raise _wrong(
             f"{run.folder}, which holds a run of {_job_in(runfile)} {at}",
-            "a new folder, or --resume to go on",
+            "a new folder, or --resume to go on (in a run file: resume = true)",
             "--resume" if step is not None else f"--run {_next_free(run.folder)}",
         )
     if run.resume and step is None:
@@ -49,7 +54,8 @@ def prepare_run(run: RunSpec) -> Path:
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         _write(run.folder / "plan.toml", run.plan.to_toml())
-        _write(runfile, dataclasses.replace(run, job=str(Reference.parse(run.job))).to_toml())
+        found = dataclasses.replace(run, job=str(Reference.parse(run.job)), folder=run.folder.absolute())
+        _write(runfile, found.to_toml())
     except OSError as error:
         raise _wrong(f"{run.folder}: {error.strerror}", "a folder that can be written", "--run /tmp/run-1") from None
     return runfile
@@ -77,6 +83,12 @@ def _check_same_job(run: RunSpec, runfile: Path) -> None:
             "a folder of the same job, or a new one",
             f"--run {default_folder(Reference.parse(run.job).stem, run.folder.parent)}",
         )
+
+
+def _is_own(runfile: Path, given: Path | None) -> bool:
+    """Whether the run file that was given is this one, and nothing has happened under it yet."""
+    events = runfile.with_name("events.jsonl")
+    return given is not None and runfile.samefile(given) and not (events.exists() and events.stat().st_size)
 
 
 def _job_in(runfile: Path) -> str:

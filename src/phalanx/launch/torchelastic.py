@@ -37,7 +37,14 @@ def place_from_environment() -> Place | None:
     if problems:
         raise SpecError(problems)
     rank, world_size, local_rank = (int(os.environ[name]) for name in _NUMBERS)
-    return Place(rank=rank, world_size=world_size, local_rank=local_rank, store="env://")
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        store="env://",
+        local_world_size=int(here) if here.isdecimal() else 0,
+    )
 
 
 def claim(key: str, *, patience: timedelta = timedelta(seconds=2)) -> bool:

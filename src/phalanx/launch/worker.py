@@ -1,71 +1,99 @@
-"""What one worker of a run does, whoever started it."""
+"""What one worker of a run does that torchrun started, or that is the only one."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from phalanx.comm import Place
-from phalanx.errors import Problem, RefusedError, SpecError
-from phalanx.launch.failure import Failure, describe, worker_error
+from phalanx.errors import Problem, RefusedError, SpecError, WorkerError
+from phalanx.launch.agreement import enter
+from phalanx.launch.failure import Failure, describe, record, worker_error
 from phalanx.launch.jobfile import load_job
-from phalanx.launch.readiness import make_ready
+from phalanx.launch.readiness import leave_compiler_out, make_ready
 from phalanx.launch.torchelastic import claim, place_from_environment
-from phalanx.spec import RunSpec
+from phalanx.spec import Job, RunSpec
 from phalanx.train import overrides
+from phalanx.train.assembly import refuse
 from phalanx.train.loop import train
 
 _SECOND_THOUGHTS = 0.5  # seconds in which the worker that failed first may say so before one that only lost its peer
 
 
-def work(run: RunSpec, place: Place, report: Callable[[int], None]) -> dict[str, Any]:
-    """Load the run's job and train it, as the worker at ``place``.
+class Witness:
+    """Sees how far one worker came, and tells of its error, which one worker does for all.
+
+    Attributes:
+        place: of the worker.
+        folder: the run folder, once it is this run's; ``None`` before.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.folder: Path | None = None
+        self._step: int | None = None
+
+    def report(self, step: int) -> None:
+        """Take in the number of the optimizer step that begins."""
+        self._step = step
+
+    def tell(self, error: Exception) -> WorkerError | None:
+        """The error as the launcher words it, also appended to the run's events; ``None`` where another worker does."""
+        failure = Failure(rank=self.place.rank, step=self._step, **describe(error))
+        if self.place.store == "env://" and not _speaks_for_all(failure):
+            return None
+        told = worker_error(failure, self.place.world_size, memory_kills=0)
+        if self.folder:
+            record(told, self.folder)
+        return told
+
+
+def work(job: Job, run: RunSpec, witness: Witness, *, runfile: Path | None = None) -> RunSpec:
+    """Train ``job`` as the worker at the witness's place. Collective.
 
     Args:
-        run: what to train, how, and where to.
-        place: among the workers of the run.
-        report: takes the number of each optimizer step as it begins.
+        job: with the run's overrides applied.
+        run: how, and where to.
+        witness: of this worker.
+        runfile: the file that ``run`` was read from, if any.
 
     Returns:
-        The summary of the training loop.
+        The run with the folder that rank 0 took.
+
+    Raises:
+        RefusedError: if the plan cannot serve the job here.
+        SpecError: if the run folder cannot be used.
     """
+    place = witness.place
+    refuse(job, run.plan, place.world_size, place.workers_here * run.plan.threads)
     make_ready(run.plan)
-    return train(overrides.apply(load_job(run.job), run), run, place, report=report)
+    leave_compiler_out()
+    run = enter(run, place, runfile=runfile)
+    witness.folder = run.folder
+    train(job, run, place, report=witness.report)
+    return run
 
 
 def main(runfile: Path) -> int:
     """Be one worker of the run in ``runfile``: one of torchrun's, or the only one.
 
-    An error goes to stderr, once for all workers, with the rank and the step.
+    An error goes to stderr and to the run's events, once for all workers, with the rank and the step.
 
     Returns:
         The exit code for this process: 0, or that of the error.
     """
-    at = _Progress()
-    place = Place()
-    elastic = False
+    witness = Witness(Place())
     try:
-        found = place_from_environment()
-        elastic, place = found is not None, found or place
+        witness.place = place_from_environment() or witness.place
         run = _read(runfile)
-        _refuse_another_world(run, place, runfile)
-        work(run, place, at.report)
+        _refuse_another_world(run, witness.place, runfile)
+        work(overrides.apply(load_job(run.job), run), run, witness, runfile=runfile)
     except Exception as error:
-        failure = Failure(rank=place.rank, step=at.step, **describe(error))
-        if not elastic or _speaks_for_all(failure):
-            print(worker_error(failure, place.world_size, memory_kills=0), file=sys.stderr, flush=True)
-        return failure.exit_code
+        if told := witness.tell(error):
+            print(told, file=sys.stderr, flush=True)
+        return describe(error)["exit_code"]
     return 0
-
-
-class _Progress:
-    step: int | None = None
-
-    def report(self, step: int) -> None:
-        self.step = step
 
 
 def _speaks_for_all(failure: Failure) -> bool:
