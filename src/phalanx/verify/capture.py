@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from phalanx.comm import Place, device_for, is_dtensor, joined
 from phalanx.parallel import device_kind
@@ -22,11 +23,12 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, 
     It returns, as JSON: ``losses`` and ``skipped`` updates by step, ``ids`` of the first step's samples on this rank,
     ``prints`` of each parameter that this rank holds whole after the last step, and ``notes``.
     """
-    short = replace(job, steps=steps, epochs=None, evaluate=None, metrics=None, evaluate_every=0)
+    given = replace(job, model=_without_dropout(job))
+    short = replace(given, steps=steps, epochs=None, evaluate=None, metrics=None, evaluate_every=0)
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
         switch_off_dropout()
-        with joined(place, device_for(place, device_kind(plan))):
+        with joined(place, device_for(place, device_kind(plan, place.workers_here * plan.threads))):
             assembly = build(short, plan, place)
             step, parameters = assembly.step, assembly.layout.parameters
             if scaling := step.progress.loss_scale:
@@ -57,9 +59,32 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, 
 
 def initial_parameters(job: Job) -> dict[str, torch.Tensor]:
     """The model's parameters before the first step."""
-    return {
-        name: tensor.detach().clone() for name, tensor in build_model(job).named_parameters() if tensor.requires_grad
-    }
+    return {name: tensor.detach().clone() for name, tensor in model_of(job).named_parameters() if tensor.requires_grad}
+
+
+def model_of(job: Job) -> nn.Module:
+    """The model with its initial values, built without changing the stream of torch's random numbers."""
+    with torch.random.fork_rng(devices=[]):
+        return build_model(job)
+
+
+def recurrent_dropouts(module: nn.Module) -> list[str]:
+    """Names of LSTM, GRU and RNN modules that drop between their layers."""
+    return [name for name, child in module.named_modules() if isinstance(child, nn.RNNBase) and child.dropout > 0]
+
+
+def _without_dropout(job: Job) -> Callable[[], Any]:
+    """The job's model function, with the rates of recurrent layers at zero: compiled code drops there."""
+
+    def model() -> Any:
+        built = job.model()
+        if isinstance(built, nn.Module):
+            for child in built.modules():
+                if isinstance(child, nn.RNNBase):
+                    child.dropout = 0.0
+        return built
+
+    return model
 
 
 def switch_off_dropout() -> None:

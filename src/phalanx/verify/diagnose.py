@@ -20,6 +20,7 @@ class Evidence:
         gradients: differences of the first gradients.
         parameters: differences of the final parameters.
         ranks: each worker's capture under the plan, in rank order.
+        samples: how many one device saw in step 0.
         batch_norm: names of modules that take statistics of their micro-batch.
     """
 
@@ -28,6 +29,7 @@ class Evidence:
     gradients: list[Difference]
     parameters: list[Difference]
     ranks: list[dict[str, Any]]
+    samples: int
     batch_norm: list[str]
 
 
@@ -71,9 +73,9 @@ def _same_samples(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan
                     "The sampler gives ranks the same part: look at what feeds the loader."
                 )
             seen[one] = rank
-    if len(seen) < job.batch and seen:
+    if len(seen) < evidence.samples and seen:
         return (
-            f"step 0 saw {len(seen)} samples where the global batch is {job.batch}: some were dropped by the sampler."
+            f"step 0 saw {len(seen)} samples where one device saw {evidence.samples}: some were dropped by the sampler."
         )
     return ""
 

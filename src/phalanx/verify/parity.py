@@ -15,9 +15,9 @@ from phalanx.launch import launch, make_ready
 from phalanx.parallel import batch_statistics, dropouts
 from phalanx.spec import Job, Plan
 from phalanx.spec.plan import Device, Precision
-from phalanx.train.assembly import build_model, refuse
+from phalanx.train.assembly import refuse
 from phalanx.verify import compare
-from phalanx.verify.capture import capture, initial_parameters
+from phalanx.verify.capture import capture, initial_parameters, model_of, recurrent_dropouts
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import Evidence, diagnose
 
@@ -97,9 +97,7 @@ class OneDevice:
             WorkerError: if the run failed.
         """
         captured = _run(job, Plan(precision=precision, device=device), steps, watch)
-        return cls(
-            job=job, steps=steps, precision=precision, device=device, _module=build_model(job), _captured=captured
-        )
+        return cls(job=job, steps=steps, precision=precision, device=device, _module=model_of(job), _captured=captured)
 
     def prove(self, plan: Plan, *, watch: Watch = None) -> Proof:
         """Run the same steps under ``plan`` and compare.
@@ -127,7 +125,7 @@ def prove(
         WorkerError: if one of the runs failed.
     """
     refuse(job, plan, plan.world_size)
-    for note in _notes(build_model(job)):
+    for note in _notes(model_of(job)):
         if say:
             say(note)
     one = OneDevice.run(job, steps, precision=plan.precision, device=plan.device, watch=watch)
@@ -166,6 +164,7 @@ def _judge(one: OneDevice, other: _Captured, plan: Plan, tolerance: Tolerance) -
         gradients=gradients,
         parameters=parameters,
         ranks=other.ranks,
+        samples=sum(len(capture["ids"]) for capture in reference.ranks),
         batch_norm=batch_statistics(one._module),
     )
     first = _first(evidence, tolerance)
@@ -204,7 +203,7 @@ def _first(evidence: Evidence, tolerance: Tolerance) -> str:
 
 def _notes(module: torch.nn.Module) -> list[str]:
     found: list[str] = []
-    if names := dropouts(module):
+    if names := list(dict.fromkeys([*dropouts(module), *recurrent_dropouts(module)])):
         found.append(f"dropout is switched off for the comparison ({len(names)} modules, {names[0]} the first)")
     if names := batch_statistics(module):
         found.append(f"BatchNorm takes statistics of each micro-batch and is not equal when one is split ({names[0]})")
