@@ -41,7 +41,7 @@ class TestBeforeAnyProcess:
     def test_cuda_where_there_is_none(self) -> None:
         if torch.cuda.device_count():
             pytest.skip("there is a CUDA device")
-        with pytest.raises(RefusedError, match="device=cuda for 2 replicas; CUDA devices here: 0"):
+        with pytest.raises(RefusedError, match="device=cuda for 2 replicas on this machine; CUDA devices here: 0"):
             px.fit(job(), "dp=2 device=cuda")
 
     def test_threads_cannot_be_compiled(self) -> None:

@@ -45,8 +45,8 @@ class Seen:
     def answer(self) -> str:
         """``yes`` or ``no``, and over what."""
         if self.wrong:
-            more = f" (and {len(self.wrong) - 1} more)" if len(self.wrong) > 1 else ""
-            return f"no: {self.wrong[0]}{more}"
+            first, *others = self.wrong
+            return f"no: {first} (and {len(others)} more)" if others else f"no: {first}"
         if self.samples is None:
             return f"yes, in {self.steps} steps of a stream"
         if self.epochs == 0:

@@ -1,0 +1,47 @@
+"""What comes back from a checkpoint, and what the job says anew."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import phalanx as px
+from phalanx.comm import Place
+from phalanx.train.assembly import Assembly, build
+from phalanx.train.state import restore, save
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+from small import job
+
+
+def saved_and_restored(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> Assembly:
+    """Two steps with AdamW of ``before``, restored into a job with AdamW of ``after``."""
+    first, second = (
+        job(optimizer=lambda params, options=options: torch.optim.AdamW(params, **options))
+        for options in (before, after)
+    )
+    assembly = build(first, px.Plan(), Place())
+    batches = iter(assembly.loader)
+    for _ in range(2):
+        assembly.step(next(batches))
+    path = save(folder, first, assembly, keep=1)
+    resumed = build(second, px.Plan(), Place(), first_step=2)
+    restore(path, second, resumed)
+    for then, now in zip(assembly.optimizer.state.values(), resumed.optimizer.state.values(), strict=True):
+        assert all(torch.equal(then[key], now[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+    return resumed
+
+
+@pytest.mark.parametrize("form", [float, torch.tensor])
+def test_hyper_parameters_are_the_jobs_as_it_is_now(tmp_path: Path, form: Any) -> None:
+    before = {"lr": form(0.5), "weight_decay": 0.3, "betas": (0.5, 0.6)}
+    after = {"lr": form(0.125), "weight_decay": 0.1, "betas": (0.9, 0.99)}
+    resumed = saved_and_restored(tmp_path, before, after)
+    (group,) = resumed.optimizer.param_groups
+    assert (float(group["lr"]), group["weight_decay"], group["betas"]) == (0.125, 0.1, (0.9, 0.99))
+    assert group["lr"] is after["lr"] or not isinstance(group["lr"], torch.Tensor)
+    assert resumed.step(next(iter(resumed.loader))).lr == 0.125

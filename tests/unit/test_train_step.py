@@ -1,0 +1,272 @@
+"""One step in this process: rates, counts, training mode, and numbers that arrive late."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import phalanx as px
+from phalanx.comm import Place
+from phalanx.errors import LossError, SpecError
+from phalanx.train import gradients
+from phalanx.train.assembly import Assembly, build
+from phalanx.train.evaluate import evaluate
+from phalanx.train.metrics import Metrics, towards_host
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+from small import Net, job, table
+
+
+def assembled(*, lr_scale: float = 1.0, **how: Any) -> Assembly:
+    return build(job(**how), px.Plan(), Place(), lr_scale=lr_scale)
+
+
+def steps(assembly: Assembly) -> list[Metrics]:
+    return [assembly.step(batch) for batch in assembly.loader]
+
+
+class Stream:
+    """Its length is nobody's business."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for index in range(96):
+            yield {"x": torch.ones(9), "y": torch.tensor(index % 5)}
+
+
+class TestRates:
+    @pytest.mark.parametrize("decay", ["linear", "cosine"])
+    def test_a_decay_over_a_stream_needs_an_end(self, decay: Any) -> None:
+        with pytest.raises(SpecError, match=r"job\.schedule: .*total_steps given in the schedule, or job\.steps"):
+            assembled(data=Stream, epochs=1, schedule=px.Schedule(decay=decay))
+
+    def test_with_an_end_it_runs(self) -> None:
+        rates = [one.lr for one in steps(assembled(data=Stream, epochs=1, schedule=linear(4)))]
+        assert rates == pytest.approx([1e-2, 0.75e-2, 0.5e-2])
+        by_steps = assembled(data=Stream, epochs=None, steps=2, schedule=px.Schedule(decay="linear"))
+        assert [one.lr for one in steps(by_steps)] == pytest.approx([1e-2, 0.5e-2])
+        assert len(steps(assembled(data=Stream, epochs=1))) == 3
+
+    def test_the_scale_of_a_run(self) -> None:
+        assert {one.lr for one in steps(assembled(lr_scale=3.0))} == {3e-2}
+
+    def test_a_rate_that_is_a_tensor(self) -> None:
+        rate = torch.tensor(0.5)
+        optimizer = lambda params: torch.optim.SGD(params, lr=rate)  # noqa: E731
+        assembly = assembled(optimizer=optimizer, epochs=None, steps=4, schedule=px.Schedule(decay="linear"))
+        rates = [one.lr for one in steps(assembly)]
+        assert rates == [0.5, 0.375, 0.25, 0.125]
+        assert all(type(one) is float for one in rates)
+        (group,) = assembly.optimizer.param_groups
+        assert isinstance(group["lr"], torch.Tensor)
+        assert float(group["lr"]) == 0.125
+
+
+def linear(total: int) -> px.Schedule:
+    return px.Schedule(decay="linear", total_steps=total)
+
+
+class TestCounts:
+    @pytest.mark.parametrize("count", [0, torch.tensor(0)])
+    @pytest.mark.parametrize("plan", ["single", "micro=8"])
+    def test_nothing_counted(self, count: Any, plan: str) -> None:
+        assembly = build(job(loss=lambda output, batch: px.Loss(output.sum() * 0, count)), px.Plan.parse(plan), Place())
+        before = [tensor.clone() for tensor in assembly.layout.module.parameters()]
+        with pytest.raises(LossError, match="nothing was counted in step 0"):
+            steps(assembly)
+        assert all(map(torch.equal, before, assembly.layout.module.parameters()))
+
+    @pytest.mark.parametrize("count", [-3, math.inf, math.nan, torch.tensor(-1.0)])
+    def test_a_count_that_is_none(self, count: Any) -> None:
+        with pytest.raises(LossError, match=r"the count of the loss of step 0 is (-\d|inf|nan)"):
+            steps(assembled(loss=lambda output, batch: px.Loss(output.sum(), count)))
+
+    def test_a_micro_batch_may_count_nothing(self) -> None:
+        def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> px.Loss:
+            counted = batch["y"] == 0
+            return px.Loss((output.sum(1) * counted).sum(), counted.sum())
+
+        found = build(job(loss=loss), px.Plan.parse("micro=2"), Place())
+        assert all(math.isfinite(one.loss) for one in steps(found))
+
+
+class TestForm:
+    @pytest.mark.parametrize(
+        ("second", "words"),
+        [
+            ({"accuracy": 1}, "a count that is a dict"),
+            (None, "a count that is a NoneType"),
+            (torch.zeros(3), r"a count that is a tensor of shape \(3,\)"),
+        ],
+    )
+    @pytest.mark.parametrize("form", [lambda *parts: parts, px.Loss])
+    def test_not_every_pair_is_a_sum_and_a_count(self, second: Any, words: str, form: Any) -> None:
+        with pytest.raises(LossError, match=words):
+            steps(assembled(loss=lambda output, batch: form(output.sum(), second)))
+
+    def test_a_plain_pair(self) -> None:
+        pair = steps(assembled(loss=lambda output, batch: (output.square().sum(), len(output))))
+        assert [one.loss for one in pair] == [
+            one.loss for one in steps(assembled(loss=lambda output, batch: px.Loss(output.square().sum(), len(output))))
+        ]
+
+    def test_evaluation_reads_by_the_same_rule(self) -> None:
+        wrong = {"loss": lambda output, batch: (output.sum(), {}), "evaluate": table}
+        assembly = assembled(**wrong)
+        with pytest.raises(LossError, match="a count that is a dict in the evaluation"):
+            evaluate(job(**wrong), px.Plan(), assembly, table())
+
+    def test_a_metric_called_loss(self) -> None:
+        how = {"evaluate": table, "metrics": lambda output, batch: {"loss": px.Loss(output.sum() * 0, 1)}}
+        with pytest.raises(LossError, match="a metric is called 'loss'"):
+            evaluate(job(**how), px.Plan(), assembled(**how), table())
+
+
+class Frozen(Net):
+    """Keeps one block out of training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].eval()
+
+
+class TestTrainingMode:
+    def test_parts_kept_out_of_it_stay_out(self) -> None:
+        how = {"model": Frozen, "evaluate": table}
+        assembly = assembled(**how)
+        flags = {name: part.training for name, part in assembly.layout.module.named_modules()}
+        assert flags.pop("layers.1") is False
+        assert all(flags.values())
+        evaluate(job(**how), px.Plan(), assembly, table())
+        after = {name: part.training for name, part in assembly.layout.module.named_modules()}
+        assert after == {**flags, "layers.1": False}
+
+    @pytest.mark.parametrize("broken", [False, True])
+    def test_evaluation_is_without(self, broken: bool) -> None:
+        seen: set[bool] = set()
+
+        class Watched(Net):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                seen.update(part.training for part in self.modules())
+                if broken:
+                    raise RuntimeError("in forward")
+                return super().forward(x)
+
+        how = {"model": Watched, "evaluate": table}
+        assembly = assembled(**how)
+        if broken:
+            with pytest.raises(RuntimeError, match="in forward"):
+                evaluate(job(**how), px.Plan(), assembly, table())
+        else:
+            evaluate(job(**how), px.Plan(), assembly, table())
+        assert seen == {False}
+        assert all(part.training for part in assembly.layout.module.modules())
+
+    @pytest.mark.parametrize("plan", ["single", "threads=2"])
+    def test_a_model_loaded_for_evaluation_is_trained(self, plan: str) -> None:
+        seen: set[bool] = set()
+
+        class Watched(Net):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                seen.update(part.training for part in self.modules())
+                return super().forward(x)
+
+        steps(build(job(model=lambda: Watched().eval()), px.Plan.parse(plan), Place()))
+        assert seen == {True}
+
+
+class Late:
+    """Stands for a CUDA event: the copy is there when somebody has waited for it."""
+
+    def __init__(self, host: torch.Tensor, values: list[float]) -> None:
+        self.host, self.values = host, values
+
+    def synchronize(self) -> None:
+        self.host.copy_(torch.tensor(self.values))
+
+
+def late(step: int, values: list[float]) -> Metrics:
+    host = torch.zeros(3, dtype=torch.float64)
+    event: Any = Late(host, values)
+    return Metrics(step=step, epoch=0, samples=4, lr=0.1, skipped=False, _totals=host[:2], _norm=host[2], _ready=event)
+
+
+class TestLateNumbers:
+    def test_they_are_waited_for(self) -> None:
+        assert late(0, [6.0, 4.0, 2.0]).loss == 1.5
+        assert late(0, [6.0, 4.0, 2.0]).count == 4
+        assert late(0, [6.0, 4.0, 2.0]).grad_norm == 2
+
+    def test_on_a_cpu_nothing_is_copied(self) -> None:
+        totals, norm = (1.0, 1.0), torch.ones(())
+        numbers, host_norm, ready = towards_host(totals, norm)
+        assert (numbers is totals, host_norm is norm, ready) == (True, True, None)
+
+    def test_what_they_show_is_raised_in_the_next_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        arriving = iter([[1.0, 4.0, 0.0], [math.nan, 4.0, 0.0], [1.0, 4.0, 0.0]])
+
+        def slowly(totals: torch.Tensor, norm: torch.Tensor | None) -> Any:
+            host = torch.zeros(3, dtype=torch.float64)
+            return host[:2], host[2], Late(host, next(arriving))
+
+        monkeypatch.setattr("phalanx.train.step.towards_host", slowly)
+        assembly = assembled()
+        batches = iter(assembly.loader)
+        assembly.step(next(batches))
+        assembly.step(next(batches))
+        with pytest.raises(LossError, match="the loss of step 1 is nan"):
+            assembly.step(next(batches))
+
+    def test_and_after_the_last_step_by_settle(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def slowly(totals: torch.Tensor, norm: torch.Tensor | None) -> Any:
+            host = torch.zeros(3, dtype=torch.float64)
+            return host[:2], host[2], Late(host, [1.0, 0.0, 0.0])
+
+        monkeypatch.setattr("phalanx.train.step.towards_host", slowly)
+        assembly = assembled()
+        assembly.step(next(iter(assembly.loader)))
+        with pytest.raises(LossError, match="nothing was counted in step 0"):
+            assembly.step.settle()
+        assembly.step.settle()
+
+    @pytest.mark.gpu
+    def test_from_a_device(self) -> None:
+        totals = torch.tensor([6.0, 4.0], dtype=torch.float64, device="cuda")
+        numbers, norm, ready = towards_host(totals, torch.tensor(2.0, device="cuda"))
+        assert ready is not None
+        ready.synchronize()
+        assert (numbers.tolist(), float(norm or 0), numbers.device.type) == ([6.0, 4.0], 2.0, "cpu")
+
+
+def test_a_factor_from_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied: list[Any] = []
+    foreach = SimpleNamespace(
+        _foreach_mul_=lambda grads, factor: multiplied.append(factor.device.type), Tensor=torch.Tensor
+    )
+    monkeypatch.setattr(gradients, "torch", foreach)
+    gradients.scale([torch.zeros(2, device="meta")], torch.tensor(0.5))
+    assert multiplied == ["meta"]
+
+
+class TestInitialValues:
+    def test_every_global_source_is_seeded(self) -> None:
+        import random
+
+        import numpy as np
+
+        class Drawn(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a = nn.Parameter(torch.tensor([random.random(), np.random.rand()]))
+
+        first, second = (
+            dict(assembled(model=Drawn, unused="allow").layout.module.named_parameters())["a"] for _ in range(2)
+        )
+        assert torch.equal(first, second)
