@@ -88,6 +88,13 @@ class TestCounts:
         with pytest.raises(LossError, match=r"the count of the loss of step 0 is (-\d|inf|nan)"):
             steps(assembled(loss=lambda output, batch: px.Loss(output.sum(), count)))
 
+    def test_counts_add_up_wide(self) -> None:
+        def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> px.Loss:
+            return px.Loss(output.square().sum(), torch.tensor(256.0 if len(output) > 1 else 1.0).bfloat16())
+
+        (metrics,) = steps(build(job(loss=loss, batch=33, epochs=None, steps=1), px.Plan.parse("micro=32"), Place()))
+        assert metrics.count == 257  # bf16 has no such number
+
     def test_a_micro_batch_may_count_nothing(self) -> None:
         def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> px.Loss:
             counted = batch["y"] == 0
@@ -242,7 +249,9 @@ class TestLateNumbers:
         numbers, norm, ready = towards_host(totals, torch.tensor(2.0, device="cuda"))
         assert ready is not None
         ready.synchronize()
-        assert (numbers.tolist(), float(norm or 0), numbers.device.type) == ([6.0, 4.0], 2.0, "cpu")
+        assert isinstance(numbers, torch.Tensor)
+        assert norm is not None
+        assert (numbers.tolist(), float(norm), numbers.device.type) == ([6.0, 4.0], 2.0, "cpu")
 
 
 def test_a_factor_from_another_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,7 +267,7 @@ class _Work:
         reads = [self._read[place] for place in sorted(self._read)]
         if device.type == "cpu":
             total = sum(read.value.item() * read.weight for read in reads)
-            return total, float(sum(read.count for read in reads))
+            return total, sum(float(read.count) for read in reads)  # not in the counts' own type, perhaps bf16
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         for read in reads:
             totals[0] += read.value.detach().to(device) * read.weight
