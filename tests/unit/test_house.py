@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-import time
 import tomllib
 import zipfile
 from pathlib import Path
@@ -44,10 +43,6 @@ class TestImports:
         loaded = in_fresh_python("import sys, phalanx; print([m for m in ('torch', 'numpy') if m in sys.modules])")
         assert loaded == "[]"
 
-    def test_import_is_cheap(self) -> None:
-        code = "import time; t = time.perf_counter(); import phalanx; print(time.perf_counter() - t)"
-        assert min(float(in_fresh_python(code)) for _ in range(3)) < 0.15
-
     def test_help_brings_no_torch(self) -> None:
         code = (
             "import sys; from phalanx.cli import main\n"
@@ -55,14 +50,6 @@ class TestImports:
             "print([m for m in ('torch', 'numpy', 'sklearn') if m in sys.modules])"
         )
         assert in_fresh_python(code).endswith("[]")
-
-    def test_help_is_quick(self) -> None:
-        took = []
-        for _ in range(3):
-            began = time.perf_counter()
-            in_fresh_python("from phalanx.cli import main; main(['--help'], standalone_mode=False)")
-            took.append(time.perf_counter() - began)
-        assert min(took) < 0.4
 
     @pytest.mark.parametrize("module", ["spec", "events", "errors", "units"])
     def test_what_people_write_needs_no_torch(self, module: str) -> None:
