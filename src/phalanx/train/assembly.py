@@ -111,7 +111,7 @@ def build_model(job: Job) -> nn.Module:
     Seeded are torch, numpy's global generator and ``random``. A model that comes in evaluation mode (as loaded ones
     do) is put in training mode; in one that comes in training mode, parts kept out of it stay so.
     """
-    seed = stream(job.seed)
+    seed = stream(job.seed, 0)
     torch.manual_seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)
     random.seed(seed)
