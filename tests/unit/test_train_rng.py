@@ -19,7 +19,7 @@ def test_neighbouring_seeds_give_other_initial_values() -> None:
     def first(seed: int) -> float:
         job = px.Job(
             model=lambda: torch.nn.Linear(2, 2),
-            data=lambda: [],
+            data=list,
             loss=lambda output, batch: output,
             optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
             batch=1,

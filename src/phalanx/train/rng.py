@@ -12,8 +12,8 @@ def stream(seed: int, *words: int) -> int:
 
     SplitMix64's finaliser (Steele et al. 2014) over each word in turn: streams of neighbouring words are unrelated.
     """
-    state = seed & _MASK
-    for word in words:
+    state = 0
+    for word in (seed, *words):  # the seed is mixed by itself first: seed + 1 at step 0 is not seed at step 1
         state = (state + 0x9E3779B97F4A7C15 + word) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
