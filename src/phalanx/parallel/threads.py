@@ -8,8 +8,8 @@ Unlike DataParallel, replicas are built once and not at every step, gradients ar
 repeats exactly, and the model is moved to its devices here: it cannot be wrapped on the wrong one.
 
 ``dp`` is usually better: Python runs one thread at a time, so threads wait for each other between operations, the first
-device carries the gathering and the optimizer for all, and nothing overlaps. Threads need no launcher and no second
-process; that is their use: a notebook, a debugger, a machine where processes cannot be started.
+device carries the gathering and the optimizer for all, and nothing overlaps. With ``phalanx.build`` threads
+need no launcher and no second process; that is their use: a notebook, a debugger.
 """
 
 from __future__ import annotations
