@@ -31,10 +31,19 @@ def say(**what):
 """
 
 
-def torchrun(script: str, folder: Path) -> list[dict[str, Any]]:
-    """What both ranks said, in rank order."""
+def torchrun(script: str, folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
+    """What all ranks said, in rank order."""
     (folder / "script.py").write_text(HEAD + script)
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        f"{ranks}",
+        "--standalone",
+    ]
     done = subprocess.run([*command, "script.py"], capture_output=True, text=True, timeout=100, cwd=folder)
     assert done.returncode == 0, done.stderr
     return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda said: said["rank"])
@@ -70,6 +79,19 @@ say(steps=len(run.losses), sum=ones.item())
 dist.destroy_process_group()
 """
     assert [(said["steps"], said["sum"]) for said in torchrun(script, tmp_path)] == [(8, 2.0)] * 2
+
+
+def test_a_script_that_ends_right_after_a_collective_ends_well(tmp_path: Path) -> None:
+    script = """
+step, loader = px.build(job(), "dp=6")
+step(next(iter(loader)))
+sys.setswitchinterval(20)  # from here on other threads get the interpreter's lock only while this one waits
+tensors = [torch.ones(1000) for _ in range(20)]
+for tensor in tensors:
+    dist.all_reduce(tensor)
+say()
+"""
+    assert len(torchrun(script, tmp_path, 6)) == 6
 
 
 def test_rank_0_chooses_the_folder_for_all(tmp_path: Path) -> None:

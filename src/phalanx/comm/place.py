@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,9 +91,12 @@ def joined(place: Place, device: torch.device, *, timeout: timedelta = timedelta
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if place.store == "env://" and dist.is_initialized():
-        yield
-        return
+    if place.store == "env://":
+        atexit.unregister(_let_threads_finish)
+        atexit.register(_let_threads_finish)
+        if dist.is_initialized():
+            yield
+            return
     # torch begins to count its keys anew with each default group, and would find those of an earlier one
     store = PrefixStore(f"phalanx/group/{next(_joins)}", meet(place))
     store.set_timeout(timeout)
@@ -102,3 +107,13 @@ def joined(place: Place, device: torch.device, *, timeout: timedelta = timedelta
     yield
     # only after a good end: NCCL would wait here for peers that may be gone, and after an error the process ends anyway
     dist.destroy_process_group()
+
+
+def _let_threads_finish() -> None:
+    """Let gloo's threads let go of the last collective's tensors before the interpreter ends.
+
+    They take the interpreter's lock for it. One that still waits for the lock when the interpreter ends is ended by
+    Python in the middle of C++ code, which aborts the process: a run that went well would be reported as failed.
+    Forked workers leave by ``os._exit``, which asks nothing of anyone.
+    """
+    time.sleep(0.1)
