@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import phalanx as px
+from phalanx.parallel import Work
 
 LENGTH, BATCH = 103, 32  # the last batch of an epoch has 7
 
@@ -25,6 +27,19 @@ class Net(nn.Module):
         for layer in self.layers:
             x = torch.relu(layer(x))
         return self.head(x)
+
+
+class OfOutput(Work):
+    """A step's work with a loss that depends on the output alone."""
+
+    def __init__(self, loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._loss = loss
+
+    def forward(self, module: nn.Module, device: torch.device, micro: torch.Tensor) -> torch.Tensor:
+        return module(micro)
+
+    def loss(self, output: torch.Tensor, device: torch.device, micro: torch.Tensor, last: bool) -> torch.Tensor:
+        return self._loss(output)
 
 
 def table(length: int = LENGTH, seed: int = 0) -> px.Table:

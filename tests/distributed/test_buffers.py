@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import fit, job, table
+from small import OfOutput, fit, job, table
 from torch import nn
 
 from phalanx.comm import Place, joined
@@ -35,8 +35,7 @@ class Normal(nn.Module):
 def statistics_after_two_steps(plan: Plan) -> Callable[[Place, Any], dict[str, list[float]]]:
     """A worker's work: steps on data of its own rank; afterwards name → values of every running statistic."""
 
-    def backward(module: nn.Module, device: torch.device, micro: torch.Tensor, last: bool) -> None:
-        module(micro).square().mean().backward()
+    backward = OfOutput(lambda output: output.square().mean())
 
     def work(place: Place, report: Any) -> dict[str, list[float]]:
         torch.set_num_threads(1)

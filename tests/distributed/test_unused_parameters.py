@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import Net, job
+from small import Net, OfOutput, job
 from torch import nn
 
 from phalanx.comm import Place, joined
@@ -31,8 +31,7 @@ class Branching(Net):
 def three_steps(plan: Plan, unused: str, left_out: list[bool]) -> Callable[[Place, Any], list[float]]:
     """A worker's work: in the second step rank 1 leaves the branch out in those of its micro-batches."""
 
-    def backward(module: nn.Module, device: torch.device, micro: torch.Tensor, last: bool) -> None:
-        module(micro).square().sum().backward()
+    backward = OfOutput(lambda output: output.square().sum())
 
     def work(place: Place, report: Any) -> list[float]:
         torch.set_num_threads(1)

@@ -29,10 +29,10 @@ def test_the_same_samples_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gradients_that_are_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    def alone(ddp: Any, device: Any, micros: Any, backward: Any) -> None:
+    def alone(ddp: Any, device: Any, micros: Any, work: Any) -> None:
         with ddp.no_sync():
             for index, micro in enumerate(micros):
-                backward(ddp, device, micro, index == len(micros) - 1)
+                work.run(ddp, device, micro, index == len(micros) - 1)
 
     monkeypatch.setattr(replicate, "accumulate", alone)
     assert "missing synchronisation" in unequal("dp=2").cause

@@ -13,7 +13,7 @@ from torch import nn
 
 from phalanx.comm import Place
 from phalanx.errors import GradientError, RefusedError
-from phalanx.parallel import assemble, check, device_kind, notes
+from phalanx.parallel import Work, assemble, check, device_kind, notes
 from phalanx.parallel.shard import FullyShard
 from phalanx.parallel.unused import without_gradient
 from phalanx.spec import Job, Plan
@@ -114,5 +114,14 @@ def test_many_parameters_without_gradient_are_not_all_named() -> None:
 def test_micro_batches_run_in_turn_and_the_last_is_known(job: Job) -> None:
     layout = assemble(nn.Linear(2, 2), job, Plan(device="cpu"), Place())
     seen: list[tuple[str, bool]] = []
-    layout.accumulate([["a", "b", "c"]], lambda module, device, micro, last: seen.append((micro, last)))
+
+    class Seeing(Work):
+        def forward(self, module: nn.Module, device: torch.device, micro: str) -> torch.Tensor:
+            return torch.ones(1, requires_grad=True)
+
+        def loss(self, output: torch.Tensor, device: torch.device, micro: str, last: bool) -> torch.Tensor:
+            seen.append((micro, last))
+            return output.sum()
+
+    layout.accumulate([["a", "b", "c"]], Seeing())
     assert seen == [("a", False), ("b", False), ("c", True)]

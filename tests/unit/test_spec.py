@@ -74,7 +74,10 @@ def test_a_sharded_plan_shards_everything_unless_told() -> None:
         ("offload=parameters", "plan.offload", "fsdp=2 zero=3 offload=parameters"),
         ("micro=0", "plan.micro", "micro=8"),
         ("compile=yes", "plan.compile", "compile=true"),
-        ("tp=2", "plan.tp", "fsdp=2"),
+        ("tp=0", "plan.tp", "tp=2"),
+        ("sequence=true", "plan.sequence", "tp=2 sequence=true"),
+        ("dp=2 schedule=zbv", "plan.schedule", "pp=2 schedule=zbv"),
+        ("pp=2 stages=3", "plan.stages", "pp=2 schedule=interleaved stages=3"),
     ],
 )
 def test_a_wrong_plan_says_what_to_write(text: str, where: str, fix: str) -> None:

@@ -46,14 +46,14 @@ class Given:
             )
         if problems:
             raise SpecError(problems)
-        if self.plan and self.devices and self.plan.replicas != self.devices:
+        if self.plan and self.devices and self.plan.devices != self.devices:
             raise RefusedError(
                 [
                     Problem(
                         where="--plan",
-                        given=f"{self.plan}, which is for {self.plan.replicas} devices, with -n {self.devices}",
+                        given=f"{self.plan}, which is for {self.plan.devices} devices, with -n {self.devices}",
                         allowed="a mesh that multiplies to the device count: dp × fsdp × threads = n",
-                        fix=f"-n {self.plan.replicas}",
+                        fix=f"-n {self.plan.devices}",
                     )
                 ]
             )

@@ -1,11 +1,12 @@
 """Process groups, meshes and the few collectives that are Phalanx's own."""
 
 from phalanx.comm.collectives import active, all_gather_flat, from_every_rank, reduce_scatter_sum, sum_over_ranks
-from phalanx.comm.mesh import data_mesh
+from phalanx.comm.mesh import Mesh, data_mesh
 from phalanx.comm.place import Place, device_for, joined
 from phalanx.comm.shards import is_dtensor, local
 
 __all__ = [
+    "Mesh",
     "Place",
     "active",
     "all_gather_flat",

@@ -95,7 +95,7 @@ def summary_of(events: Iterable[Event], folder: Path) -> RunSummary:
         folder=str(folder),
         job=start["job"],
         plan=start["plan"],
-        devices=Plan.parse(start["plan"]).replicas,
+        devices=Plan.parse(start["plan"]).devices,
         device=start["device"],
         batch=start["batch"],
         parameters=start["parameters"],

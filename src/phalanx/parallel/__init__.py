@@ -2,12 +2,13 @@
 
 from phalanx.parallel.assemble import assemble, check, device_kind
 from phalanx.parallel.exactness import batch_statistics, dropouts, notes
-from phalanx.parallel.layout import Backward, Layout
+from phalanx.parallel.layout import Held, Layout, Work
 from phalanx.parallel.unused import without_gradient
 
 __all__ = [
-    "Backward",
+    "Held",
     "Layout",
+    "Work",
     "assemble",
     "batch_statistics",
     "check",

@@ -22,7 +22,7 @@ from phalanx.spec import Job, Plan
 def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
     """Everything that keeps ``plan`` from serving ``job`` on this machine; no process is started, nothing is built.
 
-    ``here`` is how many of the plan's replicas this machine holds; all of them where it is not given.
+    ``here`` is how many of the plan's devices this machine holds; all of them where it is not given.
     """
     kind = device_kind(plan, here)
     return [
@@ -36,11 +36,11 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
 def device_kind(plan: Plan, here: int | None = None) -> str:
     """``cuda`` or ``cpu``: what ``device=auto`` comes to. CUDA where every replica can have a device of its own.
 
-    ``here`` is how many of the plan's replicas this machine holds; all of them where it is not given.
+    ``here`` is how many of the plan's devices this machine holds; all of them where it is not given.
     """
     if plan.device != "auto":
         return plan.device
-    return "cuda" if cuda_devices() >= (here or plan.replicas) else "cpu"
+    return "cuda" if cuda_devices() >= (here or plan.devices) else "cpu"
 
 
 def assemble(module: nn.Module, job: Job, plan: Plan, place: Place) -> Layout:
@@ -88,7 +88,7 @@ def _check_batch(job: Job, plan: Plan) -> list[Problem]:
 def _check_device(plan: Plan, here: int | None) -> list[Problem]:
     if plan.device != "cuda":
         return []
-    there, needed = cuda_devices(), here or plan.replicas
+    there, needed = cuda_devices(), here or plan.devices
     if there >= needed:
         return []
     given = f"device=cuda for {needed} replicas on this machine; CUDA devices here: {there}"

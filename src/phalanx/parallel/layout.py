@@ -3,15 +3,52 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-Backward = Callable[[nn.Module, torch.device, Any, bool], None]
-"""``backward(module, device, micro_batch, last)``: one forward and backward; ``last`` of this step on this part."""
+from phalanx.parallel.holding import Holding
+
+
+class Work(ABC):
+    """What a step does with each micro-batch, in the parts that a pipeline does at different times and places."""
+
+    @abstractmethod
+    def forward(self, module: nn.Module, device: torch.device, micro: Any) -> Any:
+        """The output of ``module`` on a micro-batch, with the random stream that belongs to it."""
+
+    @abstractmethod
+    def loss(self, output: Any, device: torch.device, micro: Any, last: bool) -> torch.Tensor:
+        """What backward is to run on; ``last``: no more losses of this step come on this part."""
+
+    def run(self, module: nn.Module, device: torch.device, micro: Any, last: bool) -> None:
+        """Forward and backward of one micro-batch."""
+        self.loss(self.forward(module, device, micro), device, micro, last).backward()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What one rank holds of a model.
+
+    Attributes:
+        module: the model as the user wrote it, whose names checkpoints use; on this rank perhaps holding slices. To be
+            called for a forward without gradients, on every rank the same number of times.
+        parameters: name → the tensor the optimizer steps: a parameter, or this rank's shard of one as a DTensor.
+        divisor: what gradients have been divided by once they are complete: the ranks that were averaged over.
+        counts: whether this rank's losses count; on ranks that compute the same ones only the first's do.
+        slices: name → which part of the whole tensor this rank's is, for those that are split over ranks by name
+            (tensor, expert and pipeline parallelism); the others are whole, or DTensors.
+    """
+
+    module: nn.Module
+    parameters: Mapping[str, torch.Tensor]
+    divisor: float = 1.0
+    counts: bool = True
+    slices: Mapping[str, Holding] = field(default_factory=dict[str, Holding])
 
 
 class Layout(ABC):
@@ -19,49 +56,51 @@ class Layout(ABC):
 
     @property
     @abstractmethod
-    def module(self) -> nn.Module:
-        """The model as the user wrote it, whose names checkpoints use; on this rank perhaps holding shards.
-
-        To be called for a forward without gradients, on every rank the same number of times.
-        """
-
-    @property
-    @abstractmethod
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Name → the tensor the optimizer steps: a parameter, or this rank's shard of one as a DTensor."""
-
-    @property
-    @abstractmethod
-    def divisor(self) -> int:
-        """What gradients have been divided by after ``finish``: the ranks that were averaged over."""
+    def held(self) -> Held:
+        """What this rank holds."""
 
     @abstractmethod
-    def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
-        """Run ``backward`` on every micro-batch of every part this process holds, reducing gradients on the way."""
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+        """Run ``work`` on every micro-batch of every part this process holds, reducing gradients on the way."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait until every tensor in ``parameters`` has the gradient of the whole global batch, over ``divisor``."""
+        """Wait until every parameter has the gradient of the whole global batch, over the divisor."""
 
     @abstractmethod
     def stepped(self) -> None:
         """The optimizer has stepped: bring the new values to wherever forward reads them, and drop the gradients."""
+
+    @property
+    def module(self) -> nn.Module:
+        """``held.module``."""
+        return self.held.module
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """``held.parameters``."""
+        return self.held.parameters
+
+    @property
+    def divisor(self) -> float:
+        """``held.divisor``."""
+        return self.held.divisor
 
 
 def each_micro_batch(
     module: nn.Module,
     device: torch.device,
     micros: Sequence[Any],
-    backward: Backward,
+    work: Work,
     *,
-    around: Callable[[bool], AbstractContextManager[object]] = lambda _: nullcontext(),
+    around: Callable[[bool], AbstractContextManager[object]] | None = None,
 ) -> None:
-    """Run ``backward`` on one part's micro-batches in turn, each inside ``around(last)``."""
+    """Run ``work`` on one part's micro-batches in turn, each inside ``around(last)``."""
     final = len(micros) - 1
     for index, micro in enumerate(micros):
         last = index == final
-        with around(last):
-            backward(module, device, micro, last)
+        with around(last) if around else nullcontext():
+            work.run(module, device, micro, last)
 
 
 def trainable(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ whose memory is the host's, nothing is gained.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.comm import is_dtensor, local
-from phalanx.parallel.layout import Backward, Layout
+from phalanx.parallel.layout import Held, Layout, Work
 
 
 class OptimizerOnHost(Layout):
@@ -30,21 +31,14 @@ class OptimizerOnHost(Layout):
         self._host: dict[str, torch.Tensor] = {
             name: nn.Parameter(self._to_host(tensor.detach())) for name, tensor in inner.parameters.items()
         }
+        self._held = replace(inner.held, parameters=self._host)
 
     @property
-    def module(self) -> nn.Module:
-        return self._inner.module
+    def held(self) -> Held:
+        return self._held
 
-    @property
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return self._host
-
-    @property
-    def divisor(self) -> int:
-        return self._inner.divisor
-
-    def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
-        self._inner.accumulate(parts, backward)
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+        self._inner.accumulate(parts, work)
 
     def finish(self) -> None:
         self._inner.finish()

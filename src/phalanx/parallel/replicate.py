@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.parallel.layout import Backward, Layout, each_micro_batch, trainable
+from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
 from phalanx.parallel.statistics import RunningStatistics
 from phalanx.parallel.unused import without_gradient
 from phalanx.spec import Job
@@ -41,31 +41,22 @@ class Replicate(Layout):
         self._ddp = distributed(self._module, device, job)
         self._may_be_unused = job.unused == "allow"
         self._statistics = RunningStatistics(self._module)
-        self._parameters = trainable(module)
-        self._divisor = world_size
+        self._held = Held(module=self._module, parameters=trainable(module), divisor=world_size)
 
     @property
-    def module(self) -> nn.Module:
-        return self._module
+    def held(self) -> Held:
+        return self._held
 
-    @property
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return self._parameters
-
-    @property
-    def divisor(self) -> int:
-        return self._divisor
-
-    def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
-        accumulate(self._ddp, self._device, parts[0], backward)
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+        accumulate(self._ddp, self._device, parts[0], work)
 
     def finish(self) -> None:
         if not self._may_be_unused:
-            check_reduced(self._ddp, self._parameters)
+            check_reduced(self._ddp, self._held.parameters)
 
     def stepped(self) -> None:
         self._statistics.share()
-        for tensor in self._parameters.values():
+        for tensor in self._held.parameters.values():
             tensor.grad = None
 
 
@@ -81,9 +72,9 @@ def distributed(module: nn.Module, device: torch.device, job: Job) -> Distribute
     )
 
 
-def accumulate(ddp: DistributedDataParallel, device: torch.device, micros: Sequence[Any], backward: Backward) -> None:
+def accumulate(ddp: DistributedDataParallel, device: torch.device, micros: Sequence[Any], work: Work) -> None:
     """Run every micro-batch; only the last one's backward communicates."""
-    each_micro_batch(ddp, device, micros, backward, around=lambda last: nullcontext() if last else ddp.no_sync())
+    each_micro_batch(ddp, device, micros, work, around=lambda last: nullcontext() if last else ddp.no_sync())
 
 
 def check_reduced(ddp: DistributedDataParallel, parameters: Mapping[str, torch.Tensor]) -> None:

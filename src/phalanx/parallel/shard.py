@@ -38,7 +38,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from phalanx.comm import data_mesh
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.blocks import blocks
-from phalanx.parallel.layout import Backward, Layout, each_micro_batch, trainable
+from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
 from phalanx.parallel.statistics import RunningStatistics
 from phalanx.spec import Plan
 
@@ -65,32 +65,23 @@ class FullyShard(Layout):
         apply(module, device, plan)
         self._module = module
         self._device = device
-        self._parameters = trainable(module)
-        self._divisor = plan.world_size
+        self._held = Held(module=module, parameters=trainable(module), divisor=plan.world_size)
         self._statistics = RunningStatistics(module)
 
     @property
-    def module(self) -> nn.Module:
-        return self._module
+    def held(self) -> Held:
+        return self._held
 
-    @property
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return self._parameters
-
-    @property
-    def divisor(self) -> int:
-        return self._divisor
-
-    def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
         # Every micro-batch scatters its gradient at once: kept for the last one, whole gradients would fill the memory.
-        each_micro_batch(self._module, self._device, parts[0], backward)
+        each_micro_batch(self._module, self._device, parts[0], work)
 
     def finish(self) -> None:
         pass
 
     def stepped(self) -> None:
         self._statistics.share()
-        for tensor in self._parameters.values():
+        for tensor in self._held.parameters.values():
             tensor.grad = None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.parallel.layout import Backward, Layout, each_micro_batch, trainable
+from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
 
 
 class Single(Layout):
@@ -21,26 +21,18 @@ class Single(Layout):
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module = module.to(device)
         self._device = device
-        self._parameters = trainable(module)
+        self._held = Held(module=self._module, parameters=trainable(module))
 
     @property
-    def module(self) -> nn.Module:
-        return self._module
+    def held(self) -> Held:
+        return self._held
 
-    @property
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return self._parameters
-
-    @property
-    def divisor(self) -> int:
-        return 1
-
-    def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
-        each_micro_batch(self._module, self._device, parts[0], backward)
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+        each_micro_batch(self._module, self._device, parts[0], work)
 
     def finish(self) -> None:
         pass
 
     def stepped(self) -> None:
-        for tensor in self._parameters.values():
+        for tensor in self._held.parameters.values():
             tensor.grad = None

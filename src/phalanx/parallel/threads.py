@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import Problem
-from phalanx.parallel.layout import Backward, Layout, each_micro_batch, trainable
+from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
 from phalanx.spec import Plan
 
 
@@ -63,7 +63,7 @@ class Threads(Layout):
         self._devices = list(devices)
         first = module.to(self._devices[0])
         self._replicas = [first, *(_replica(first, device) for device in self._devices[1:])]
-        self._parameters = trainable(first)
+        self._held = Held(module=first, parameters=trainable(first))
         self._copies = [dict(replica.named_parameters()) for replica in self._replicas[1:]]
         cores = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(
@@ -74,20 +74,12 @@ class Threads(Layout):
         )
 
     @property
-    def module(self) -> nn.Module:
-        return self._replicas[0]
+    def held(self) -> Held:
+        return self._held
 
-    @property
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return self._parameters
-
-    @property
-    def divisor(self) -> int:
-        return 1
-
-    def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
         waiting = [
-            self._pool.submit(each_micro_batch, module, device, micros, backward)
+            self._pool.submit(each_micro_batch, module, device, micros, work)
             for module, device, micros in zip(self._replicas, self._devices, parts, strict=True)
         ]
         for future in waiting:
@@ -96,7 +88,7 @@ class Threads(Layout):
             future.result()
 
     def finish(self) -> None:
-        for name, tensor in self._parameters.items():
+        for name, tensor in self._held.parameters.items():
             for replica in self._copies:
                 grad = replica[name].grad
                 if grad is None:
@@ -106,7 +98,7 @@ class Threads(Layout):
                 tensor.grad = grad if tensor.grad is None else tensor.grad.add_(grad)
 
     def stepped(self) -> None:
-        for tensor in self._parameters.values():
+        for tensor in self._held.parameters.values():
             tensor.grad = None
         with torch.no_grad():
             for replica, device in zip(self._replicas[1:], self._devices[1:], strict=True):

@@ -22,7 +22,7 @@ from torch import nn
 
 from phalanx.comm import data_mesh, sum_over_ranks
 from phalanx.parallel.buckets import Bucket, Slice, cut
-from phalanx.parallel.layout import Backward, Layout, each_micro_batch
+from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch
 from phalanx.parallel.replicate import accumulate, check_reduced, distributed
 from phalanx.parallel.statistics import RunningStatistics
 from phalanx.parallel.unused import without_gradient
@@ -38,21 +38,14 @@ class ShardedOptimizer(Layout):
         self._ddp = distributed(self._module, device, job)
         self._may_be_unused = job.unused == "allow"
         self._partition = Partition(self._module, device, plan)
+        self._held = Held(module=self._module, parameters=self._partition.shards, divisor=self._partition.world_size)
 
     @property
-    def module(self) -> nn.Module:
-        return self._module
+    def held(self) -> Held:
+        return self._held
 
-    @property
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return self._partition.shards
-
-    @property
-    def divisor(self) -> int:
-        return self._partition.world_size
-
-    def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
-        accumulate(self._ddp, self._device, parts[0], backward)
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+        accumulate(self._ddp, self._device, parts[0], work)
 
     def finish(self) -> None:
         if not self._may_be_unused:
@@ -74,6 +67,7 @@ class ShardedGradients(Layout):
         self._device = device
         self._may_be_unused = job.unused == "allow"
         self._partition = Partition(self._module, device, plan)
+        self._held = Held(module=self._module, parameters=self._partition.shards)
         self._seen: set[str] = set()
         self._launched = 0
         self._where: dict[str, int] = {}
@@ -83,19 +77,11 @@ class ShardedGradients(Layout):
                 piece.whole.register_post_accumulate_grad_hook(self._hook(piece))
 
     @property
-    def module(self) -> nn.Module:
-        return self._module
+    def held(self) -> Held:
+        return self._held
 
-    @property
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return self._partition.shards
-
-    @property
-    def divisor(self) -> int:
-        return 1
-
-    def accumulate(self, parts: Sequence[Sequence[Any]], backward: Backward) -> None:
-        each_micro_batch(self._module, self._device, parts[0], backward, around=self._reducing)
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+        each_micro_batch(self._module, self._device, parts[0], work, around=self._reducing)
 
     def finish(self) -> None:
         if not self._may_be_unused and len(self._seen) < len(self._partition.slices):

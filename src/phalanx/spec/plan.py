@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Any, Literal, get_args
 
 import tomli_w
@@ -16,14 +17,25 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
 Device = Literal["auto", "cpu", "cuda"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
+Attention = Literal["ring", "alltoall", "gather"]
+
+AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
+"""The dimensions of the mesh, from the one whose ranks are farthest apart to the one whose ranks are neighbours."""
+
+DATA_AXES = ("dp", "fsdp", "ep")
+"""Those whose ranks hold different samples."""
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": get_args(Precision),
     "recompute": get_args(Recompute),
     "offload": get_args(Offload),
     "device": get_args(Device),
+    "schedule": get_args(Schedule),
+    "attention": get_args(Attention),
 }
-_COMING = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
+_STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2, "dualpipev": 2}
+_TRUTHS = ("compile", "sequence")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +45,18 @@ class Plan:
     Attributes:
         dp: ranks that each hold a whole replica (with ``fsdp``: replicas of the sharded group).
         fsdp: ranks over which optimizer state, gradients and parameters are sharded.
+        tp: ranks that share out each layer's weights (tensor parallelism).
+        pp: ranks that each hold a run of layers (pipeline parallelism; with one micro-batch plain model parallelism).
+        cp: ranks that share out each sample's tokens (context parallelism).
+        ep: ranks that share out experts, and hold different samples (expert parallelism).
         threads: replicas in one process, one thread and one device each.
         zero: what ``fsdp`` shards: 1 optimizer state, 2 and gradients, 3 and parameters. 3 where not given; 0 is
             nothing, and stands where there is no ``fsdp``.
+        schedule: in which order a pipeline's stages run their micro-batches.
+        stages: stages on each rank of ``pp``; what the schedule needs where not given.
+        split: names of the modules that begin each stage but the first, joined by ``/``; empty: balanced by cost.
+        sequence: with ``tp``, activations between products are shared out along the tokens too (sequence parallelism).
+        attention: with ``cp``, how keys and values meet all queries.
         micro: samples in one forward and backward on one rank; ``None``: the rank's whole share at once.
         precision: of the computation; parameters, reductions and optimizer state stay fp32.
         recompute: activations computed again in backward: ``none``, ``selective`` (all but matrix products and
@@ -47,7 +68,16 @@ class Plan:
 
     dp: int = 1
     fsdp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
     threads: int = 1
+    schedule: Schedule = "1f1b"
+    stages: int = None  # pyright: ignore[reportAssignmentType]  # a number from __post_init__ on
+    split: str = ""
+    sequence: bool = False
+    attention: Attention = "ring"
     zero: int = None  # pyright: ignore[reportAssignmentType]  # a number from __post_init__ on
     micro: int | None = None
     precision: Precision = "fp32"
@@ -59,6 +89,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.zero is None:  # pyright: ignore[reportUnnecessaryComparison]
             object.__setattr__(self, "zero", 3 if is_whole(self.fsdp, 2) else 0)
+        if self.stages is None:  # pyright: ignore[reportUnnecessaryComparison]
+            object.__setattr__(self, "stages", _STAGES.get(self.schedule, 1))
         problems = _problems(self)
         if problems:
             raise SpecError(problems)
@@ -66,16 +98,47 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Processes the plan needs."""
-        return self.dp * self.fsdp
+        return prod(self.mesh.values())
 
     @property
-    def replicas(self) -> int:
-        """Parts a global batch is split into: ranks times threads."""
+    def mesh(self) -> dict[str, int]:
+        """Size of each dimension of the mesh, in the order in which ranks are dealt out: the last changes fastest."""
+        return {name: getattr(self, name) for name in AXES}
+
+    @property
+    def devices(self) -> int:
+        """Devices the plan needs."""
         return self.world_size * self.threads
 
     @property
-    def kind(self) -> Literal["single", "threads", "replicate", "shard"]:
-        """The technique that keeps the replicas together."""
+    def replicas(self) -> int:
+        """Parts a global batch is split into: ranks with samples of their own, times threads."""
+        return prod(getattr(self, name) for name in DATA_AXES) * self.threads
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether a replica of the model is more than one rank."""
+        return max(self.tp, self.pp, self.cp, self.ep) > 1
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where ``rank`` stands along each dimension of the mesh."""
+        found: dict[str, int] = {}
+        for name, size in reversed(self.mesh.items()):
+            rank, found[name] = divmod(rank, size)
+        return found
+
+    def part(self, rank: int) -> int:
+        """Which part of the global batch ``rank`` holds (the first of them, with threads)."""
+        at, part = self.coordinate(rank), 0
+        for name in DATA_AXES:
+            part = part * getattr(self, name) + at[name]
+        return part * self.threads
+
+    @property
+    def kind(self) -> Literal["single", "threads", "replicate", "shard", "split"]:
+        """The technique that keeps the replicas together; ``split`` where a replica is several ranks."""
+        if self.splits_model:
+            return "split"
         if self.threads > 1:
             return "threads"
         if self.fsdp > 1:
@@ -154,6 +217,8 @@ def _given(plan: Plan) -> dict[str, Any]:
     values = {field.name: getattr(plan, field.name) for field in fields(plan)}
     if plan.fsdp > 1 and plan.zero == 3:
         values["zero"] = 0  # the default of a sharded plan goes without saying
+    if plan.stages == _STAGES[plan.schedule]:
+        values["stages"] = Plan().stages
     return values
 
 
@@ -179,22 +244,15 @@ def _nearest(key: str) -> str:
 
 def _parse_value(key: str, text: str) -> tuple[Any, Problem | None]:
     names = [field.name for field in fields(Plan)]
-    if key in _COMING:
-        return None, Problem(
-            where=f"plan.{key}",
-            given=f"{key}={text}",
-            allowed=f"{_COMING[key]} parallelism is not built yet; today: " + ", ".join(names),
-            fix="fsdp=2",
-        )
     if key not in names:
         return None, Problem(
             where=f"plan.{key}", given=f"unknown key {key!r}", allowed=", ".join(names), fix=f"{_nearest(key)}={text}"
         )
-    if key in _CHOICES:
+    if key in _CHOICES or key == "split":
         return text, None  # Plan itself checks choices
-    if key == "compile":
+    if key in _TRUTHS:
         if text not in ("true", "false"):
-            return None, Problem(where="plan.compile", given=repr(text), allowed="true or false", fix="compile=true")
+            return None, Problem(where=f"plan.{key}", given=repr(text), allowed="true or false", fix=f"{key}=true")
         return text == "true", None
     try:
         return int(text), None
@@ -213,7 +271,7 @@ def _problems(plan: Plan) -> list[Problem]:
             Problem(where=f"plan.{name}", given=f"{name}={_show(getattr(plan, name))}", allowed=allowed, fix=fix)
         )
 
-    for name in ("dp", "fsdp", "threads"):
+    for name in (*AXES, "threads", "stages"):
         if not is_whole(getattr(plan, name), 1):
             wrong(name, "a whole number, 1 or more", f"{name}=2")
     if plan.micro is not None and not is_whole(plan.micro, 1):
@@ -222,8 +280,9 @@ def _problems(plan: Plan) -> list[Problem]:
         if getattr(plan, name) not in choices:
             near = difflib.get_close_matches(str(getattr(plan, name)), choices, n=1, cutoff=0.0)
             wrong(name, ", ".join(choices), f"{name}={near[0] if near else choices[0]}")
-    if not isinstance(plan.compile, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        wrong("compile", "true or false", "compile=true")
+    for name in _TRUTHS:
+        if not isinstance(getattr(plan, name), bool):
+            wrong(name, "true or false", f"{name}=true")
     if not is_whole(plan.zero, 0) or plan.zero > 3:
         wrong("zero", "1, 2 or 3", "fsdp=2 zero=3")
     if found:
@@ -239,10 +298,58 @@ def _problems(plan: Plan) -> list[Problem]:
         wrong("zero", "1, 2 or 3 with fsdp; ranks that each hold everything are dp", f"dp={plan.dp * plan.fsdp}")
     if plan.threads > 1 and plan.world_size > 1:
         wrong("threads", "threads alone: it is the one-process way; with dp or fsdp leave it out", f"dp={plan.threads}")
+    found += _misplaced(plan)
     if plan.offload == "parameters" and plan.zero != 3:
         wrong(
             "offload",
             "parameters only with zero=3, which is what gathers them when needed",
             f"fsdp={max(2, plan.fsdp, plan.dp)} zero=3 offload=parameters",
+        )
+    return found
+
+
+def _misplaced(plan: Plan) -> list[Problem]:
+    """Keys that say how a dimension of the mesh works, where the plan has no such dimension."""
+    found: list[Problem] = []
+    default = {field.name: field.default for field in fields(Plan)}
+    needs = {"schedule": "pp", "split": "pp", "sequence": "tp", "attention": "cp"}
+    for name, axis in needs.items():
+        value = getattr(plan, name)
+        if value != default[name] and getattr(plan, axis) == 1:
+            given = f"{name}={_show(value)} without {axis}"
+            found.append(
+                Problem(
+                    where=f"plan.{name}",
+                    given=given,
+                    allowed=f"only together with {axis}=2 or more",
+                    fix=f"{axis}=2 {name}={_show(value)}",
+                )
+            )
+    if plan.stages != _STAGES[plan.schedule] and (plan.pp == 1 or plan.schedule != "interleaved"):
+        found.append(
+            Problem(
+                where="plan.stages",
+                given=f"stages={plan.stages} with schedule={plan.schedule}",
+                allowed=f"{_STAGES[plan.schedule]}; only schedule=interleaved takes any number",
+                fix=f"pp={max(2, plan.pp)} schedule=interleaved stages={max(2, plan.stages)}",
+            )
+        )
+    if plan.threads > 1 and plan.splits_model:
+        found.append(
+            Problem(
+                where="plan.threads",
+                given=f"threads={plan.threads} with a model split over ranks",
+                allowed="threads alone: it is the one-process way",
+                fix=f"dp={plan.threads}",
+            )
+        )
+    if plan.sequence and plan.cp > 1:
+        found.append(
+            Problem(
+                where="plan.sequence",
+                given=f"sequence=true with cp={plan.cp}",
+                allowed="one of the two: both share out the tokens",
+                fix=f"tp={plan.tp} cp={plan.cp}",
+            )
         )
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from phalanx.train.step import Course, Step
 class Parameters(list[torch.Tensor]):
     """The parameters an optimizer is built over: a list, which also knows their names (for parameter groups)."""
 
-    def __init__(self, named: dict[str, torch.Tensor]) -> None:
+    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         super().__init__(named.values())
         self._named = named
 
@@ -96,7 +96,7 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     found = notes(module, job, plan)
     layout = assemble(module, job, plan, place)
     optimizer = build_optimizer(job, layout)
-    lane = Lane(first=place.rank * plan.threads, count=plan.threads, parts=plan.replicas)
+    lane = Lane(first=plan.part(place.rank), count=plan.threads, parts=plan.replicas)
     kind = device_kind(plan, here)
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
     same_length(loader.length, "job.data")

@@ -20,10 +20,10 @@ from torch import nn
 from phalanx.comm import active
 from phalanx.data import MicroBatch, StepBatch
 from phalanx.errors import LossError
-from phalanx.parallel import Layout, without_gradient
+from phalanx.parallel import Layout, Work, without_gradient
 from phalanx.spec import Job, Plan
 from phalanx.train.gradients import clip, global_norm, local_gradients, scale
-from phalanx.train.inputs import Inputs
+from phalanx.train.inputs import Inputs, to_device
 from phalanx.train.lossform import Reading, read_loss
 from phalanx.train.metrics import Metrics, Totals, towards_host
 from phalanx.train.precision import LossScale, compute_context
@@ -73,9 +73,10 @@ class Step:
         self._course = course
         self._inputs = Inputs(job, layout.module)
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self._first_part = dist.get_rank() * plan.threads if active() else 0
-        self._whole_here = not active() and plan.replicas == 1
+        self._first_part = plan.part(dist.get_rank()) if active() else 0
+        self._whole_here = not active() and plan.devices == 1
         self._checked = False
+        self._reads_means: bool | None = None
         self._unchecked: Metrics | None = None
 
     def __call__(self, batch: StepBatch) -> Metrics:
@@ -95,7 +96,7 @@ class Step:
         Returns the loss's sum and count over the global batch.
         """
         work = _Work(self, batch)
-        self.layout.accumulate(batch.parts, work.backward)
+        self.layout.accumulate(batch.parts, work)
         self.layout.finish()
         totals = work.totals()
         if not self._checked:
@@ -193,7 +194,7 @@ class Step:
             raise without_gradient(without, "in the first step")
 
 
-class _Work:
+class _Work(Work):
     """The forwards and backwards of one step: adds up sums and counts, and decides what backward divides by."""
 
     def __init__(self, owner: Step, batch: StepBatch) -> None:
@@ -207,40 +208,46 @@ class _Work:
             id(micro): (part, index) for part, micros in enumerate(batch.parts) for index, micro in enumerate(micros)
         }
 
-    def backward(self, module: nn.Module, device: torch.device, micro: MicroBatch, last: bool) -> None:
-        """One micro-batch: forward, loss, backward."""
+    def forward(self, module: nn.Module, device: torch.device, micro: MicroBatch) -> Any:
         step = self._step
-        part, index = place = self._places[id(micro)]
+        part, index = self._places[id(micro)]
         reseed(device, stream(self._job.seed, step.progress.step, index, step._first_part + part))
         with step._compute(device):
-            args, kwargs, on_device = step._inputs(micro.batch, device)
-            output = module(*args, **kwargs)
-            read = read_loss(self._job.loss(output, on_device), micro.samples, step.progress.step)
-        self._read[place] = read
+            args, kwargs, _ = step._inputs(micro.batch, device)
+            return module(*args, **kwargs)
+
+    def loss(self, output: Any, device: torch.device, micro: MicroBatch, last: bool) -> torch.Tensor:
+        step = self._step
+        with step._compute(device):
+            result = self._job.loss(output, to_device(micro.batch, device))
+            read = read_loss(result, micro.samples, step.progress.step)
+        self._read[self._places[id(micro)]] = read
         factor = self._factor(read)
         if last and active():
             self._start_reducing(device)
-        if isinstance(factor, torch.Tensor) or factor != 1.0:
-            (read.value * factor).backward()
-        else:
-            read.value.backward()
+        return read.value * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else read.value
 
     def totals(self) -> Totals:
         """Sum and count over the global batch."""
+        if self._reduced is None and active():
+            self._start_reducing(self._device())  # a rank of a pipeline that computes no losses
         if self._reduced is None:
-            return self._local_totals(next(iter(self._read.values())).value.device)
-        work, totals = self._reduced
+            return self._local_totals(self._device())
+        work, numbers = self._reduced
         work.wait()
-        if totals.device.type != "cpu":
-            return totals
-        total, count = totals.tolist()
+        if not self._read and self._step._reads_means is None:
+            self._step._reads_means = bool(numbers[2])  # one look, in the first step: the form of a loss stays
+        self._exact = self._exact or bool(self._step._reads_means)
+        if numbers.device.type != "cpu":
+            return numbers[:2]
+        total, count, _ = numbers.tolist()
         return total, count
 
     def correction(self, totals: Totals) -> torch.Tensor | float | None:
         """The one factor that makes the gradients those of sum / count; ``None`` where backward divided by it."""
         if self._exact:
             return None
-        factor = self._divided_by * self._step.layout.divisor
+        factor = (self._divided_by or self._constant()) * self._step.layout.divisor
         if isinstance(totals, tuple):
             return factor / (totals[1] or math.nan)
         return (factor / totals[1].clamp(min=1e-30)).to(torch.float32)
@@ -248,10 +255,9 @@ class _Work:
     def _factor(self, read: Reading) -> Any:
         """What to multiply this micro-batch's value by before backward; 0 for a filler, there to keep ranks in step."""
         step = self._step
-        if scaling := step.progress.loss_scale:
-            # The same scale on every sample under every plan: what overflows on one device overflows on many.
-            self._divided_by = 1.0 / scaling.scale
-            return scaling.scale * read.weight
+        if step.progress.loss_scale:
+            self._divided_by = self._constant()
+            return read.weight / self._divided_by
         if read.mean:
             self._exact = True
             return read.samples * step.layout.divisor / self._batch.samples
@@ -260,11 +266,23 @@ class _Work:
             return 1.0 / (
                 read.count.where(read.count != 0, 1) if isinstance(read.count, torch.Tensor) else read.count or 1
             )
-        self._divided_by = step.constant_divisor(self._batch.samples)
+        self._divided_by = self._constant()
         return read.weight / self._divided_by
 
+    def _constant(self) -> float:
+        """What backward divides sums by, the same on every rank."""
+        scaling = self._step.progress.loss_scale
+        if scaling:
+            # The same scale on every sample under every plan: what overflows on one device overflows on many.
+            return 1.0 / scaling.scale
+        return self._step.constant_divisor(self._batch.samples)
+
+    def _device(self) -> torch.device:
+        read = next(iter(self._read.values()), None)
+        return read.value.device if read else next(self._step.layout.module.parameters()).device
+
     def _local_totals(self, device: torch.device) -> Totals:
-        reads = [self._read[place] for place in sorted(self._read)]
+        reads = [self._read[place] for place in sorted(self._read)] if self._step.layout.held.counts else []
         if device.type == "cpu":
             total = sum(read.value.item() * read.weight for read in reads)
             return total, sum(float(read.count) for read in reads)  # not in the counts' own type, perhaps bf16
@@ -276,10 +294,14 @@ class _Work:
 
     def _start_reducing(self, device: torch.device) -> None:
         here = self._local_totals(device)
-        totals = torch.tensor(here, dtype=torch.float64) if isinstance(here, tuple) else here
-        work = dist.all_reduce(totals, async_op=True)
+        exact = float(self._exact)
+        if isinstance(here, tuple):
+            numbers = torch.tensor((*here, exact), dtype=torch.float64)
+        else:
+            numbers = torch.cat((here, here.new_full((1,), exact)))
+        work = dist.all_reduce(numbers, async_op=True)
         assert work is not None
-        self._reduced = (work, totals)
+        self._reduced = (work, numbers)
 
 
 def _bad_count(step: int, count: float) -> str:

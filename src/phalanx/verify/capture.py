@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def switch_off_dropout() -> None:
     functional.scaled_dot_product_attention = without_dropout
 
 
-def _write(path: Path, tensors: dict[str, torch.Tensor], place: Place) -> None:
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], place: Place) -> None:
     whole: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         full = tensor.detach()

@@ -1,0 +1,160 @@
+"""How one dimension of a tensor is dealt out over ranks: whole arithmetic, no tensors.
+
+A dimension of ``outer * units * inner`` elements is read as a table of that shape. Units are dealt out; every rank
+holds, for each of the ``outer`` repeats, all ``inner`` elements of its units. So heads of 64 features are cut between
+heads (``inner=64``), a fused query-key-value projection inside each of its three parts (``outer=3``), and the tokens
+of a flattened batch inside each sample (``outer=batch``). Ranks need not hold equally many units, and may hold several
+ranges of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import gcd, prod
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One dimension dealt out over ranks.
+
+    Attributes:
+        outer: repeats of the pattern.
+        units: what is dealt out, within each repeat.
+        inner: elements in a unit.
+        held: for each rank the ranges [start, stop) of units that it holds, in order.
+    """
+
+    outer: int
+    units: int
+    inner: int
+    held: tuple[Ranges, ...]
+
+    @classmethod
+    def even(cls, size: int, ranks: int, *, outer: int = 1, inner: int = 1) -> Cut:
+        """Contiguous shares that differ by at most one unit, the first ones the larger; ``size`` elements in all."""
+        units = size // (outer * inner)
+        share, larger = divmod(units, ranks)
+        starts = [rank * share + min(rank, larger) for rank in range(ranks + 1)]
+        starts[-1] = units
+        return cls.of(outer, units, inner, tuple(((a, b),) for a, b in pairwise(starts)))
+
+    @classmethod
+    def zigzag(cls, size: int, ranks: int) -> Cut:
+        """Rank r holds the r-th chunk from the front and the r-th from the back of ``2 * ranks``: under a causal mask
+        early tokens attend to few and late ones to many, and so every rank has the same work."""
+        chunks = Cut.even(size, 2 * ranks).expanded()
+        return cls.of(1, size, 1, tuple(chunks[rank] + chunks[2 * ranks - 1 - rank] for rank in range(ranks)))
+
+    @classmethod
+    def of(cls, outer: int, units: int, inner: int, held: tuple[Ranges, ...]) -> Cut:
+        """The same with the largest units that tell it, empty ranges left out: equal cuts compare equal."""
+        joined = tuple(_joined(ranges) for ranges in held)
+        edges = [edge for ranges in joined for pair in ranges for edge in pair]
+        step = gcd(units, *edges) or 1
+        coarse = tuple(tuple((a // step, b // step) for a, b in ranges) for ranges in joined)
+        return cls(outer, units // step, inner * step, coarse)
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole dimension."""
+        return self.outer * self.units * self.inner
+
+    @property
+    def ranks(self) -> int:
+        """Ranks it is dealt out over."""
+        return len(self.held)
+
+    def length(self, rank: int) -> int:
+        """Elements of the dimension that ``rank`` holds."""
+        return self.outer * self.inner * sum(stop - start for start, stop in self.held[rank])
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """``length`` of each rank."""
+        return tuple(self.length(rank) for rank in range(self.ranks))
+
+    @property
+    def equal(self) -> bool:
+        """Whether every rank holds equally much."""
+        return len(set(self.lengths)) == 1
+
+    @property
+    def in_order(self) -> bool:
+        """Whether joining what the ranks hold, in rank order, gives the whole dimension."""
+        at = 0
+        for ranges in self.held:
+            if len(ranges) > 1 or (ranges and ranges[0][0] != at):
+                return False
+            at = ranges[0][1] if ranges else at
+        return self.outer == 1
+
+    def expanded(self) -> tuple[Ranges, ...]:
+        """For each rank the ranges of elements of the whole dimension that it holds, in order."""
+        repeat = self.units * self.inner
+        return tuple(
+            _joined(
+                tuple(
+                    (o * repeat + a * self.inner, o * repeat + b * self.inner)
+                    for o in range(self.outer)
+                    for a, b in ranges
+                )
+            )
+            for ranges in self.held
+        )
+
+    def same(self, other: Cut) -> bool:
+        """Whether every rank holds the same elements under both, however they are told."""
+        return self == other or (self.size == other.size and self.expanded() == other.expanded())
+
+    def flattened(self, before: int, after: int) -> Cut:
+        """The cut of this dimension merged with dimensions of ``before`` elements left and ``after`` right of it."""
+        return Cut.of(self.outer * before, self.units, self.inner * after, self.held)
+
+    def unflattened(self, sizes: Sequence[int]) -> tuple[int, Cut] | None:
+        """Viewed as dimensions of ``sizes``: which of them is then cut, and how; ``None`` where none can be."""
+        for index, size in enumerate(sizes):
+            before, after = prod(sizes[:index]), prod(sizes[index + 1 :])
+            if self.outer % before or self.inner % after:
+                continue
+            outer, inner = self.outer // before, self.inner // after
+            if outer * self.units * inner == size:
+                return index, Cut.of(outer, self.units, inner, self.held)
+        return None
+
+    def part(self, start: int, stop: int) -> Cut | None:
+        """The cut of elements [start, stop) of this dimension; ``None`` where ranks could not tell it by themselves.
+
+        What a rank holds of the part is a run of what it held, so that it is a slice of its own.
+        """
+        repeat = self.units * self.inner
+        if self.outer > 1:
+            if start % repeat == 0 and stop % repeat == 0:
+                return Cut.of((stop - start) // repeat, self.units, self.inner, self.held)
+            return None
+        held = tuple(
+            tuple((max(a, start) - start, min(b, stop) - start) for a, b in ranges if max(a, start) < min(b, stop))
+            for ranges in self.expanded()
+        )
+        return Cut.of(1, stop - start, 1, held)
+
+    def offset(self, rank: int, start: int) -> int:
+        """How many of the elements before ``start`` of the whole dimension ``rank`` holds."""
+        return sum(max(0, min(b, start) - a) for a, b in self.expanded()[rank])
+
+
+def _joined(ranges: Ranges) -> Ranges:
+    """The same elements, neighbouring ranges made one and empty ones left out."""
+    found: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if start == stop:
+            continue
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
