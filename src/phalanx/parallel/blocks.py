@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 
@@ -14,6 +16,14 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     _collect(module, found)
     return found
+
+
+def leave_cache_out(module: nn.Module) -> None:
+    """Switch off the cache of keys and values that transformers' models keep by default; training does not read it."""
+    for child in module.modules():
+        config: Any = getattr(child, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
 
 
 def _collect(module: nn.Module, found: list[nn.Module]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from phalanx.parallel.blocks import blocks
+from phalanx.parallel.blocks import blocks, leave_cache_out
 from phalanx.spec import Plan
 
 _aten = torch.ops.aten
@@ -36,15 +36,12 @@ _KEPT = [
 def apply(module: nn.Module, plan: Plan) -> nn.Module:
     """Recompute each block of ``module``, in place; names stay as they are.
 
-    A model without repeated blocks recomputes its direct children that have parameters. A cache of keys and values, as
-    transformers' models keep by default, is switched off: the second forward would append to it.
+    A model without repeated blocks recomputes its direct children that have parameters. The cache of
+    keys and values is left out: the second forward would append to it.
     """
     if plan.recompute == "none":
         return module
-    for child in module.modules():
-        config: Any = getattr(child, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False
+    leave_cache_out(module)
     extra: dict[str, Any] = {}
     if plan.recompute == "selective":
         extra["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)

@@ -118,6 +118,8 @@ def _beside(bias: Any, out: str, axes: Iterable[Axis], cuts: list[tuple[Axis, st
         return []
     for axis in axes:
         cut = next((cut for one, letter, cut in cuts if one is axis and letter == out[-1]), None)
+        if cut is not None and axis.trial is not None and not is_sliced(bias):
+            axis.trial.adds(bias, cut)
         bias = gathered(bias, axis, partly=True) if cut is None else brought(bias, axis, -1, cut)
     return [bias]
 

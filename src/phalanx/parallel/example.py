@@ -1,0 +1,24 @@
+"""A batch to look at a model with, before it is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """What a model is called with, and what becomes of its output.
+
+    Attributes:
+        args: positional arguments of forward, of one or a few samples, on the host.
+        kwargs: named arguments.
+        batch: what the loss is called with beside the output.
+        loss: from the output and the batch to the job's loss, of whatever form.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: Any
+    loss: Callable[[Any, Any], Any]

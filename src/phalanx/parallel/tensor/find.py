@@ -1,0 +1,276 @@
+"""Finds how a model's weights are best shared out over ranks, by trying each on fake tensors.
+
+A weight whose result can stay cut until a later product adds it up again makes a pair with that product's weight: one
+is cut by columns, the other by rows, and a block talks once forward and once backward for each pair (Shoeybi et al.
+2019, section 3). What pairs up is not told by names or classes but by what the operations in between do to slices, so
+heads, fused projections and gated layers need no rule of their own. A vocabulary is cut where the loss can be computed
+of cut classes. What nothing is found for stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from phalanx.parallel.blocks import blocks, leave_cache_out
+from phalanx.parallel.example import Example
+from phalanx.parallel.fakes import faked, fakes
+from phalanx.parallel.sliced import Axis, Cut, Placed, is_sliced
+from phalanx.parallel.tensor.trial import Trial, fixed, tried
+from phalanx.parallel.tensor.weights import Places
+
+_FEW_ROWS = 16  # classes a rank below which cutting a head is not worth its three reductions
+_MANY_ROWS = 1000  # rows from which an embedding is cut also where no head shares its vocabulary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """How weights are cut.
+
+    Attributes:
+        cuts: name → (dimension, cut).
+        whole: names of weights of two or more dimensions that every rank holds whole.
+    """
+
+    cuts: dict[str, tuple[int, Cut]]
+    whole: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    weight: nn.Parameter
+    dim: int
+    cut: Cut
+
+
+def find(module: nn.Module, example: Example, ranks: int) -> Split:
+    """How to share the weights of ``module`` out over this many ranks.
+
+    Raises:
+        Exception: whatever the model raises on fake tensors, such as control flow that depends on data.
+    """
+    leave_cache_out(module)
+    names = {id(tensor): name for name, tensor in module.named_parameters()}
+    with _dry(module, example) as (model, meant):
+        chosen: dict[int, _Choice] = {}
+        for block, calls in model.calls.items():
+            for choice in _like(block, model.known, lambda block=block, calls=calls: _pairs(block, calls, ranks)):
+                chosen.setdefault(id(choice.weight), choice)
+        for choice in _vocabulary(model, chosen, ranks):
+            chosen.setdefault(id(choice.weight), choice)
+        cuts = {names[id(meant[key])]: (choice.dim, choice.cut) for key, choice in chosen.items()}
+    ordered = {name: cuts[name] for name in names.values() if name in cuts}
+    whole = [name for name, tensor in module.named_parameters() if tensor.dim() > 1 and name not in cuts]
+    return Split(cuts=ordered, whole=whole)
+
+
+@contextmanager
+def _dry(module: nn.Module, example: Example) -> Iterator[tuple[_Model, dict[int, nn.Parameter]]]:
+    """The model after a first run on fake tensors; on itself, where fakes cannot run it and it has values.
+
+    Gives what stands for each parameter in the run: id → the parameter.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with faked(module, mode) as meant:
+            model = _Model(module, example, lambda value: fakes(mode, value))
+            yield model, meant
+            return
+    except _Unfit as error:
+        if any(tensor.device.type == "meta" for tensor in module.parameters()):
+            raise error.cause from None
+    with torch.no_grad():
+        yield (
+            _Model(module, example, lambda value: value),
+            {id(tensor): tensor for tensor in module.parameters()},
+        )
+
+
+class _Unfit(Exception):
+    """The model does not run on fake tensors."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Model:
+    """A model that has run once on fake tensors: what its blocks were called with, and what they gave."""
+
+    def __init__(self, module: nn.Module, example: Example, seen: Callable[[Any], Any]) -> None:
+        self.module, self.example = module, example
+        self.calls: dict[nn.Module, Call] = {}
+        self.outputs: dict[nn.Module, Any] = {}
+        self.known: dict[Any, tuple[nn.Module, list[_Choice]]] = {}
+        self._args, self._kwargs, self._batch = seen((example.args, example.kwargs, example.batch))
+        parts = blocks(module) or [child for child in module.children() if any(True for _ in child.parameters())]
+        try:
+            with fixed({part: self._watched(part) for part in parts}):
+                self.run()
+        except Exception as error:
+            raise _Unfit(error) from None
+
+    def run(self) -> Any:
+        """The model and the loss."""
+        return self.example.loss(self.module(*self._args, **self._kwargs), self._batch)
+
+    def run_around_blocks(self) -> Any:
+        """The same with every block giving what it gave."""
+        with fixed({block: lambda *_, block=block, **__: self.outputs[block] for block in self.calls}):
+            return self.run()
+
+    def _watched(self, part: nn.Module) -> Callable[..., Any]:
+        forward = part.forward
+
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if part not in self.calls:
+                self.calls[part] = (args, kwargs)
+                self.outputs[part] = output
+            return output
+
+        return watching
+
+
+def _like(block: nn.Module, known: dict[Any, Any], look: Callable[[], list[_Choice]]) -> list[_Choice]:
+    """The choices for a block; taken over from an earlier one that is made of the same parts."""
+    shapes = tuple((name, type(child).__name__) for name, child in block.named_modules())
+    key = (shapes, tuple((name, tuple(tensor.shape)) for name, tensor in block.named_parameters()))
+    if key not in known:
+        known[key] = (block, look())
+    first, choices = known[key]
+    by_name, its = dict(block.named_parameters()), {id(tensor): name for name, tensor in first.named_parameters()}
+    return [_Choice(by_name[its[id(one.weight)]], one.dim, one.cut) for one in choices if id(one.weight) in its]
+
+
+def _pairs(block: nn.Module, call: Call, ranks: int) -> list[_Choice]:
+    """Cuts of weights that pair up within a block."""
+    args, kwargs = call
+    run = lambda: block(*args, **kwargs)  # noqa: E731
+    members: dict[tuple[int, ...], list[tuple[_Choice, Trial]]] = {}
+    for weight in block.parameters():
+        for dim in range(weight.dim()) if weight.dim() == 2 else ():
+            found = _cut(block, weight, dim, run, ranks, _ends_in_sums)
+            if found is not None:
+                choice, trial = found
+                members.setdefault(tuple(id(one.weight) for one in trial.met), []).append((choice, trial))
+    chosen: dict[int, _Choice] = {}
+    for group in members.values():
+        for choice in _fitting(block, group, run, ranks):
+            chosen.setdefault(id(choice.weight), choice)
+    return list(chosen.values())
+
+
+def _cut(
+    owner: nn.Module,
+    weight: nn.Parameter,
+    dim: int,
+    run: Callable[[], Any],
+    ranks: int,
+    good: Callable[[Trial, Any], bool],
+) -> tuple[_Choice, Trial] | None:
+    """A cut of one dimension that goes well; grains that the model's own views ask for are tried in turn."""
+    size = weight.shape[dim]
+    waiting, seen = [(1, 1)], {(1, 1)}
+    while waiting:
+        outer, inner = waiting.pop(0)
+        if size % (outer * inner) or size // (outer * inner) < ranks:
+            continue
+        choice = _Choice(weight, dim, Cut.even(size, ranks, outer=outer, inner=inner))
+        trial, result = _outcome(owner, [choice], run, ranks)
+        if trial is None:
+            continue
+        if good(trial, result):
+            return choice, trial
+        for grain in trial.grains:
+            if grain not in seen:
+                seen.add(grain)
+                waiting.append(grain)
+    return None
+
+
+def _outcome(
+    owner: nn.Module, choices: Sequence[_Choice], run: Callable[[], Any], ranks: int
+) -> tuple[Trial | None, Any]:
+    results: list[Any] = []
+    try:
+        trial = tried(lambda: results.append(run()), lambda axis: _places(owner, choices, axis), ranks)
+    except Exception:  # what the model or a rule cannot do with this cut
+        return None, None
+    return trial, results[0]
+
+
+def _places(owner: nn.Module, choices: Sequence[_Choice], axis: Axis) -> Places:
+    by_weight = {id(one.weight): (Placed(axis, one.dim, one.cut),) for one in choices}
+    return [
+        (child, name, by_weight[id(tensor)])
+        for child in owner.modules()
+        for name, tensor in child._parameters.items()
+        if tensor is not None and id(tensor) in by_weight
+    ]
+
+
+def _ends_in_sums(trial: Trial, result: Any) -> bool:
+    weights = all(isinstance(one.weight, nn.Parameter) and one.weight.dim() == 2 for one in trial.met)
+    return bool(trial.met) and weights and trial.sent == ["all_reduce"] * len(trial.met) and not _any_sliced(result)
+
+
+def _fitting(
+    block: nn.Module, group: list[tuple[_Choice, Trial]], run: Callable[[], Any], ranks: int
+) -> list[_Choice]:
+    """The largest part of a group that goes well together, with the weights that it ends in and the biases beside."""
+    group = sorted(group, key=lambda pair: -pair[0].weight.numel())
+    while group:
+        ends = {id(one.weight): one for one in group[0][1].met}
+        group = [pair for pair in group if all(one.cut.same(ends[id(one.weight)].cut) for one in pair[1].met)]
+        biases = [one for _, trial in group for one in trial.beside if isinstance(one.weight, nn.Parameter)]
+        rows = [_Choice(one.weight, one.dim, one.cut) for one in ends.values() if isinstance(one.weight, nn.Parameter)]
+        sides = {id(one.weight): _Choice(one.weight, 0, one.cut) for one in biases}  # pyright: ignore
+        choices = [*(choice for choice, _ in group), *rows, *sides.values()]
+        if len({id(one.weight) for one in choices}) == len(choices):
+            trial, result = _outcome(block, choices, run, ranks)
+            if trial is not None and trial.sent == ["all_reduce"] * len(ends) and not _any_sliced(result):
+                return choices
+        group = group[:-1]
+    return []
+
+
+def _vocabulary(model: _Model, chosen: dict[int, _Choice], ranks: int) -> list[_Choice]:
+    """Cuts of tables of words and of the products that choose among them, outside the blocks."""
+    inside = {id(tensor) for block in model.calls for tensor in block.parameters()} if blocks(model.module) else set(chosen)
+    found: list[_Choice] = []
+    heads: set[int] = set()
+    tables: list[tuple[_Choice, Trial]] = []
+    for weight in model.module.parameters():
+        if id(weight) in inside or weight.dim() != 2 or id(weight) in chosen or weight.shape[0] < _FEW_ROWS * ranks:
+            continue
+        result = _cut(model.module, weight, 0, model.run_around_blocks, ranks, _only_reduces)
+        if result is None:
+            continue
+        choice, trial = result
+        if len(trial.sent) >= 3:  # the largest logit, the sum of exponentials, the target's logit
+            heads.add(weight.shape[0])
+            found.append(choice)
+            found += [_Choice(one.weight, 0, one.cut) for one in trial.beside if isinstance(one.weight, nn.Parameter)]
+        else:
+            tables.append((choice, trial))
+    found += [one for one, _ in tables if one.weight.shape[0] in heads or one.weight.shape[0] >= _MANY_ROWS]
+    return found
+
+
+def _only_reduces(trial: Trial, result: Any) -> bool:
+    return bool(trial.sent) and set(trial.sent) == {"all_reduce"} and not trial.met and not _any_sliced(result)
+
+
+def _any_sliced(value: Any) -> bool:
+    return any(is_sliced(leaf) for leaf in torch.utils._pytree.tree_leaves(value))
+
