@@ -81,7 +81,7 @@ class Mesh:
     def _made(self, key: tuple[str, ...]) -> dist.ProcessGroup:
         mine: dist.ProcessGroup | None = None
         if self.size(*key) == self.plan.world_size:
-            mine = dist.group.WORLD
+            mine = dist.distributed_c10d._get_default_group()
         else:
             seen: set[int] = set()
             for rank in range(self.plan.world_size):
@@ -91,6 +91,7 @@ class Mesh:
                 seen.update(ranks)
                 group = dist.new_group(ranks)
                 if self.rank in ranks:
+                    assert isinstance(group, dist.ProcessGroup)
                     mine = group
         assert mine is not None
         return mine

@@ -89,6 +89,13 @@ class Loader:
             stop=self.total_steps,
         )
 
+    def example(self, count: int) -> Any:
+        """The first ``count`` samples of the data, collated; to look at, on every rank the same."""
+        if self._indexed is not None:
+            return self._indexed.fetcher.fetch(0, np.arange(min(count, self.length or count)))
+        assert self._stream is not None
+        return self._stream.first(count)
+
     def __iter__(self) -> Steps:
         if self._indexed is not None:
             return _indexed_steps(self._indexed, self._workers)

@@ -85,6 +85,11 @@ class StreamReader:
             if step >= self.first_step and (step - self.first_step) % workers == worker:
                 yield Group(step, epoch, position, len(samples), self._collated(epoch, position, samples))
 
+    def first(self, count: int) -> Any:
+        """The first ``count`` samples of the first pass, collated."""
+        samples = next(self._pass(0, 0), [])[:count]
+        return (self.collate or default_collate)(samples)
+
     def _collated(self, epoch: int, position: int, samples: list[Any]) -> list[Any]:
         pieces = [piece for part in self.cuts(len(samples)) for piece in part]
         if self.collate is None:

@@ -2,11 +2,15 @@
 
 from phalanx.parallel.assemble import assemble, check, device_kind
 from phalanx.parallel.exactness import batch_statistics, dropouts, notes
+from phalanx.parallel.example import Example
+from phalanx.parallel.holding import Holding
 from phalanx.parallel.layout import Held, Layout, Work
 from phalanx.parallel.unused import without_gradient
 
 __all__ = [
+    "Example",
     "Held",
+    "Holding",
     "Layout",
     "Work",
     "assemble",

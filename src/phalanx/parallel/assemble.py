@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from phalanx.comm import Place
+from phalanx.comm import Mesh, Place
 from phalanx.errors import Problem
 from phalanx.hardware import cuda_devices, return_freed_memory
 from phalanx.parallel import compiled, recompute, threads
+from phalanx.parallel.example import Example
 from phalanx.parallel.layout import Layout
 from phalanx.parallel.offload import OptimizerOnHost
 from phalanx.parallel.replicate import Replicate
@@ -43,13 +45,21 @@ def device_kind(plan: Plan, here: int | None = None) -> str:
     return "cuda" if cuda_devices() >= (here or plan.devices) else "cpu"
 
 
-def assemble(module: nn.Module, job: Job, plan: Plan, place: Place) -> Layout:
-    """Lay ``module`` out as ``plan`` says, on this rank's device."""
+def assemble(
+    module: nn.Module, job: Job, plan: Plan, place: Place, example: Callable[[], Example] | None = None
+) -> Layout:
+    """Lay ``module`` out as ``plan`` says, on this rank's device; a plan that splits the model needs an ``example``."""
     kind = device_kind(plan, place.workers_here * plan.threads)
     device = torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind)
-    module = recompute.apply(module, plan)
-    module = compiled.apply(module, plan)
-    layout = _lay_out(module, job, plan, device)
+    if plan.kind == "split":
+        from phalanx.parallel.split import Split
+
+        assert example is not None
+        layout: Layout = Split(module, device, plan, Mesh(plan, place.rank), example())
+    else:
+        module = recompute.apply(module, plan)
+        module = compiled.apply(module, plan)
+        layout = _lay_out(module, job, plan, device)
     return OptimizerOnHost(layout) if plan.offload == "optimizer" else layout
 
 

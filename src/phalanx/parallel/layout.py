@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from phalanx.parallel.holding import Holding
@@ -42,6 +43,7 @@ class Held:
         counts: whether this rank's losses count; on ranks that compute the same ones only the first's do.
         slices: name → which part of the whole tensor this rank's is, for those that are split over ranks by name
             (tensor, expert and pipeline parallelism); the others are whole, or DTensors.
+        stages: the ranks of a pipeline, which hold parameters of other names; ``None`` where there is no pipeline.
     """
 
     module: nn.Module
@@ -49,6 +51,7 @@ class Held:
     divisor: float = 1.0
     counts: bool = True
     slices: Mapping[str, Holding] = field(default_factory=dict[str, Holding])
+    stages: dist.ProcessGroup | None = None
 
 
 class Layout(ABC):

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from phalanx.comm import data_mesh
@@ -62,7 +63,7 @@ class FullyShard(Layout):
                     )
                 ]
             )
-        apply(module, device, plan)
+        apply(module, device, plan, data_mesh(plan, device))
         self._module = module
         self._device = device
         self._held = Held(module=module, parameters=trainable(module), divisor=plan.world_size)
@@ -85,8 +86,8 @@ class FullyShard(Layout):
             tensor.grad = None
 
 
-def apply(module: nn.Module, device: torch.device, plan: Plan) -> nn.Module:
-    """Shard ``module`` in place: each repeated block by itself, then what is left.
+def apply(module: nn.Module, device: torch.device, plan: Plan, mesh: DeviceMesh) -> nn.Module:
+    """Shard ``module`` over ``mesh`` in place: each repeated block by itself, then what is left.
 
     With half precision, parameters are gathered in it and gradients are reduced in fp32.
     """
@@ -99,7 +100,6 @@ def apply(module: nn.Module, device: torch.device, plan: Plan) -> nn.Module:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     else:
         module.to(device)
-    mesh = data_mesh(plan, device)
     inner = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
     for block in blocks(module):
         fully_shard(block, mesh=mesh, mp_policy=inner, offload_policy=offload)

@@ -14,9 +14,10 @@ from torch import nn
 from phalanx.comm import Place
 from phalanx.data import Lane, Loader
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
-from phalanx.parallel import Layout, assemble, check, device_kind, notes
+from phalanx.parallel import Example, Layout, assemble, check, device_kind, notes
 from phalanx.spec import Job, Plan
 from phalanx.train.consistency import same_initial_values, same_length
+from phalanx.train.inputs import Inputs
 from phalanx.train.rng import stream
 from phalanx.train.step import Course, Step
 
@@ -94,15 +95,21 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     module = build_model(job)
     same_initial_values(module)
     found = notes(module, job, plan)
-    layout = assemble(module, job, plan, place)
-    optimizer = build_optimizer(job, layout)
     lane = Lane(first=plan.part(place.rank), count=plan.threads, parts=plan.replicas)
     kind = device_kind(plan, here)
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
     same_length(loader.length, "job.data")
+    layout = assemble(module, job, plan, place, lambda: _example(job, module, loader))
+    optimizer = build_optimizer(job, layout)
     course = Course(first_step=first_step, total_steps=_total_steps(job, loader), lr_scale=lr_scale)
     step = Step(job, plan, layout, optimizer, course)
     return Assembly(step=step, loader=loader, layout=layout, optimizer=optimizer, lane=lane, device=kind, notes=found)
+
+
+def _example(job: Job, module: nn.Module, loader: Loader) -> Example:
+    """Two samples on the host, for the model to be looked at with."""
+    args, kwargs, batch = Inputs(job, module)(loader.example(2), torch.device("cpu"))
+    return Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss)
 
 
 def build_model(job: Job) -> nn.Module:

@@ -69,6 +69,8 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
     names = sorted(sums)
     flat = [value for name in names for value in sums[name]]
     totals = torch.tensor([float(samples), *flat], dtype=torch.float64, device=device)
+    if not layout.held.counts:
+        totals.zero_()  # another rank computes the same
     sum_over_ranks(totals)
     values = totals.tolist()
     ratios = {

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm import is_dtensor, local
+from phalanx.parallel import Held, Holding
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -24,28 +25,44 @@ def scale(grads: list[torch.Tensor], factor: torch.Tensor | float) -> None:
         torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def global_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+def global_norm(held: Held) -> torch.Tensor:
     """L2 norm over all gradients of all ranks: a 0-dim tensor, the same on every rank.
 
-    Rows held by one rank only are summed over the ranks that share them out; what every rank holds counts once.
+    What is held by one rank only is summed over the ranks that share it out; what every rank holds counts once.
     """
-    whole: list[torch.Tensor] = []
-    sharded: list[torch.Tensor] = []
-    groups: dict[dist.ProcessGroup, None] = {}
-    for tensor in parameters:
+    shared: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    device = torch.device("cpu")
+    for name, tensor in held.parameters.items():
         grad = tensor.grad
-        if is_dtensor(grad):
-            dims = [dim for dim, placement in enumerate(grad.placements) if placement.is_shard()]
-            for dim in dims:
-                groups[grad.device_mesh.get_group(dim)] = None
-            (sharded if dims else whole).append(grad.to_local())
-        elif grad is not None:
-            whole.append(grad)
-    device = (whole or sharded)[0].device if whole or sharded else torch.device("cpu")
-    square = _sum_of_squares(sharded, device)
-    for group in groups:
-        dist.all_reduce(square, group=group)
-    return (square + _sum_of_squares(whole, device)).sqrt()
+        if grad is None:
+            continue
+        device = grad.device
+        groups = _groups(grad, held.slices.get(name))
+        if groups is not None:
+            shared.setdefault(groups, []).append(local(grad))
+    square = torch.zeros((), dtype=_wide(device), device=device)
+    # Every rank has the same kinds of parameters in the same order, so that all talk in the same order.
+    for groups, grads in shared.items():
+        part = _sum_of_squares(grads, device)
+        for group in groups:
+            dist.all_reduce(part, group=group)
+        square = square + part
+    if held.stages is not None:
+        dist.all_reduce(square, group=held.stages)
+    return square.sqrt()
+
+
+def _groups(grad: torch.Tensor, holding: Holding | None) -> tuple[dist.ProcessGroup, ...] | None:
+    """The groups over which a gradient is shared out; ``None`` where another rank's copy counts."""
+    found: list[dist.ProcessGroup] = []
+    if is_dtensor(grad):
+        sharded = (dim for dim, placement in enumerate(grad.placements) if placement.is_shard())
+        found += [grad.device_mesh.get_group(dim) for dim in sharded]
+    if holding is not None:
+        if not holding.counts:
+            return None
+        found += [one.axis.group for one in holding.placed if one.axis.group is not None]
+    return tuple(found)
 
 
 def clip(grads: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
@@ -53,9 +70,13 @@ def clip(grads: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
     scale(grads, torch.clamp(limit / (norm + 1e-6), max=1.0))
 
 
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float64 if device.type == "cpu" else torch.float32
+
+
 def _sum_of_squares(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     # On CPUs torch adds fp32 squares one by one, which at 10 M elements is off by 3e-4 and by the way they are cut.
-    wide = torch.float64 if device.type == "cpu" else torch.float32
+    wide = _wide(device)
     grads = [grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), dtype=wide, device=device)

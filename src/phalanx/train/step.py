@@ -108,10 +108,11 @@ class Step:
 
     def update(self, batch: StepBatch, totals: Totals) -> Metrics:
         """Clip, step the optimizer at the schedule's rate, bring the new values to where forward reads them."""
-        parameters = self.layout.parameters.values()
+        held = self.layout.held
+        parameters = held.parameters.values()
         lr = self._set_rate()
         scaling = self.progress.loss_scale
-        norm = global_norm(parameters) if self.job.clip is not None or scaling else None
+        norm = global_norm(held) if self.job.clip is not None or scaling else None
         progress = self.progress
         numbers, host_norm, ready = towards_host(totals, norm)
         metrics = Metrics(

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from phalanx.comm import Place, device_for, is_dtensor, joined
-from phalanx.parallel import device_kind
+from phalanx.parallel import Held, device_kind
 from phalanx.spec import Job, Plan
 from phalanx.train.assembly import build, build_model
 
@@ -42,9 +42,9 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, 
                 if batch.step == 0:
                     ids = [one for part in batch.parts for micro in part for one in micro.ids]
                     grads = {name: tensor.grad for name, tensor in parameters.items() if tensor.grad is not None}
-                    _write(folder / "gradients.safetensors", grads, place)
+                    _write(folder / "gradients.safetensors", grads, assembly.layout.held, place)
                 metrics.append(step.update(batch, totals))
-            _write(folder / "parameters.safetensors", parameters, place)
+            _write(folder / "parameters.safetensors", parameters, assembly.layout.held, place)
             return {
                 "losses": [one.loss for one in metrics],
                 "skipped": [one.skipped for one in metrics],
@@ -110,11 +110,14 @@ def switch_off_dropout() -> None:
     functional.scaled_dot_product_attention = without_dropout
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], place: Place) -> None:
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], held: Held, place: Place) -> None:
     whole: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         full = tensor.detach()
         full = full.full_tensor() if is_dtensor(full) else full
+        if (holding := held.slices.get(name)) is not None:
+            for one in holding.placed:
+                full = one.axis.gather(full, one.dim, one.cut)
         if place.rank == 0:
             whole[name] = full.to("cpu", copy=True).contiguous()
     if place.rank == 0:

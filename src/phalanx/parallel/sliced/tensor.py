@@ -97,6 +97,14 @@ class Sliced(Tensor):
         )
 
 
+def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
+    """A hook on the gradient: of what is here, which is when it comes."""
+    return args[0].local.register_hook(*args[1:], **kwargs)
+
+
+RULES["register_hook"] = _hooked
+
+
 def sliced(local: Tensor, placed: Iterable[Placed]) -> Tensor:
     """``local`` as a slice of a whole; itself where nothing is cut."""
     placed = tuple(placed)
@@ -112,7 +120,7 @@ METADATA = frozenset(
     shape size dim ndim ndimension numel nelement dtype device requires_grad is_floating_point is_complex
     is_cuda is_leaf layout is_sparse is_quantized is_meta names element_size itemsize nbytes is_nested is_mkldnn
     is_inference is_conj is_neg is_signed get_device is_xla is_mps is_xpu grad_fn output_nr is_contiguous stride
-    storage_offset len register_hook retains_grad
+    storage_offset len retains_grad
     """.split()
 )
 

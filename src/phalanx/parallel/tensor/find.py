@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from phalanx.parallel.blocks import blocks, leave_cache_out
 from phalanx.parallel.example import Example
-from phalanx.parallel.fakes import faked, fakes
+from phalanx.parallel.fakes import faked, fakes, quiet
 from phalanx.parallel.sliced import Axis, Cut, Placed, is_sliced
 from phalanx.parallel.tensor.trial import Trial, fixed, tried
 from phalanx.parallel.tensor.weights import Places
@@ -78,11 +79,11 @@ def _dry(module: nn.Module, example: Example) -> Iterator[tuple[_Model, dict[int
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with faked(module, mode) as meant:
+        with quiet(), faked(module, mode) as meant:
             model = _Model(module, example, lambda value: fakes(mode, value))
             yield model, meant
             return
-    except _Unfit as error:
+    except _UnfitError as error:
         if any(tensor.device.type == "meta" for tensor in module.parameters()):
             raise error.cause from None
     with torch.no_grad():
@@ -92,7 +93,7 @@ def _dry(module: nn.Module, example: Example) -> Iterator[tuple[_Model, dict[int
         )
 
 
-class _Unfit(Exception):
+class _UnfitError(Exception):
     """The model does not run on fake tensors."""
 
     def __init__(self, cause: Exception) -> None:
@@ -117,7 +118,7 @@ class _Model:
             with fixed({part: self._watched(part) for part in parts}):
                 self.run()
         except Exception as error:
-            raise _Unfit(error) from None
+            raise _UnfitError(error) from None
 
     def run(self) -> Any:
         """The model and the loss."""
@@ -224,9 +225,7 @@ def _ends_in_sums(trial: Trial, result: Any) -> bool:
     return bool(trial.met) and weights and trial.sent == ["all_reduce"] * len(trial.met) and not _any_sliced(result)
 
 
-def _fitting(
-    block: nn.Module, group: list[tuple[_Choice, Trial]], run: Callable[[], Any], ranks: int
-) -> list[_Choice]:
+def _fitting(block: nn.Module, group: list[tuple[_Choice, Trial]], run: Callable[[], Any], ranks: int) -> list[_Choice]:
     """The largest part of a group that goes well together, with the weights that it ends in and the biases beside."""
     group = sorted(group, key=lambda pair: -pair[0].weight.numel())
     while group:
@@ -246,7 +245,9 @@ def _fitting(
 
 def _vocabulary(model: _Model, chosen: dict[int, _Choice], ranks: int) -> list[_Choice]:
     """Cuts of tables of words and of the products that choose among them, outside the blocks."""
-    inside = {id(tensor) for block in model.calls for tensor in block.parameters()} if blocks(model.module) else set(chosen)
+    inside = set(chosen)
+    if blocks(model.module):
+        inside |= {id(tensor) for block in model.calls for tensor in block.parameters()}
     found: list[_Choice] = []
     heads: set[int] = set()
     tables: list[tuple[_Choice, Trial]] = []
@@ -272,5 +273,4 @@ def _only_reduces(trial: Trial, result: Any) -> bool:
 
 
 def _any_sliced(value: Any) -> bool:
-    return any(is_sliced(leaf) for leaf in torch.utils._pytree.tree_leaves(value))
-
+    return any(is_sliced(leaf) for leaf in tree_leaves(value))

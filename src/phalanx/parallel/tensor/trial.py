@@ -89,4 +89,3 @@ def fixed(table: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
                 del module.forward
             else:
                 module.forward = forward
-

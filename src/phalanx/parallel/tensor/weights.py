@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,15 +17,14 @@ Places = list[tuple[nn.Module, str, tuple[Placed, ...]]]
 """Which module's parameter of which name is cut how."""
 
 
-def split_weights(module: nn.Module, cuts: Mapping[str, tuple[Placed, ...]]) -> dict[str, Holding]:
-    """Keep of each parameter named in ``cuts`` this rank's slice only, in place; what is held then, by name.
+def split_weights(module: nn.Module, cuts: Mapping[str, tuple[Placed, ...]]) -> tuple[dict[str, Holding], Places]:
+    """Keep of each parameter named in ``cuts`` this rank's slice only, in place; what is held then, by name, and where.
 
-    The model's own code goes on to read ``self.weight`` and gets a tensor that behaves as the whole.
+    ``show_slices`` makes the model's own code read them as wholes again.
     """
     holdings: dict[str, Holding] = {}
     locals_: dict[int, nn.Parameter] = {}
     whole = dict(module.named_parameters())
-    ways = {id(whole[name]): placed for name, placed in cuts.items()}
     for name, placed in cuts.items():
         tensor = whole[name]
         local: Tensor = tensor.detach()
@@ -32,20 +32,28 @@ def split_weights(module: nn.Module, cuts: Mapping[str, tuple[Placed, ...]]) -> 
             local = piece(local, one.dim, one.cut, one.axis.rank)
         locals_[id(tensor)] = nn.Parameter(local.clone(), requires_grad=tensor.requires_grad)
         holdings[name] = Holding(shape=tensor.shape, placed=placed)
+    ways = {id(whole[name]): placed for name, placed in cuts.items()}
+    places: Places = []
     for child in module.modules():
-        shown: dict[str, tuple[Placed, ...]] = {}
         for name, tensor in child._parameters.items():
             if id(tensor) in locals_:
+                places.append((child, name, ways[id(tensor)]))
                 child._parameters[name] = locals_[id(tensor)]
-                shown[name] = ways[id(tensor)]
-        if shown:
-            show(child, shown)
-    return holdings
+    return holdings, places
 
 
-def show(module: nn.Module, placed: Mapping[str, tuple[Placed, ...]]) -> None:
+def show_slices(places: Places) -> None:
+    """Make the model's own code read these parameters as wholes, wherever it reads them."""
+    by_module: dict[nn.Module, dict[str, tuple[Placed, ...]]] = {}
+    for child, name, placed in places:
+        by_module.setdefault(child, {})[name] = placed
+    for child, shown in by_module.items():
+        _show(child, shown)
+
+
+def _show(module: nn.Module, placed: Mapping[str, tuple[Placed, ...]]) -> None:
     """Make ``module`` give slices of wholes where its own code reads these parameters."""
-    made = {name: property(lambda self, name=name, where=where: _read(self, name, where)) for name, where in placed.items()}
+    made = {name: property(partial(_read, name=name, placed=where)) for name, where in placed.items()}
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {**made, "__module__": kind.__module__})
 
@@ -61,7 +69,6 @@ def shown_as_slices(places: Places) -> Iterator[None]:
     kinds = [(child, type(child)) for child, _, _ in places]
     kept = [(child, name, child._parameters[name]) for child, name, _ in places]
     try:
-        by_module: dict[nn.Module, dict[str, tuple[Placed, ...]]] = {}
         cut: dict[int, nn.Parameter] = {}
         for child, name, placed in places:
             tensor = child._parameters[name]
@@ -72,13 +79,10 @@ def shown_as_slices(places: Places) -> Iterator[None]:
                     local = piece(local, one.dim, one.cut, one.axis.rank)
                 cut[id(tensor)] = nn.Parameter(local, requires_grad=tensor.requires_grad)
             child._parameters[name] = cut[id(tensor)]
-            by_module.setdefault(child, {})[name] = placed
-        for child, shown in by_module.items():
-            show(child, shown)
+        show_slices(places)
         yield
     finally:
         for child, kind in kinds:
             child.__class__ = kind
         for child, name, tensor in kept:
             child._parameters[name] = tensor
-
