@@ -7,18 +7,19 @@ tokens, once a step. That is done here, whole (as ``replicate`` does it) or shar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from phalanx.comm import Mesh
+from phalanx.comm import Mesh, local
 from phalanx.errors import Problem, RefusedError
+from phalanx.parallel.context import Entrance, added_late, entrances, open_for_hooks, share_out_tokens
 from phalanx.parallel.example import Example
 from phalanx.parallel.holding import Holding
 from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
-from phalanx.parallel.sliced import Axis, Placed
+from phalanx.parallel.sliced import Axis, Cut, Placed
 from phalanx.parallel.sums import add_up
 from phalanx.parallel.tensor import Places, find, show_slices, split_weights
 from phalanx.spec import Plan
@@ -30,26 +31,29 @@ class Split(Layout):
     """One rank's part of a split model."""
 
     def __init__(self, module: nn.Module, device: torch.device, plan: Plan, mesh: Mesh, example: Example) -> None:
-        self._device, self._mesh = device, mesh
-        slices, places = split_by_tensor(module, plan, mesh, example)
+        self._device, self._mesh, self._module = device, mesh, module
         self._sharded = plan.zero == 3
-        self._module = module
+        cut = _Cut(module, plan, mesh, example)
         if self._sharded:
             from phalanx.parallel.shard import apply
 
             apply(module, device, plan, mesh.sharding(device, "fsdp", _COPIES))
-            module._get_fsdp_state()._lazy_init()  # pyright: ignore  # reads parameters as they are, before the next line
+            module._get_fsdp_state()._lazy_init()  # pyright: ignore  # reads parameters as they are, before they are shown
+            open_for_hooks(module, cut.entrances)
         else:
             module.to(device)
-        show_slices(places)
+        show_slices(cut.places)
+        parameters = trainable(module)
+        self._late = [parameters[name] for name in cut.late if name in parameters]
+        self._tp = mesh.group("tp")
+        self._copies = mesh.group("fsdp", *_COPIES)
         self._held = Held(
             module=module,
-            parameters=trainable(module),
+            parameters=parameters,
             divisor=self._divisor(),
             counts=mesh.at["tp"] == 0 and mesh.at["cp"] == 0,
-            slices=slices,
+            slices=cut.slices,
         )
-        self._copies = mesh.group("fsdp", *_COPIES)
 
     def _divisor(self) -> float:
         # Along cp every rank starts backward from the same loss, and their gradients are added.
@@ -66,34 +70,83 @@ class Split(Layout):
     def finish(self) -> None:
         if self._copies is not None and not self._sharded:
             add_up([tensor.grad for tensor in self._held.parameters.values()], self._copies)
+        if self._late and self._tp is not None:
+            add_up([None if tensor.grad is None else local(tensor.grad) for tensor in self._late], self._tp)
 
     def stepped(self) -> None:
         for tensor in self._held.parameters.values():
             tensor.grad = None
 
 
-def split_by_tensor(module: nn.Module, plan: Plan, mesh: Mesh, example: Example) -> tuple[dict[str, Holding], Places]:
-    """Share out each layer's weights over ``tp``, in place; what this rank holds then, by name and where.
+class _Cut:
+    """A model with its weights and tokens shared out, in place.
+
+    Attributes:
+        slices: what this rank holds of each split parameter, by name.
+        places: which modules read them.
+        entrances: the blocks that hidden states enter sliced along their tokens.
+        late: parameters whose gradients are added up over ``tp`` at the end of a step.
+    """
+
+    def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh, example: Example) -> None:
+        self.slices: dict[str, Holding] = {}
+        self.places: Places = []
+        self.entrances: list[str] = []
+        self.late: list[str] = []
+        tensors = Axis("tp", size=plan.tp, rank=mesh.at["tp"], group=mesh.group("tp"), tokens=plan.sequence)
+        cuts = _weights(module, plan, example) if plan.tp > 1 else {}
+        if plan.cp > 1:
+            axis = Axis("cp", size=plan.cp, rank=mesh.at["cp"], group=mesh.group("cp"), sums=True)
+            found = _tokens(module, example, plan.cp, "cp")
+            share_out_tokens(module, found, axis)
+            self.entrances += found
+        if plan.sequence:
+            found = _tokens(module, example, plan.tp, "sequence")
+            self.late = added_late(module, example, found, cuts)
+            share_out_tokens(module, found, tensors)
+            self.entrances += found
+        if cuts:
+            placed = {name: (Placed(tensors, dim, cut),) for name, (dim, cut) in cuts.items()}
+            self.slices, self.places = split_weights(module, placed)
+
+
+def _weights(module: nn.Module, plan: Plan, example: Example) -> dict[str, tuple[int, Cut]]:
+    """How each layer's weights are shared out over ``tp``.
 
     Raises:
-        RefusedError: if nothing can be shared out.
+        RefusedError: if none can be.
     """
-    if plan.tp == 1:
-        return {}, []
-    axis = Axis("tp", size=plan.tp, rank=mesh.at["tp"], group=mesh.group("tp"), tokens=plan.sequence)
     found = find(module, example, plan.tp)
-    if not found.cuts:
-        raise RefusedError(
-            [
-                Problem(
-                    where="plan.tp",
-                    given=f"tp={plan.tp} for a model in which no two layers can share out their weights",
-                    allowed="models with linear layers that follow one another, such as transformers",
-                    fix=f"fsdp={plan.tp}",
-                )
-            ]
-        )
-    cuts: Mapping[str, tuple[Placed, ...]] = {
-        name: (Placed(axis, dim, cut),) for name, (dim, cut) in found.cuts.items()
-    }
-    return split_weights(module, cuts)
+    if found.cuts:
+        return found.cuts
+    raise RefusedError(
+        [
+            Problem(
+                where="plan.tp",
+                given=f"tp={plan.tp} for a model in which no two layers can share out their weights",
+                allowed="models with linear layers that follow one another, such as transformers",
+                fix=f"fsdp={plan.tp}",
+            )
+        ]
+    )
+
+
+def _tokens(module: nn.Module, example: Example, ranks: int, key: str) -> dict[str, Entrance]:
+    """Where tokens are shared out.
+
+    Raises:
+        RefusedError: if the model does not attend over any.
+    """
+    found = entrances(module, example, ranks)
+    if found:
+        return found
+    raise RefusedError(
+        [
+            Problem(
+                where=f"plan.{key}",
+                given=f"{key} for a model without attention over tokens",
+                allowed="models whose repeated blocks attend over a sequence",
+                fix=f"dp={ranks}" if key == "cp" else f"tp={ranks}",
+            )
+        ]
+    )

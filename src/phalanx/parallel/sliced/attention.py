@@ -35,6 +35,8 @@ def attention(func: Any, args: Any, kwargs: Any) -> Any:
         q, k, v, mask, dim, cut = found
         if dim == _TOKENS:
             over = axis
+            if axis.trial is not None:
+                axis.trial.attends(causal)
         cuts.append((axis, dim, cut))
     how = How(_here(mask), dropout, causal, scale, grouped)
     if over is not None:
@@ -57,8 +59,6 @@ def _arranged(q: Any, k: Any, v: Any, mask: Any, axis: Axis) -> Any:
         return None
     if at["q"] and at["q"][0] == _TOKENS:
         cut = at["q"][1]
-        if axis.trial is not None:
-            axis.trial.attends(axis, cut)
         k, v = (_same_tokens(tensor, axis, cut) for tensor in (k, v))
         return q, k, v, _rows(mask, axis, cut), _TOKENS, cut
     if dims - {_HEADS} or not dims:

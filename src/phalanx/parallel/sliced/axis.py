@@ -36,6 +36,7 @@ class Axis:
         sums: whether the gradient of a whole tensor is the sum over the ranks, not the same on each.
         tokens: whether activations between products are sliced along their tokens (sequence parallelism).
         notice: called with each collective; for counting.
+        length: tokens of a sample, once activations are sliced along them.
         trial: what a dry run that looks for a split asks of the rules; ``None`` in a real run.
     """
 
@@ -53,6 +54,7 @@ class Axis:
     ) -> None:
         self.name, self.size, self.rank, self.group = name, size, rank, group
         self.sums, self.tokens, self.notice, self.trial = sums, tokens, notice, trial
+        self.length = 0
 
     def __repr__(self) -> str:
         return f"Axis({self.name}, {self.rank} of {self.size})"
@@ -140,7 +142,11 @@ def shared(tensor: Tensor, axis: Axis) -> Tensor:
     Backward: ``tp`` all-reduce, once however many products read the tensor; ``cp`` nothing, the sum comes later. A
     parameter under sequence parallelism is also left for later, so that all of them are added up at once.
     """
-    if axis.sums or not tensor.requires_grad or (axis.tokens and isinstance(tensor, torch.nn.Parameter)):
+    if axis.sums or not tensor.requires_grad:
+        return tensor
+    if axis.tokens and isinstance(tensor, torch.nn.Parameter):
+        if axis.trial is not None:
+            axis.trial.late.add(id(tensor))
         return tensor
     return _remembered(tensor, axis, "shared", lambda: _Shared.apply(tensor, axis))
 

@@ -106,9 +106,12 @@ def product(letters: Letters, a: Tensor, b: Tensor, run: Callable[..., Tensor], 
 def _summed(local: Tensor, axis: Axis, placed: list[Placed]) -> tuple[Tensor, list[Placed]]:
     """The sum over the ranks, whole, or cut along the tokens where the axis keeps activations so."""
     tokens = local.dim() - 2
-    if not axis.tokens or local.dim() < 3 or any(one.dim == tokens for one in placed):
+    if not axis.tokens or tokens < 0 or any(one.dim == tokens for one in placed):
         return total(local, axis), []
-    cut = Cut.even(local.shape[tokens], axis.size)
+    samples, rest = divmod(local.shape[tokens], axis.length or 1)  # more than one where samples and tokens are merged
+    if rest or not axis.length:
+        return total(local, axis), []
+    cut = Cut.even(local.shape[tokens], axis.size, outer=samples)
     return kept(local, tokens, cut, axis), [Placed(axis, tokens, cut)]
 
 
@@ -137,6 +140,8 @@ def _arranged(letters: Letters, a: Any, b: Any, axis: Axis) -> tuple[Any, Any, t
     if at_a is not None and at_b is not None:
         if at_a[0] == at_b[0]:
             return a, brought(b, axis, right.index(at_a[0]) - len(right), at_a[1]), at_a
+        if axis.trial is not None:
+            axis.trial.attends()  # such as queries cut along their tokens meeting keys cut along theirs
         # Each has a letter of its own: one is gathered. A weight stays, activations move; else the smaller one moves.
         if _is_weight(b) or (not _is_weight(a) and _bytes(a) < _bytes(b)):
             return _beside_cut(a, left, at_b, axis), b, at_b

@@ -33,12 +33,12 @@ class Sliced(Tensor):
     """A tensor that is whole to its reader and a slice in memory.
 
     Attributes:
-        local: what this rank holds: a plain tensor, which autograd follows.
+        local: what this rank holds: a plain tensor, which autograd follows; it follows nothing else.
         placed: how each axis cuts it; one dimension an axis, one axis a dimension.
     """
 
-    local: Tensor
     placed: tuple[Placed, ...]
+    _local: Tensor
 
     @staticmethod
     def __new__(cls, local: Tensor, placed: Iterable[Placed]) -> Sliced:
@@ -49,11 +49,23 @@ class Sliced(Tensor):
         self: Sliced = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
-        self.local, self.placed = local, placed
+        self._local, self.placed = local, placed
         return self
 
     def __init__(self, *_: Any) -> None:
         pass
+
+    @property
+    def local(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            stranger = self.grad_fn
+        if stranger is not None:
+            raise RunError(
+                f"{stranger.name()} gave a tensor that is split over ranks, whose gradient would be lost.\n"
+                "    Usual cause: an own autograd.Function inside the split part of the model.\n"
+                "    try: the same from torch's operations, or a plan without tp and cp for this model"
+            )
+        return self._local
 
     def on(self, axis: Any) -> Placed | None:
         """How ``axis`` cuts it."""

@@ -58,7 +58,7 @@ def find(module: nn.Module, example: Example, ranks: int) -> Split:
     """
     leave_cache_out(module)
     names = {id(tensor): name for name, tensor in module.named_parameters()}
-    with _dry(module, example) as (model, meant):
+    with dry(module, example) as (model, meant):
         chosen: dict[int, _Choice] = {}
         for block, calls in model.calls.items():
             for choice in _like(block, model.known, lambda block=block, calls=calls: _pairs(block, calls, ranks)):
@@ -72,7 +72,7 @@ def find(module: nn.Module, example: Example, ranks: int) -> Split:
 
 
 @contextmanager
-def _dry(module: nn.Module, example: Example) -> Iterator[tuple[_Model, dict[int, nn.Parameter]]]:
+def dry(module: nn.Module, example: Example) -> Iterator[tuple[Model, dict[int, nn.Parameter]]]:
     """The model after a first run on fake tensors; on itself, where fakes cannot run it and it has values.
 
     Gives what stands for each parameter in the run: id → the parameter.
@@ -80,7 +80,7 @@ def _dry(module: nn.Module, example: Example) -> Iterator[tuple[_Model, dict[int
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with quiet(), faked(module, mode) as meant:
-            model = _Model(module, example, lambda value: fakes(mode, value))
+            model = Model(module, example, lambda value: fakes(mode, value))
             yield model, meant
             return
     except _UnfitError as error:
@@ -88,7 +88,7 @@ def _dry(module: nn.Module, example: Example) -> Iterator[tuple[_Model, dict[int
             raise error.cause from None
     with torch.no_grad():
         yield (
-            _Model(module, example, lambda value: value),
+            Model(module, example, lambda value: value),
             {id(tensor): tensor for tensor in module.parameters()},
         )
 
@@ -104,7 +104,7 @@ class _UnfitError(Exception):
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class _Model:
+class Model:
     """A model that has run once on fake tensors: what its blocks were called with, and what they gave."""
 
     def __init__(self, module: nn.Module, example: Example, seen: Callable[[Any], Any]) -> None:
@@ -243,7 +243,7 @@ def _fitting(block: nn.Module, group: list[tuple[_Choice, Trial]], run: Callable
     return []
 
 
-def _vocabulary(model: _Model, chosen: dict[int, _Choice], ranks: int) -> list[_Choice]:
+def _vocabulary(model: Model, chosen: dict[int, _Choice], ranks: int) -> list[_Choice]:
     """Cuts of tables of words and of the products that choose among them, outside the blocks."""
     inside = set(chosen)
     if blocks(model.module):

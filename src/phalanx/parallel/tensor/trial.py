@@ -33,7 +33,9 @@ class Trial:
         sent: kinds of collectives, in order.
         grains: ways of reading the cut dimension that a view or split of the model asked for: (repeats, elements of a
             unit).
-        tokens: whether attention was asked for cut along the tokens.
+        tokens: whether attention was asked for, cut along the tokens.
+        causal: whether that was causal.
+        late: ids of parameters whose gradients are to be added up over the ranks at the end of a step.
     """
 
     met: list[Met] = field(default_factory=list[Met])
@@ -41,6 +43,8 @@ class Trial:
     sent: list[str] = field(default_factory=list[str])
     grains: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     tokens: bool = False
+    causal: bool = False
+    late: set[int] = field(default_factory=set[int])
 
     def meets(self, weight: Any, cut: Cut, dim: int) -> None:
         """A product adds over the cut dimension."""
@@ -56,9 +60,10 @@ class Trial:
             if size > 1:
                 self.grains.append((prod(sizes[:index]), prod(sizes[index + 1 :])))
 
-    def attends(self, axis: Axis, cut: Cut) -> None:
+    def attends(self, causal: bool = False) -> None:
         """Attention over tokens that are dealt out."""
         self.tokens = True
+        self.causal = self.causal or causal
 
 
 def tried(run: Callable[[], Any], places: Callable[[Axis], Places], ranks: int, *, sums: bool = False) -> Trial:
