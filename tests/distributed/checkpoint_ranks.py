@@ -14,7 +14,7 @@ import torch
 import torch._dynamo  # what sharding needs on first use; else every forked rank imports it anew, for seconds
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -107,11 +107,11 @@ def laid_out(layout: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return module, parameters
 
 
-def row_view(whole: Tensor) -> DTensor:
+def row_view(whole: Tensor, mesh: DeviceMesh | None = None) -> DTensor:
     """This rank's rows of a whole parameter, as ``fully_shard`` would cut them, without a copy."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     rows = -(-len(whole) // mesh.size())
-    first = min(mesh.get_rank() * rows, len(whole))
+    first = min(mesh.get_local_rank() * rows, len(whole))
     local = whole.detach()[first : first + rows]
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 

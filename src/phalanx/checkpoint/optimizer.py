@@ -1,13 +1,19 @@
-"""Optimizer state by parameter name, so that it loads under any data-parallel plan.
+"""Optimizer state by parameter name, so that it loads under any plan.
 
 Tensors of the state become checkpoint tensors called ``optimizer.<parameter>.<key>``. Everything else is JSON: the
 hyper-parameters of each group with the names of its parameters, and for each parameter its state with
 ``{"$tensor": name}`` where a tensor stood.
+
+State of a parameter's shape is split like the parameter. Ranks that hold parameters of other names (the stages of a
+pipeline) each see their own part of every group; what is saved is put together from all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +24,9 @@ from torch.optim import Optimizer
 
 from phalanx.checkpoint.jsontext import not_json
 from phalanx.checkpoint.manifest import Manifest, StoredTensor
+from phalanx.checkpoint.pieces import Part, Pieces
 from phalanx.checkpoint.store import load, read_state
-from phalanx.checkpoint.together import some, together
+from phalanx.checkpoint.together import distinct, some, together
 from phalanx.errors import CheckpointError
 
 SECTION = "optimizer"
@@ -30,31 +37,90 @@ _OWN_CHOICE = frozenset({"params", "param_names", "foreach", "fused", "capturabl
 
 
 def optimizer_tensors(
-    optimizer: Optimizer, parameters: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], parts: Mapping[str, Part] | None = None
+) -> tuple[dict[str, Tensor | Pieces], dict[str, Any]]:
     """The state of ``optimizer`` as flat tensors by name, and as JSON what is not tensors.
+
+    Every rank of the default process group must call it.
 
     Args:
         optimizer: holds tensors of ``parameters``, not necessarily all.
         parameters: name → the tensor that the optimizer steps, plain or DTensor.
+        parts: name → what part of the whole ``parameters`` has, where it has a slice or a copy.
 
     Returns:
-        Tensors to save beside the model's, and JSON to save as ``state["optimizer"]``. A hyper-parameter that is a
-        tensor of one element (a capturable learning rate) is a number in it; callables are left out.
+        Tensors to save beside the model's: this rank's. JSON to save as ``state["optimizer"]``: of all ranks. A
+        hyper-parameter that is a tensor of one element (a capturable learning rate) is a number in it; callables are
+        left out.
 
     Raises:
-        CheckpointError: names the hyper-parameters or states that are neither tensors nor JSON, or says that the
-            optimizer holds tensors that are not in ``parameters``.
+        CheckpointError: on all ranks; names the hyper-parameters or states that are neither tensors nor JSON, or says
+            that the optimizer holds tensors that are not in ``parameters``, or keeps state of a slice that nobody
+            could split otherwise.
     """
+    tensors: dict[str, Tensor | Pieces] = {}
+    here = together(lambda: _described(optimizer, parameters, parts or {}, tensors))
+    return tensors, _put_together(distinct(here))
+
+
+def restore_optimizer(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], path: Path, parts: Mapping[str, Part] | None = None
+) -> None:
+    """Bring ``optimizer`` to the state saved in folder ``path``, whatever the plan it was saved under.
+
+    Expects ``state["optimizer"]`` and the tensors as ``optimizer_tensors`` gave them. Groups are matched by the names
+    in them and get the saved hyper-parameters; callables, and how the step is computed (``foreach``, ``fused``,
+    ``capturable``, ``differentiable``), stay as they are. State of a parameter's global shape is sharded like the
+    parameter, and split as ``parts`` says. Every rank of the default process group must call it.
+
+    Raises:
+        CheckpointError: on all ranks; saved by another kind of optimizer, or with other groups. Nothing is changed.
+    """
+    path, parts = Path(path), parts or {}
+    targets: dict[str, Tensor | Pieces] = {}
+    states: dict[Tensor, Any] = {}
+    names = together(lambda: _names(optimizer, parameters))
+    held = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    everywhere = frozenset[str]().union(*distinct(sorted(held)))
+
+    def prepared() -> tuple[list[tuple[dict[str, Any], dict[str, Any]]], bool]:
+        saved, manifest = _section(path), Manifest.read(path)
+        groups = _matched(optimizer, saved, names, everywhere)
+        for group, _ in groups:
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                values = saved["state"].get(name)
+                if values is not None:
+                    allocate = _allocator(_Target(parameter, group, parts.get(name)), manifest, targets)
+                    states[parameter] = _filled(values, allocate)
+        return groups, any(name.startswith(f"{SECTION}.") for name in manifest.tensors)
+
+    groups, some_saved = together(prepared)
+    if some_saved:  # the same on every rank: those that need none take part
+        load(path, targets)
+    for group, options in groups:
+        group.update({key: _like(group.get(key), value) for key, value in options.items() if _is_set(key, group)})
+    optimizer.state.clear()
+    optimizer.state.update(states)
+
+
+def _described(
+    optimizer: Optimizer,
+    parameters: Mapping[str, Tensor],
+    parts: Mapping[str, Part],
+    tensors: dict[str, Tensor | Pieces],
+) -> dict[str, Any]:
+    """Kind, groups and state of this rank's optimizer as JSON, its tensors moved to ``tensors``."""
     names = _names(optimizer, parameters)
-    tensors: dict[str, Tensor] = {}
     states: dict[str, Any] = {}
     wrong: list[str] = []
     for parameter, values in optimizer.state.items():
         if id(parameter) not in names:
             raise CheckpointError(f"the optimizer keeps state for {type(parameter).__name__}, not for a parameter")
         name = names[id(parameter)]
-        states[name] = _plain(values, f"{SECTION}.{name}", tensors)
+        own: dict[str, Tensor] = {}
+        states[name] = _plain(values, f"{SECTION}.{name}", own, tensors)
+        tensors |= {key: _split_alike(key, value, parameter, parts.get(name)) for key, value in own.items()}
         wrong += [f"state of {name}: {kind} at {where}" for where, kind in not_json(states[name], "")]
     groups = []
     for index, group in enumerate(optimizer.param_groups):
@@ -63,42 +129,50 @@ def optimizer_tensors(
         groups.append({"parameters": [names[id(parameter)] for parameter in group["params"]], "options": options})
     if wrong:
         raise CheckpointError("neither tensors nor JSON in the optimizer, so they cannot be saved: " + "; ".join(wrong))
-    return tensors, {"kind": type(optimizer).__name__, "groups": groups, "state": states}
+    return {"kind": type(optimizer).__name__, "groups": groups, "state": states}
 
 
-def restore_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor], path: Path) -> None:
-    """Bring ``optimizer`` to the state saved in folder ``path``, whatever the plan it was saved under.
+def _put_together(sections: list[dict[str, Any]]) -> dict[str, Any]:
+    """One section of what ranks of other parameters have described.
 
-    Expects ``state["optimizer"]`` and the tensors as ``optimizer_tensors`` gave them. Groups are matched by the names
-    in them and get the saved hyper-parameters; callables, and how the step is computed (``foreach``, ``fused``,
-    ``capturable``, ``differentiable``), stay as they are. State of a parameter's global shape is sharded like the
-    parameter. Every rank of the default process group must call it.
-
-    Raises:
-        CheckpointError: on all ranks; saved by another kind of optimizer, or with other groups. Nothing is changed.
+    Which group of one rank belongs to which of another nobody has said; those of equal hyper-parameters are one.
     """
-    path = Path(path)
-    targets: dict[str, Tensor] = {}
-    states: dict[Tensor, Any] = {}
+    first, *others = sections
+    if not others:
+        return first
+    groups: dict[str, dict[str, Any]] = {}
+    for section in sections:
+        for group in section["groups"]:
+            key = json.dumps(group["options"], sort_keys=True)
+            names = groups.setdefault(key, {"parameters": [], "options": group["options"]})["parameters"]
+            names += [name for name in group["parameters"] if name not in names]
+    state: dict[str, Any] = {}
+    for section in sections:
+        state = section["state"] | state
+    return {"kind": first["kind"], "groups": list(groups.values()), "grouped_by": "options", "state": state}
 
-    def prepared() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        saved, manifest = _section(path), Manifest.read(path)
-        names = _names(optimizer, parameters)
-        groups = _matched(optimizer, saved, names)
-        for group, _ in groups:
-            for parameter in group["params"]:
-                values = saved["state"].get(names[id(parameter)])
-                if values is not None:
-                    states[parameter] = _filled(values, _allocator(parameter, group, manifest, targets))
-        return groups
 
-    groups = together(prepared)
-    if targets:
-        load(path, targets)
-    for group, options in groups:
-        group.update({key: _like(group.get(key), value) for key, value in options.items() if _is_set(key, group)})
-    optimizer.state.clear()
-    optimizer.state.update(states)
+def _split_alike(name: str, value: Tensor, parameter: Tensor, part: Part | None) -> Tensor | Pieces:
+    """A tensor of the state of ``parameter``, with the part of the whole state that it is."""
+    if part is None:
+        return value
+    if value.shape == parameter.shape and not _is_step(name):
+        return Pieces(value, part)
+    if part.ranges and value.numel() > 1:
+        raise _unsplittable(name, value.shape, part)
+    return value if part.counts else Pieces(value, Part(shape=tuple(value.shape), counts=False))
+
+
+def _is_step(name: str) -> bool:
+    return name.endswith(".step")
+
+
+def _unsplittable(name: str, shape: Iterable[int], part: Part) -> CheckpointError:
+    return CheckpointError(
+        f"{name} has the shape {list(shape)}, its parameter {list(part.shape)}, split over ranks: what of it belongs "
+        "to which slice nobody can tell.\n"
+        "    try: an optimizer whose state is of the parameters' shape, such as AdamW; or a plan without tp and ep"
+    )
 
 
 def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[int, str]:
@@ -115,10 +189,10 @@ def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[int, 
     return names
 
 
-def _plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """``value`` with its tensors moved to ``tensors`` and a reference in their place."""
+def _plain(value: Any, name: str, tensors: dict[str, Tensor], taken: Container[str]) -> Any:
+    """``value`` with its tensors moved to ``tensors`` and a reference in their place; names are not to be ``taken``."""
     if isinstance(value, Tensor):
-        if name in tensors:
+        if name in tensors or name in taken:
             raise CheckpointError(f"two tensors of the optimizer's state would both be called {name!r}")
         tensors[name] = value
         return {"$tensor": name}
@@ -126,9 +200,9 @@ def _plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         reserved = [key for key in value if str(key).startswith("$")]
         if reserved:
             raise CheckpointError(f"{name} has the keys {some(map(str, reserved))}; a key cannot begin with $")
-        return {key: _plain(item, f"{name}.{key}", tensors) for key, item in value.items()}
+        return {key: _plain(item, f"{name}.{key}", tensors, taken) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_plain(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
+        items = [_plain(item, f"{name}.{index}", tensors, taken) for index, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
     return value
 
@@ -144,27 +218,39 @@ def _filled(value: Any, allocate: Callable[[str], Tensor]) -> Any:
     return [_filled(item, allocate) for item in value] if isinstance(value, list) else value
 
 
-def _allocator(
-    parameter: Tensor, group: Mapping[str, Any], manifest: Manifest, targets: dict[str, Tensor]
-) -> Callable[[str], Tensor]:
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A parameter whose state comes back: with its group, and what part of the whole it is."""
+
+    parameter: Tensor
+    group: Mapping[str, Any]
+    part: Part | None
+
+
+def _allocator(target: _Target, manifest: Manifest, targets: dict[str, Tensor | Pieces]) -> Callable[[str], Tensor]:
     def allocate(name: str) -> Tensor:
         if name not in manifest.tensors:
             raise CheckpointError(
                 f"the checkpoint is damaged: its state names the tensor {name}, which it does not hold"
             )
-        targets[name] = _empty(parameter, group, name.rpartition(".")[2], manifest.tensors[name])
-        return targets[name]
+        made = _empty(target, name, manifest.tensors[name])
+        targets[name] = _split_alike(name, made, target.parameter, target.part)
+        return made
 
     return allocate
 
 
-def _empty(parameter: Tensor, group: Mapping[str, Any], key: str, stored: StoredTensor) -> Tensor:
-    if key == "step":
+def _empty(target: _Target, name: str, stored: StoredTensor) -> Tensor:
+    parameter, group, part = target.parameter, target.group, target.part
+    whole = part.shape if part else tuple(parameter.shape)
+    if _is_step(name):
         # Where torch's own load_state_dict puts it: on the device only if the step is computed there.
         device = parameter.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
         return torch.zeros(stored.shape, dtype=stored.dtype, device=device)
-    if stored.shape == tuple(parameter.shape):
+    if stored.shape == whole:
         return torch.zeros_like(parameter, dtype=stored.dtype, requires_grad=False)
+    if part and part.ranges and prod(stored.shape) > 1:
+        raise _unsplittable(name, stored.shape, part)
     values = torch.zeros(stored.shape, dtype=stored.dtype, device=parameter.device)
     if isinstance(parameter, DTensor) and stored.shape:
         # A factored moment has no shards that follow from the parameter's; whole on every rank is always right.
@@ -181,25 +267,35 @@ def _section(path: Path) -> dict[str, Any]:
 
 
 def _matched(
-    optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]
+    optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str], everywhere: frozenset[str]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each group with the options saved for the names in it; ``everywhere`` has the names that any rank steps."""
     kind = type(optimizer).__name__
     if saved["kind"] != kind:
         raise CheckpointError(f"the checkpoint was saved by the optimizer {saved['kind']}, this is {kind}")
-    there = {frozenset(group["parameters"]): group["options"] for group in saved["groups"]}
+    there = [(frozenset(group["parameters"]), group["options"]) for group in saved["groups"]]
     here = [frozenset(names[id(parameter)] for parameter in group["params"]) for group in optimizer.param_groups]
-    if set(here) != set(there):
-        raise CheckpointError(
-            "\n    ".join(["the optimizer groups its parameters otherwise:", *_regrouped(here, there)])
+    known, then = frozenset(names.values()), frozenset[str]().union(*(members for members, _ in there))
+    loosely = saved.get("grouped_by") == "options"  # a pipeline's stages: several groups may have become one
+    found = [
+        next(
+            (options for members, options in there if own == members & known or (loosely and own <= members)),
+            None if own else {},
         )
-    return [(group, there[members]) for group, members in zip(optimizer.param_groups, here, strict=True)]
+        for own in here
+    ]
+    if everywhere != then or None in found:
+        moved = [own for own, options in zip(here, found, strict=True) if options is None]
+        problems = ["the optimizer groups its parameters otherwise:", *_regrouped(moved, everywhere, then)]
+        raise CheckpointError("\n    ".join(problems))
+    return [(group, options or {}) for group, options in zip(optimizer.param_groups, found, strict=True)]
 
 
-def _regrouped(here: list[frozenset[str]], there: Mapping[frozenset[str], Any]) -> list[str]:
-    now, then = frozenset().union(*here), frozenset().union(*there)
-    moved = [f"a group of {len(group)} here, of no group there: {some(group)}" for group in here if group not in there]
-    found = {"missing from the checkpoint": now - then, "only in the checkpoint": then - now}
-    return [f"{said} ({len(names)}): {some(names)}" for said, names in found.items() if names] or moved
+def _regrouped(moved: list[frozenset[str]], now: frozenset[str], then: frozenset[str]) -> list[str]:
+    said = {"missing from the checkpoint": now - then, "only in the checkpoint": then - now}
+    return [f"{what} ({len(names)}): {some(names)}" for what, names in said.items() if names] or [
+        f"a group of {len(group)} here, of no group there: {some(group)}" for group in moved
+    ]
 
 
 def _is_saved(key: str, value: Any) -> bool:

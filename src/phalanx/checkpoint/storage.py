@@ -6,7 +6,7 @@ DCP plans who writes which shard and, on loading, who reads which part of which 
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -80,8 +80,9 @@ class ShardWriter(StorageWriter):
                 raise CheckpointError(f"{self._folder.parent} is not on storage that all ranks share")
             rank = dist.get_rank() if grouped() else 0
             # Large to small keeps every tensor aligned to its own element size behind the header.
-            items = sorted(plan.items, key=lambda item: -_entry(item).dtype.itemsize)
-            entries = [_entry(item) for item in items]
+            items = sorted(plan.items, key=lambda item: -_entry(item, alone=True).dtype.itemsize)
+            blocks = Counter(item.index.fqn for item in items)
+            entries = [_entry(item, alone=blocks[item.index.fqn] == 1) for item in items]
             tensors = (_resolved(planner, item) for item in items)
             file = write_tensors(self._folder / f"rank-{rank:05d}.safetensors", entries, tensors)
             results = [
@@ -155,10 +156,12 @@ class ShardReader(StorageReader):
         return future
 
 
-def _entry(item: WriteItem) -> Entry:
+def _entry(item: WriteItem, *, alone: bool) -> Entry:
+    """``alone``: the only block of its tensor in this file; others are told apart by where they begin."""
     data = item.tensor_data
     assert data is not None
-    return Entry(key=item.index.fqn, dtype=data.properties.dtype, shape=tuple(data.chunk.sizes))
+    key = item.index.fqn if alone else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
+    return Entry(key=key, dtype=data.properties.dtype, shape=tuple(data.chunk.sizes))
 
 
 def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:

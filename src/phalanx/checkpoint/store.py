@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
@@ -22,13 +21,16 @@ from torch.distributed.tensor import DTensor
 from phalanx.checkpoint.folder import begin, name_of, prune, publish, temporary
 from phalanx.checkpoint.jsontext import to_json
 from phalanx.checkpoint.manifest import MANIFEST, STATE, Manifest, StoredTensor
+from phalanx.checkpoint.pieces import Pieces, Reading, Writing
 from phalanx.checkpoint.shardfile import DTYPES, StoredFile, dtype_name, write_file
 from phalanx.checkpoint.storage import ShardReader, ShardWriter
-from phalanx.checkpoint.together import grouped, readable, some, together
+from phalanx.checkpoint.together import distinct, grouped, readable, some, together
 from phalanx.errors import CheckpointError
 
+Tensors = Mapping[str, Tensor | Pieces]
 
-def save(folder: Path, *, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], keep: int = 2) -> Path:
+
+def save(folder: Path, *, step: int, tensors: Tensors, state: Mapping[str, Any], keep: int = 2) -> Path:
     """Write a checkpoint of optimizer step ``step`` and return its path, ``folder/step-00000100``.
 
     Every rank of the default process group must call it; without a group this process saves alone. It is written
@@ -38,8 +40,8 @@ def save(folder: Path, *, step: int, tensors: Mapping[str, Tensor], state: Mappi
     Args:
         folder: ``checkpoints`` of the run; on storage that all ranks share. Made if missing.
         step: optimizer steps done.
-        tensors: by full name. A DTensor is written in the shards it has; a plain tensor is the same on all ranks and
-            is written by one of them.
+        tensors: by full name. A DTensor is written in the shards it has, and ``Pieces`` as the part they are; a plain
+            tensor is the same on all ranks that have it and is written by one of them. Ranks may have other names.
         state: JSON; rank 0's is written.
         keep: checkpoints to keep, at least 1.
 
@@ -48,8 +50,14 @@ def save(folder: Path, *, step: int, tensors: Mapping[str, Tensor], state: Mappi
     """
     folder = Path(folder)
     text = together(lambda: _checked(step, tensors, state, keep))
+    names = _anywhere(tensors)
 
     def complete(stored: dict[str, StoredTensor], files: dict[str, StoredFile]) -> None:
+        unsaved = names - stored.keys()
+        if unsaved:
+            raise CheckpointError(
+                f"held as copies only, each to be saved by a rank that does not have it: {some(unsaved)}"
+            )
         path = temporary(folder, step)
         files = files | {STATE: write_file(path / STATE, [text])}
         manifest = Manifest(step=step, tensors=stored, files=files)
@@ -62,8 +70,7 @@ def save(folder: Path, *, step: int, tensors: Mapping[str, Tensor], state: Mappi
     writer = ShardWriter(temporary(folder, step), begin=lambda: begin(folder, step), complete=complete)
     try:
         with _dcp_alone():
-            planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp_save(dict(tensors), storage_writer=writer, planner=planner)
+            dcp_save(dict(tensors), storage_writer=writer, planner=Writing())
     except CheckpointException as error:
         if _is_first():
             shutil.rmtree(temporary(folder, step), ignore_errors=True)
@@ -76,25 +83,26 @@ def save(folder: Path, *, step: int, tensors: Mapping[str, Tensor], state: Mappi
     return folder / name_of(step)
 
 
-def load(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def load(path: Path, tensors: Tensors) -> None:
     """Fill ``tensors`` in place from the checkpoint in folder ``path``, whatever the shards it was saved in.
 
     Every rank of the default process group must call it; without a group this process loads alone. Nothing is
     changed unless every name, global shape and dtype agrees. A tensor that is in the checkpoint only is a mistake if
     ``tensors`` holds others with the same prefix (the part of the name before the first dot): model and optimizer can
-    be loaded by one call or by two, or one of them alone.
+    be loaded by one call or by two, or one of them alone. Ranks may ask for other names; a tensor that any asks for is
+    not a mistake.
 
     Raises:
         CheckpointError: on all ranks; names all missing and extra tensors and those of another shape or dtype, or
             says which files are missing or cut short.
     """
     path = Path(path)
-    manifest = together(lambda: _fitting(path, tensors))
-    targets = {name: tensor.detach() for name, tensor in tensors.items()}
+    names = _anywhere(tensors)
+    manifest = together(lambda: _fitting(path, tensors, names))
+    targets = {name: held if isinstance(held, Pieces) else held.detach() for name, held in tensors.items()}
     try:
         with _dcp_alone():
-            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp_load(targets, storage_reader=ShardReader(path, manifest), planner=planner)
+            dcp_load(targets, storage_reader=ShardReader(path, manifest), planner=Reading())
     except CheckpointException as error:
         _pass_on_interrupt(error)
         raise CheckpointError(f"{path} could not be read\n{readable(error)}") from None
@@ -118,7 +126,12 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _checked(step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], keep: int) -> bytes:
+def _anywhere(tensors: Tensors) -> set[str]:
+    """The names that any rank has."""
+    return set().union(*distinct(sorted(tensors)))
+
+
+def _checked(step: int, tensors: Tensors, state: Mapping[str, Any], keep: int) -> bytes:
     if step < 0 or keep < 1:
         raise CheckpointError(f"given step={step}, keep={keep}; allowed: step of at least 0, keep of at least 1")
     for said, wrong in {
@@ -128,32 +141,33 @@ def _checked(step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any],
         f"of a dtype that a checkpoint cannot hold ({', '.join(DTYPES)})": lambda t: dtype_name(t.dtype) not in DTYPES,
         "not dense": lambda t: t.layout != torch.strided,
     }.items():
-        names = [name for name, tensor in tensors.items() if wrong(tensor)]
+        names = [name for name, held in tensors.items() if wrong(_local(held))]
         if names:
             raise CheckpointError(f"{said}: {some(names)}")
     return to_json(state, "the state of a checkpoint")
 
 
-def _fitting(path: Path, tensors: Mapping[str, Tensor]) -> Manifest:
+def _fitting(path: Path, tensors: Tensors, names: set[str]) -> Manifest:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     manifest = Manifest.read(path)
     misfits = manifest.misfits(path)
     if misfits:
         raise CheckpointError(f"{path} is not a complete checkpoint: {'; '.join(misfits)}")
-    meta = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
+    meta = [name for name, held in tensors.items() if _local(held).device.type == "meta"]
     if meta:
         raise CheckpointError(f"on the meta device, so there is nothing to load into: {some(meta)}")
-    different = _different(tensors, manifest.tensors)
+    different = _different(tensors, names, manifest.tensors)
     if different:
         raise CheckpointError("\n    ".join([f"{path} does not fit: checkpoint of another model?", *different]))
     return manifest
 
 
-def _different(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> list[str]:
-    prefixes = {_prefix(name) for name in tensors}
-    missing = [name for name in tensors if name not in stored]
-    extra = [name for name in stored if name not in tensors and _prefix(name) in prefixes]
+def _different(tensors: Tensors, names: set[str], stored: Mapping[str, StoredTensor]) -> list[str]:
+    """What ``tensors`` of this rank and ``names`` of all ranks have otherwise than the checkpoint."""
+    prefixes = {_prefix(name) for name in names}
+    missing = [name for name in names if name not in stored]
+    extra = [name for name in stored if name not in names and _prefix(name) in prefixes]
     other = [
         f"{name} {_kind(tensor)} here, {_kind(stored[name])} there"
         for name, tensor in tensors.items()
@@ -163,7 +177,11 @@ def _different(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]
     return [f"{said} ({len(names)}): {some(names)}" for said, names in found.items() if names]
 
 
-def _kind(tensor: Tensor | StoredTensor) -> str:
+def _local(held: Tensor | Pieces) -> Tensor:
+    return held.local if isinstance(held, Pieces) else held
+
+
+def _kind(tensor: Tensor | Pieces | StoredTensor) -> str:
     return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 

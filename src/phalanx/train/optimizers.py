@@ -1,9 +1,10 @@
-"""LARS and LAMB: optimizers for large batches, right on whole and on sharded parameters.
+"""LARS and LAMB: optimizers for large batches, right on whole, on sharded and on split parameters.
 
 Both scale each parameter tensor's step by a *trust ratio*: the norm of the weights over the norm of their update. The
-norms are of the whole tensor. Where a parameter is a ``DTensor`` and each rank holds some rows, a norm over the local
-rows alone would give every rank another ratio and the ranks would drift apart silently. So the squared local norms of
-all parameters are summed over the ranks, in one all-reduce a step; everything else is local arithmetic.
+norms are of the whole tensor. Where a parameter is a ``DTensor`` and each rank holds some rows, or a slice of tensor
+parallelism (``slices.py``), a norm over the local elements alone would give every rank another ratio and the ranks
+would drift apart silently. So the squared local norms of all parameters are summed over the ranks, in one all-reduce a
+step; everything else is local arithmetic.
 
 State is kept like the parameters (a ``DTensor`` for a ``DTensor``), so that a checkpoint can reshard it.
 """
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from phalanx.errors import GradientError, Problem, SpecError
+from phalanx.train.slices import groups_of_slices
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
@@ -311,16 +313,14 @@ def _norms(parameters: list[Tensor], *columns: list[Tensor]) -> list[tuple[Tenso
 
 def _sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The groups over which this parameter is cut; none where each rank holds all of it."""
+    slices = groups_of_slices(parameter)
     if not isinstance(parameter, DTensor):
-        return ()
+        return slices
     if any(placement.is_partial() for placement in parameter.placements):
         raise GradientError(f"a parameter is placed as {parameter.placements}; allowed: sharded or replicated")
     mesh = parameter.device_mesh
-    return tuple(
-        mesh.get_group(dim)
-        for dim, placement in enumerate(parameter.placements)
-        if placement.is_shard() and mesh.size(dim) > 1
-    )
+    sharded = (dim for dim, placement in enumerate(parameter.placements) if placement.is_shard() and mesh.size(dim) > 1)
+    return (*slices, *(mesh.get_group(dim) for dim in sharded))
 
 
 def _evaluate(closure: Callable[[], Any] | None) -> Any:

@@ -1,18 +1,21 @@
-"""What a checkpoint holds of a training, by name, and how it comes back under any data-parallel plan."""
+"""What a checkpoint holds of a training, by name, and how it comes back under any plan."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from phalanx.errors import CheckpointError
-from phalanx.parallel import Layout
+from phalanx.parallel import Held, Layout
 from phalanx.spec import Job
 from phalanx.train.assembly import Assembly
 from phalanx.train.precision import LossScale
+
+if TYPE_CHECKING:
+    from phalanx.checkpoint import Part, Pieces
 
 
 def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
@@ -20,7 +23,8 @@ def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
     from phalanx import checkpoint  # not before the first step: it takes half as long to load as torch
 
     progress = assembly.step.progress
-    tensors, groups = checkpoint.optimizer_tensors(assembly.optimizer, assembly.layout.parameters)
+    held = assembly.layout.held
+    tensors, groups = checkpoint.optimizer_tensors(assembly.optimizer, held.parameters, parts(held))
     state = {
         "identity": identity(job, assembly.loader.length),
         "step": progress.step,
@@ -51,7 +55,8 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
     with torch.no_grad():
         checkpoint.load(path, model_tensors(assembly.layout))
         own = [_hyper_parameters(group) for group in assembly.optimizer.param_groups]
-        checkpoint.restore_optimizer(assembly.optimizer, assembly.layout.parameters, path)
+        held = assembly.layout.held
+        checkpoint.restore_optimizer(assembly.optimizer, held.parameters, path, parts(held))
         for group, values in zip(assembly.optimizer.param_groups, own, strict=True):
             _reset(group, values)
     assembly.layout.stepped()
@@ -61,17 +66,45 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
         progress.loss_scale = LossScale(**state["loss_scale"])
 
 
-def model_tensors(layout: Layout) -> dict[str, torch.Tensor]:
-    """Every tensor of the model once, as ``model.<name>``: what the optimizer steps, frozen parameters, buffers."""
+def model_tensors(layout: Layout) -> dict[str, torch.Tensor | Pieces]:
+    """Every tensor of the model once, as ``model.<name>``: what the optimizer steps, frozen parameters, buffers.
+
+    Those named in ``held.slices`` come with the part of the whole that they are.
+    """
     trainable = layout.parameters
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in trainable.items()}
+    found = {name: tensor.detach() for name, tensor in trainable.items()}
     trained = {id(tensor) for name, tensor in layout.module.named_parameters() if name in trainable}
     seen: set[int] = set()
     for name, tensor in layout.module.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor) and id(tensor) not in trained and id(tensor) not in seen:
             seen.add(id(tensor))
-            tensors[f"model.{name}"] = tensor.detach()
-    return tensors
+            found[name] = tensor.detach()
+    sliced = parts(layout.held)
+    return {f"model.{name}": _with(tensor, sliced.get(name)) for name, tensor in found.items()}
+
+
+def parts(held: Held) -> dict[str, Part]:
+    """What each tensor in ``held.slices`` is of the whole, in the words of checkpoints, which know no meshes."""
+    if not held.slices:
+        return {}
+    from phalanx.checkpoint import Part
+
+    return {
+        name: Part(
+            shape=tuple(holding.shape),
+            ranges={one.dim: one.cut.expanded()[one.axis.rank] for one in holding.placed},
+            counts=holding.counts,
+        )
+        for name, holding in held.slices.items()
+    }
+
+
+def _with(tensor: torch.Tensor, part: Part | None) -> torch.Tensor | Pieces:
+    if part is None:
+        return tensor
+    from phalanx.checkpoint import Pieces
+
+    return Pieces(tensor, part)
 
 
 def identity(job: Job, length: int | None) -> dict[str, Any]:
