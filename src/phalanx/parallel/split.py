@@ -96,7 +96,8 @@ class _Cut:
         tensors = Axis("tp", size=plan.tp, rank=mesh.at["tp"], group=mesh.group("tp"), tokens=plan.sequence)
         cuts = _weights(module, plan, example) if plan.tp > 1 else {}
         if plan.cp > 1:
-            axis = Axis("cp", size=plan.cp, rank=mesh.at["cp"], group=mesh.group("cp"), sums=True)
+            at, group = mesh.at["cp"], mesh.group("cp")
+            axis = Axis("cp", size=plan.cp, rank=at, group=group, sums=True, attention=plan.attention)
             found = _tokens(module, example, plan.cp, "cp")
             share_out_tokens(module, found, axis)
             self.entrances += found

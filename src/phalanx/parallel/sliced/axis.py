@@ -20,6 +20,7 @@ from torch import Tensor
 
 from phalanx.comm.collectives import all_gather_flat, reduce_scatter_sum
 from phalanx.parallel.sliced.cut import Cut
+from phalanx.spec.plan import Attention
 
 Notice = Callable[[str, Tensor], None]
 """``notice(kind, tensor)``: a collective of this kind is about to send ``tensor``."""
@@ -37,6 +38,7 @@ class Axis:
         tokens: whether activations between products are sliced along their tokens (sequence parallelism).
         notice: called with each collective; for counting.
         length: tokens of a sample, once activations are sliced along them.
+        attention: how keys and values that are sliced along their tokens meet all queries (``tokens``).
         trial: what a dry run that looks for a split asks of the rules; ``None`` in a real run.
     """
 
@@ -49,11 +51,12 @@ class Axis:
         group: dist.ProcessGroup | None,
         sums: bool = False,
         tokens: bool = False,
+        attention: Attention = "gather",
         notice: Notice | None = None,
         trial: Any = None,
     ) -> None:
         self.name, self.size, self.rank, self.group = name, size, rank, group
-        self.sums, self.tokens, self.notice, self.trial = sums, tokens, notice, trial
+        self.sums, self.tokens, self.attention, self.notice, self.trial = sums, tokens, attention, notice, trial
         self.length = 0
 
     def __repr__(self) -> str:
