@@ -19,7 +19,7 @@ def draw(plan: Plan, *, batch: int, device: str, width: int = 80) -> str:
         device: kind of device that each box is, such as ``cpu``.
         width: of the terminal.
     """
-    rows = _rows([_box(plan, part, batch) for part in range(plan.replicas)], plan, width)
+    rows = _rows([_box(plan, box, batch) for box in range(plan.devices)], plan, width)
     parts = [line for row in rows for line in _beside(row)]
     return "\n".join([_headline(plan, batch, device), *parts, *(f"  {line}" for line in _traffic(plan))])
 
@@ -32,22 +32,40 @@ def _headline(plan: Plan, batch: int, device: str) -> str:
     return f"{plan}: {who} on {device}, {batch} samples a step"
 
 
-def _box(plan: Plan, part: int, batch: int) -> Box:
+def _box(plan: Plan, box: int, batch: int) -> Box:
+    part = box if plan.kind == "threads" else plan.part(box)
     start, stop = share(batch, part, plan.replicas)
-    name = f"thread {part}" if plan.kind == "threads" else f"rank {part}"
+    name = f"thread {box}" if plan.kind == "threads" else f"rank {box}"
     lines: list[str] = []
     if plan.replicas // plan.fsdp > 1:
         lines.append(f"replica {part // plan.fsdp} of {plan.replicas // plan.fsdp}")
-    if plan.kind == "shard":
+    lines += _split(plan, box)
+    if plan.fsdp > 1:
         piece = f"shard {part % plan.fsdp} of {plan.fsdp}"
         for stage, what in ((3, "parameters"), (2, "gradients"), (1, "optimizer")):
             lines.append(f"{what:<10} {piece if plan.zero >= stage else 'whole'}")
-    else:
+    elif not plan.splits_model:
         lines.append("whole model")
     lines.append(f"samples {start}:{stop}")
     if plan.micro and plan.micro < stop - start:
         lines.append(f"in {-(-(stop - start) // plan.micro)} micro-batches")
     return name, lines
+
+
+def _split(plan: Plan, rank: int) -> list[str]:
+    """What of each replica a rank holds, where one is several ranks."""
+    if not plan.splits_model:
+        return []
+    at, lines = plan.coordinate(rank), list[str]()
+    if plan.pp > 1:
+        v_shaped = plan.schedule in ("zbv", "dualpipev")
+        every = [at["pp"] + turn * plan.pp for turn in range(plan.stages)]
+        stages = [at["pp"], 2 * plan.pp - 1 - at["pp"]] if v_shaped else every
+        lines.append(f"stage {', '.join(map(str, stages))} of {plan.pp * plan.stages}")
+    for axis, what in (("tp", "weights"), ("ep", "experts"), ("cp", "tokens")):
+        if plan.mesh[axis] > 1:
+            lines.append(f"{what:<10} slice {at[axis]} of {plan.mesh[axis]}")
+    return lines
 
 
 def _rows(boxes: list[Box], plan: Plan, width: int) -> list[list[Box]]:
@@ -93,6 +111,7 @@ def _traffic(plan: Plan) -> list[str]:
     if plan.kind == "single":
         return []
     lines = {
+        0: ["each step: gradients are summed over the replicas"] if plan.replicas * plan.cp > 1 else [],
         1: [
             "each step: gradients are summed over ranks, each rank steps its shard,",
             "           parameters are gathered",
@@ -106,4 +125,14 @@ def _traffic(plan: Plan) -> list[str]:
             "            gradients are summed where their shard is kept",
         ],
     }[plan.zero]
-    return [*lines, "between replicas: each shard's gradients are summed"] if plan.dp > 1 else lines
+    if plan.dp > 1 and plan.zero:
+        lines = [*lines, "between replicas: each shard's gradients are summed"]
+    return [*(line for axis, line in _WITHIN.items() if plan.mesh[axis] > 1), *lines]
+
+
+_WITHIN = {
+    "pp": "each micro-batch: activations pass from stage to stage, their gradients back",
+    "tp": "each block: sums over the slices of its weights, twice forward and twice backward",
+    "ep": "each block of experts: tokens go to the rank of their expert and back",
+    "cp": "each attention: keys and values meet the queries of all ranks",
+}

@@ -55,7 +55,7 @@ def assemble(
         from phalanx.parallel.split import Split
 
         assert example is not None
-        layout: Layout = Split(module, device, plan, Mesh(plan, place.rank), example())
+        layout: Layout = Split(module, device, job, plan, Mesh(plan, place.rank), example())
     else:
         module = recompute.apply(module, plan)
         module = compiled.apply(module, plan)

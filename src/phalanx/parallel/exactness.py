@@ -40,7 +40,7 @@ def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
         )
     if plan.recompute != "none" and batch_statistics(module):
         found.append("BatchNorm updates its running statistics twice a step under recompute.")
-    if split and (names := dropouts(module)):
+    if (split or plan.tp * plan.cp > 1) and (names := dropouts(module)):
         found.append(f"dropout draws other random numbers than on one device: {_some(names)}.")
     if plan.threads > 1 and dropouts(module):
         found.append("dropout under threads draws from one shared stream: a run with dropout does not repeat exactly.")

@@ -2,7 +2,7 @@
 
 Techniques that split the model change what a rank holds and computes; what is left to do for its parameters is the
 same for all of them: gradients are added over the ranks that hold the same slice and have seen other samples or other
-tokens, once a step. That is done here, whole (as ``replicate`` does it) or sharded over ``fsdp`` (as ``shard`` does).
+tokens, once a step (``replicas``).
 """
 
 from __future__ import annotations
@@ -15,67 +15,64 @@ from torch import nn
 
 from phalanx.comm import Mesh, local
 from phalanx.errors import Problem, RefusedError
+from phalanx.parallel import recompute
 from phalanx.parallel.context import Entrance, added_late, entrances, open_for_hooks, share_out_tokens
 from phalanx.parallel.example import Example
 from phalanx.parallel.holding import Holding
-from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
+from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch
+from phalanx.parallel.replicas import Replicas, Rows, Sharded, Whole
 from phalanx.parallel.sliced import Axis, Cut, Placed
 from phalanx.parallel.sums import add_up
 from phalanx.parallel.tensor import Places, find, show_slices, split_weights
-from phalanx.spec import Plan
-
-_COPIES = ("dp", "ep", "cp")
+from phalanx.spec import Job, Plan
 
 
 class Split(Layout):
     """One rank's part of a split model."""
 
-    def __init__(self, module: nn.Module, device: torch.device, plan: Plan, mesh: Mesh, example: Example) -> None:
-        self._device, self._mesh, self._module = device, mesh, module
-        self._sharded = plan.zero == 3
+    def __init__(
+        self, module: nn.Module, device: torch.device, job: Job, plan: Plan, mesh: Mesh, example: Example
+    ) -> None:
+        self._device, self._module = device, module
         cut = _Cut(module, plan, mesh, example)
-        if self._sharded:
-            from phalanx.parallel.shard import apply
-
-            apply(module, device, plan, mesh.sharding(device, "fsdp", _COPIES))
-            module._get_fsdp_state()._lazy_init()  # pyright: ignore  # reads parameters as they are, before they are shown
+        recompute.apply(module, plan)
+        self._replicas = _replicas(module, device, job, plan, mesh)
+        if plan.zero == 3:
             open_for_hooks(module, cut.entrances)
-        else:
-            module.to(device)
         show_slices(cut.places)
-        parameters = trainable(module)
+        parameters = self._replicas.parameters
         self._late = [parameters[name] for name in cut.late if name in parameters]
         self._tp = mesh.group("tp")
-        self._copies = mesh.group("fsdp", *_COPIES)
         self._held = Held(
             module=module,
             parameters=parameters,
-            divisor=self._divisor(),
+            # Along cp every rank starts backward from the same loss, and their gradients are added.
+            divisor=self._replicas.averaged / plan.cp,
             counts=mesh.at["tp"] == 0 and mesh.at["cp"] == 0,
             slices=cut.slices,
         )
-
-    def _divisor(self) -> float:
-        # Along cp every rank starts backward from the same loss, and their gradients are added.
-        averaged = self._mesh.size("fsdp", *_COPIES) if self._sharded else 1
-        return averaged / self._mesh.size("cp")
 
     @property
     def held(self) -> Held:
         return self._held
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
-        each_micro_batch(self._module, self._device, parts[0], work)
+        each_micro_batch(self._module, self._device, parts[0], work, around=lambda _: self._replicas.around())
 
     def finish(self) -> None:
-        if self._copies is not None and not self._sharded:
-            add_up([tensor.grad for tensor in self._held.parameters.values()], self._copies)
+        self._replicas.finish()
         if self._late and self._tp is not None:
             add_up([None if tensor.grad is None else local(tensor.grad) for tensor in self._late], self._tp)
 
     def stepped(self) -> None:
-        for tensor in self._held.parameters.values():
-            tensor.grad = None
+        self._replicas.stepped()
+
+
+def _replicas(module: nn.Module, device: torch.device, job: Job, plan: Plan, mesh: Mesh) -> Replicas:
+    if plan.zero == 3:
+        return Sharded(module, device, plan, mesh)
+    module.to(device)
+    return Rows(module, device, job, mesh) if plan.zero else Whole(module, job, mesh, {})
 
 
 class _Cut:

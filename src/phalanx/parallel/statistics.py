@@ -15,15 +15,19 @@ from phalanx.comm import active
 
 
 class RunningStatistics:
-    """The running means and variances in a model; where it has none, sharing them does nothing."""
+    """The running means and variances in a model; where it has none, sharing them does nothing.
 
-    def __init__(self, module: nn.Module) -> None:
+    ``group`` are the ranks that share them; all where it is not given.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
         self._layers = [
             child for child in module.modules() if isinstance(child, _NormBase) and child.track_running_stats
         ]
 
     def share(self) -> None:
-        """Give every rank the statistics of rank 0, in one broadcast. Collective."""
+        """Give every rank the statistics of the first, in one broadcast. Collective."""
         # Looked up each time: moving a module to a device puts other tensors in place of its buffers.
         buffers = [
             buffer
@@ -34,7 +38,7 @@ class RunningStatistics:
         if not buffers or not active():
             return
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        dist.broadcast(flat, src=0)
+        dist.broadcast(flat, group=self._group, group_src=0)
         pieces = flat.split([buffer.numel() for buffer in buffers])
         for buffer, piece in zip(buffers, pieces, strict=True):
             buffer.copy_(piece.view(buffer.shape))

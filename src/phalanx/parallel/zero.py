@@ -19,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.comm import data_mesh, sum_over_ranks
+from phalanx.comm import data_mesh
 from phalanx.parallel.buckets import Bucket, Slice, cut
 from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch
 from phalanx.parallel.replicate import accumulate, check_reduced, distributed
@@ -37,7 +38,7 @@ class ShardedOptimizer(Layout):
         self._device = device
         self._ddp = distributed(self._module, device, job)
         self._may_be_unused = job.unused == "allow"
-        self._partition = Partition(self._module, device, plan)
+        self._partition = Partition.over_all_ranks(self._module, device, plan)
         self._held = Held(module=self._module, parameters=self._partition.shards, divisor=self._partition.world_size)
 
     @property
@@ -65,25 +66,56 @@ class ShardedGradients(Layout):
     def __init__(self, module: nn.Module, device: torch.device, job: Job, plan: Plan) -> None:
         self._module = module.to(device)
         self._device = device
-        self._may_be_unused = job.unused == "allow"
-        self._partition = Partition(self._module, device, plan)
+        self._partition = Partition.over_all_ranks(self._module, device, plan)
+        self._scattering = Scattering(self._partition, job)
         self._held = Held(module=self._module, parameters=self._partition.shards)
-        self._seen: set[str] = set()
-        self._launched = 0
-        self._where: dict[str, int] = {}
-        for index, bucket in enumerate(self._partition.buckets):
-            for piece in bucket.slices:
-                self._where[piece.name] = index
-                piece.whole.register_post_accumulate_grad_hook(self._hook(piece))
 
     @property
     def held(self) -> Held:
         return self._held
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
-        each_micro_batch(self._module, self._device, parts[0], work, around=self._reducing)
+        each_micro_batch(self._module, self._device, parts[0], work, around=lambda _: self._scattering.around())
 
     def finish(self) -> None:
+        self._scattering.finish()
+
+    def stepped(self) -> None:
+        self._partition.gather()
+        for piece in self._partition.slices:
+            piece.shard.grad = None
+
+
+class Scattering:
+    """Sums and scatters the gradients of a partition while backward runs."""
+
+    def __init__(self, partition: Partition, job: Job) -> None:
+        self._partition = partition
+        self._may_be_unused = job.unused == "allow"
+        self._seen: set[str] = set()
+        self._launched = 0
+        self._where: dict[str, int] = {}
+        for index, bucket in enumerate(partition.buckets):
+            for piece in bucket.slices:
+                self._where[piece.name] = index
+                piece.whole.register_post_accumulate_grad_hook(self._hook(piece))
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Around one micro-batch: its gradients are summed and scattered as they arrive, the rest at its end."""
+        self._launched = 0
+        for bucket in self._partition.buckets:
+            bucket.expect()
+        yield
+        while self._launched < len(self._partition.buckets):
+            self._launch_next()
+
+    def finish(self) -> None:
+        """Wait for the sums.
+
+        Raises:
+            GradientError: if parameters got none on this rank, and the job does not allow it.
+        """
         if not self._may_be_unused and len(self._seen) < len(self._partition.slices):
             unseen = [piece.name for piece in self._partition.slices if piece.name not in self._seen]
             raise without_gradient(unseen, "on this rank")
@@ -93,22 +125,7 @@ class ShardedGradients(Layout):
         for piece in self._partition.slices:
             if piece.name not in seen:
                 piece.shard.grad = None  # as on one device: no gradient, not a gradient of zero
-
-    def stepped(self) -> None:
-        self._partition.gather()
         self._seen.clear()
-        for piece in self._partition.slices:
-            piece.shard.grad = None
-
-    @contextmanager
-    def _reducing(self, _: bool) -> Iterator[None]:
-        """Around one micro-batch: its gradients are summed and scattered as they arrive, the rest at its end."""
-        self._launched = 0
-        for bucket in self._partition.buckets:
-            bucket.expect()
-        yield
-        while self._launched < len(self._partition.buckets):
-            self._launch_next()
 
     def _hook(self, piece: Slice) -> Any:
         def arrived(_: torch.Tensor) -> None:
@@ -128,28 +145,42 @@ class ShardedGradients(Layout):
 
     def _seen_anywhere(self) -> set[str]:
         names = list(self._partition.shards)
-        present = torch.tensor([float(name in self._seen) for name in names], device=self._device)
-        sum_over_ranks(present)
+        first = self._partition.slices[0].whole
+        present = torch.tensor([float(name in self._seen) for name in names], device=first.device)
+        if self._partition.world_size > 1:
+            dist.all_reduce(present, group=self._partition.everyone)
         return {name for name, count in zip(names, present.tolist(), strict=True) if count}
 
 
 class Partition:
     """Every trainable parameter cut into rows over the ranks of ``fsdp``."""
 
-    def __init__(self, module: nn.Module, device: torch.device, plan: Plan) -> None:
-        mesh = data_mesh(plan, device)
-        shard_mesh = mesh["fsdp"] if plan.dp > 1 else mesh
-        replicas = mesh["dp"].get_group() if plan.dp > 1 else None
+    def __init__(
+        self,
+        module: nn.Module,
+        shards: DeviceMesh,
+        replicas: dist.ProcessGroup | None,
+        everyone: dist.ProcessGroup | None,
+    ) -> None:
+        """Cut over ``shards``, in as many copies as ``replicas`` has ranks; ``everyone`` are the ranks of both."""
         trainable = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
-        self.world_size = plan.world_size
-        self._statistics = RunningStatistics(module)
-        self.slices = [Slice(name, tensor, shard_mesh) for name, tensor in trainable]
+        self.everyone, self.world_size = everyone, dist.get_world_size(everyone)
+        self._statistics = RunningStatistics(module, everyone)
+        self.slices = [Slice(name, tensor, shards) for name, tensor in trainable]
         self.shards: dict[str, torch.Tensor] = {piece.name: piece.shard for piece in self.slices}
         # Backward reaches parameters roughly in reverse order of definition.
-        self.buckets = [Bucket(group, shard_mesh.get_group(), replicas) for group in cut(self.slices[::-1])]
+        self.buckets = [Bucket(group, shards.get_group(), replicas) for group in cut(self.slices[::-1])]
         for tensor in module.buffers():
-            if dist.get_world_size() > 1 and tensor.is_floating_point():
-                dist.broadcast(tensor, src=0)
+            if self.world_size > 1 and tensor.is_floating_point():
+                dist.broadcast(tensor, group=everyone, group_src=0)
+
+    @classmethod
+    def over_all_ranks(cls, module: nn.Module, device: torch.device, plan: Plan) -> Partition:
+        """Cut over ``fsdp``, in ``dp`` copies."""
+        mesh = data_mesh(plan, device)
+        if plan.dp == 1:
+            return cls(module, mesh, None, dist.group.WORLD)
+        return cls(module, mesh["fsdp"], mesh["dp"].get_group(), dist.group.WORLD)
 
     def gather(self) -> None:
         """Bring every rank's rows to all ranks of its shard group, and rank 0's running statistics to all ranks."""

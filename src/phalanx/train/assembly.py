@@ -19,6 +19,7 @@ from phalanx.spec import Job, Plan
 from phalanx.train.consistency import same_initial_values, same_length
 from phalanx.train.inputs import Inputs
 from phalanx.train.rng import stream
+from phalanx.train.slices import note_slices
 from phalanx.train.step import Course, Step
 
 
@@ -46,6 +47,7 @@ class Assembly:
         lane: which parts of a global batch this worker holds.
         device: kind of device.
         notes: what this plan does not keep of one device's result.
+        parameters: elements of the whole model's.
     """
 
     step: Step
@@ -55,6 +57,7 @@ class Assembly:
     lane: Lane
     device: str
     notes: list[str]
+    parameters: int
 
 
 def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> None:
@@ -71,7 +74,7 @@ def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> No
             Problem(
                 where="plan",
                 given=f"{plan} for {world_size} workers",
-                allowed=f"a mesh that multiplies to the workers there are: dp × fsdp = {world_size}",
+                allowed=f"a mesh that multiplies to the workers: pp × dp × fsdp × ep × cp × tp = {world_size}",
                 fix=f"dp={world_size}" if world_size > 1 else "single",
             )
         )
@@ -95,6 +98,7 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     module = build_model(job)
     same_initial_values(module)
     found = notes(module, job, plan)
+    size = sum(tensor.numel() for tensor in module.parameters())
     lane = Lane(first=plan.part(place.rank), count=plan.threads, parts=plan.replicas)
     kind = device_kind(plan, here)
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
@@ -103,7 +107,16 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     optimizer = build_optimizer(job, layout)
     course = Course(first_step=first_step, total_steps=_total_steps(job, loader), lr_scale=lr_scale)
     step = Step(job, plan, layout, optimizer, course)
-    return Assembly(step=step, loader=loader, layout=layout, optimizer=optimizer, lane=lane, device=kind, notes=found)
+    return Assembly(
+        step=step,
+        loader=loader,
+        layout=layout,
+        optimizer=optimizer,
+        lane=lane,
+        device=kind,
+        notes=found,
+        parameters=size,
+    )
 
 
 def _example(job: Job, module: nn.Module, loader: Loader) -> Example:
@@ -152,6 +165,7 @@ def build_model(job: Job) -> nn.Module:
 
 def build_optimizer(job: Job, layout: Layout) -> torch.optim.Optimizer:
     """The job's optimizer, which must hold exactly the parameters it was given."""
+    note_slices(layout.held)
     given = Parameters(layout.parameters)
     optimizer: Any = job.optimizer(given)
     if not isinstance(optimizer, torch.optim.Optimizer):

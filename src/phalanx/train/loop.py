@@ -101,13 +101,13 @@ def _evaluation_data(job: Job) -> Any:
 
 
 class _Recorder:
-    """Writes the ledger on every rank and the event log on rank 0."""
+    """Writes the ledger on every rank with samples of its own and the event log on rank 0."""
 
     def __init__(self, job: Job, run: RunSpec, place: Place, assembly: Assembly, resumed: Path | None) -> None:
         self._every = run.log_every
         self._total = assembly.loader.total_steps
         first = assembly.step.progress.step
-        self._ledger = Ledger(run.folder / "ledger", rank=place.rank, first_step=first, world_size=place.world_size)
+        self._ledger = _ledger(run, place, first)
         self._log = EventLog(run.folder / "events.jsonl") if place.rank == 0 else None
         # On CUDA a loss is read when the next step is queued: the device is busy with that while it is waited for.
         self._late = assembly.device == "cuda"
@@ -128,7 +128,7 @@ class _Recorder:
             drop_last=job.drop_last,
             total_steps=self._total,
             first_step=assembly.step.progress.step,
-            parameters=sum(tensor.numel() for tensor in assembly.layout.module.parameters()),
+            parameters=assembly.parameters,
             notes=assembly.notes,
         )
         if resumed:
@@ -138,7 +138,8 @@ class _Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ledger.close()
+        if self._ledger:
+            self._ledger.close()
         if self._log:
             self._log.close()
 
@@ -148,7 +149,8 @@ class _Recorder:
 
     def stepped(self, batch: StepBatch, metrics: Metrics) -> None:
         """Record one step."""
-        self._ledger.record(batch)
+        if self._ledger:
+            self._ledger.record(batch)
         if not self._log:
             return
         now = time.perf_counter()
@@ -166,7 +168,8 @@ class _Recorder:
 
     def flush(self) -> None:
         """Bring everything recorded so far to disk."""
-        self._ledger.flush()
+        if self._ledger:
+            self._ledger.flush()
         if self._waiting:
             self._write_step(*self._waiting)
             self._waiting = None
@@ -201,6 +204,18 @@ class _Recorder:
             grad_norm=metrics.grad_norm,
             skipped=metrics.skipped,
         )
+
+
+def _ledger(run: RunSpec, place: Place, first_step: int) -> Ledger | None:
+    """The ledger of this rank's samples; none where it shares them with ranks before it, which hold other slices."""
+    plan = run.plan
+    at = plan.coordinate(place.rank)
+    if at["pp"] or at["cp"] or at["tp"]:
+        return None
+    readers = plan.replicas // plan.threads
+    return Ledger(
+        run.folder / "ledger", rank=plan.part(place.rank) // plan.threads, first_step=first_step, world_size=readers
+    )
 
 
 def _where_to_resume(run: RunSpec) -> tuple[Path, int]:

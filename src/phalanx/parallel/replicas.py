@@ -1,0 +1,167 @@
+"""Keeps the replicas of one slice of a split model equal: whole, or sharded over ``fsdp`` at a ZeRO stage."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.comm import Mesh
+from phalanx.parallel.layout import trainable
+from phalanx.parallel.statistics import RunningStatistics
+from phalanx.parallel.sums import add_up
+from phalanx.parallel.unused import without_gradient
+from phalanx.spec import Job, Plan
+
+COPIES = ("dp", "ep", "cp")
+"""Dimensions whose ranks hold copies of the same slice, beside ``fsdp``, whose ranks may share it out."""
+
+Apart = Mapping[str, dist.ProcessGroup | None]
+"""Parameters whose copies are on other ranks than the rest's (experts): name → those ranks."""
+
+
+class Replicas(ABC):
+    """How one slice's copies are kept equal: gradients added up, then stepped, then new values where they are read."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Name → the tensor the optimizer steps."""
+
+    @property
+    @abstractmethod
+    def averaged(self) -> int:
+        """What gradients have been divided by after ``finish``."""
+
+    def around(self) -> AbstractContextManager[object]:
+        """Around the backward of each micro-batch."""
+        return nullcontext()
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Add gradients up over the copies."""
+
+    @abstractmethod
+    def stepped(self) -> None:
+        """The optimizer has stepped."""
+
+
+class Whole(Replicas):
+    """Every rank holds its slice whole and steps all of it."""
+
+    def __init__(self, module: nn.Module, job: Job, mesh: Mesh, apart: Apart) -> None:
+        self._parameters = trainable(module)
+        self._may_be_unused = job.unused == "allow"
+        self._group = mesh.group("fsdp", *COPIES)
+        self._apart = apart
+        self._statistics = RunningStatistics(module, self._group)
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return self._parameters
+
+    @property
+    def averaged(self) -> int:
+        return 1
+
+    def finish(self) -> None:
+        groups: dict[dist.ProcessGroup | None, list[str]] = {}
+        for name in self._parameters:
+            groups.setdefault(self._apart.get(name, self._group), []).append(name)
+        for group, names in groups.items():
+            self._add_up({name: self._parameters[name] for name in names}, group)
+
+    def _add_up(self, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        if group is None:
+            return
+        missing = [name for name, tensor in parameters.items() if tensor.grad is None]
+        if self._may_be_unused:
+            _fill(parameters, group)
+        elif missing:
+            raise without_gradient(missing, "on this rank")
+        add_up([tensor.grad for tensor in parameters.values()], group)
+
+    def stepped(self) -> None:
+        self._statistics.share()
+        for tensor in self._parameters.values():
+            tensor.grad = None
+
+
+class Rows(Replicas):
+    """Ranks of ``fsdp`` hold their slice whole and step some rows of it each: ZeRO-1, or 2 with gradients scattered."""
+
+    def __init__(self, module: nn.Module, device: torch.device, job: Job, mesh: Mesh) -> None:
+        from phalanx.parallel.zero import Partition, Scattering
+
+        everyone = mesh.group("fsdp", *COPIES)
+        self._partition = Partition(module, mesh.sharding(device, "fsdp", ()), mesh.group(*COPIES), everyone)
+        self._scattering = Scattering(self._partition, job) if mesh.plan.zero == 2 else None
+        self._whole = None if self._scattering else Whole(module, job, mesh, {})
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return self._partition.shards
+
+    @property
+    def averaged(self) -> int:
+        return 1
+
+    def around(self) -> AbstractContextManager[object]:
+        return self._scattering.around() if self._scattering else nullcontext()
+
+    def finish(self) -> None:
+        if self._scattering:
+            self._scattering.finish()
+        if self._whole:
+            self._whole.finish()
+            for piece in self._partition.slices:
+                piece.take_gradient(piece.whole.grad)
+
+    def stepped(self) -> None:
+        self._partition.gather()
+        for piece in self._partition.slices:
+            piece.whole.grad = piece.shard.grad = None
+
+
+class Sharded(Replicas):
+    """Ranks of ``fsdp`` share out each slice: torch's ``fully_shard`` over them, copies along the other dimensions."""
+
+    def __init__(self, module: nn.Module, device: torch.device, plan: Plan, mesh: Mesh) -> None:
+        from phalanx.parallel.shard import apply
+
+        apply(module, device, plan, mesh.sharding(device, "fsdp", COPIES))
+        # Reads parameters as they are, which from now on the model's own code may see as wholes of their slices.
+        module._get_fsdp_state()._lazy_init()  # pyright: ignore
+        self._parameters = trainable(module)
+        self._averaged = mesh.size("fsdp", *COPIES)
+        self._statistics = RunningStatistics(module, mesh.group("fsdp", *COPIES))
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return self._parameters
+
+    @property
+    def averaged(self) -> int:
+        return self._averaged
+
+    def finish(self) -> None:
+        pass
+
+    def stepped(self) -> None:
+        self._statistics.share()
+        for tensor in self._parameters.values():
+            tensor.grad = None
+
+
+def _fill(parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Zeros for gradients that some rank has and this one has not. Collective."""
+    device = next(iter(parameters.values())).device
+    present = torch.tensor([float(tensor.grad is not None) for tensor in parameters.values()], device=device)
+    dist.all_reduce(present, group=group)
+    for tensor, ranks in zip(parameters.values(), present.tolist(), strict=True):
+        if ranks and tensor.grad is None:
+            tensor.grad = torch.zeros_like(tensor)
