@@ -1,0 +1,111 @@
+"""Where to cut a model into stages: such that the dearest stage costs as little as it can."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from itertools import accumulate
+
+from phalanx.errors import Problem, RefusedError
+from phalanx.parallel.pipeline.program import Program
+from phalanx.spec import Plan
+
+
+def balanced(costs: Sequence[float], stages: int, allowed: Sequence[bool]) -> list[int] | None:
+    """The first region of each stage; ``None`` where there are too few places to cut at.
+
+    Of the ways with the least largest cost the one whose costs differ least. ``allowed[c]``: whether there can be a
+    cut before region ``c``.
+    """
+    sums = [0.0, *accumulate(costs)]
+    count = len(costs)
+    # best[s][c]: (largest cost, sum of squares, cut before) of s stages made of the regions before c
+    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
+    for stage in range(1, stages + 1):
+        row: dict[int, tuple[float, float, int]] = {}
+        for end in range(stage, count + 1):
+            if (end < count and not allowed[end]) or (stage == stages and end < count):
+                continue
+            ways = [
+                (max(largest, cost := sums[end] - sums[cut]), squares + cost * cost, cut)
+                for cut, (largest, squares, _) in best[-1].items()
+                if cut < end
+            ]
+            if ways:
+                row[end] = min(ways)
+        best.append(row)
+    if count not in best[stages]:
+        return None
+    cuts: list[int] = []
+    end = count
+    for stage in range(stages, 0, -1):
+        end = best[stage][end][2]
+        cuts.append(end)
+    return cuts[::-1]
+
+
+def chosen(program: Program, plan: Plan) -> list[int]:
+    """The first region of each stage of ``plan``: where it says, or balanced.
+
+    Raises:
+        RefusedError: if the plan names modules that cannot begin a stage, or wants more stages than there can be.
+    """
+    stages = plan.pp * plan.stages
+    if plan.split:
+        return [0, *_named(program, plan)]
+    allowed = [not program.trouble(cut) for cut in range(len(program.calls))]
+    found = balanced(program.costs, stages, allowed)
+    if found is None:
+        most = sum(allowed[1:]) + 1
+        because = next((program.trouble(cut) for cut in range(1, len(allowed)) if not allowed[cut]), "")
+        names = ", ".join(call.name for call in program.calls[:4])
+        raise RefusedError(
+            [
+                Problem(
+                    where="plan.pp",
+                    given=f"{stages} stages ({plan.pp} ranks with {plan.stages} each)"
+                    + (f"; some cuts are not possible: {because}" if because else ""),
+                    allowed=f"at most {most} for this model, one for each of its parts: {names}"
+                    + (", ..." if len(program.calls) > 4 else ""),
+                    fix=f"pp={most} schedule=1f1b" if most > 1 else "fsdp=2",
+                )
+            ]
+        )
+    return found
+
+
+def _named(program: Program, plan: Plan) -> list[int]:
+    names = plan.split.split("/")
+    wanted = plan.pp * plan.stages - 1
+    calls = [call.name for call in program.calls]
+    known = {name for name, _ in program.module.named_modules() if name}
+    found: list[int] = []
+    for name in names:
+        at = next((i for i, call in enumerate(calls) if call == name or call.startswith(name + ".")), None)
+        if name not in known or at is None:
+            near = difflib.get_close_matches(name, calls[1:], n=1, cutoff=0.0) or [calls[-1]]
+            why = "no module of the model" if name not in known else "a module that forward does not call by itself"
+            raise _refused(plan, f"{name!r}, {why}", "/".join(near[0] if one == name else one for one in names))
+        if at == 0 or (found and at <= found[-1]):
+            told = "the first part, where no stage before it would be left" if at == 0 else f"not after {names[0]!r}"
+            raise _refused(plan, f"{name!r}, {told}", "/".join(calls[1 : wanted + 1]))
+        if program.trouble(at):
+            raise _refused(plan, f"{name!r}, before which there can be no cut: {program.trouble(at)}", "")
+        found.append(at)
+    if len(found) != wanted:
+        raise _refused(plan, f"{len(found)} names for {wanted + 1} stages", "/".join(calls[1 : wanted + 1]))
+    return found
+
+
+def _refused(plan: Plan, given: str, fix: str) -> RefusedError:
+    allowed = "the names of the modules that begin each stage but the first, in the order in which forward calls them"
+    return RefusedError(
+        [
+            Problem(
+                where="plan.split",
+                given=f"split={plan.split}: {given}",
+                allowed=f"{allowed}; {plan.pp * plan.stages - 1} of them for {plan.pp} ranks with {plan.stages} each",
+                fix=f"split={fix}" if fix else "no split, for stages balanced by cost",
+            )
+        ]
+    )

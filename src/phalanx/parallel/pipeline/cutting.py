@@ -1,0 +1,89 @@
+"""A model laid over the ranks of a pipeline: which stage is what, and where its parameters are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from phalanx.parallel.example import Example
+from phalanx.parallel.pipeline.balance import chosen
+from phalanx.parallel.pipeline.order import holders
+from phalanx.parallel.pipeline.program import Program, program
+from phalanx.parallel.pipeline.stage import Forms, Stage, strip
+from phalanx.parallel.pipeline.units import units
+from phalanx.spec import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipeline:
+    """A model cut into stages, the same on every rank.
+
+    Attributes:
+        plan: that it is cut for.
+        program: what the model does.
+        regions: of the program, for each stage.
+        rank_of: for each stage the rank along ``pp`` that holds it.
+        stages_of: name of a parameter → the stages that use it, ascending; several where it is tied.
+    """
+
+    plan: Plan
+    program: Program
+    regions: tuple[range, ...]
+    rank_of: tuple[int, ...]
+    stages_of: Mapping[str, tuple[int, ...]]
+
+    @property
+    def tied(self) -> dict[str, list[int]]:
+        """Name → stages, for parameters that several stages use; their gradients are to be added over those."""
+        return {name: list(stages) for name, stages in self.stages_of.items() if len(stages) > 1}
+
+    def ranks_of(self, name: str) -> list[int]:
+        """The ranks along ``pp`` that hold a parameter, ascending."""
+        return sorted({self.rank_of[stage] for stage in self.stages_of[name]})
+
+    def owned(self, rank: int) -> list[str]:
+        """Names of the parameters that ``rank`` holds, in the model's order."""
+        return [name for name in self.stages_of if rank in self.ranks_of(name)]
+
+    def names(self, stage: int) -> list[str]:
+        """The units that a stage runs, in order."""
+        return [self.program.calls[region].name for region in self.regions[stage]]
+
+    def keep(self, rank: int, device: torch.device) -> list[Stage]:
+        """This rank's stages; of the model, only their parameters are left. To be called once."""
+        mine = [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
+        forms = Forms(self.program)
+        fakes = strip(self.program, set(self.owned(rank)), device)
+        if len(mine) > 1:
+            own = {self.program.calls[region].unit: None for stage in mine for region in self.regions[stage]}
+            forms.copied(own, fakes)
+        return [Stage(self.program, stage, self.regions[stage], forms) for stage in mine]
+
+
+def cut(module: nn.Module, example: Example, plan: Plan) -> Pipeline:
+    """Cut ``module``, which holds all its parameters, into the stages of ``plan``.
+
+    Raises:
+        RefusedError: if it cannot be cut so.
+    """
+    count = plan.pp * plan.stages
+    found = program(module, units(module, count, plan.split.split("/") if plan.split else ()), example)
+    starts = chosen(found, plan)
+    regions = tuple(range(a, b) for a, b in pairwise([*starts, len(found.calls)]))
+    stage_of = {region: stage for stage, its in enumerate(regions) for region in its}
+    stages_of = {
+        # What nothing uses stays with the first stage.
+        name: tuple(sorted({stage_of[region] for region in its})) or (0,)
+        for name, its in found.parameters.items()
+    }
+    return Pipeline(
+        plan=plan,
+        program=found,
+        regions=regions,
+        rank_of=holders(plan.schedule, plan.pp, count),
+        stages_of=stages_of,
+    )

@@ -1,0 +1,200 @@
+"""Follows, through a model's own code, the values that depend on parameters.
+
+Between units (the modules that run whole) a model does small work of its own: it adds embeddings, keeps a value for
+later, picks the last token. Everything it computes from inputs and buffers alone, every stage computes for itself. What
+depends on parameters exists on the stage that has them; the stages after it run the same code on fakes, until what they
+need has arrived. Such values are numbered as they come about, so that both sides mean the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from phalanx.parallel.fakes import fake
+from phalanx.parallel.sliced.tensor import METADATA, is_sliced
+
+
+class Key(NamedTuple):
+    """A value, by how it came about.
+
+    Attributes:
+        call: the unit that was called last, counting calls from 0; -1 before the first.
+        unit: whether it is that unit's output, not of the model's work after it.
+        index: which leaf of the output; or which result.
+    """
+
+    call: int
+    unit: bool
+    index: int
+
+    @property
+    def region(self) -> int:
+        """The call whose stage computes it; what comes before the first call belongs to that."""
+        return max(self.call, 0)
+
+
+class Mark:
+    """What is known of a tensor during one run.
+
+    Attributes:
+        flow: the run.
+        key: which value it is; ``None`` for one that a unit keeps to itself.
+        stand_in: a fake of it, where the tensor itself is not one.
+        value: the real tensor, once it has arrived.
+        region: where it came about.
+    """
+
+    __slots__ = ("flow", "key", "region", "stand_in", "value")
+
+    def __init__(self, flow: Flow, key: Key | None, region: int) -> None:
+        self.flow, self.key, self.region = flow, key, region
+        self.stand_in: Tensor | None = None
+        self.value: Tensor | None = None
+
+
+class Flow(TorchFunctionMode):
+    """One run of a model. What dry runs and stages do differently is in the methods that they override.
+
+    Attributes:
+        fakes: the mode that fakes belong to.
+        real: whether values are computed here, not stood in for.
+        call: the last unit that was called.
+        inside: whether it is running.
+    """
+
+    def __init__(self, fakes: FakeTensorMode) -> None:
+        super().__init__()
+        self.fakes = fakes
+        self.real = False
+        self.call = -1
+        self.inside = False
+        self._count = 0
+
+    def used(self, leaves: list[Tensor]) -> None:
+        """Something reads these values."""
+
+    def within(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation inside a unit."""
+        return func(*args, **kwargs)
+
+    def came(self, mark: Mark, tensor: Tensor) -> None:
+        """A value has come about."""
+
+    def entered(self) -> None:
+        """Another unit is called."""
+        self.call += 1
+        self._count = 0
+
+    def mark_of(self, tensor: Tensor) -> Mark | None:
+        """What this run knows of ``tensor``."""
+        mark = getattr(tensor, _NAME, None)
+        return mark if mark is not None and mark.flow is self else None
+
+    def again(self, tensor: Tensor, mark: Mark) -> None:
+        """``tensor`` is still what it was."""
+        setattr(tensor, _NAME, mark)
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Whether it depends on parameters."""
+        return isinstance(tensor, nn.Parameter) or self.mark_of(tensor) is not None or _of_parameter(tensor)
+
+    def put(self, tensor: Tensor, key: Key | None) -> Mark:
+        """From now on ``tensor`` is the value ``key``."""
+        mark = Mark(self, key, key.region if key else max(self.call, 0))
+        setattr(tensor, _NAME, mark)
+        if key is not None:
+            self.came(mark, tensor)
+        return mark
+
+    def as_fake(self, leaf: Any) -> Any:
+        """A fake in place of what depends on parameters."""
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor) or not self.depends(leaf):
+            return leaf
+        mark = self.mark_of(leaf)
+        if mark is None or mark.stand_in is None:
+            made = fake(self.fakes, leaf)
+            if mark is not None:
+                mark.stand_in = made
+            return made
+        return mark.stand_in
+
+    def as_real(self, leaf: Any) -> Any:
+        """The value in place of the fake that stood in for it."""
+        if isinstance(leaf, Tensor):
+            mark = self.mark_of(leaf)
+            if mark is not None and mark.value is not None:
+                return mark.value
+        return leaf
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        if name in METADATA:
+            return func(*args, **kwargs)
+        if self.inside:
+            return self.within(func, args, kwargs)
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and self.depends(leaf)]
+        # What is drawn is drawn where this code belongs: other stages are at another place of the random stream.
+        chance = not leaves and name in _RANDOM
+        if not leaves and not chance:
+            return func(*args, **kwargs)
+        self.used(leaves)
+        swap = self.as_real if self.real else self.as_fake
+        given, named = tree_map(swap, args), tree_map(swap, kwargs)
+        result = func(*given, **named)
+        own = not chance and all((mark := self.mark_of(leaf)) is not None and mark.key is None for leaf in leaves)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if _writes(name) and args and isinstance(args[0], Tensor):
+            made = [leaf for leaf in made if leaf is not given[0]]
+            self.written(args[0], given[0], None if own else self._next())
+        for leaf in made:
+            self.put(leaf, None if own else self._next())
+        return result
+
+    def written(self, held: Tensor, written: Tensor, key: Key | None) -> None:
+        """An operation has changed ``written``; the model may hold what stood in for it, or what it stands in for."""
+        mark = self.put(written, key)
+        if held is written:
+            return
+        if self.real:
+            replaced = Mark(self, mark.key, mark.region)
+            replaced.value = written
+            setattr(held, _NAME, replaced)
+        else:
+            setattr(held, _NAME, mark)
+            mark.stand_in = written
+
+    def _next(self) -> Key:
+        self._count += 1
+        return Key(self.call, False, self._count - 1)
+
+
+_NAME = "_phalanx_mark"
+_RANDOM = frozenset(
+    """
+    bernoulli multinomial normal poisson rrelu gumbel_softmax dropout dropout1d dropout2d dropout3d alpha_dropout
+    feature_alpha_dropout feature_dropout native_dropout rand randn randint randperm rand_like randn_like randint_like
+    bernoulli_ normal_ uniform_ exponential_ random_ cauchy_ geometric_ log_normal_
+    """.split()
+)
+
+
+def _writes(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
+    return name.endswith("_")
+
+
+def _of_parameter(tensor: Any) -> bool:
+    return is_sliced(tensor) and isinstance(tensor.local, nn.Parameter)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples, dicts and registered dataclasses."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -1,0 +1,365 @@
+"""What a model does, seen in one run on fake parameters: which units it calls, and what passes between them."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+from phalanx.errors import Problem, RefusedError
+from phalanx.parallel.blocks import leave_cache_out
+from phalanx.parallel.example import Example
+from phalanx.parallel.fakes import fake
+from phalanx.parallel.pipeline.flops import Flops
+from phalanx.parallel.pipeline.flow import Flow, Key, tensors
+from phalanx.parallel.pipeline.outline import Outline, outline, signature
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call of a unit.
+
+    Attributes:
+        name: of the unit.
+        unit: the module.
+        keys: for each leaf of its output which value it is; ``None`` for what does not depend on parameters.
+        outline: its output's form.
+        written: which of the tensors it is called with it writes into, and the values those are afterwards.
+        reads: whether it reads values that it was not called with.
+        kin: an earlier call that did the same to the same, or this one.
+    """
+
+    name: str
+    unit: nn.Module
+    keys: tuple[Key | None, ...]
+    outline: Outline
+    written: tuple[tuple[int, Key], ...]
+    reads: bool
+    kin: int
+
+
+@dataclass(slots=True)
+class Value:
+    """A value that depends on parameters.
+
+    Attributes:
+        born: the region that computes it; region c runs from call c to the next.
+        last: the last region that reads it.
+        learns: whether a gradient flows through it.
+        trouble: why it cannot be sent; empty where it can.
+    """
+
+    born: int
+    last: int
+    learns: bool
+    trouble: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A model as a row of regions: each a call of a unit and the model's own work after it.
+
+    Attributes:
+        module: the model.
+        fakes: the mode of all fakes of it.
+        calls: of units, in order; one a region.
+        values: what depends on parameters.
+        parameters: name → the regions that use it, none for one that nothing uses.
+        costs: of each region, in floating-point operations of a forward, or what takes as long.
+    """
+
+    module: nn.Module
+    fakes: FakeTensorMode
+    calls: tuple[Call, ...]
+    values: dict[Key, Value]
+    parameters: dict[str, frozenset[int]]
+    costs: tuple[float, ...]
+
+    def crossing(self, cut: int) -> list[Key]:
+        """The values that pass a cut before region ``cut``, in order."""
+        return [key for key, value in self.values.items() if value.born < cut <= value.last]
+
+    def trouble(self, cut: int) -> str:
+        """Why there can be no cut before region ``cut``; empty where there can."""
+        return next((self.values[key].trouble for key in self.crossing(cut) if self.values[key].trouble), "")
+
+
+def program(module: nn.Module, units: Mapping[nn.Module, str], example: Example) -> Program:
+    """Run ``module`` once on the example with fake parameters.
+
+    Raises:
+        RefusedError: if it decides by values that a stage would not have.
+    """
+    leave_cache_out(module)
+    dry = _Dry(module, units)
+    with (
+        quiet(),
+        torch.random.fork_rng(devices=[]),
+        dry.fake_parameters(),
+        intercepted(units, dry.called),
+        Flops(lambda: max(dry.call, 0)) as flops,
+    ):
+        try:
+            with dry:
+                output = module(*example.args, **example.kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise by_values(error) from None
+        for leaf in tensors(output):
+            dry.read(leaf, len(dry.calls) - 1)
+    for key in [key for key, value in dry.values.items() if value.last <= value.born]:
+        del dry.values[key]  # never leaves its region
+    regions = range(len(dry.calls))
+    parameters = {name: frozenset(dry.regions.get(id(tensor), ())) for name, tensor in module.named_parameters()}
+    return Program(
+        module=module,
+        fakes=dry.fakes,
+        calls=tuple(dry.calls),
+        values=dry.values,
+        parameters=parameters,
+        costs=tuple(flops.found.get(region, 0.0) for region in regions),
+    )
+
+
+@contextmanager
+def intercepted(units: Mapping[nn.Module, Any], called: Callable[..., Any]) -> Iterator[None]:
+    """While inside, a call of a unit is ``called(unit, call, args, kwargs)``; hooks are part of ``call``."""
+    before = {unit: unit.__dict__.get("_compiled_call_impl") for unit in units}
+
+    def instead(unit: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: called(unit, call, args, kwargs)
+
+    for unit, compiled in before.items():
+        # Where Module.compile keeps what it calls in place of the module.
+        unit.__dict__["_compiled_call_impl"] = instead(unit, compiled or unit._call_impl)
+    try:
+        yield
+    finally:
+        for unit, compiled in before.items():
+            if compiled is None:
+                del unit.__dict__["_compiled_call_impl"]
+            else:
+                unit.__dict__["_compiled_call_impl"] = compiled
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """torch logs what fakes cannot do before it raises; what happens then is decided here."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def by_values(error: BaseException, where: str = "") -> RefusedError:
+    """The model looks into a tensor that this stage does not have."""
+    if not where:
+        lines = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+        where = f"{Path(lines[-1].filename).name}:{lines[-1].lineno} ({lines[-1].line})" if lines else "the model"
+    return RefusedError(
+        [
+            Problem(
+                where="plan.pp",
+                given=f"control flow that depends on data across a split: {where} decides by the values of a tensor "
+                "that another stage computes",
+                allowed="models whose own code, outside their blocks, decides by shapes and inputs only",
+                fix="torch.where in place of the decision, or the same code inside a block; or fsdp in place of pp",
+            )
+        ]
+    )
+
+
+_KEPT = 2**31  # stands for whatever a unit keeps to itself
+
+
+@dataclass(slots=True)
+class _Seen:
+    signature: Any
+    outline: Outline
+    parts: Any
+
+
+class _Dry(Flow):
+    def __init__(self, module: nn.Module, units: Mapping[nn.Module, str]) -> None:
+        super().__init__(FakeTensorMode(allow_non_fake_inputs=True))
+        self.calls: list[Call] = []
+        self.values: dict[Key, Value] = {}
+        self.regions: dict[int, set[int]] = {}
+        self._module, self._units = module, units
+        self._meant: dict[int, nn.Parameter] = {}
+        self._given: set[int] = set()
+        self._reads = False
+        self._seen: list[_Seen] = []
+
+    @contextmanager
+    def fake_parameters(self) -> Iterator[None]:
+        """Fakes in place of the parameters; buffers stay."""
+        made: dict[int, Any] = {}
+        kept = [(child._parameters, dict(child._parameters)) for child in self._module.modules()]
+        for table, before in kept:
+            for name, tensor in before.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = fake(self.fakes, tensor)
+                        self._meant[id(made[id(tensor)])] = tensor
+                    table[name] = made[id(tensor)]
+        try:
+            yield
+        finally:
+            for table, before in kept:
+                table.update(before)
+
+    @contextmanager
+    def _real_parameters(self, unit: nn.Module) -> Iterator[None]:
+        kept = [(child._parameters, dict(child._parameters)) for child in unit.modules()]
+        for table, before in kept:
+            table.update({name: self._meant.get(id(tensor), tensor) for name, tensor in before.items()})
+        try:
+            yield
+        finally:
+            for table, before in kept:
+                table.update(before)
+
+    def used(self, leaves: list[Tensor]) -> None:
+        for leaf in leaves:
+            self.read(leaf, max(self.call, 0))
+
+    def read(self, leaf: Tensor, region: int) -> None:
+        """Region ``region`` reads ``leaf``."""
+        if id(leaf) in self._meant:
+            self.regions.setdefault(id(self._meant[id(leaf)]), set()).add(region)
+            return
+        mark = self.mark_of(leaf)
+        if mark is None:
+            return
+        if mark.key is not None:
+            self.values[mark.key].last = max(region, self.values[mark.key].last)
+        elif mark.region < region:
+            name = self.calls[mark.region].name
+            kept = f"a tensor that {name} computes and keeps to itself, and that is read after {self.calls[-1].name}"
+            self.values[Key(mark.region, True, _KEPT)] = Value(mark.region, region, False, kept)
+
+    def came(self, mark: Any, tensor: Tensor) -> None:
+        trouble = ""
+        if tensor.layout != torch.strided or type(tensor) not in (Tensor, FakeTensor, nn.Parameter):
+            trouble = f"a {type(tensor).__name__} of layout {tensor.layout}"
+        region = mark.key.region
+        self.values[mark.key] = Value(region, region, tensor.requires_grad, trouble)
+
+    def within(self, func: Any, args: Any, kwargs: Any) -> Any:
+        for leaf in tensors((args, kwargs)):
+            mark = self.mark_of(leaf)
+            if id(leaf) in self._meant:
+                self.read(leaf, self.call)
+            elif mark is not None and mark.region < self.call and id(leaf) not in self._given:
+                self.read(leaf, self.call)
+                self._reads = True
+        result = func(*args, **kwargs)
+        for leaf in tensors(result):
+            if isinstance(leaf, FakeTensor) and id(leaf) not in self._given:
+                self.put(leaf, None)
+        return result
+
+    def called(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A unit is called."""
+        if self.inside:
+            return call(*args, **kwargs)
+        self.entered()
+        given = list(tensors((args, kwargs)))
+        self.used([leaf for leaf in given if self.depends(leaf)])
+        args, kwargs = tree_map(self.as_fake, args), tree_map(self.as_fake, kwargs)
+        self._given, self._reads = {id(leaf) for leaf in tensors((args, kwargs))}, False
+        for tensor in unit.parameters():
+            self.read(tensor, self.call)
+        before = [(leaf, leaf._version, self.mark_of(leaf)) for leaf in tensors((args, kwargs))]
+        self.inside = True
+        try:
+            output = self._run(unit, call, args, kwargs)
+        finally:
+            self.inside = False
+        written: list[tuple[int, Key]] = []
+        for index, (leaf, version, mark) in enumerate(before):
+            if leaf._version != version:
+                key = Key(self.call, True, -1 - index)
+                self.written(given[index], leaf, key)
+                written.append((index, key))
+            elif mark is not None:
+                self.again(leaf, mark)
+        form, output = outline(output, args, kwargs, self.fakes)
+        keys: list[Key | None] = []
+        for index, (leaf, way) in enumerate(zip(tree_leaves(output), form.ways, strict=True)):
+            if way.made:
+                keys.append(self.put(leaf, Key(self.call, True, index)).key)
+            else:
+                mark = self.mark_of(leaf) if isinstance(leaf, Tensor) else None
+                keys.append(mark.key if mark is not None else None)
+        self.calls.append(
+            Call(
+                name=self._units[unit],
+                unit=unit,
+                keys=tuple(keys),
+                outline=form,
+                written=tuple(written),
+                reads=self._reads,
+                kin=self._kin(unit, signature(args, kwargs), form),
+            )
+        )
+        return output
+
+    def _run(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RefusedError:
+            raise
+        except Exception as error:  # a choice of experts, say: what fakes cannot follow, values of the same form can
+            if any(tensor.is_meta for tensor in self._meant.values()):
+                raise by_values(error, self._units[unit]) from None
+            back: dict[int, Tensor] = {}
+
+            def real(leaf: Any) -> Any:
+                if not isinstance(leaf, FakeTensor):
+                    return leaf
+                made = torch.zeros(leaf.shape, dtype=leaf.dtype)
+                back[id(made)] = leaf
+                return made
+
+            given, named = tree_map(real, args), tree_map(real, kwargs)
+            with self._real_parameters(unit), torch.no_grad():
+                output = call(*given, **named)
+            learns = any(tensor.requires_grad for tensor in (*unit.parameters(), *back.values()))
+            return tree_map(lambda leaf: self._as_if(leaf, back, learns=learns), output)
+
+    def _as_if(self, leaf: Any, back: dict[int, Tensor], *, learns: bool) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) in back:
+            return back[id(leaf)]
+        made = fake(self.fakes, leaf.detach())
+        return made.requires_grad_(learns and leaf.is_floating_point()) * 1
+
+    def _kin(self, unit: nn.Module, given: Any, form: Outline) -> int:
+        """An earlier call of a unit made of the same parts that gave the same for the same, or this one."""
+        parts = (
+            tuple((name, type(child)) for name, child in unit.named_modules()),
+            tuple((name, tuple(tensor.shape)) for name, tensor in unit.named_parameters()),
+        )
+        self._seen.append(_Seen(given, form, parts))
+        for index, seen in enumerate(self._seen[:-1]):
+            if seen.signature == given and seen.outline == form and seen.parts == parts:
+                return index
+        return len(self._seen) - 1

@@ -1,0 +1,256 @@
+"""Runs a rank's stages in the order of a schedule."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm import Mesh
+from phalanx.parallel.layout import Work
+from phalanx.parallel.pipeline.backward import WeightHalf, input_half
+from phalanx.parallel.pipeline.cutting import Pipeline
+from phalanx.parallel.pipeline.order import Order, forwards, order
+from phalanx.parallel.pipeline.stage import Stage
+from phalanx.parallel.pipeline.traffic import Message, Traffic
+
+Event = Callable[[str, int, int, float, float], None]
+"""``event(kind, stage, micro, begin, end)``, kind as in ``Action``, times of ``time.perf_counter``."""
+
+
+@dataclass(slots=True)
+class _Passing:
+    """One micro-batch between its forward and its backward on one stage."""
+
+    inputs: list[Tensor] = field(default_factory=list[Tensor])
+    outputs: list[Tensor] = field(default_factory=list[Tensor])
+    grads: list[Tensor | None] = field(default_factory=list[Tensor | None])
+    weights: WeightHalf | None = None
+    began: float = 0.0
+
+
+class PipelineRunner:
+    """The stages of one rank, and the running of them.
+
+    Attributes:
+        pipeline: the model as it is cut.
+        stages_here: indices of this rank's stages.
+        is_first: whether the first stage is here.
+        is_last: whether the last stage is here, which has the output and the loss.
+        owned: names of the parameters on this rank.
+        tied: name → stages, of parameters that several stages use: each has a part of the gradient.
+        on_event: called after each piece of work; ``None`` for nobody.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        halves: bool = True,
+        on_event: Event | None = None,
+    ) -> None:
+        """Take the other ranks' parameters out of the model.
+
+        With ``halves=False`` a backward is never done in two halves, whatever the schedule: hooks on parameters and
+        recomputed activations want it whole.
+        """
+        self.pipeline, self.on_event = pipeline, on_event
+        self._mesh, self._device, self._halves = mesh, device, halves
+        self._rank = mesh.at["pp"]
+        self._stages = {stage.index: stage for stage in pipeline.keep(self._rank, device)}
+        self.stages_here = list(self._stages)
+        self.is_first = 0 in self._stages
+        self.is_last = len(pipeline.regions) - 1 in self._stages
+        self.owned, self.tied = pipeline.owned(self._rank), pipeline.tied
+
+    def run(self, micros: Sequence[Any], work: Work) -> None:
+        """Forward and backward of all micro-batches; every rank of the pipeline with the same ones."""
+        if micros:
+            plan = self.pipeline.plan
+            each = _Running(self, order(plan.schedule, plan.pp, plan.stages, len(micros)), micros, work)
+            each.run()
+
+    def evaluate(self, micros: Sequence[Any], work: Work) -> list[Any]:
+        """Forward of all micro-batches; their outputs where the last stage is, else nothing."""
+        if not micros:
+            return []
+        plan = self.pipeline.plan
+        with torch.no_grad():
+            each = _Running(self, forwards(plan.schedule, plan.pp, plan.stages, len(micros)), micros, work)
+            each.run()
+        return each.results
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of one batch without gradients: the output where the last stage is, else ``None``."""
+        found = self.evaluate([(args, kwargs)], _Arguments())
+        return found[0] if found else None
+
+
+class _Arguments(Work):
+    def forward(self, module: nn.Module, device: torch.device, micro: Any) -> Any:
+        args, kwargs = micro
+        return module(*args, **kwargs)
+
+    def loss(self, output: Any, device: torch.device, micro: Any, last: bool) -> Tensor:
+        raise NotImplementedError
+
+
+class _Running:
+    """One run over some micro-batches."""
+
+    def __init__(self, runner: PipelineRunner, order: Order, micros: Sequence[Any], work: Work) -> None:
+        self.results: list[Any] = []
+        self._order, self._micros, self._work = order, micros, work
+        self._stages, self._device, self._rank = runner._stages, runner._device, runner._rank
+        self._halves, self._event = runner._halves, runner.on_event
+        self._backward = any(action.kind != "F" for action in order.ranks[self._rank])
+        self._passing: dict[tuple[int, int], _Passing] = {}
+        self._sizes: dict[Message, list[Tensor]] = {}
+        mesh = runner._mesh
+        self._traffic = Traffic(
+            order,
+            self._rank,
+            peers=mesh.peers("pp"),
+            group=mesh.group("pp"),
+            device=self._device,
+            sizes=self._sizes_of,
+        )
+
+    def run(self) -> None:
+        """Everything this rank has to do."""
+        does: dict[str, Callable[[Stage, int], None]] = {
+            "F": self._forward,
+            "B": self._whole_backward,
+            "I": self._input_backward,
+            "W": self._weight_backward,
+        }
+        for action in self._order.ranks[self._rank]:
+            does[action.kind](self._stages[action.stage], action.micro)
+        self._traffic.finish()
+
+    def _forward(self, stage: Stage, micro: int) -> None:
+        passing = self._passing[stage.index, micro] = _Passing(began=time.perf_counter())
+        message = Message(True, stage.index, micro)
+        if stage.index and self._traffic.in_order:
+            self._traffic.expect(message)
+
+        def receive(fakes: list[Tensor]) -> list[Tensor]:
+            self._sizes.setdefault(message, fakes)
+            values = self._traffic.receive(message)
+            self._sizes.pop(message, None)
+            passing.began = time.perf_counter()
+            return self._arrived(stage, passing, values)
+
+        stage.receive = receive
+        # Work only ever calls what it is given.
+        output = self._work.forward(cast(nn.Module, stage), self._device, self._micros[micro])
+        left, stage.result, stage.receive = stage.result, None, list
+        if not stage.is_last:
+            self._leave(stage, micro, passing, left)
+        elif self._backward:
+            last = micro == len(self._micros) - 1
+            passing.outputs = [self._work.loss(output, self._device, self._micros[micro], last)]
+        else:
+            self.results.append(output)
+        if not self._backward:
+            del self._passing[stage.index, micro]
+        self._happened("F", stage, micro, passing)
+
+    def _arrived(self, stage: Stage, passing: _Passing, values: list[Tensor]) -> list[Tensor]:
+        found: list[Tensor] = []
+        for value, learns in zip(values, stage.learns(stage.arriving), strict=True):
+            if learns and self._backward:
+                leaf = value.detach().requires_grad_()
+                passing.inputs.append(leaf)
+                found.append(_Arrive.apply(leaf))
+            else:
+                found.append(value)
+        return found
+
+    def _leave(self, stage: Stage, micro: int, passing: _Passing, values: list[Tensor]) -> None:
+        self._traffic.send(Message(True, stage.index + 1, micro), [value.detach() for value in values])
+        if self._backward:
+            learning = stage.learns(stage.leaving)
+            passing.outputs = [value for value, learns in zip(values, learning, strict=True) if learns]
+            self._sizes[Message(False, stage.index + 1, micro)] = [value.detach() for value in passing.outputs]
+
+    def _whole_backward(self, stage: Stage, micro: int) -> None:
+        passing = self._with_grads(stage, micro)
+        self._run_backward(passing)
+        self._give_back(stage, micro, [leaf.grad for leaf in passing.inputs], passing)
+        del self._passing[stage.index, micro]
+        self._happened("B", stage, micro, passing)
+
+    def _input_backward(self, stage: Stage, micro: int) -> None:
+        passing = self._with_grads(stage, micro)
+        if self._halves and passing.inputs:
+            found, passing.weights = input_half(passing.outputs, passing.grads, passing.inputs)
+            passing.outputs, passing.grads = [], []
+            self._give_back(stage, micro, found, passing)
+        elif stage.index:
+            self._run_backward(passing)
+            self._give_back(stage, micro, [leaf.grad for leaf in passing.inputs], passing)
+            passing.outputs = []
+        self._happened("I", stage, micro, passing)
+
+    def _weight_backward(self, stage: Stage, micro: int) -> None:
+        passing = self._passing.pop((stage.index, micro))
+        passing.began = time.perf_counter()
+        if passing.weights is not None:
+            passing.weights.run()
+        elif passing.outputs:
+            self._run_backward(passing)
+        self._happened("W", stage, micro, passing)
+
+    def _with_grads(self, stage: Stage, micro: int) -> _Passing:
+        passing = self._passing[stage.index, micro]
+        passing.grads = [None]
+        if not stage.is_last:
+            message = Message(False, stage.index + 1, micro)
+            passing.grads = list(self._traffic.receive(message))
+            self._sizes.pop(message, None)
+        passing.began = time.perf_counter()
+        return passing
+
+    def _run_backward(self, passing: _Passing) -> None:
+        pairs = [pair for pair in zip(passing.outputs, passing.grads, strict=True) if pair[0].requires_grad]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+
+    def _give_back(self, stage: Stage, micro: int, grads: Sequence[Tensor | None], passing: _Passing) -> None:
+        if stage.index:
+            found = [
+                torch.zeros_like(leaf) if grad is None else grad
+                for leaf, grad in zip(passing.inputs, grads, strict=True)
+            ]
+            self._traffic.send(Message(False, stage.index, micro), found)
+        passing.inputs = []
+
+    def _sizes_of(self, message: Message) -> Sequence[Tensor] | None:
+        if message in self._sizes or not (message.forward and self._traffic.in_order):
+            return self._sizes.get(message)
+        look = cast(nn.Module, self._stages[message.cut].shapes)
+        return self._work.forward(look, self._device, self._micros[message.micro])
+
+    def _happened(self, kind: str, stage: Stage, micro: int, passing: _Passing) -> None:
+        if self._event is not None:
+            self._event(kind, stage.index, micro, passing.began, time.perf_counter())
+
+
+class _Arrive(torch.autograd.Function):
+    """What has arrived, as a tensor that may be written into: a leaf may not, and a unit may begin so."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        same = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        return same.set_(leaf.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad

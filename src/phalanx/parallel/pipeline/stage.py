@@ -1,0 +1,308 @@
+"""One stage: the model's own forward, of which only this stage's part is computed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
+from torch.utils._pytree import tree_leaves, tree_map
+
+from phalanx.errors import Problem, RefusedError
+from phalanx.parallel.fakes import fake
+from phalanx.parallel.pipeline.flow import Flow, Key, Mark, tensors
+from phalanx.parallel.pipeline.outline import Outline, drawn, like_arguments, outline, signature
+from phalanx.parallel.pipeline.program import Program, by_values, intercepted, quiet
+
+Receive = Callable[[list[Tensor]], Sequence[Tensor]]
+"""Gives the tensors that these fakes stand for."""
+
+
+class Stage:
+    """Calling it runs a stage.
+
+    Gives what the next stage needs, a list of tensors, or the model's output where there is no next.
+
+    Attributes:
+        index: of the pipeline.
+        regions: of the program that are its own.
+        arriving: the values that it needs from the stage before.
+        leaving: the values that the next one needs.
+        receive: gives the values that arrive; to be set before each call.
+        result: what the last call gave.
+    """
+
+    def __init__(self, program: Program, index: int, regions: range, forms: Forms) -> None:
+        self.program, self.index, self.regions, self._forms = program, index, regions, forms
+        self.arriving = program.crossing(regions.start)
+        self.leaving = program.crossing(regions.stop) if regions.stop < len(program.calls) else []
+        self.receive: Receive = list
+        self.result: Any = None
+        self._units = dict.fromkeys(call.unit for call in program.calls)
+        self._shapes: dict[Any, list[Tensor]] = {}
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it gives the model's output."""
+        return self.regions.stop == len(self.program.calls)
+
+    def learns(self, keys: Sequence[Key]) -> list[bool]:
+        """For each value whether a gradient comes back for it."""
+        return [self.program.values[key].learns for key in keys]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.program.module
+        with _forward_instead(module, self._run):
+            self.result = module(*args, **kwargs)
+        return self.result
+
+    def shapes(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        """Fakes of the values that will arrive for these arguments; runs nothing, and no hooks."""
+        key = (signature(args, kwargs), _around())
+        if key not in self._shapes:
+            if len(self._shapes) > _MOST_SHAPES:
+                self._shapes.clear()
+            found: list[Tensor] = []
+
+            def receive(fakes: list[Tensor]) -> Sequence[Tensor]:
+                found.extend(fakes)
+                raise _Leave([])
+
+            before, self.receive = self.receive, receive
+            try:
+                self._run(self.program.module.forward, *args, **kwargs)
+            finally:
+                self.receive = before
+            self._shapes[key] = found
+        return self._shapes[key]
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = _Run(self, self._forms)
+        try:
+            with intercepted(self._units, run.called), quiet(), run:
+                output = tree_map(run.as_real, forward(*args, **kwargs))
+        except _Leave as leave:
+            return leave.values
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise by_values(error) from None
+        finally:
+            run.forget()
+        if run.call + 1 < len(self.program.calls):
+            raise differs(f"ended after {run.call + 1} of {len(self.program.calls)} calls")
+        if any(isinstance(leaf, FakeTensor) for leaf in tensors(output)):
+            raise differs("gave something in its output that it had not given before")
+        return output
+
+
+class Forms:
+    """What units that are not run here would give, by what they are called with."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._forwards = {call.unit: call.unit.forward for call in program.calls}
+        self._known: dict[Any, Outline] = {}
+
+    def copied(self, units: Mapping[nn.Module, Any], fakes: Mapping[int, Tensor]) -> None:
+        """Run copies of these units, with fakes for their parameters: the units themselves run in other stages."""
+        for unit in units:
+            memo: dict[int, Any] = {id(tensor): fakes[id(tensor)] for tensor in unit.parameters()}
+            memo.update({id(tensor): tensor for tensor in unit.buffers()})
+            self._forwards[unit] = copy.deepcopy(unit, memo).forward
+
+    def of(self, index: int, args: Any, kwargs: Any) -> Outline:
+        """The form of what call ``index`` gives for arguments that are fakes where they depend on parameters.
+
+        Raises:
+            RefusedError: if that depends on more than shapes.
+        """
+        call = self._program.calls[index]
+        key = (call.kin, signature(args, kwargs), _around(), call.unit.training)
+        if key not in self._known:
+            if len(self._known) > _MOST_SHAPES:
+                self._known.clear()
+            try:
+                with torch.no_grad():
+                    output = self._forwards[call.unit](*args, **kwargs)
+                self._known[key], _ = outline(output, args, kwargs, self._program.fakes)
+            except Exception as error:  # what fakes cannot follow
+                like = like_arguments(call.outline, args, kwargs)
+                if like is None:
+                    raise by_values(error, call.name) from None
+                self._known[key] = like
+        return self._known[key]
+
+
+def strip(program: Program, keep: set[str], device: torch.device) -> dict[int, Tensor]:
+    """Leave only the parameters named in ``keep`` in the model; fakes stand where the others were.
+
+    Gives id of a parameter → a fake of it, for all of them.
+    """
+    module = program.module
+    kept = {id(tensor) for name, tensor in module.named_parameters() if name in keep}
+    fakes = {id(tensor): fake(program.fakes, tensor, device) for tensor in module.parameters()}
+    for child in module.modules():
+        gone = {name: tensor for name, tensor in child._parameters.items() if tensor is not None}
+        gone = {name: tensor for name, tensor in gone.items() if id(tensor) not in kept}
+        for name, tensor in gone.items():
+            del child._parameters[name]
+            child.__dict__[name] = fakes[id(tensor)]
+        ids = {id(tensor) for tensor in gone.values()}
+        for name, value in vars(child).items():  # such as the list of weights that a recurrent layer keeps
+            if isinstance(value, list) and any(id(one) in ids for one in value):
+                child.__dict__[name] = [fakes[id(one)] if id(one) in ids else one for one in value]
+    return fakes
+
+
+def differs(what: str) -> RefusedError:
+    """The model has not done what it did when it was looked at."""
+    return RefusedError(
+        [
+            Problem(
+                where="plan.pp",
+                given=f"a model that does not run its parts in the same order for every batch: it {what}",
+                allowed="models whose own code, outside their blocks, does the same for every batch",
+                fix="no skipping of layers by chance (layerdrop=0); or fsdp in place of pp",
+            )
+        ]
+    )
+
+
+_MOST_SHAPES = 4096
+
+
+class _Leave(BaseException):
+    """The stage has done its part. Not an Exception: a model's own ``except Exception`` shall not stop it."""
+
+    def __init__(self, values: list[Tensor]) -> None:
+        super().__init__()
+        self.values = values
+
+
+class _Run(Flow):
+    """One run of a stage."""
+
+    def __init__(self, stage: Stage, forms: Forms) -> None:
+        super().__init__(stage.program.fakes)
+        self.real = stage.regions.start == 0
+        self._stage, self._forms = stage, forms
+        self._waits = dict.fromkeys(stage.arriving) if not self.real else {}
+        self._leaves = dict.fromkeys(stage.leaving)
+        self._awaited: dict[Key, list[tuple[Mark, Tensor]]] = {}
+        self._values: dict[Key, Tensor] = {}
+
+    def forget(self) -> None:
+        """Let go of what tensors that know this run would keep alive in a circle."""
+        self._awaited, self._values = {}, {}
+
+    def came(self, mark: Mark, tensor: Tensor) -> None:
+        key = mark.key
+        assert key is not None
+        if self.real:
+            if key in self._leaves:
+                self._values[key] = tensor
+        elif key in self._waits:
+            self._awaited.setdefault(key, []).append((mark, tensor))
+
+    def within(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.real:
+            args, kwargs = tree_map(self.as_real, args), tree_map(self.as_real, kwargs)
+        return func(*args, **kwargs)
+
+    def called(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A unit is called."""
+        if self.inside:
+            return call(*args, **kwargs)
+        index, program, own = self.call + 1, self._stage.program, self._stage.regions
+        if index >= len(program.calls) or program.calls[index].unit is not unit:
+            raise differs(f"called {type(unit).__name__} where {self._expected(index)}")
+        if index == own.stop:
+            raise _Leave([self._left(key) for key in self._stage.leaving])
+        self.entered()
+        if index == own.start and index > 0:
+            self._arrive()
+        known = program.calls[index]
+        given = list(tensors((args, kwargs)))
+        swap = self.as_real if self.real else self.as_fake
+        args, kwargs = tree_map(swap, args), tree_map(swap, kwargs)
+        self.inside = True
+        try:
+            with _pop_mode_temporarily() if self._on_top() and not (known.reads and self.real) else nullcontext():
+                if self.real:
+                    output = call(*args, **kwargs)
+                else:
+                    output = drawn(self._forms.of(index, args, kwargs), args, kwargs, self.fakes)
+        finally:
+            self.inside = False
+        swapped = list(tensors((args, kwargs)))
+        for place, key in known.written:
+            self.written(given[place], swapped[place], key)
+        self._mark(known.keys, output, known.name)
+        return output
+
+    def _mark(self, keys: Sequence[Key | None], output: Any, name: str) -> None:
+        leaves = tree_leaves(output)
+        if len(leaves) != len(keys):
+            raise differs(f"got {len(leaves)} things from {name} where it got {len(keys)} before")
+        for key, leaf in zip(keys, leaves, strict=True):
+            if key is not None and isinstance(leaf, Tensor):
+                if self.real and isinstance(leaf, FakeTensor):
+                    raise differs(f"let {name} read a tensor inside an object that Phalanx cannot look into")
+                mark = self.mark_of(leaf)
+                if mark is None or mark.key != key:
+                    self.put(leaf, key)
+
+    def _arrive(self) -> None:
+        missing = [key for key in self._waits if key not in self._awaited]
+        if missing:
+            raise differs(f"has not made what it made before, after call {missing[0].call}")
+        fakes = [self.as_fake(self._awaited[key][-1][1]) for key in self._waits]
+        # Every stage begins with the same random stream; layers that drop out are to differ all the same.
+        with torch._C.DisableTorchFunction():
+            seed = int(torch.randint(2**62, ())) ^ (self._stage.index << 32)
+        self.inside = True  # what the receiver does with tensors is none of the model's work
+        values = self._stage.receive(fakes)
+        self.inside = False
+        for key, value in zip(self._waits, values, strict=True):
+            self._values[key] = value
+            for mark, _ in self._awaited[key]:
+                mark.value = value
+        self.real = True
+        if self._stage.program.module.training:
+            torch.manual_seed(seed)
+
+    def _left(self, key: Key) -> Tensor:
+        if key not in self._values:
+            raise differs(f"has not made what it made before, after call {key.call}")
+        return self._values[key]
+
+    def _expected(self, index: int) -> str:
+        calls = self._stage.program.calls
+        return f"it called {calls[index].name} before" if index < len(calls) else "it had ended before"
+
+    def _on_top(self) -> bool:
+        return _get_current_function_mode() is self
+
+
+def _around() -> Any:
+    """What the type of a result depends on beside its arguments."""
+    kinds = ("cpu", "cuda")
+    return tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds)
+
+
+@contextmanager
+def _forward_instead(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
+    """While inside, the module's forward is ``run(forward, ...)``; its hooks are around that."""
+    forward, own = module.forward, "forward" in module.__dict__
+    module.__dict__["forward"] = lambda *args, **kwargs: run(forward, *args, **kwargs)
+    try:
+        yield
+    finally:
+        if own:
+            module.__dict__["forward"] = forward
+        else:
+            del module.__dict__["forward"]

@@ -1,0 +1,168 @@
+"""Messages between the ranks of a pipeline: who sends what to whom in which order, and the sending of it.
+
+Between two ranks messages pass in the order in which a simulation of the schedule makes them. NCCL, which knows no tags
+and works off one message after another, needs both ends to post them in one order; gloo has tags and does not, so
+there a receive whose size is not known yet is left for later. Receives are posted ahead, a few at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.parallel.pipeline.order import Order, timed
+
+_AHEAD = 2  # receives from one rank that are posted before anyone waits for them
+
+
+class Message(NamedTuple):
+    """What one stage sends a neighbour for one micro-batch.
+
+    Attributes:
+        forward: values for the next stage; else gradients for the one before.
+        cut: the stage that begins after the cut they pass.
+        micro: which micro-batch.
+    """
+
+    forward: bool
+    cut: int
+    micro: int
+
+
+Sizes = Callable[[Message], "Sequence[Tensor] | None"]
+"""Tensors, perhaps fakes, of the shapes and types of what a message carries; ``None`` where nobody knows yet."""
+
+
+def messages(order: Order, rank: int) -> dict[int, list[tuple[Message, bool]]]:
+    """Other rank → the messages between it and ``rank``, in order, with whether this rank sends them."""
+    found: dict[int, list[tuple[Message, bool]]] = {}
+    stages = len(order.rank_of)
+    for one in sorted(timed(order), key=lambda one: (one.end, one.action.stage, one.action.kind)):
+        kind, stage, micro = one.action
+        if kind == "W" or (kind == "F" and stage == stages - 1) or (kind != "F" and stage == 0):
+            continue
+        message = Message(kind == "F", stage + 1 if kind == "F" else stage, micro)
+        to = order.rank_of[stage + 1 if kind == "F" else stage - 1]
+        if to != one.rank and rank in (to, one.rank):
+            found.setdefault(to if rank == one.rank else one.rank, []).append((message, rank == one.rank))
+    return found
+
+
+class Traffic:
+    """The messages of one run of one rank."""
+
+    def __init__(
+        self,
+        order: Order,
+        rank: int,
+        *,
+        peers: Sequence[int],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        sizes: Sizes,
+    ) -> None:
+        self._order, self._rank, self._peers, self._group = order, rank, peers, group
+        self._device, self._sizes = device, sizes
+        self._in_order = group is not None and dist.get_backend(group) == "nccl"
+        self._lines = messages(order, rank)
+        self._tags = {message: index for line in self._lines.values() for index, (message, _) in enumerate(line)}
+        self._todo = {other: list(line) for other, line in self._lines.items()}
+        self._ready: dict[Message, list[Tensor]] = {}
+        self._posted: dict[Message, list[tuple[dist.Work | None, Tensor]]] = {}
+        self._sent: list[tuple[dist.Work | None, Tensor]] = []
+        self._handed: dict[Message, list[Tensor]] = {}
+
+    @property
+    def in_order(self) -> bool:
+        """Whether receives are posted in order, and sizes so have to be known ahead."""
+        return self._in_order
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Send what a message carries; to a stage of this rank hand it over."""
+        other = self._other(message)
+        if other == self._rank:
+            self._handed[message] = list(tensors)
+            return
+        self._ready[message] = [tensor.contiguous() for tensor in tensors]
+        self._advance(other)
+        self._sent = [(work, tensor) for work, tensor in self._sent if work is not None and not work.is_completed()]
+
+    def receive(self, message: Message) -> list[Tensor]:
+        """What a message carries; waits for it."""
+        other = self._other(message)
+        if other == self._rank:
+            return self._handed.pop(message)
+        if message not in self._posted:
+            self._advance(other, message)
+        found: list[Tensor] = []
+        for work, tensor in self._posted.pop(message):
+            if work is not None:
+                work.wait()
+            found.append(tensor)
+        self._advance(other)
+        return found
+
+    def expect(self, message: Message) -> None:
+        """Post the receive of a message, and what has to be posted before it."""
+        other = self._other(message)
+        if other != self._rank and message not in self._posted:
+            self._advance(other, message)
+
+    def finish(self) -> None:
+        """Wait until everything has been sent."""
+        for work, _ in self._sent:
+            if work is not None:
+                work.wait()
+        self._sent = []
+
+    def _other(self, message: Message) -> int:
+        before, after = self._order.rank_of[message.cut - 1], self._order.rank_of[message.cut]
+        return after if before == self._rank else before
+
+    def _advance(self, other: int, until: Message | None = None) -> None:
+        """Post what can be posted between this rank and another, in order; ``until`` in any case."""
+        line, at = self._todo[other], 0
+        waiting = sum(message in self._posted for message, mine in self._lines[other] if not mine)
+        while at < len(line):
+            message, mine = line[at]
+            if mine and message in self._ready:
+                self._post_send(message, other)
+            elif not mine and (until is not None or waiting < _AHEAD) and self._post_receive(message, other):
+                waiting += 1
+            elif self._in_order:
+                return
+            else:
+                at += 1  # tags tell messages apart
+                if message == until:
+                    until = None
+                continue
+            line.pop(at)
+            if message == until:
+                until = None
+
+    def _post_send(self, message: Message, other: int) -> None:
+        for leaf, tensor in enumerate(self._ready.pop(message)):
+            work = dist.isend(tensor, self._peers[other], group=self._group, tag=self._tag(message, leaf))
+            self._sent.append((work, tensor))
+
+    def _post_receive(self, message: Message, other: int) -> bool:
+        sizes = self._sizes(message)
+        if sizes is None:
+            return False
+        posted: list[tuple[dist.Work | None, Tensor]] = []
+        for leaf, like in enumerate(sizes):
+            tensor = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+            work = dist.irecv(tensor, self._peers[other], group=self._group, tag=self._tag(message, leaf))
+            posted.append((work, tensor))
+        self._posted[message] = posted
+        return True
+
+    def _tag(self, message: Message, leaf: int) -> int:
+        return self._tags[message] * _MOST_LEAVES + leaf
+
+
+_MOST_LEAVES = 1024
