@@ -32,6 +32,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *_check_device(plan, here),
         *threads.check(plan, kind),
         *compiled.check(plan, kind),
+        *_check_stages(plan),
     ]
 
 
@@ -91,6 +92,20 @@ def _check_batch(job: Job, plan: Plan) -> list[Problem]:
             given=f"{plan.replicas} replicas for a global batch of {job.batch}",
             allowed=f"at most {job.batch} replicas: each needs a sample in every full batch",
             fix=f"dp={job.batch}" if job.batch > 1 else "single",
+        )
+    ]
+
+
+def _check_stages(plan: Plan) -> list[Problem]:
+    if plan.pp == 1 or plan.zero != 2:
+        return []
+    # The stages of a rank run backward at different times, so that no moment has all gradients of a micro-batch.
+    return [
+        Problem(
+            where="plan.zero",
+            given=f"zero=2 with pp={plan.pp}",
+            allowed="zero=1 or zero=3 in a pipeline: gradients of several micro-batches are under way at once",
+            fix=str(replace(plan, zero=1)),
         )
     ]
 

@@ -18,6 +18,21 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     return found
 
 
+def parts(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks; of a model without, its children that have parameters and are called themselves."""
+    return blocks(module) or _called(module)
+
+
+def _called(module: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found += _called(child)
+        elif next(child.parameters(), None) is not None:
+            found.append(child)
+    return found
+
+
 def leave_cache_out(module: nn.Module) -> None:
     """Switch off the cache of keys and values that transformers' models keep by default; training does not read it."""
     for child in module.modules():

@@ -13,7 +13,16 @@ from phalanx.spec import Plan
 
 
 def check(plan: Plan, kind: str) -> list[Problem]:
-    """Compiling for CPUs needs a C++ compiler on the machine."""
+    """Compiling for CPUs needs a C++ compiler on the machine; slices are told by rules that a compiler does not see."""
+    if plan.compile and plan.splits_model:
+        return [
+            Problem(
+                where="plan.compile",
+                given=f"compile=true and a model split over ranks ({replace(plan, compile=False)})",
+                allowed="compile=true where each rank runs the whole model: single, dp, fsdp",
+                fix=str(replace(plan, compile=False)),
+            )
+        ]
     if not plan.compile or kind == "cuda" or shutil.which("g++") or shutil.which("clang++"):
         return []
     return [

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.parallel.blocks import blocks, leave_cache_out
+from phalanx.parallel.blocks import blocks, leave_cache_out, parts
 from phalanx.parallel.example import Example
 from phalanx.parallel.fakes import faked, fakes, quiet
 from phalanx.parallel.sliced import Axis, Cut, Placed, is_sliced
@@ -113,9 +113,9 @@ class Model:
         self.outputs: dict[nn.Module, Any] = {}
         self.known: dict[Any, tuple[nn.Module, list[_Choice]]] = {}
         self._args, self._kwargs, self._batch = seen((example.args, example.kwargs, example.batch))
-        parts = blocks(module) or [child for child in module.children() if any(True for _ in child.parameters())]
+        self.repeats = bool(blocks(module))
         try:
-            with fixed({part: self._watched(part) for part in parts}):
+            with fixed({part: self._watched(part) for part in parts(module)}):
                 self.run()
         except Exception as error:
             raise _UnfitError(error) from None
@@ -125,7 +125,9 @@ class Model:
         return self.example.loss(self.module(*self._args, **self._kwargs), self._batch)
 
     def run_around_blocks(self) -> Any:
-        """The same with every block giving what it gave."""
+        """The same with every block giving what it gave, where the model has repeated blocks."""
+        if not self.repeats:
+            return self.run()
         with fixed({block: lambda *_, block=block, **__: self.outputs[block] for block in self.calls}):
             return self.run()
 
@@ -192,7 +194,8 @@ def _cut(
             continue
         if good(trial, result):
             return choice, trial
-        for grain in trial.grains:
+        # What is asked of a part of the dimension (one of three that are fused) holds within each of them.
+        for grain in (*trial.grains, *((outer * o, i) for o, i in trial.grains)):
             if grain not in seen:
                 seen.add(grain)
                 waiting.append(grain)
@@ -246,7 +249,7 @@ def _fitting(block: nn.Module, group: list[tuple[_Choice, Trial]], run: Callable
 def _vocabulary(model: Model, chosen: dict[int, _Choice], ranks: int) -> list[_Choice]:
     """Cuts of tables of words and of the products that choose among them, outside the blocks."""
     inside = set(chosen)
-    if blocks(model.module):
+    if model.repeats:
         inside |= {id(tensor) for block in model.calls for tensor in block.parameters()}
     found: list[_Choice] = []
     heads: set[int] = set()
