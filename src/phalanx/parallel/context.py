@@ -138,12 +138,20 @@ def _pack(_: nn.Module, args: Any, kwargs: Any) -> Any:
     return args, {**kwargs, _PLACED: placed}
 
 
+def unpacked(args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The arguments that hooks were shown as plain tensors, sliced again; others as they are."""
+    placed = kwargs.pop(_PLACED, None)
+    if not placed:
+        return args, kwargs
+    leaves, structure = tree_flatten((args, kwargs))
+    for index, where in placed.items():
+        leaves[index] = Sliced(leaves[index], where)
+    return tree_unflatten(leaves, structure)
+
+
 def _entering(forward: Callable[..., Any], entrance: Entrance, axis: Axis) -> Callable[..., Any]:
     def entered(*args: Any, **kwargs: Any) -> Any:
-        placed = kwargs.pop(_PLACED, {})
-        leaves, structure = tree_flatten((args, kwargs))
-        for index, where in placed.items():
-            leaves[index] = Sliced(leaves[index], where)
+        leaves, structure = tree_flatten(unpacked(args, kwargs))
         tensor = leaves[entrance.leaf]
         if not (is_sliced(tensor) and tensor.on(axis)):
             leaves[entrance.leaf] = _taken(tensor, entrance, axis)

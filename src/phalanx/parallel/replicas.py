@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.comm import Mesh
+from phalanx.comm import Mesh, local
+from phalanx.parallel.expert import Dealt
 from phalanx.parallel.layout import trainable
 from phalanx.parallel.statistics import RunningStatistics
 from phalanx.parallel.sums import add_up
@@ -20,8 +21,8 @@ from phalanx.spec import Job, Plan
 COPIES = ("dp", "ep", "cp")
 """Dimensions whose ranks hold copies of the same slice, beside ``fsdp``, whose ranks may share it out."""
 
-Apart = Mapping[str, dist.ProcessGroup | None]
-"""Parameters whose copies are on other ranks than the rest's (experts): name → those ranks."""
+APART = ("dp", "cp")
+"""The same for experts, of which the ranks of ``ep`` hold different ones."""
 
 
 class Replicas(ABC):
@@ -53,11 +54,11 @@ class Replicas(ABC):
 class Whole(Replicas):
     """Every rank holds its slice whole and steps all of it."""
 
-    def __init__(self, module: nn.Module, job: Job, mesh: Mesh, apart: Apart) -> None:
+    def __init__(self, module: nn.Module, job: Job, mesh: Mesh, dealt: Dealt) -> None:
         self._parameters = trainable(module)
         self._may_be_unused = job.unused == "allow"
         self._group = mesh.group("fsdp", *COPIES)
-        self._apart = apart
+        self._apart = dict.fromkeys(dealt.slices, mesh.group("fsdp", *APART))
         self._statistics = RunningStatistics(module, self._group)
 
     @property
@@ -94,13 +95,14 @@ class Whole(Replicas):
 class Rows(Replicas):
     """Ranks of ``fsdp`` hold their slice whole and step some rows of it each: ZeRO-1, or 2 with gradients scattered."""
 
-    def __init__(self, module: nn.Module, device: torch.device, job: Job, mesh: Mesh) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, job: Job, mesh: Mesh, dealt: Dealt) -> None:
         from phalanx.parallel.zero import Partition, Scattering
 
         everyone = mesh.group("fsdp", *COPIES)
-        self._partition = Partition(module, mesh.sharding(device, "fsdp", ()), mesh.group(*COPIES), everyone)
+        apart = dict.fromkeys(dealt.slices, mesh.group(*APART))
+        self._partition = Partition(module, mesh.sharding(device, "fsdp", ()), mesh.group(*COPIES), everyone, apart)
         self._scattering = Scattering(self._partition, job) if mesh.plan.zero == 2 else None
-        self._whole = None if self._scattering else Whole(module, job, mesh, {})
+        self._whole = None if self._scattering else Whole(module, job, mesh, dealt)
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -130,14 +132,20 @@ class Rows(Replicas):
 class Sharded(Replicas):
     """Ranks of ``fsdp`` share out each slice: torch's ``fully_shard`` over them, copies along the other dimensions."""
 
-    def __init__(self, module: nn.Module, device: torch.device, plan: Plan, mesh: Mesh) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, plan: Plan, mesh: Mesh, dealt: Dealt) -> None:
         from phalanx.parallel.shard import apply
 
+        for name in dealt.modules if plan.ep > 1 else ():
+            apply(module.get_submodule(name), device, plan, mesh.sharding(device, "fsdp", APART))
         apply(module, device, plan, mesh.sharding(device, "fsdp", COPIES))
         # Reads parameters as they are, which from now on the model's own code may see as wholes of their slices.
         module._get_fsdp_state()._lazy_init()  # pyright: ignore
         self._parameters = trainable(module)
         self._averaged = mesh.size("fsdp", *COPIES)
+        self._experts, self._owners = mesh.group("ep"), mesh.size("ep")
+        apart = [name for name in dealt.inside if plan.ep > 1 and name in self._parameters]
+        self._apart = [self._parameters[name] for name in apart]
+        self._beside = [self._parameters[name] for name in apart if name not in dealt.slices]
         self._statistics = RunningStatistics(module, mesh.group("fsdp", *COPIES))
 
     @property
@@ -149,7 +157,11 @@ class Sharded(Replicas):
         return self._averaged
 
     def finish(self) -> None:
-        pass
+        # FSDP has added gradients of experts up over the ranks that hold the same ones, and divided by their number.
+        if self._beside and self._experts is not None:
+            add_up(_locals(self._beside), self._experts)
+        for grad in _locals(self._apart):
+            grad.div_(self._owners)
 
     def stepped(self) -> None:
         self._statistics.share()
@@ -165,3 +177,7 @@ def _fill(parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> N
     for tensor, ranks in zip(parameters.values(), present.tolist(), strict=True):
         if ranks and tensor.grad is None:
             tensor.grad = torch.zeros_like(tensor)
+
+
+def _locals(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [local(tensor.grad) for tensor in parameters if tensor.grad is not None]

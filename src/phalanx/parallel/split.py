@@ -15,7 +15,7 @@ from torch import nn
 
 from phalanx.comm import Mesh, local
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel import recompute
+from phalanx.parallel import expert, recompute
 from phalanx.parallel.context import Entrance, added_late, entrances, open_for_hooks, share_out_tokens
 from phalanx.parallel.example import Example
 from phalanx.parallel.holding import Holding
@@ -36,9 +36,9 @@ class Split(Layout):
         self._device, self._module = device, module
         cut = _Cut(module, plan, mesh, example)
         recompute.apply(module, plan)
-        self._replicas = _replicas(module, device, job, plan, mesh)
+        self._replicas = _replicas(module, device, job, plan, mesh, cut.dealt)
         if plan.zero == 3:
-            open_for_hooks(module, cut.entrances)
+            open_for_hooks(module, [*cut.entrances, *cut.dealt.modules])
         show_slices(cut.places)
         parameters = self._replicas.parameters
         self._late = [parameters[name] for name in cut.late if name in parameters]
@@ -68,11 +68,13 @@ class Split(Layout):
         self._replicas.stepped()
 
 
-def _replicas(module: nn.Module, device: torch.device, job: Job, plan: Plan, mesh: Mesh) -> Replicas:
+def _replicas(
+    module: nn.Module, device: torch.device, job: Job, plan: Plan, mesh: Mesh, dealt: expert.Dealt
+) -> Replicas:
     if plan.zero == 3:
-        return Sharded(module, device, plan, mesh)
+        return Sharded(module, device, plan, mesh, dealt)
     module.to(device)
-    return Rows(module, device, job, mesh) if plan.zero else Whole(module, job, mesh, {})
+    return Rows(module, device, job, mesh, dealt) if plan.zero else Whole(module, job, mesh, dealt)
 
 
 class _Cut:
@@ -82,6 +84,7 @@ class _Cut:
         slices: what this rank holds of each split parameter, by name.
         places: which modules read them.
         entrances: the blocks that hidden states enter sliced along their tokens.
+        dealt: experts dealt out.
         late: parameters whose gradients are added up over ``tp`` at the end of a step.
     """
 
@@ -91,6 +94,7 @@ class _Cut:
         self.entrances: list[str] = []
         self.late: list[str] = []
         tensors = Axis("tp", size=plan.tp, rank=mesh.at["tp"], group=mesh.group("tp"), tokens=plan.sequence)
+        experts = expert.find(module, example, plan)
         cuts = _weights(module, plan, example) if plan.tp > 1 else {}
         if plan.cp > 1:
             at, group = mesh.at["cp"], mesh.group("cp")
@@ -106,6 +110,9 @@ class _Cut:
         if cuts:
             placed = {name: (Placed(tensors, dim, cut),) for name, (dim, cut) in cuts.items()}
             self.slices, self.places = split_weights(module, placed)
+        self.dealt = expert.deal_out(module, experts, plan, mesh, tensors)
+        self.slices |= self.dealt.slices
+        self.late = [*(name for name in self.late if name not in self.dealt.inside), *self.dealt.late]
 
 
 def _weights(module: nn.Module, plan: Plan, example: Example) -> dict[str, tuple[int, Cut]]:

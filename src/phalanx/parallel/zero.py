@@ -12,7 +12,7 @@ each whole parameter, and ZeroRedundancyOptimizer deals out whole parameters, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -161,15 +161,25 @@ class Partition:
         shards: DeviceMesh,
         replicas: dist.ProcessGroup | None,
         everyone: dist.ProcessGroup | None,
+        apart: Mapping[str, dist.ProcessGroup | None] | None = None,
     ) -> None:
-        """Cut over ``shards``, in as many copies as ``replicas`` has ranks; ``everyone`` are the ranks of both."""
+        """Cut over ``shards``, in as many copies as ``replicas`` has ranks; ``everyone`` are the ranks of both.
+
+        ``apart``: parameters with copies on other ranks than the rest's, by name.
+        """
         trainable = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
         self.everyone, self.world_size = everyone, dist.get_world_size(everyone)
         self._statistics = RunningStatistics(module, everyone)
         self.slices = [Slice(name, tensor, shards) for name, tensor in trainable]
         self.shards: dict[str, torch.Tensor] = {piece.name: piece.shard for piece in self.slices}
         # Backward reaches parameters roughly in reverse order of definition.
-        self.buckets = [Bucket(group, shards.get_group(), replicas) for group in cut(self.slices[::-1])]
+        others = apart or {}
+        kinds: dict[dist.ProcessGroup | None, list[Slice]] = {}
+        for piece in self.slices[::-1]:
+            kinds.setdefault(others.get(piece.name, replicas), []).append(piece)
+        self.buckets = [
+            Bucket(run, shards.get_group(), copies) for copies, pieces in kinds.items() for run in cut(pieces)
+        ]
         for tensor in module.buffers():
             if self.world_size > 1 and tensor.is_floating_point():
                 dist.broadcast(tensor, group=everyone, group_src=0)

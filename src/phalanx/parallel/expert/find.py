@@ -1,0 +1,279 @@
+"""Finds a model's experts by how they are called and by what they compute, not by names or classes.
+
+Experts that can be dealt out are one module that holds the weights of all as tensors whose first dimension counts them
+(transformers' since version 5 do), called with hidden states (..., H), the experts chosen for each (..., K) and the
+weights of these (..., K), and that adds up over the K what each expert makes of the hidden state. That this is so is
+tried: a few rows through all experts must give what they give through some experts at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from phalanx.errors import Problem, RefusedError
+from phalanx.parallel.blocks import blocks
+from phalanx.parallel.example import Example
+from phalanx.parallel.sliced import Cut
+from phalanx.parallel.tensor.find import dry
+from phalanx.parallel.tensor.trial import fixed
+from phalanx.spec import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """A module that holds experts, and how it is called.
+
+    Attributes:
+        name: of the module.
+        count: experts.
+        leaves: where among the leaves of its arguments hidden states, chosen experts and their weights are.
+        parameters: names, within the module, of what holds one row an expert.
+        numbers: attributes that say how many experts there are.
+    """
+
+    name: str
+    count: int
+    leaves: tuple[int, int, int]
+    parameters: tuple[str, ...]
+    numbers: tuple[str, ...] = ()
+
+
+def find(module: nn.Module, example: Example, plan: Plan) -> list[Experts]:
+    """The experts of ``module``; none where it has none.
+
+    Raises:
+        RefusedError: if the plan has ``ep`` and nothing can be dealt out over it.
+    """
+    seen = _seen(module, example)
+    found, unlike = [], []
+    known: dict[Any, Experts | None] = {}
+    for name, child in module.named_modules():
+        if child not in seen:
+            continue
+        key = (type(child), seen[child].leaves, [tuple(tensor.shape) for tensor in child.parameters()].__str__())
+        if key not in known:
+            known[key] = _tried(child, seen[child], plan.ep * plan.tp)
+        experts = known[key]
+        if experts is None:
+            unlike.append(name)
+        else:
+            found.append(replace(experts, name=name))
+    if plan.ep > 1:
+        _refuse(module, plan, found, unlike)
+    return found
+
+
+def whole_call(experts: Experts, args: Any, kwargs: Any) -> tuple[list[Tensor], Callable[..., tuple[Any, Any]]]:
+    """Hidden states, chosen experts and weights of a call, and what puts others in their places."""
+    leaves, structure = tree_flatten((args, kwargs))
+
+    def with_others(*others: Tensor) -> tuple[Any, Any]:
+        changed = list(leaves)
+        for index, other in zip(experts.leaves, others, strict=True):
+            changed[index] = other
+        return tree_unflatten(changed, structure)
+
+    return [leaves[index] for index in experts.leaves], with_others
+
+
+@contextmanager
+def counting(module: nn.Module, experts: Experts, here: int) -> Iterator[None]:
+    """Inside, the module's own code reads that there are ``here`` experts."""
+    before = {name: module.__dict__[name] for name in experts.numbers}
+    module.__dict__.update(dict.fromkeys(experts.numbers, here))
+    try:
+        yield
+    finally:
+        module.__dict__.update(before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    leaves: tuple[int, int, int]
+    shapes: tuple[torch.Size, torch.Size]
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    call: tuple[Any, Any]
+
+
+def _seen(module: nn.Module, example: Example) -> dict[nn.Module, _Seen]:
+    """Modules with weights for many experts that are called as experts are."""
+    candidates = [child for child in module.modules() if _count(child) > 1]
+    if not candidates:
+        return {}
+    seen: dict[nn.Module, _Seen] = {}
+
+    def watched(child: nn.Module) -> Callable[..., Any]:
+        forward = child.forward
+
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            call = _as_experts(args, kwargs)
+            if call is not None:
+                seen.setdefault(child, call)
+            return forward(*args, **kwargs)
+
+        return watching
+
+    with dry(module, example) as (model, _), fixed({child: watched(child) for child in candidates}):
+        model.run()
+    return seen
+
+
+def _count(module: nn.Module) -> int:
+    counts = {tensor.shape[0] for tensor in module._parameters.values() if tensor is not None and tensor.dim() == 3}
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def _as_experts(args: Any, kwargs: Any) -> _Seen | None:
+    leaves, _ = tree_flatten((args, kwargs))
+    tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    whole = [i for i, one in tensors.items() if one.dtype in (torch.int64, torch.int32) and one.dim() >= 2]
+    if len(tensors) != 3 or len(whole) != 1:
+        return None
+    chosen = tensors[whole[0]]
+    first, second = (index for index in tensors if index != whole[0])
+    if tensors[second].shape != chosen.shape:
+        first, second = second, first
+    hidden, weight = tensors[first], tensors[second]
+    if weight.shape != chosen.shape or hidden.shape[:-1] != chosen.shape[:-1]:
+        return None
+    if not (hidden.is_floating_point() and weight.is_floating_point()):
+        return None
+    blank = tree_unflatten([None if i in tensors else leaf for i, leaf in enumerate(leaves)], _)
+    return _Seen(
+        (first, whole[0], second), (hidden.shape, chosen.shape), (hidden.dtype, chosen.dtype, weight.dtype), blank
+    )
+
+
+def _tried(module: nn.Module, seen: _Seen, ranks: int) -> Experts | None:
+    """How to make the module count only some experts, found by trying."""
+    count = _count(module)
+    tables = [name for name, one in module._parameters.items() if one is not None and one.shape[:1] == (count,)]
+    surely = [name for name in tables if module._parameters[name].dim() > 1]  # pyright: ignore[reportOptionalMemberAccess]
+    numbers = [name for name, value in vars(module).items() if type(value) is int and value == count]
+    perhaps = [*numbers, *(name for name in tables if name not in surely)]
+    whole = Experts(name="", count=count, leaves=seen.leaves, parameters=tuple(tables), numbers=())
+    if any(tensor.is_meta for tensor in module.parameters()):
+        return replace(whole, numbers=tuple(name for name in numbers if "expert" in name))
+    for chosen in _subsets(perhaps):
+        experts = replace(
+            whole,
+            parameters=tuple(name for name in tables if name in surely or name in chosen),
+            numbers=tuple(name for name in numbers if name in chosen),
+        )
+        if _adds_up(module, experts, seen, min(ranks, count)):
+            return experts
+    return None
+
+
+def _subsets(names: list[str]) -> Iterable[tuple[str, ...]]:
+    """All, then those that leave out some."""
+    return (chosen for size in range(len(names), -1, -1) for chosen in combinations(names, size))
+
+
+def _adds_up(module: nn.Module, experts: Experts, seen: _Seen, ranks: int) -> bool:
+    """Whether some experts at a time, added up, give what all experts give."""
+    hidden_shape, chosen_shape = seen.shapes
+    few, each = (1,) * (len(chosen_shape) - 2), chosen_shape[-1]
+    random = torch.Generator().manual_seed(0)
+    device = next(module.parameters()).device
+    hidden = torch.randn(*few, 2, hidden_shape[-1], generator=random).to(device, seen.dtypes[0])
+    weight = torch.rand(*few, 2, each, generator=random).to(device, seen.dtypes[2])
+    ends = torch.tensor([list(range(each)), list(range(experts.count - each, experts.count))])
+    chosen = ends.view(*few, 2, each).to(device, seen.dtypes[1])
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            whole = _run(module, experts, seen, (hidden, chosen, weight))
+            parts = torch.zeros_like(whole)
+            for (held,) in Cut.even(experts.count, ranks).expanded():
+                for slot in range(each):
+                    mine = (chosen[..., slot] >= held[0]) & (chosen[..., slot] < held[1])
+                    if mine.any():
+                        rows = (
+                            tensor[mine].view(*few, -1, 1)
+                            for tensor in (chosen[..., slot] - held[0], weight[..., slot])
+                        )
+                        index, factor = rows
+                        with _some(module, experts, held):
+                            given = (hidden[mine].view(*few, -1, hidden.shape[-1]), index, factor)
+                            parts[mine] += _run(module, experts, seen, given).flatten(0, -2)
+    except Exception:  # what the module cannot do with fewer experts, or one a row
+        return False
+    finally:
+        module.train(training)
+    exact = hidden.dtype in (torch.float32, torch.float64)
+    return torch.allclose(
+        whole, parts, rtol=1e-4 if exact else 0.1, atol=float(whole.abs().max()) * 1e-4, equal_nan=True
+    )
+
+
+def _run(module: nn.Module, experts: Experts, seen: _Seen, tensors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    _, with_others = whole_call(experts, *seen.call)
+    args, kwargs = with_others(*tensors)
+    return module.forward(*args, **kwargs)
+
+
+@contextmanager
+def _some(module: nn.Module, experts: Experts, held: tuple[int, int]) -> Iterator[None]:
+    """The module with experts [start, stop) only."""
+    table: dict[str, Any] = module._parameters
+    before = {name: table[name] for name in experts.parameters}
+    for name, tensor in before.items():
+        table[name] = nn.Parameter(tensor.detach()[slice(*held)], requires_grad=False)
+    try:
+        with counting(module, experts, held[1] - held[0]):
+            yield
+    finally:
+        table.update(before)
+
+
+def _refuse(module: nn.Module, plan: Plan, found: list[Experts], unlike: list[str]) -> None:
+    fewest = min((experts.count for experts in found), default=0)
+    if fewest >= plan.ep:
+        return
+    whole = replace(plan, ep=1, dp=plan.dp * plan.ep)
+    allowed = (
+        "models with a module that holds all experts' weights in tensors (experts, ..., ...) and is called with hidden "
+        "states (tokens, width), the experts chosen for each (tokens, k) and their weights (tokens, k)"
+    )
+    if found:
+        given, allowed = f"ep={plan.ep} for layers of {fewest} experts", f"at most {fewest}: a rank holds one or more"
+        whole = replace(plan, ep=fewest, dp=plan.dp * plan.ep // fewest) if plan.ep % fewest == 0 else whole
+    elif unlike:
+        given = f"ep={plan.ep} for experts that do not simply add up, one by one: {_some_names(unlike)}"
+    elif lists := _lists(module):
+        given = f"ep={plan.ep} for experts that are modules of their own, called one by one: {_some_names(lists)}"
+    elif others := [name for name, child in module.named_modules() if _own(child) and _count(child) > 1]:
+        given = f"ep={plan.ep} for modules that are called in another way: {_some_names(others)}"
+    else:
+        given = f"ep={plan.ep} for a model without experts"
+    raise RefusedError([Problem(where="plan.ep", given=given, allowed=allowed, fix=str(whole))])
+
+
+def _lists(module: nn.Module) -> list[str]:
+    """Lists of equal modules inside the repeated blocks: what experts called one by one look like."""
+    names = {child: name for name, child in module.named_modules()}
+    inside = [child for block in blocks(module) or [module] for child in block.modules()]
+    lists = [child for child in inside if isinstance(child, nn.ModuleList) and len(child) > 1]
+    return [names[one] for one in lists if len({_shapes(member) for member in one}) == 1]
+
+
+def _shapes(module: nn.Module) -> tuple[Any, ...]:
+    return tuple((name, tuple(tensor.shape)) for name, tensor in module.named_parameters())
+
+
+def _own(module: nn.Module) -> bool:
+    return not type(module).__module__.startswith("torch.nn.")
+
+
+def _some_names(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
