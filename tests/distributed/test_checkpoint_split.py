@@ -274,6 +274,47 @@ def test_other_groups_are_refused_on_the_stage_that_has_them(saved: dict[str, Pa
     ranks(2, target)
 
 
+def test_groups_of_equal_options_are_one_over_stages(tmp_path: Path) -> None:
+    """A group for each parameter: nobody can say which of one stage belongs to which of another, nor need to."""
+
+    def each(held: Held) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            [{"params": [tensor], "lr": 0.1 * tensor.ndim} for tensor in held.parameters.values()], momentum=0.9
+        )
+
+    def save(rank: int) -> None:
+        held = laid_out("pp=2", rank).held
+        tensors, state = checkpoint.optimizer_tensors(each(held), held.parameters, parts(held))
+        assert tensors == {}
+        assert [len(group["parameters"]) for group in state["groups"]] == [4, 2, 1]
+        checkpoint.save(tmp_path, step=1, tensors=tensors, state={"optimizer": state})
+
+    ranks(2, save)
+    held = laid_out("single").held
+    optimizer = each(held)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    checkpoint.restore_optimizer(optimizer, held.parameters, tmp_path / "step-00000001")
+    assert all(group["lr"] == 0.1 * group["params"][0].ndim for group in optimizer.param_groups)
+    mixed = torch.optim.SGD(held.parameters.values(), lr=0.0, momentum=0.9)
+    with pytest.raises(CheckpointError, match="a group of 7 here, of no group there"):
+        checkpoint.restore_optimizer(mixed, held.parameters, tmp_path / "step-00000001")
+
+
+def test_what_is_no_piece_of_a_whole_stays_so() -> None:
+    """A step is one number, whatever its shape; that of a copy is a copy."""
+    parameters = {"slice": torch.zeros(1), "copy": torch.zeros(3)}
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
+    for parameter in parameters.values():
+        optimizer.state[parameter]["step"] = torch.tensor([2.0])
+    of = {"slice": Part(shape=(2,), ranges={0: ((1, 2),)}), "copy": Part(shape=(3,), counts=False)}
+    tensors, _ = checkpoint.optimizer_tensors(optimizer, parameters, of)
+    assert type(tensors["optimizer.slice.step"]) is Tensor
+    copy = tensors["optimizer.copy.step"]
+    assert isinstance(copy, Pieces)
+    assert copy.part == Part(shape=(1,), counts=False)
+
+
 def test_blocks_of_a_slice() -> None:
     """By hand: rows 1 and 2 and row 4 of five, columns 2 and 3 of four."""
     whole = torch.arange(20.0).view(5, 4)

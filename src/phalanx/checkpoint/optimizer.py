@@ -278,10 +278,7 @@ def _matched(
     known, then = frozenset(names.values()), frozenset[str]().union(*(members for members, _ in there))
     loosely = saved.get("grouped_by") == "options"  # a pipeline's stages: several groups may have become one
     found = [
-        next(
-            (options for members, options in there if own == members & known or (loosely and own <= members)),
-            None if own else {},
-        )
+        next((options for members, options in there if own == members & known or (loosely and own <= members)), None)
         for own in here
     ]
     if everywhere != then or None in found:
