@@ -64,7 +64,7 @@ class Axis:
 
     def add_up(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """``tensor`` summed over the ranks, in place where it is contiguous."""
-        self._notice("all_reduce", tensor)
+        self.tell("all_reduce", tensor)
         if self.group is not None:
             tensor = tensor.contiguous()
             dist.all_reduce(tensor, op=op, group=self.group)
@@ -72,7 +72,7 @@ class Axis:
 
     def gather(self, local: Tensor, dim: int, cut: Cut) -> Tensor:
         """The whole tensor of which each rank holds its ``cut`` along ``dim``."""
-        self._notice("all_gather", local)
+        self.tell("all_gather", local)
         longest = max(cut.lengths)
         if self.group is None:
             return local.new_empty((*local.shape[:dim], cut.size, *local.shape[dim + 1 :]))
@@ -89,19 +89,20 @@ class Axis:
     def add_up_and_keep(self, tensor: Tensor, dim: int, cut: Cut) -> Tensor:
         """This rank's ``cut`` along ``dim`` of ``tensor`` summed over the ranks."""
         if not cut.equal or self.group is None:
-            self._notice("reduce_scatter" if self.group is None else "all_reduce", tensor)
+            self.tell("reduce_scatter" if self.group is None else "all_reduce", tensor)
             if self.group is None:
                 return piece(tensor, dim, cut, self.rank)
             tensor = tensor.contiguous()
             dist.all_reduce(tensor, group=self.group)
             return piece(tensor, dim, cut, self.rank).contiguous()
-        self._notice("reduce_scatter", tensor)
+        self.tell("reduce_scatter", tensor)
         pieces = torch.stack([piece(tensor, dim, cut, rank) for rank in range(self.size)])
         out = torch.empty_like(pieces[0])
         reduce_scatter_sum(out.view(-1), pieces.view(-1), self.group).wait()
         return out
 
-    def _notice(self, kind: str, tensor: Tensor) -> None:
+    def tell(self, kind: str, tensor: Tensor) -> None:
+        """A collective of this kind is about to send ``tensor``."""
         if self.notice is not None:
             self.notice(kind, tensor)
 
@@ -151,7 +152,12 @@ def shared(tensor: Tensor, axis: Axis) -> Tensor:
         if axis.trial is not None:
             axis.trial.late.add(id(tensor))
         return tensor
-    return _remembered(tensor, axis, "shared", lambda: _Shared.apply(tensor, axis))
+    if tensor.is_leaf:
+        return _Shared.apply(tensor, axis)  # it would be kept alive by what it remembers
+    memory = vars(tensor).setdefault("_shared_along", {})  # pyright: ignore
+    if axis not in memory:
+        memory[axis] = _Shared.apply(tensor, axis)
+    return memory[axis]
 
 
 def total(tensor: Tensor, axis: Axis) -> Tensor:
@@ -186,18 +192,13 @@ def opened(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
 
     Gathered once however many products read it.
     """
-    return _remembered(local, axis, "opened", lambda: _Opened.apply(local, dim, cut, axis))
-
-
-def _remembered(tensor: Tensor, axis: Axis, what: str, make: Callable[[], Tensor]) -> Tensor:
-    """One result for each tensor and axis, for as long as somebody else holds it."""
-    memory: dict[Any, weakref.ref[Tensor]] = vars(tensor).setdefault("_sliced_memory", {})  # pyright: ignore
-    key = (axis, what, torch.is_grad_enabled())
+    memory: dict[Any, weakref.ref[Tensor]] = vars(local).setdefault("_opened_along", {})  # pyright: ignore
+    key = (axis, torch.is_grad_enabled())
     known = memory.get(key)
     found = known() if known is not None else None
     if found is None:
-        found = make()
-        memory[key] = weakref.ref(found)
+        found = _Opened.apply(local, dim, cut, axis)
+        memory[key] = weakref.ref(found)  # weak: what is gathered is large, and lives as long as backward needs it
     return found
 
 
@@ -205,7 +206,7 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return tensor.view_as(tensor)
+        return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
