@@ -6,14 +6,16 @@ queries of its own tokens and needs everybody's keys and values; ``tokens`` says
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from phalanx.parallel.sliced.align import brought, gathered
 from phalanx.parallel.sliced.axis import Axis, Placed
 from phalanx.parallel.sliced.cut import Cut
 from phalanx.parallel.sliced.elementwise import OwnStream
+from phalanx.parallel.sliced.how import How
 from phalanx.parallel.sliced.tensor import RULES, is_sliced, sliced
-from phalanx.parallel.sliced.tokens import How, attend_over
+from phalanx.parallel.sliced.tokens import attend_over, whole_mask
 
 _HEADS, _TOKENS = -3, -2
 
@@ -39,15 +41,13 @@ def attention(func: Any, args: Any, kwargs: Any) -> Any:
                 axis.trial.attends(causal)
         cuts.append((axis, dim, cut))
     how = How(_here(mask), dropout, causal, scale, grouped)
-    if over is not None:
-        cut = next(cut for axis, _, cut in cuts if axis is over)
-        whole = not (is_sliced(k) and k.on(over))
-        local = attend_over(over, cut, _here(q), _here(k), _here(v), how, whole=whole)
-    elif dropout:
-        with OwnStream(_here(q).device, list(axes.values())):
+    with OwnStream(_here(q).device, list(axes.values())) if dropout else nullcontext():
+        if over is None:
             local = how.run(_here(q), _here(k), _here(v))
-    else:
-        local = how.run(_here(q), _here(k), _here(v))
+        else:
+            cut = next(cut for axis, _, cut in cuts if axis is over)
+            whole = _on(k, over) is None
+            local = attend_over(over, cut, _here(q), _here(k), _here(v), how, whole=whole)
     return sliced(local, [Placed(axis, local.dim() + dim, cut) for axis, dim, cut in cuts])
 
 
@@ -59,7 +59,9 @@ def _arranged(q: Any, k: Any, v: Any, mask: Any, axis: Axis) -> Any:
         return None
     if at["q"] and at["q"][0] == _TOKENS:
         cut = at["q"][1]
-        k, v = (_same_tokens(tensor, axis, cut) for tensor in (k, v))
+        if not all(_same_tokens(tensor, axis, cut) for tensor in (k, v)):
+            # Whole ones stay whole, each rank reading them for its own queries.
+            k, v = (gathered(tensor, axis, partly=True) for tensor in (k, v))
         return q, k, v, _rows(mask, axis, cut), _TOKENS, cut
     if dims - {_HEADS} or not dims:
         batch = min(dims, default=0)
@@ -88,18 +90,16 @@ def _by_heads(q: Any, k: Any, v: Any, mask: Any, axis: Axis, at: dict[str, Any])
     return q, k, v, None if mask is None else brought(mask, axis, _HEADS, cut), _HEADS, cut
 
 
-def _same_tokens(tensor: Any, axis: Axis, cut: Cut) -> Any:
-    """Keys or values cut as the queries are; whole ones stay whole, each rank reading them for its own queries."""
+def _same_tokens(tensor: Any, axis: Axis, cut: Cut) -> bool:
+    """Whether keys or values are cut as the queries are."""
     place = _on(tensor, axis)
-    if place is None:
-        return gathered(tensor, axis, partly=True)
-    if place[0] == _TOKENS and place[1].same(cut):
-        return tensor
-    return gathered(tensor, axis, partly=True)
+    return place is not None and place[0] == _TOKENS and place[1].same(cut)
 
 
 def _rows(mask: Any, axis: Axis, cut: Cut) -> Any:
-    return None if mask is None else brought(mask, axis, _TOKENS, cut)
+    if mask is None:
+        return None
+    return gathered(mask, axis, partly=True) if whole_mask(axis) else brought(mask, axis, _TOKENS, cut)
 
 
 def _on(tensor: Any, axis: Axis) -> tuple[int, Cut] | None:

@@ -8,39 +8,40 @@ holds all of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.parallel.sliced.axis import Axis, opened
+from phalanx.parallel.sliced import alltoall, ring
+from phalanx.parallel.sliced.axis import Axis, opened, piece
 from phalanx.parallel.sliced.cut import Cut
+from phalanx.parallel.sliced.how import How
 
 
-@dataclass(frozen=True, slots=True)
-class How:
-    """What attention is asked to do beside its three inputs."""
-
-    mask: Any
-    dropout: float
-    causal: bool
-    scale: float | None
-    grouped: bool
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """On plain tensors."""
-        return F.scaled_dot_product_attention(
-            q, k, v, self.mask, self.dropout, self.causal, scale=self.scale, enable_gqa=self.grouped
-        )
+def whole_mask(axis: Axis) -> bool:
+    """Whether ``attend_over`` is given the mask whole along ``axis``, not this rank's rows of it."""
+    return axis.attention == "alltoall"
 
 
 def attend_over(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: How, *, whole: bool) -> Tensor:
-    """Attention of this rank's queries; keys and values are ``whole`` already, or cut as the queries are."""
-    if not whole:
-        k, v = (opened(tensor, tensor.dim() - 2, cut, axis) for tensor in (k, v))
-    return _rows(axis, cut, q, k, v, how)
+    """Attention of this rank's queries; keys and values are ``whole`` already, or cut as the queries are.
+
+    A mask has all columns, and the rows that ``whole_mask`` says.
+    """
+    if whole or axis.attention == "gather" or not _alike(q, k, v):
+        if not whole:
+            k, v = (opened(tensor, tensor.dim() - 2, cut, axis) for tensor in (k, v))
+        return _rows(axis, cut, q, k, v, _own_rows(axis, cut, how))
+    dims = q.dim()
+    lead = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in (q, k, v)))
+    q, k, v, how = _four_dimensions(*_cast(q, k, v, how), lead)
+    if axis.attention == "alltoall" and q.shape[1] >= axis.size:
+        out = alltoall.attend(axis, cut, q, k, v, how)
+    else:
+        out = ring.attend(axis, cut, q, k, v, _own_rows(axis, cut, how))
+    return out.reshape(*lead, *out.shape[1 if dims > 2 else 2 :])
 
 
 def _rows(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
@@ -49,9 +50,52 @@ def _rows(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: How) -> Te
     if how.causal:
         mine = positions(cut, axis.rank, q.device).unsqueeze(1) >= torch.arange(k.shape[-2], device=q.device)
         mask = mine if mask is None else mask & mine
-    return How(mask, how.dropout, False, how.scale, how.grouped).run(q, k, v)
+    return replace(how, mask=mask, causal=False).run(q, k, v)
 
 
 def positions(cut: Cut, rank: int, device: torch.device) -> Tensor:
     """Where in the whole sequence the tokens that ``rank`` holds stand, (tokens,)."""
-    return torch.cat([torch.arange(start, stop, device=device) for start, stop in cut.expanded()[rank]])
+    return piece(torch.arange(cut.size, device=device), 0, cut, rank)
+
+
+def _own_rows(axis: Axis, cut: Cut, how: How) -> How:
+    if how.mask is None or not whole_mask(axis) or how.mask.shape[-2] == 1:
+        return how
+    return how.masked(piece(how.mask, how.mask.dim() - 2, cut, axis.rank))
+
+
+def _alike(*tensors: Tensor) -> bool:
+    """Whether these can be sent together; torch itself says what is wrong with others."""
+    return len({tensor.dtype for tensor in tensors}) == 1 and tensors[0].is_floating_point()
+
+
+def _cast(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, How]:
+    """In the type that autocast gives attention, where that is on."""
+    kind = q.device.type
+    if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
+        return q, k, v, how
+    dtype = torch.get_autocast_dtype(kind)
+    mask = how.mask
+    if mask is not None and mask.is_floating_point():
+        how = how.masked(mask.to(dtype))
+    return q.to(dtype), k.to(dtype), v.to(dtype), how
+
+
+def _four_dimensions(q: Tensor, k: Tensor, v: Tensor, how: How, lead: torch.Size) -> tuple[Tensor, Tensor, Tensor, How]:
+    """As (batch, heads, tokens, features): the dimensions before the heads, ``lead``, made one."""
+    q, k, v = (tensor[(None,) * max(0, 3 - tensor.dim())] for tensor in (q, k, v))
+    if not how.grouped:
+        heads = torch.broadcast_shapes(*(tensor.shape[-3:-2] for tensor in (q, k, v)))
+        q, k, v = (tensor.expand(*tensor.shape[:-3], *heads, *tensor.shape[-2:]) for tensor in (q, k, v))
+    q, k, v = (_folded(tensor.expand(*lead, *tensor.shape[-3:])) for tensor in (q, k, v))
+    mask: Any = how.mask
+    if mask is not None:
+        mask = mask[(None,) * max(0, 4 - mask.dim())]
+        if mask.dim() > 4:
+            mask = mask.expand(*lead, *mask.shape[-3:])
+        mask = _folded(mask)
+    return q, k, v, how.masked(mask)
+
+
+def _folded(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 4 else tensor.reshape(-1, *tensor.shape[-3:])
