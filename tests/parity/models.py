@@ -122,10 +122,113 @@ def bert() -> px.Job:
     )
 
 
+def llama() -> px.Job:
+    """transformers' Llama: grouped-query heads, gated layers, rotary positions, padding."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = LlamaConfig(vocab_size=64, max_position_embeddings=12, num_key_value_heads=2, **sizes)
+    return job(
+        lambda: LlamaForCausalLM(config),
+        _sentences(),
+        lambda output, batch: px.cross_entropy(output.logits[:, :-1], batch["labels"][:, 1:]),
+        inputs=lambda batch: {name: batch[name] for name in ("input_ids", "attention_mask")},
+    )
+
+
+def mixtral() -> px.Job:
+    """transformers' Mixtral: a mixture of four experts."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = MixtralConfig(
+        vocab_size=64, max_position_embeddings=12, num_key_value_heads=2, num_local_experts=4, **sizes
+    )
+    return job(
+        lambda: MixtralForCausalLM(config),
+        _sentences(),
+        lambda output, batch: px.cross_entropy(output.logits[:, :-1], batch["labels"][:, 1:]),
+        inputs=lambda batch: {name: batch[name] for name in ("input_ids", "attention_mask")},
+    )
+
+
+def t5() -> px.Job:
+    """transformers' T5: encoder and decoder of unequal lengths, positions as a bias of attention, tied embedding."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0)
+    table = _sentences()
+    generator = torch.Generator().manual_seed(4)
+    targets = torch.randint(1, 64, (LENGTH, 7), generator=generator)
+
+    class Pairs(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return LENGTH
+
+        def __getitem__(self, index: int) -> Any:
+            return {**table[index], "decoder_input_ids": targets[index]}
+
+    names = ("input_ids", "attention_mask", "decoder_input_ids")
+    return job(
+        lambda: T5ForConditionalGeneration(config),
+        Pairs(),
+        lambda output, batch: px.cross_entropy(output.logits[:, :-1], batch["decoder_input_ids"][:, 1:]),
+        inputs=lambda batch: {name: batch[name] for name in names},
+    )
+
+
+def vit() -> px.Job:
+    """transformers' ViT: tokens that are patches of an image, and one more."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = ViTConfig(image_size=8, patch_size=2, num_channels=1, num_labels=5, **sizes)
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randn(LENGTH, 1, 8, 8, generator=generator)
+    table = px.Table(pixel_values=images, y=torch.randint(5, (LENGTH,), generator=generator))
+    return job(
+        lambda: ViTForImageClassification(config),
+        table,
+        lambda output, batch: px.cross_entropy(output.logits, batch["y"]),
+        inputs=lambda batch: {"pixel_values": batch["pixel_values"]},
+        unused="allow",
+    )
+
+
+class Irregular(nn.Module):
+    """Two branches, a module used twice, a connection that skips, and no repeated blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 24)
+        self.left = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24))
+        self.right = nn.Linear(24, 24, bias=False)
+        self.shared = nn.Linear(24, 24)
+        self.norm = nn.LayerNorm(24)
+        self.head = nn.Linear(48, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = torch.relu(self.first(x))
+        both = self.left(start) + torch.sigmoid(self.right(start))
+        once = torch.tanh(self.shared(both))
+        twice = self.shared(self.norm(once))
+        return self.head(torch.cat((twice, start), dim=-1))
+
+
+def irregular() -> px.Job:
+    """A plain mean as loss."""
+    return job(Irregular, rows(), lambda output, batch: nn.functional.cross_entropy(output, batch["y"]))
+
+
 MODELS: dict[str, Callable[[], px.Job]] = {
     "ConvNet": convnet,
     "MLP": mlp,
+    "irregular": irregular,
     "own GPT": own_gpt,
     "HF GPT-2": gpt2,
+    "HF Llama": llama,
     "HF BERT, padded": bert,
+    "HF T5": t5,
+    "HF ViT": vit,
+    "HF Mixtral": mixtral,
 }

@@ -52,7 +52,7 @@ class Given:
                     Problem(
                         where="--plan",
                         given=f"{self.plan}, which is for {self.plan.devices} devices, with -n {self.devices}",
-                        allowed="a mesh that multiplies to the device count: pp × dp × fsdp × ep × cp × tp × threads = n",
+                        allowed="a mesh that multiplies to the devices: pp × dp × fsdp × ep × cp × tp × threads = n",
                         fix=f"-n {self.plan.devices}",
                     )
                 ]

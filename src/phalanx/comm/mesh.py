@@ -56,6 +56,22 @@ class Mesh:
             self._groups[key] = self._made(key)
         return self._groups[key]
 
+    def among(self, axis: str, positions: Iterable[int]) -> dist.ProcessGroup | None:
+        """The process group of the ranks at ``positions`` along ``axis``; ``None`` where this one is not among them.
+
+        Collective over all ranks of the run.
+        """
+        positions, mine = list(positions), None
+        for rank in range(self.plan.world_size):
+            peers = self._along((axis,), self.plan.coordinate(rank))
+            if rank == peers[0]:
+                ranks = [peers[position] for position in positions]
+                group = dist.new_group(ranks)
+                if self.rank in ranks:
+                    assert isinstance(group, dist.ProcessGroup)
+                    mine = group
+        return mine
+
     def sharding(self, device: torch.device, over: str, copies: Iterable[str]) -> DeviceMesh:
         """torch's mesh to shard over one dimension, in as many copies as there are ranks along others."""
         shard, copies = self.group(over), tuple(copies)

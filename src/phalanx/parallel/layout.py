@@ -74,6 +74,10 @@ class Layout(ABC):
     def stepped(self) -> None:
         """The optimizer has stepped: bring the new values to wherever forward reads them, and drop the gradients."""
 
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The model's output without gradients; ``None`` on a rank of a pipeline that does not have it. Collective."""
+        return self.held.module(*args, **kwargs)
+
     @property
     def module(self) -> nn.Module:
         """``held.module``."""

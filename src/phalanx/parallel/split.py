@@ -8,7 +8,7 @@ tokens, once a step (``replicas``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from phalanx.parallel.sums import add_up
 from phalanx.parallel.tensor import Places, find, show_slices, split_weights
 from phalanx.spec import Job, Plan
 
+if TYPE_CHECKING:
+    from phalanx.parallel.stages import Stages
+
 
 class Split(Layout):
     """One rank's part of a split model."""
@@ -34,7 +37,7 @@ class Split(Layout):
         self, module: nn.Module, device: torch.device, job: Job, plan: Plan, mesh: Mesh, example: Example
     ) -> None:
         self._device, self._module = device, module
-        cut = _Cut(module, plan, mesh, example)
+        cut = _Cut(module, device, plan, mesh, example)
         recompute.apply(module, plan)
         self._replicas = _replicas(module, device, job, plan, mesh, cut.dealt)
         if plan.zero == 3:
@@ -43,13 +46,16 @@ class Split(Layout):
         parameters = self._replicas.parameters
         self._late = [parameters[name] for name in cut.late if name in parameters]
         self._tp = mesh.group("tp")
+        self._stages = cut.stages
+        last = cut.stages is None or cut.stages.runner.is_last
         self._held = Held(
             module=module,
             parameters=parameters,
             # Along cp every rank starts backward from the same loss, and their gradients are added.
             divisor=self._replicas.averaged / plan.cp,
-            counts=mesh.at["tp"] == 0 and mesh.at["cp"] == 0,
+            counts=last and mesh.at["tp"] == 0 and mesh.at["cp"] == 0,
             slices=cut.slices,
+            stages=mesh.group("pp"),
         )
 
     @property
@@ -57,10 +63,20 @@ class Split(Layout):
         return self._held
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
-        each_micro_batch(self._module, self._device, parts[0], work, around=lambda _: self._replicas.around())
+        if self._stages is not None:
+            self._stages.runner.run(parts[0], work)
+        else:
+            each_micro_batch(self._module, self._device, parts[0], work, around=lambda _: self._replicas.around())
+
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        if self._stages is not None:
+            return self._stages.runner.forward(*args, **kwargs)
+        return self._module(*args, **kwargs)
 
     def finish(self) -> None:
         self._replicas.finish()
+        if self._stages is not None:
+            self._stages.add_up_tied(self._held.parameters)
         if self._late and self._tp is not None:
             add_up([None if tensor.grad is None else local(tensor.grad) for tensor in self._late], self._tp)
 
@@ -86,9 +102,10 @@ class _Cut:
         entrances: the blocks that hidden states enter sliced along their tokens.
         dealt: experts dealt out.
         late: parameters whose gradients are added up over ``tp`` at the end of a step.
+        stages: of a pipeline, those that are here.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh, example: Example) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, plan: Plan, mesh: Mesh, example: Example) -> None:
         self.slices: dict[str, Holding] = {}
         self.places: Places = []
         self.entrances: list[str] = []
@@ -96,6 +113,14 @@ class _Cut:
         tensors = Axis("tp", size=plan.tp, rank=mesh.at["tp"], group=mesh.group("tp"), tokens=plan.sequence)
         experts = expert.find(module, example, plan)
         cuts = _weights(module, plan, example) if plan.tp > 1 else {}
+        self.stages: Stages | None = None
+        if plan.pp > 1:
+            from phalanx.parallel.stages import Stages
+
+            self.stages = Stages(module, device, plan, mesh, example)
+            here = {name for name, _ in module.named_parameters()}
+            cuts = {name: how for name, how in cuts.items() if name in here}
+            experts = [one for one in experts if f"{one.name}.{one.parameters[0]}" in here]
         if plan.cp > 1:
             at, group = mesh.at["cp"], mesh.group("cp")
             axis = Axis("cp", size=plan.cp, rank=at, group=group, sums=True, attention=plan.attention)
@@ -112,6 +137,8 @@ class _Cut:
             self.slices, self.places = split_weights(module, placed)
         self.dealt = expert.deal_out(module, experts, plan, mesh, tensors)
         self.slices |= self.dealt.slices
+        if self.stages is not None:
+            self.slices = self.stages.holdings(self.slices)
         self.late = [*(name for name in self.late if name not in self.dealt.inside), *self.dealt.late]
 
 

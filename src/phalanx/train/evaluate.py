@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.comm import sum_over_ranks
+from phalanx.comm import from_every_rank, sum_over_ranks
 from phalanx.data import evaluation_batches
 from phalanx.errors import LossError
 from phalanx.spec import Job, Plan
@@ -58,8 +58,9 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
             for micro in (micro for part in batch.parts for micro in part):
                 with compute_context(plan, device):
                     args, kwargs, on_device = inputs(micro.batch, device)
-                    output = layout.module(*args, **kwargs)
-                    found = _measure(job, output, on_device, micro.samples)
+                    output = layout.forward(args, kwargs)
+                    # Of a pipeline only the last rank has an output, and measures.
+                    found = {} if output is None else _measure(job, output, on_device, micro.samples)
                 samples += micro.samples
                 for name, (total, count) in found.items():
                     entry = sums.setdefault(name, [0.0, 0.0])
@@ -67,7 +68,9 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
                         entry[0] += float(total)
                         entry[1] += float(count)
     names = sorted(sums)
-    flat = [value for name in names for value in sums[name]]
+    if layout.held.stages is not None:
+        names = max(from_every_rank(names), key=len)
+    flat = [value for name in names for value in sums.get(name, (0.0, 0.0))]
     totals = torch.tensor([float(samples), *flat], dtype=torch.float64, device=device)
     if not layout.held.counts:
         totals.zero_()  # another rank computes the same

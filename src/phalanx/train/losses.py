@@ -85,6 +85,59 @@ def mse(output: Tensor, target: Tensor) -> Loss:
     return Loss(difference.square().sum(), target.numel())
 
 
+def load_balancing_loss(logits: Tensor, k: int, mask: Tensor | None = None) -> Loss:
+    """What keeps a router from sending all tokens to few of E experts: per sequence, E times the sum over experts of
+    their share of the tokens times their mean probability; 1 where all are used alike.
+
+    It is taken of each sequence by itself (DeepSeek-AI 2024, section 2.1.2) and summed over sequences, each with the
+    weight of its tokens, and so it adds up to the same number however a batch is split. Taken over a batch as a whole
+    (Fedus et al. 2022, section 2.2) it is a product of two means, and the mean over micro-batches of such products is
+    not that of the global batch.
+
+    Add ``coefficient * load_balancing_loss(...).sum`` to the sum of a loss that counts tokens.
+
+    Args:
+        logits: of the router, (B, T, E); one layer's.
+        k: experts chosen for each token, those with the largest logits.
+        mask: (B, T), true or 1 where a token is real.
+
+    Raises:
+        LossError: the logits do not tell sequences apart, or the mask is of another shape.
+    """
+    if logits.ndim < 3 or not 1 <= k <= logits.shape[-1]:
+        raise LossError(
+            f"load_balancing_loss: logits have shape {tuple(logits.shape)}, k={k}; allowed: (B, T, E) and 1 to E\n"
+            "    try: px.load_balancing_loss(logits.view(*batch['input_ids'].shape, -1), 2)"
+        )
+    probability = torch.softmax(_at_least_fp32(logits), dim=-1)
+    chosen = torch.zeros_like(probability).scatter(-1, probability.topk(k, dim=-1).indices, 1.0)
+    if mask is None:
+        chosen_share, count = chosen.mean(-2) / k, logits.shape[:-1].numel()
+    else:
+        real = _real(mask, logits, "load_balancing_loss")
+        chosen_share = (chosen * real).sum(-2) / (k * real.sum(-2).clamp(min=1))
+        probability, count = probability * real, real.sum()
+    return Loss((chosen_share * probability.sum(-2)).sum() * logits.shape[-1], count)
+
+
+def router_z_loss(logits: Tensor, mask: Tensor | None = None) -> Loss:
+    """What keeps a router's logits small: the square of the logarithm of their summed exponentials, summed over tokens
+    (Zoph et al. 2022).
+
+    Args:
+        logits: of the router, (B, T, E) or any (..., E); one layer's.
+        mask: (B, T), true or 1 where a token is real.
+
+    Raises:
+        LossError: the mask is of another shape.
+    """
+    each = torch.logsumexp(_at_least_fp32(logits), dim=-1).square()
+    if mask is None:
+        return Loss(each.sum(), logits.shape[:-1].numel())
+    real = _real(mask, logits, "router_z_loss").squeeze(-1)
+    return Loss((each * real).sum(), real.sum())
+
+
 def accuracy(output: Any, target: Tensor, ignore_index: int | None = IGNORED) -> Loss:
     """How many of the targets that count have the highest logit. Shapes as in ``cross_entropy``."""
     logits = _logits(output)
@@ -93,6 +146,15 @@ def accuracy(output: Any, target: Tensor, ignore_index: int | None = IGNORED) ->
     if ignore_index is not None:
         right = right & (target != ignore_index)
     return Loss(right.sum(), _count(target, ignore_index))
+
+
+def _real(mask: Tensor, logits: Tensor, name: str) -> Tensor:
+    if mask.shape != logits.shape[:-1]:
+        raise LossError(
+            f"{name}: mask has shape {tuple(mask.shape)}, logits {tuple(logits.shape)}; allowed: a mask of the logits' "
+            f"shape without the last axis\n    try: px.{name}(..., mask=batch['attention_mask'])"
+        )
+    return (mask != 0).unsqueeze(-1).to(torch.float32)
 
 
 def _logits(output: Any) -> Tensor:

@@ -224,7 +224,7 @@ class _Work(Work):
             read = read_loss(result, micro.samples, step.progress.step)
         self._read[self._places[id(micro)]] = read
         factor = self._factor(read)
-        if last and active():
+        if last and active() and step.layout.held.stages is None:
             self._start_reducing(device)
         return read.value * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else read.value
 

@@ -18,7 +18,9 @@ from phalanx.train.assembly import build, build_model
 
 
 def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, Callable[[int], None]], dict[str, Any]]:
-    """A worker's work: ``steps`` steps of ``job`` under ``plan``, tensors written whole into ``folder`` by rank 0.
+    """A worker's work: ``steps`` steps of ``job`` under ``plan``, tensors written whole into ``folder``.
+
+    The first rank of each pipeline stage writes those that are there, into a folder called after it.
 
     It returns, as JSON: ``losses`` and ``skipped`` updates by step, ``ids`` of the first step's samples on this rank,
     ``prints`` of each parameter that this rank holds whole after the last step, and ``notes``.
@@ -42,9 +44,9 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, 
                 if batch.step == 0:
                     ids = [one for part in batch.parts for micro in part for one in micro.ids]
                     grads = {name: tensor.grad for name, tensor in parameters.items() if tensor.grad is not None}
-                    _write(folder / "gradients.safetensors", grads, assembly.layout.held, place)
+                    _write(folder, "gradients", grads, assembly.layout.held, plan, place)
                 metrics.append(step.update(batch, totals))
-            _write(folder / "parameters.safetensors", parameters, assembly.layout.held, place)
+            _write(folder, "parameters", parameters, assembly.layout.held, plan, place)
             return {
                 "losses": [one.loss for one in metrics],
                 "skipped": [one.skipped for one in metrics],
@@ -110,7 +112,10 @@ def switch_off_dropout() -> None:
     functional.scaled_dot_product_attention = without_dropout
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], held: Held, place: Place) -> None:
+def _write(folder: Path, what: str, tensors: Mapping[str, torch.Tensor], held: Held, plan: Plan, place: Place) -> None:
+    at = plan.coordinate(place.rank)
+    stage = at.pop("pp")
+    writes = not any(at.values())
     whole: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         full = tensor.detach()
@@ -118,10 +123,10 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], held: Held, place: P
         if (holding := held.slices.get(name)) is not None:
             for one in holding.placed:
                 full = one.axis.gather(full, one.dim, one.cut)
-        if place.rank == 0:
+        if writes:
             whole[name] = full.to("cpu", copy=True).contiguous()
-    if place.rank == 0:
-        save_file(whole, path)
+    if writes:
+        save_file(whole, folder / f"{what}-{stage}.safetensors")
 
 
 def _fingerprints(parameters: dict[str, torch.Tensor]) -> dict[str, list[float]]:

@@ -144,9 +144,16 @@ def _run(job: Job, plan: Plan, steps: int, watch: Watch) -> _Captured:
         folder = Path(name)
         make_ready(plan)
         ranks = launch(capture(job, plan, steps, folder), plan.world_size, watch=watch)
-        # Read whole, not mapped: the folder goes.
-        gradients, parameters = ((folder / f"{part}.safetensors").read_bytes() for part in ("gradients", "parameters"))
-    return _Captured(ranks, load(gradients), load(parameters))
+        gradients, parameters = (_read(folder, part) for part in ("gradients", "parameters"))
+    return _Captured(ranks, gradients, parameters)
+
+
+def _read(folder: Path, what: str) -> dict[str, torch.Tensor]:
+    """What all stages have written. Read whole, not mapped: the folder goes."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob(f"{what}-*.safetensors")):
+        found |= load(file.read_bytes())
+    return found
 
 
 def _judge(one: OneDevice, other: _Captured, plan: Plan, tolerance: Tolerance) -> Proof:

@@ -1,0 +1,79 @@
+"""A rank's stages of a pipeline: what of the model they leave here, and what they share with other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.comm import Mesh, local
+from phalanx.parallel.example import Example
+from phalanx.parallel.holding import Holding
+from phalanx.parallel.pipeline import Pipeline, PipelineRunner, cut
+from phalanx.parallel.replicas import APART, COPIES
+from phalanx.parallel.sums import add_up
+from phalanx.spec import Plan
+
+
+class Stages:
+    """The stages on this rank.
+
+    Attributes:
+        runner: runs them.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, plan: Plan, mesh: Mesh, example: Example) -> None:
+        """Cut ``module``, which is whole, and leave only this rank's parameters in it. Collective."""
+        # Groups are made by all ranks together, and not every stage has what would ask for each of these.
+        for names in (("tp",), ("cp",), ("ep",), ("ep", "tp"), ("fsdp", *COPIES), COPIES, ("fsdp", *APART), APART):
+            mesh.group(*names)
+        shapes = {name: tensor.shape for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        pipeline = cut(module, example, plan)
+        rank = mesh.at["pp"]
+        self._shapes = shapes
+        self._first = {name: pipeline.ranks_of(name)[0] == rank for name in pipeline.owned(rank)}
+        self._tied: list[tuple[list[str], dist.ProcessGroup | None]] = []
+        together: dict[tuple[int, ...], list[str]] = {}
+        for name in pipeline.tied:
+            ranks = tuple(pipeline.ranks_of(name))
+            if len(ranks) > 1:
+                together.setdefault(ranks, []).append(name)
+        for ranks, names in together.items():
+            self._tied.append((names, mesh.among("pp", ranks)))
+        self._buffers = _elsewhere(module, pipeline, rank)
+        halves = plan.recompute == "none" and plan.zero in (0, 1)
+        self.runner = PipelineRunner(pipeline, mesh, device, halves=halves)
+
+    def holdings(self, slices: Mapping[str, Holding]) -> dict[str, Holding]:
+        """``slices`` with what several stages hold, of which one copy counts."""
+        found = dict(slices)
+        for name in [name for name, first in self._first.items() if not first]:
+            known = found.get(name)
+            found[name] = Holding(
+                shape=known.shape if known else self._shapes[name], placed=known.placed if known else (), counts=False
+            )
+        for name in self._buffers:
+            found[name] = Holding(shape=self._shapes[name], counts=False)
+        return found
+
+    def add_up_tied(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Add the gradients of parameters that several stages use up over those stages."""
+        for names, group in self._tied:
+            if group is not None:
+                grads = [parameters[name].grad for name in names]
+                add_up([None if grad is None else local(grad) for grad in grads], group)
+
+
+def _elsewhere(module: nn.Module, pipeline: Pipeline, rank: int) -> list[str]:
+    """Names of buffers that another rank keeps up to date: that of their unit, or the first where they are in none."""
+    keepers: dict[str, int] = {}
+    for stage, keeper in enumerate(pipeline.rank_of):
+        keepers |= {f"{name}.": keeper for name in pipeline.names(stage)}
+    found: list[str] = []
+    for name, _ in module.named_buffers():
+        keeper = next((keeper for unit, keeper in keepers.items() if name.startswith(unit)), 0)
+        if keeper != rank:
+            found.append(name)
+    return found
