@@ -11,11 +11,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from phalanx.comm import Place, joined
 from phalanx.launch import launch
 from phalanx.parallel.sliced import Axis, Cut, Placed, is_sliced, sliced
+from phalanx.parallel.sliced.axis import joined as join
 from phalanx.parallel.sliced.axis import piece
+from phalanx.parallel.sliced.ring import meetings
+from phalanx.parallel.sliced.tokens import positions
 from phalanx.spec.plan import Attention
 
 attention: Any = F.scaled_dot_product_attention
@@ -160,3 +166,222 @@ def _difference(case: Case, axis: Axis) -> str:
 def _off(found: Tensor, expected: Tensor) -> float:
     assert found.shape == expected.shape, f"{tuple(found.shape)} in place of {tuple(expected.shape)}"
     return float((found - expected).detach().abs().max()) if found.numel() else 0.0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dropout_drops_and_gradients_know_what(way: Attention) -> None:
+    ranks, tokens, share = 2, 24, 0.3
+
+    def work(place: Place, report: Callable[[int], None]) -> list[Any]:
+        torch.manual_seed(5)
+        with joined(place, torch.device("cpu")):
+            axis = axis_of(place, way)
+            cut = Cut.zigzag(tokens, place.world_size)
+            q, k, v = (piece(one, 2, cut, place.rank).clone().requires_grad_() for one in _to_drop(tokens))
+            given = (sliced(tensor, [Placed(axis, 2, cut)]) for tensor in (q, k, v))
+            out = attention(*given, dropout_p=share, is_causal=True)
+            out.local.square().sum().backward()
+            tensors = [out.local, *(tensor.grad for tensor in (q, k, v)), torch.get_rng_state()]
+            return [tensor.tolist() for tensor in tensors if tensor is not None]
+
+    cut = Cut.zigzag(tokens, ranks)
+    *parts, states = zip(*launch(work, ranks), strict=True)
+    out, *grads = (join([torch.tensor(one) for one in part], 2, cut) for part in parts)
+    assert states[0] == states[1], "ranks leave the generator in different states"
+    wholes = [tensor.requires_grad_() for tensor in _to_drop(tokens)]
+    q, k, v = wholes
+    seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    weights = (q @ k.transpose(-1, -2) * 8**-0.5).masked_fill(~seen, -torch.inf).softmax(-1)
+    kept = out.abs() > 0  # values are the unit matrix: what comes out is the weights
+    expected = weights * kept / (1 - share) @ v
+    assert _off(out, expected) < 1e-5
+    assert abs(1 - kept.sum() / seen.sum() / 4 - share) < 0.05
+    expected.square().sum().backward()
+    for grad, tensor in zip(grads, wholes, strict=True):
+        assert tensor.grad is not None
+        assert _off(grad, tensor.grad) < 2e-5
+    same_rows = torch.equal(kept[:, :, 12:18, :6], kept[:, :, 18:, :6])
+    same_heads = torch.equal(kept[:, :2], kept[:, 2:])
+    assert not same_rows, "ranks draw the same"
+    assert not same_heads, "ranks draw the same"
+
+
+def _to_drop(tokens: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(1, 4, tokens, 8, generator=generator) for _ in range(2))
+    return [q, k, torch.eye(tokens).expand(1, 4, tokens, tokens).clone()]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_heads_and_tokens_are_cut_at_once(way: Attention) -> None:
+    def work(place: Place, report: Callable[[int], None]) -> list[float]:
+        with joined(place, torch.device("cpu")):
+            rows: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+            columns: list[Any] = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+            at = divmod(place.rank, 2)
+            tp = Axis("tp", size=2, rank=at[1], group=rows[at[0]])
+            cp = Axis("cp", size=2, rank=at[0], group=columns[at[1]], sums=True, attention=way)
+            heads, tokens = Cut.even(5, 2), Cut.zigzag(10, 2)
+            mine = lambda one: piece(piece(one, 1, heads, at[1]), 2, tokens, at[0])  # noqa: E731
+            torch.manual_seed(2)
+            wholes = [torch.randn(2, 5, 10, 8).requires_grad_() for _ in range(3)]
+            expected = attention(*wholes, is_causal=True)
+            expected.square().sum().backward()
+            locals_ = [mine(one.detach()).clone().requires_grad_() for one in wholes]
+            given = [sliced(one, [Placed(tp, 1, heads), Placed(cp, 2, tokens)]) for one in locals_]
+            out = attention(*given, is_causal=True)
+            out.local.square().sum().backward()
+            pairs = [(out.local, expected), *((a.grad, b.grad) for a, b in zip(locals_, wholes, strict=True))]
+            return [_off(local, mine(whole)) for local, whole in pairs]
+
+    for off in launch(work, 4):
+        assert max(off) < 5e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_keys_that_are_whole_are_read_where_they_are(way: Attention) -> None:
+    def work(place: Place, report: Callable[[int], None]) -> tuple[list[float], list[str]]:
+        sent: list[str] = []
+        with joined(place, torch.device("cpu")):
+            axis = axis_of(place, way, notice=lambda kind, _: sent.append(kind))
+            cut = Cut.even(10, place.world_size)
+            torch.manual_seed(2)
+            q, k, v = (torch.randn(2, 4, size, 8) for size in (10, 7, 7))
+            mask = torch.randn(10, 7)
+            there = sliced(piece(q, 2, cut, place.rank), [Placed(axis, 2, cut)])
+            out = attention(there, k, v, mask)
+            off = [_off(out.local, piece(attention(q, k, v, mask), 2, cut, place.rank))]
+            q, k, v = (torch.randn(2, 4, 10, 8) for _ in range(3))
+            there = [sliced(piece(one, 2, cut, place.rank), [Placed(axis, 2, cut)]) for one in (q, k)]
+            out = attention(*there, v)
+            sends = list(sent)
+            return [*off, _off(out.local, piece(attention(q, k, v), 2, cut, place.rank))], sends
+
+    for off, sent in launch(work, 2):
+        assert max(off) < 5e-6
+        assert sent == ["all_gather"], "of the keys, where values are whole"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_autocast_reaches_attention(way: Attention) -> None:
+    def work(place: Place, report: Callable[[int], None]) -> tuple[float, list[str]]:
+        with joined(place, torch.device("cpu")):
+            cut = Cut.zigzag(12, place.world_size)
+            torch.manual_seed(2)
+            wholes = [torch.randn(2, 4, 12, 8) for _ in range(3)]
+            locals_ = [piece(one, 2, cut, place.rank).clone().requires_grad_() for one in wholes]
+            with torch.autocast("cpu", torch.bfloat16):
+                expected = attention(*wholes, is_causal=True)
+                axis = axis_of(place, way)
+                out = attention(*(sliced(one, [Placed(axis, 2, cut)]) for one in locals_), is_causal=True).local
+            out.float().sum().backward()
+            dtypes = [str(one.dtype) for one in (out, *(one.grad for one in locals_)) if one is not None]
+            return _off(out.float(), piece(expected, 2, cut, place.rank).float()), dtypes
+
+    for off, dtypes in launch(work, 2):
+        assert off < 2e-2
+        assert dtypes == ["torch.bfloat16", *["torch.float32"] * 3]
+
+
+def test_what_is_sent() -> None:
+    def work(place: Place, report: Callable[[int], None]) -> dict[str, list[list[Any]]]:
+        found: dict[str, list[list[Any]]] = {}
+        with joined(place, torch.device("cpu")):
+            for way in WAYS:
+                sent: list[list[Any]] = []
+                axis = axis_of(place, way, notice=lambda kind, tensor, to=sent: to.append([kind, tensor.numel()]))
+                cut = Cut.even(12, place.world_size)
+                given = [torch.randn(2, heads, 4, 8).requires_grad_() for heads in (6, 3, 3)]
+                out = attention(*(sliced(one, [Placed(axis, 2, cut)]) for one in given), enable_gqa=True)
+                out.local.sum().backward()
+                found[way] = sent
+        return found
+
+    queries, keys = 2 * 6 * 4 * 8, 2 * 3 * 4 * 8
+    for found in launch(work, 3):
+        # Forward keys and values twice; backward the same, and their gradients twice.
+        assert found["ring"] == [["send", 2 * keys]] * 6
+        there, back = queries + 2 * keys, queries
+        assert found["alltoall"] == [["all_to_all", size] for size in (there, back, back, there)]
+        assert [kind for kind, _ in found["gather"]] == ["all_gather"] * 2 + ["reduce_scatter"] * 2
+
+
+def test_large_messages_pass_one_another() -> None:
+    def work(place: Place, report: Callable[[int], None]) -> bool:
+        with joined(place, torch.device("cpu")):
+            axis = axis_of(place, "ring")
+            cut = Cut.even(8 * place.world_size, place.world_size)
+            given = [torch.ones(64, 64, 8, 64).requires_grad_() for _ in range(3)]  # 8 MiB each
+            out = attention(*(sliced(one, [Placed(axis, 2, cut)]) for one in given))
+            out.local.sum().backward()
+            assert given[2].grad is not None
+            return bool((out.local == 1).all()) and _off(given[2].grad, torch.ones_like(given[2])) < 1e-5
+
+    assert launch(work, 3) == [True] * 3
+
+
+def test_memory_of_a_ring_does_not_grow_with_its_ranks() -> None:
+    peaks = {(way, ranks): _peak(way, ranks) for way in ("ring", "gather") for ranks in (4, 8)}
+    assert peaks["ring", 8] == peaks["ring", 4]
+    assert peaks["gather", 8] > 1.5 * peaks["ring", 8]
+
+
+def _peak(way: Attention, ranks: int) -> int:
+    """The most bytes at once that attention of 32 tokens here takes, forward and backward; nothing is sent."""
+    axis = Axis("cp", size=ranks, rank=0, group=None, sums=True, attention=way)
+    cut = Cut.zigzag(32 * ranks, ranks)
+    given = [torch.zeros(1, 2, 32, 64).requires_grad_() for _ in range(3)]
+    with _Memory() as memory:
+        out = attention(*(sliced(one, [Placed(axis, 2, cut)]) for one in given), is_causal=True)
+        out.local.sum().backward()
+    return memory.peak
+
+
+class _Memory(TorchDispatchMode):
+    """Follows the memory of what operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return result
+
+
+@pytest.mark.parametrize("tokens", [24, 25, 7, 2])
+@pytest.mark.parametrize("make", [Cut.even, Cut.zigzag], ids=["even", "early and late"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_exactly_the_pairs_that_meet_are_computed(make: Callable[[int, int], Cut], ranks: int, tokens: int) -> None:
+    cut = make(tokens, ranks)
+    computed = torch.zeros(tokens, tokens, dtype=torch.int)
+    for mine in range(ranks):
+        for theirs in range(ranks):
+            block = torch.zeros(cut.length(mine), cut.length(theirs), dtype=torch.int)
+            for rows, keys, causal in meetings(cut, mine, theirs, causal=True):
+                tile = torch.ones_like(block[rows, keys])
+                block[rows, keys] += tile.tril() if causal else tile
+            at = torch.meshgrid(*(positions(cut, rank, torch.device("cpu")) for rank in (mine, theirs)), indexing="ij")
+            computed[at] += block
+    assert torch.equal(computed, torch.ones_like(computed).tril())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_every_rank_has_as_much_to_do_in_every_step(ranks: int) -> None:
+    cut = Cut.zigzag(16 * ranks, ranks)
+    for step in range(1, ranks):
+        work = [
+            [
+                (q.stop - q.start) * (k.stop - k.start)
+                for q, k, _ in meetings(cut, one, (one - step) % ranks, causal=True)
+            ]
+            for one in range(ranks)
+        ]
+        assert work == [[16 * 8]] * ranks

@@ -75,7 +75,8 @@ class Axis:
         self.tell("all_gather", local)
         longest = max(cut.lengths)
         if self.group is None:
-            return local.new_empty((*local.shape[:dim], cut.size, *local.shape[dim + 1 :]))
+            # Zeros: a dry run on values may use them as indices.
+            return local.new_zeros((*local.shape[:dim], cut.size, *local.shape[dim + 1 :]))
         if local.shape[dim] < longest:
             missing = local.new_zeros((*local.shape[:dim], longest - local.shape[dim], *local.shape[dim + 1 :]))
             local = torch.cat([local, missing], dim)

@@ -33,6 +33,7 @@ def attend(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: How) -> T
     Shapes (batch, heads, this rank's tokens, features); the mask has this rank's rows and all columns.
     """
     seed = _drawn(q.device) if how.dropout else 0
+    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     kernel = kernel_for(q, k, v, how.mask, scale=how.scale, dropout=how.dropout)
     return _Ring.apply(_Way(axis, cut, kernel, how.causal, seed), q, k, v, how.mask)
 

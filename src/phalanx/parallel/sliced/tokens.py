@@ -1,7 +1,8 @@
 """Attention of tokens that are dealt out over ranks (context parallelism): how keys and values meet all queries.
 
 ``gather``: every rank gathers all keys and values (Dubey et al. 2024, section 3.3.2). ``alltoall``: heads are swapped
-for tokens, so that each rank has some heads of all tokens, and swapped back (DeepSpeed-Ulysses; Jacobs et al. 2023).
+for tokens, so that each rank has some heads of all tokens, and swapped back (DeepSpeed-Ulysses; Jacobs et al. 2023);
+with fewer heads than ranks there are none to swap, and it is a ring.
 ``ring``: keys and values travel from rank to rank, each adding to a running softmax (Liu et al. 2023); no rank ever
 holds all of them.
 """
@@ -35,7 +36,7 @@ def attend_over(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: How,
             k, v = (opened(tensor, tensor.dim() - 2, cut, axis) for tensor in (k, v))
         return _rows(axis, cut, q, k, v, _own_rows(axis, cut, how))
     dims = q.dim()
-    lead = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in (q, k, v)))
+    lead = _broadcast(*(tensor.shape[:-3] for tensor in (q, k, v)))
     q, k, v, how = _four_dimensions(*_cast(q, k, v, how), lead)
     if axis.attention == "alltoall" and q.shape[1] >= axis.size:
         out = alltoall.attend(axis, cut, q, k, v, how)
@@ -85,7 +86,7 @@ def _four_dimensions(q: Tensor, k: Tensor, v: Tensor, how: How, lead: torch.Size
     """As (batch, heads, tokens, features): the dimensions before the heads, ``lead``, made one."""
     q, k, v = (tensor[(None,) * max(0, 3 - tensor.dim())] for tensor in (q, k, v))
     if not how.grouped:
-        heads = torch.broadcast_shapes(*(tensor.shape[-3:-2] for tensor in (q, k, v)))
+        heads = _broadcast(*(tensor.shape[-3:-2] for tensor in (q, k, v)))
         q, k, v = (tensor.expand(*tensor.shape[:-3], *heads, *tensor.shape[-2:]) for tensor in (q, k, v))
     q, k, v = (_folded(tensor.expand(*lead, *tensor.shape[-3:])) for tensor in (q, k, v))
     mask: Any = how.mask
@@ -95,6 +96,11 @@ def _four_dimensions(q: Tensor, k: Tensor, v: Tensor, how: How, lead: torch.Size
             mask = mask.expand(*lead, *mask.shape[-3:])
         mask = _folded(mask)
     return q, k, v, how.masked(mask)
+
+
+def _broadcast(*shapes: torch.Size) -> torch.Size:
+    # torch's own imports sympy, and shapes hardly ever differ.
+    return shapes[0] if len(set(shapes)) == 1 else torch.broadcast_shapes(*shapes)
 
 
 def _folded(tensor: Tensor) -> Tensor:
