@@ -59,5 +59,67 @@ SHORT: dict[str, tuple[str, ...]] = {
     "HF BERT, padded": ("dp=4", "fsdp=3", "fsdp=2 zero=1 micro=2"),
 }
 
+# Plans whose replicas are several ranks each. What a model has nothing to split for is refused, with the reason.
+SPLIT = (
+    "tp=2",
+    "tp=3 micro=5",
+    "tp=4",
+    "tp=2 sequence=true",
+    "tp=2 recompute=full",
+    "pp=2",
+    "pp=2 micro=2 schedule=gpipe",
+    "pp=2 micro=2",
+    "pp=2 micro=2 schedule=interleaved",
+    "pp=2 micro=2 schedule=zero-bubble",
+    "pp=2 micro=2 schedule=zbv",
+    "pp=2 micro=2 schedule=dualpipev",
+    "pp=4 micro=2",
+    "cp=2",
+    "cp=2 attention=alltoall",
+    "cp=3 attention=gather",
+    "cp=4",
+    "ep=2",
+    "ep=4",
+    "dp=2 tp=2",
+    "fsdp=2 tp=2",
+    "fsdp=2 tp=2 zero=1 sequence=true",
+    "fsdp=2 tp=2 zero=2",
+    "dp=2 pp=2 micro=2",
+    "pp=2 fsdp=2 micro=2",
+    "pp=2 tp=2 micro=4",
+    "tp=2 cp=2",
+    "dp=2 cp=2",
+    "fsdp=2 cp=2",
+    "pp=2 cp=2 micro=4",
+    "ep=2 tp=2",
+    "fsdp=2 ep=2",
+    "pp=2 ep=2 dp=2 micro=2",
+    "dp=2 cp=2 tp=2",
+    "pp=2 fsdp=2 tp=2 micro=2",
+    "pp=2 fsdp=2 tp=2 micro=2 sequence=true recompute=selective",
+)
+
+SHORT_SPLIT: dict[str, tuple[str, ...]] = {
+    "ConvNet": ("pp=2 micro=2 schedule=gpipe",),
+    "irregular": ("tp=2", "pp=2 micro=3", "dp=2 pp=2 micro=2 schedule=dualpipev"),
+    "own GPT": ("tp=3 micro=5", "tp=2 sequence=true", "cp=2", "pp=2 fsdp=2 tp=2 micro=4", "pp=4 micro=4"),
+    "HF GPT-2": ("tp=2", "pp=2 micro=3 schedule=zbv", "tp=2 cp=2"),
+    "HF Llama": ("tp=4", "cp=3 attention=alltoall", "pp=2 tp=2 sequence=true micro=7", "fsdp=2 tp=2 zero=2"),
+    "HF BERT, padded": ("tp=2 recompute=full", "cp=2"),
+    "HF T5": ("tp=2", "pp=2 micro=7 schedule=interleaved"),
+    "HF ViT": ("tp=2 sequence=true", "pp=2 micro=7 schedule=zero-bubble"),
+    "HF Mixtral": ("ep=2", "ep=2 tp=2", "pp=2 ep=2 micro=7", "cp=2 ep=2"),
+}
+
+REFUSED: tuple[tuple[str, str, str], ...] = (
+    ("ConvNet", "tp=2", "no two layers can share out their weights"),
+    ("ConvNet", "cp=2", "without attention over tokens"),
+    ("irregular", "tp=2 sequence=true", "without attention over tokens"),
+    ("MLP", "ep=2", "experts"),
+    ("HF Mixtral", "ep=5", "experts"),
+    ("own GPT", "pp=2 schedule=interleaved stages=40", "stages"),
+    ("own GPT", "pp=2 split=blocks.l", "blocks.1"),
+)
+
 BAR = 1e-5  # relative: every step's loss, and each first gradient against its norm
 STEPS = 20

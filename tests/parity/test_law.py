@@ -7,8 +7,9 @@ from functools import cache
 
 import pytest
 from models import MODELS
-from table import BAR, SHORT, STEPS
+from table import BAR, REFUSED, SHORT, SHORT_SPLIT, STEPS
 
+from phalanx.errors import WorkerError
 from phalanx.spec import Plan
 from phalanx.verify import OneDevice
 
@@ -18,7 +19,10 @@ def one_device(model: str) -> OneDevice:
     return OneDevice.run(MODELS[model](), STEPS)
 
 
-@pytest.mark.parametrize(("model", "plan"), [(model, plan) for model, plans in SHORT.items() for plan in plans])
+ROWS = [(model, plan) for table in (SHORT, SHORT_SPLIT) for model, plans in table.items() for plan in plans]
+
+
+@pytest.mark.parametrize(("model", "plan"), ROWS)
 def test_a_plan_equals_one_device(model: str, plan: str) -> None:
     proof = one_device(model).prove(Plan.parse(plan))
     assert proof.equal, f"{proof.first}\n{proof.cause}"
@@ -26,6 +30,14 @@ def test_a_plan_equals_one_device(model: str, plan: str) -> None:
     assert proof.largest["gradient"] <= BAR
     assert len(proof.losses) == STEPS
     assert len(proof.gradients) > len(proof.not_compared)
+
+
+@pytest.mark.parametrize(("model", "plan", "reason"), REFUSED)
+def test_what_cannot_be_split_is_refused_with_the_reason(model: str, plan: str, reason: str) -> None:
+    with pytest.raises(WorkerError, match=reason) as caught:
+        one_device(model).prove(Plan.parse(plan))
+    assert caught.value.exit_code == 2
+    assert "try:" in str(caught.value)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
