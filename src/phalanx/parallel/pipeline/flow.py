@@ -119,6 +119,8 @@ class Flow(TorchFunctionMode):
         mark = self.mark_of(leaf)
         if mark is None or mark.stand_in is None:
             made = fake(self.fakes, leaf)
+            if leaf.requires_grad and not isinstance(leaf, nn.Parameter):
+                made = made.clone()  # not a leaf, which could not be written into
             if mark is not None:
                 mark.stand_in = made
             return made
@@ -147,6 +149,8 @@ class Flow(TorchFunctionMode):
         self.used(leaves)
         swap = self.as_real if self.real else self.as_fake
         given, named = tree_map(swap, args), tree_map(swap, kwargs)
+        if not self.real and leaves and _writes(name) and not self.depends(args[0]):
+            given = (fake(self.fakes, args[0]), *given[1:])  # what is written into it makes it depend on parameters
         result = func(*given, **named)
         own = not chance and all((mark := self.mark_of(leaf)) is not None and mark.key is None for leaf in leaves)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -80,8 +80,8 @@ def order(schedule: Schedule, ranks: int, stages_per_rank: int, micros: int) -> 
     stages = ranks * stages_per_rank
     made: list[tuple[Action, ...]] = []
     for rank in range(ranks):
-        if schedule == "1f1b":  # torch numbers the last rank's micro-batches from one
-            actions = _one_forward_one_backward(rank, stages, micros)
+        if schedule in ("gpipe", "1f1b"):  # torch counts the last rank's micro-batches from one, and is slow to import
+            actions = _simple(rank, stages - 1 - rank if schedule == "1f1b" else micros, micros)
         else:
             actions = _flat(_of_torch(schedule, rank, ranks, stages_per_rank, micros))
         made.append(tuple(action for action in actions if action.micro < micros))
@@ -171,8 +171,8 @@ def _flat(actions: Sequence[Any]) -> Iterator[Action]:
             yield Action(kind, action.stage_index, action.microbatch_index)
 
 
-def _one_forward_one_backward(stage: int, stages: int, micros: int) -> Iterator[Action]:
-    ahead = stages - 1 - stage
+def _simple(stage: int, ahead: int, micros: int) -> Iterator[Action]:
+    """Forwards, from the ``ahead``-th on a backward after each."""
     for micro in range(micros + ahead):
         if micro < micros:
             yield Action("F", stage, micro)
@@ -186,7 +186,6 @@ def _of_torch(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, m
 
     stages = ranks * stages_per_rank
     kinds: dict[Schedule, Any] = {
-        "gpipe": torchs.ScheduleGPipe,
         "interleaved": torchs.ScheduleInterleaved1F1B,
         "zero-bubble": torchs.ScheduleInterleavedZeroBubble,
         "zbv": torchs.ScheduleZBVZeroBubble,
@@ -196,9 +195,7 @@ def _of_torch(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, m
     # What the methods that compute an order read; a whole schedule would want stages with modules and a process group.
     it: Any = kind.__new__(kind)
     it._n_microbatches, it._num_stages, it.num_stages = micros, stages, stages
-    it.pp_group_size, it.n_local_stages, it.scale_grads = ranks, stages_per_rank, False
-    if schedule == "gpipe":
-        return it._get_pipeline_order()[rank]
+    it.pp_group_size, it.n_local_stages = ranks, stages_per_rank
     if schedule == "dualpipev":
         it._n_microbatches = max(micros, stages)
     if schedule in ("interleaved", "zero-bubble"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,8 @@ def quiet() -> Iterator[None]:
 def by_values(error: BaseException, where: str = "") -> RefusedError:
     """The model looks into a tensor that this stage does not have."""
     if not where:
-        lines = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame for frame in frames if not {"torch", "pipeline"} & set(Path(frame.filename).parts)]
         where = f"{Path(lines[-1].filename).name}:{lines[-1].lineno} ({lines[-1].line})" if lines else "the model"
     return RefusedError(
         [

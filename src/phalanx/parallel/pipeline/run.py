@@ -112,6 +112,7 @@ class _Running:
         self._backward = any(action.kind != "F" for action in order.ranks[self._rank])
         self._passing: dict[tuple[int, int], _Passing] = {}
         self._sizes: dict[Message, list[Tensor]] = {}
+        self._inside = False
         mesh = runner._mesh
         self._traffic = Traffic(
             order,
@@ -148,8 +149,10 @@ class _Running:
             return self._arrived(stage, passing, values)
 
         stage.receive = receive
+        self._inside = True
         # Work only ever calls what it is given.
         output = self._work.forward(cast(nn.Module, stage), self._device, self._micros[micro])
+        self._inside = False
         left, stage.result, stage.receive = stage.result, None, list
         if not stage.is_last:
             self._leave(stage, micro, passing, left)
@@ -233,7 +236,7 @@ class _Running:
         passing.inputs = []
 
     def _sizes_of(self, message: Message) -> Sequence[Tensor] | None:
-        if message in self._sizes or not (message.forward and self._traffic.in_order):
+        if message in self._sizes or not (message.forward and self._traffic.in_order) or self._inside:
             return self._sizes.get(message)
         look = cast(nn.Module, self._stages[message.cut].shapes)
         return self._work.forward(look, self._device, self._micros[message.micro])
