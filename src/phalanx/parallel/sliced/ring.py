@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from phalanx.parallel.sliced.axis import Axis, piece
 from phalanx.parallel.sliced.cut import Cut
 from phalanx.parallel.sliced.how import How
-from phalanx.parallel.sliced.tiles import Kernel, Tile, kernel_for
+from phalanx.parallel.sliced.tiles import Gradients, Kernel, Tile, kernel_for
 
 Meeting = tuple[slice, slice, bool]
 """Which of a rank's queries meet which of a rank's keys, and whether that is causal."""
@@ -88,15 +88,9 @@ def _gradients(way: _Way, grad: Tensor, saved: tuple[Any, ...], needed: tuple[bo
     behind: _Hop | None = None
     for step, (owner, held) in enumerate(way.visits(k, v)):
         flat = q.new_zeros(sum(tensor.numel() for tensor in held), dtype=lse.dtype)
-        to_k, to_v = _unpacked(flat, [tensor.shape for tensor in held])
-        for tile, (rows, keys, _) in way.tiles(owner, (q, *held), mask):
-            here = (grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
-            found = way.kernel.backward(tile, *here)
-            to_q[:, :, rows] += found[0]
-            to_k[:, :, keys] += found[1]
-            to_v[:, :, keys] += found[2]
-            if to_mask is not None:
-                way.add_to_mask(to_mask, owner, (rows, keys), found[3])
+        totals = (to_q, *_unpacked(flat, [tensor.shape for tensor in held]), to_mask)
+        for tile, meeting in way.tiles(owner, (q, *held), mask):
+            way.add_gradients(totals, owner, meeting, _of_tile(way.kernel, tile, meeting[0], (grad, out, lse)))
         if step == 0:
             home = flat
         elif needed[1] or needed[2]:
@@ -105,11 +99,16 @@ def _gradients(way: _Way, grad: Tensor, saved: tuple[Any, ...], needed: tuple[bo
             behind = way.hop(flat, way.elements(way.owner(step + 1), (k, v)))
     if behind is not None:
         home += behind.arrived()
-    to_k, to_v = _unpacked(home, [k.shape, v.shape])
+    own_k, own_v = _unpacked(home, [k.shape, v.shape])
     yield to_q.to(q.dtype)
-    yield to_k.to(k.dtype) if needed[1] else None
-    yield to_v.to(v.dtype) if needed[2] else None
+    yield own_k.to(k.dtype) if needed[1] else None
+    yield own_v.to(v.dtype) if needed[2] else None
     yield None if to_mask is None else to_mask.to(mask.dtype)
+
+
+def _of_tile(kernel: Kernel, tile: Tile, rows: slice, whole: tuple[Tensor, Tensor, Tensor]) -> Gradients:
+    grad, out, lse = (tensor[:, :, rows] for tensor in whole)
+    return kernel.backward(tile, grad, out, lse)
 
 
 class _Running:
@@ -187,19 +186,24 @@ class _Way:
             return mask
         return piece(mask, 3, self.cut, owner)
 
-    def add_to_mask(self, total: Tensor, owner: int, met: tuple[slice, slice], part: Tensor | None) -> None:
-        """Add a tile's gradient where its bias stood in the mask."""
-        assert part is not None
-        rows, keys = met
-        rows = _part(total, rows, keys)[2]
-        if total.shape[3] != self.cut.size:
-            total[:, :, rows] += part
+    def add_gradients(self, totals: tuple[Any, ...], owner: int, meeting: Meeting, found: Gradients) -> None:
+        """Add a tile's gradients to those of queries, of the owner's keys and values, and of the mask."""
+        rows, keys, _ = meeting
+        to_q, to_k, to_v, to_mask = totals
+        to_q[:, :, rows] += found[0]
+        to_k[:, :, keys] += found[1]
+        to_v[:, :, keys] += found[2]
+        if to_mask is None or found[3] is None:
+            return
+        rows = _part(to_mask, rows, keys)[2]
+        if to_mask.shape[3] != self.cut.size:
+            to_mask[:, :, rows] += found[3]
             return
         at = 0
         for start, stop in self.cut.expanded()[owner]:
             length = min(stop - start, keys.stop - at)
             if length > 0:
-                total[:, :, rows, start : start + length] += part[..., at : at + length]
+                to_mask[:, :, rows, start : start + length] += found[3][..., at : at + length]
             at += stop - start
 
 
@@ -225,6 +229,7 @@ class _Hop:
         """What came, once it has; what was sent may be changed from then on."""
         for work in self._works:
             work.wait()
+        del self._sent, self._works  # memory that somebody else may need now
         return self._coming[: self._elements]
 
 
