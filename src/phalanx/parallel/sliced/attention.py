@@ -47,7 +47,7 @@ def attention(func: Any, args: Any, kwargs: Any) -> Any:
         else:
             cut = next(cut for axis, _, cut in cuts if axis is over)
             whole = _on(k, over) is None
-            local = attend_over(over, cut, _here(q), _here(k), _here(v), how, whole=whole)
+            local = attend_over(over, cut, (_here(q), _here(k), _here(v)), how, whole=whole)
     return sliced(local, [Placed(axis, local.dim() + dim, cut) for axis, dim, cut in cuts])
 
 

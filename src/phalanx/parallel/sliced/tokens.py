@@ -26,11 +26,12 @@ def whole_mask(axis: Axis) -> bool:
     return axis.attention == "alltoall"
 
 
-def attend_over(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: How, *, whole: bool) -> Tensor:
+def attend_over(axis: Axis, cut: Cut, given: tuple[Tensor, Tensor, Tensor], how: How, *, whole: bool) -> Tensor:
     """Attention of this rank's queries; keys and values are ``whole`` already, or cut as the queries are.
 
-    A mask has all columns, and the rows that ``whole_mask`` says.
+    ``given`` are queries, keys and values. A mask has all columns, and the rows that ``whole_mask`` says.
     """
+    q, k, v = given
     if whole or axis.attention == "gather" or not _alike(q, k, v):
         if not whole:
             k, v = (opened(tensor, tensor.dim() - 2, cut, axis) for tensor in (k, v))
