@@ -9,7 +9,14 @@ if TYPE_CHECKING:
     from phalanx.api import Run, build, fit, prove
     from phalanx.data import Table
     from phalanx.spec import Cluster, Job, Loss, Plan, RunSpec, Schedule
-    from phalanx.train.losses import accuracy, cross_entropy, mse, next_token_loss
+    from phalanx.train.losses import (
+        accuracy,
+        cross_entropy,
+        load_balancing_loss,
+        mse,
+        next_token_loss,
+        router_z_loss,
+    )
     from phalanx.train.optimizers import LAMB, LARS
     from phalanx.train.scaling import linear_scaling
 
@@ -19,6 +26,7 @@ _WHERE = {
     **dict.fromkeys(("Run", "build", "fit", "prove"), "phalanx.api"),
     **dict.fromkeys(("Cluster", "Job", "Loss", "Plan", "RunSpec", "Schedule"), "phalanx.spec"),
     **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.losses"),
+    **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.losses"),
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
     "Table": "phalanx.data",
     "linear_scaling": "phalanx.train.scaling",
@@ -40,9 +48,11 @@ __all__ = [
     "cross_entropy",
     "fit",
     "linear_scaling",
+    "load_balancing_loss",
     "mse",
     "next_token_loss",
     "prove",
+    "router_z_loss",
 ]
 
 

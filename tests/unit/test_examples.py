@@ -59,7 +59,7 @@ def forward(job, model, dataset, ids):
 
 
 def test_the_examples_are_those_of_the_readme():
-    assert NAMES == ["bert_classify", "digits", "gpt", "gpt2", "resnet50"]
+    assert NAMES == ["bert_classify", "digits", "gpt", "gpt2", "moe", "resnet50"]
 
 
 @pytest.mark.parametrize("module", [digits, gpt])

@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.errors import LossError
-from phalanx.train.losses import accuracy, cross_entropy, mse, next_token_loss
+from phalanx.train.losses import (
+    accuracy,
+    cross_entropy,
+    load_balancing_loss,
+    mse,
+    next_token_loss,
+    router_z_loss,
+)
 
 torch.manual_seed(0)
 LOGITS_BC = torch.randn(6, 4)
@@ -105,3 +112,37 @@ def test_accuracy_counts_only_what_is_not_ignored():
 def test_wrong_shapes_are_named(call, text):
     with pytest.raises(LossError, match=text):
         call()
+
+
+def test_a_router_that_uses_all_experts_alike_has_a_balance_of_1():
+    logits_BTE = torch.eye(4).expand(2, 4, 4) * 50  # each token to an expert of its own
+    loss = load_balancing_loss(logits_BTE, 1)
+    assert loss.count == 8
+    torch.testing.assert_close(loss.sum, torch.tensor(8.0))
+    to_one_BTE = torch.tensor([50.0, 0, 0, 0]).expand(2, 4, 4)
+    torch.testing.assert_close(load_balancing_loss(to_one_BTE, 1).sum, torch.tensor(32.0))
+
+
+@pytest.mark.parametrize("loss", [lambda *given: load_balancing_loss(given[0], 2, *given[1:]), router_z_loss])
+def test_losses_of_a_router_add_up_over_sequences(loss):
+    for mask in ((), (MASK_BT,)):
+        whole = loss(LOGITS_BTV, *mask)
+        parts = [loss(LOGITS_BTV[b : b + 1], *(one[b : b + 1] for one in mask)) for b in range(3)]
+        torch.testing.assert_close(sum(part.sum for part in parts), whole.sum)
+        assert sum(int(part.count) for part in parts) == int(whole.count)
+
+
+def test_padding_is_not_the_routers_business():
+    long, short = LOGITS_BTV[1:2], LOGITS_BTV[1:2, :3]
+    for loss in (lambda *given: load_balancing_loss(given[0], 2, *given[1:]), router_z_loss):
+        torch.testing.assert_close(loss(long, MASK_BT[1:2]).sum, loss(short).sum)
+        assert int(loss(long, MASK_BT[1:2]).count) == loss(short).count
+
+
+def test_losses_of_a_router_say_what_they_need():
+    with pytest.raises(LossError, match=r"allowed: \(B, T, E\)"):
+        load_balancing_loss(LOGITS_BC, 2)
+    with pytest.raises(LossError, match="1 to E"):
+        load_balancing_loss(LOGITS_BTV, 8)
+    with pytest.raises(LossError, match="mask has shape"):
+        router_z_loss(LOGITS_BTV, MASK_BT[:2])

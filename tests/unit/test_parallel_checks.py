@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,14 @@ def test_zero_3_says_what_it_does_not_allow(job: Job) -> None:
     assert any("only some ranks use" in note for note in notes(nn.Linear(2, 2), allow, Plan(fsdp=2)))
     assert notes(nn.Linear(2, 2), allow, Plan(fsdp=2, zero=2)) == []
     assert notes(nn.Linear(2, 2), job, Plan(fsdp=2)) == []
+
+
+def test_a_balance_over_micro_batches_is_told(job: Job) -> None:
+    module = nn.Linear(2, 2)
+    module.config = SimpleNamespace(output_router_logits=True)  # pyright: ignore[reportAttributeAccessIssue]
+    (note,) = notes(module, job, Plan(ep=2))
+    assert "px.load_balancing_loss" in note
+    assert notes(module, job, Plan()) == []
 
 
 def test_many_parameters_without_gradient_are_not_all_named() -> None:

@@ -31,9 +31,9 @@ _KNOWN = (2, 11), (2, 14)  # from the first, before the second
 def make_ready(plan: Plan) -> None:
     """Load what training under ``plan`` needs, in the launcher: once for all workers to be forked.
 
-    Sharded tensors and compiled plans need the compiler's front end. For the other plans nothing is done here.
+    Sharded and fake tensors and compiled plans need the compiler's front end. For the others nothing is done here.
     """
-    if plan.compile or plan.kind == "shard":
+    if plan.compile or plan.kind in ("shard", "split"):
         importlib.import_module("torch._dynamo")
         importlib.import_module("phalanx.parallel.zero")
         importlib.import_module("phalanx.parallel.shard")

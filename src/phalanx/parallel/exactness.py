@@ -29,6 +29,11 @@ def dropouts(module: nn.Module) -> list[str]:
     ]
 
 
+def balances(module: nn.Module) -> bool:
+    """Whether the model gives a load-balancing loss of its own, as transformers' mixtures of experts do when asked."""
+    return any(getattr(getattr(child, "config", None), "output_router_logits", False) for child in module.modules())
+
+
 def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
     """What differs from one device under ``plan``, one sentence each; empty where nothing does."""
     found: list[str] = []
@@ -37,6 +42,11 @@ def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
         found.append(
             f"BatchNorm takes its statistics from each micro-batch, not from the global batch: {_some(names)}. "
             "Group or layer normalisation would make it exact."
+        )
+    if split and balances(module):
+        found.append(
+            "the model's own load-balancing loss (output_router_logits) is a product of means over each micro-batch, "
+            "not over the global batch. px.load_balancing_loss of its router_logits would make it exact."
         )
     if plan.recompute != "none" and batch_statistics(module):
         found.append("BatchNorm updates its running statistics twice a step under recompute.")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from phalanx.comm import Mesh
 from phalanx.errors import RunError
 from phalanx.parallel.context import unpacked
-from phalanx.parallel.expert.find import Experts, counting, whole_call
+from phalanx.parallel.expert.find import Experts, counting, or_alike, whole_call
 from phalanx.parallel.holding import Holding
 from phalanx.parallel.sliced import Axis, Cut, Placed, Sliced, is_sliced, sliced
 from phalanx.parallel.sliced.align import brought
@@ -48,6 +48,15 @@ class Dealt:
     late: tuple[str, ...] = ()
 
 
+def by_rows(module: nn.Module, found: Sequence[Experts]) -> None:
+    """Make experts that are called with sliced tensors work on the rows that are here, in place."""
+    for experts in found:
+        child = module.get_submodule(experts.name)
+        if not isinstance(child.forward, _Call):
+            alone = Axis("ep", size=1, rank=0, group=None)
+            child.forward = _Call(child, experts, child.forward, alone, None)
+
+
 def deal_out(module: nn.Module, found: Sequence[Experts], plan: Plan, mesh: Mesh, tensors: Axis) -> Dealt:
     """Keep this rank's experts only, in place, and make calls reach all of them. ``tensors`` is the axis of ``tp``."""
     if not found:
@@ -66,7 +75,8 @@ def deal_out(module: nn.Module, found: Sequence[Experts], plan: Plan, mesh: Mesh
         if owners.size > 1:
             cuts |= {prefix + name: (Placed(owners, 0, cut),) for name in experts.parameters}
         inside += [prefix + name for name, _ in child.named_parameters()]
-        child.forward = _Call(child, experts, owners, cut, spread)
+        forward = child.forward.forward if isinstance(child.forward, _Call) else child.forward
+        child.forward = _Call(child, experts, forward, owners, spread)
     slices, _ = split_weights(module, cuts)
     late = [name for name in inside if name not in slices or not both] if spread is not None else []
     modules = tuple(experts.name for experts in found)
@@ -76,9 +86,11 @@ def deal_out(module: nn.Module, found: Sequence[Experts], plan: Plan, mesh: Mesh
 class _Call:
     """What stands in place of the forward of a module that holds experts."""
 
-    def __init__(self, module: nn.Module, experts: Experts, owners: Axis, cut: Cut, spread: Axis | None) -> None:
-        self._module, self._experts, self._forward = module, experts, module.forward
-        self._owners, self._cut, self._spread = owners, cut, spread
+    def __init__(
+        self, module: nn.Module, experts: Experts, forward: Callable[..., Tensor], owners: Axis, spread: Axis | None
+    ) -> None:
+        self._module, self._experts, self.forward = module, experts, forward
+        self._owners, self._cut, self._spread = owners, Cut.even(experts.count, owners.size), spread
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = unpacked(args, kwargs)
@@ -94,7 +106,7 @@ class _Call:
         def run(*rows: Tensor) -> Tensor:
             # As many dimensions as the module is called with.
             args, kwargs = with_others(*(one.view(*(1,) * (len(before) - 1), *one.shape) for one in rows))
-            return self._forward(*args, **kwargs).flatten(0, -2)
+            return or_alike(lambda: self.forward(*args, **kwargs), rows[0], rows[2]).flatten(0, -2)
 
         result = self._through_owners(run, *tensors) if self._owners.size > 1 else run(*tensors)
         if share is not None:

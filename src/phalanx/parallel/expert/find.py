@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx.errors import Problem, RefusedError
@@ -84,6 +85,14 @@ def whole_call(experts: Experts, args: Any, kwargs: Any) -> tuple[list[Tensor], 
     return [leaves[index] for index in experts.leaves], with_others
 
 
+def or_alike(run: Callable[[], Tensor], hidden: Tensor, weight: Tensor) -> Tensor:
+    """What experts give, or on fake tensors, where their code looks at who was chosen, what has the form of it."""
+    try:
+        return run()
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return hidden * weight.sum(-1, keepdim=True)
+
+
 @contextmanager
 def counting(module: nn.Module, experts: Experts, here: int) -> Iterator[None]:
     """Inside, the module's own code reads that there are ``here`` experts."""
@@ -115,14 +124,17 @@ def _seen(module: nn.Module, example: Example) -> dict[nn.Module, _Seen]:
 
         def watching(*args: Any, **kwargs: Any) -> Any:
             call = _as_experts(args, kwargs)
-            if call is not None:
-                seen.setdefault(child, call)
-            return forward(*args, **kwargs)
+            if call is None:
+                return forward(*args, **kwargs)
+            seen.setdefault(child, call)
+            leaves, _ = tree_flatten((args, kwargs))
+            hidden, _, weight = (leaves[index] for index in call.leaves)
+            return or_alike(lambda: forward(*args, **kwargs), hidden, weight)
 
         return watching
 
-    with dry(module, example) as (model, _), fixed({child: watched(child) for child in candidates}):
-        model.run()
+    with fixed({child: watched(child) for child in candidates}), dry(module, example):
+        pass
     return seen
 
 
