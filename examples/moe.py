@@ -36,8 +36,8 @@ class Experts(nn.Module):
         sum_ND = torch.zeros_like(x_ND)
         for expert, (up_ID, down_DI) in enumerate(zip(self.up, self.down, strict=True)):
             row, slot = torch.where(chosen_NK == expert)
-            made = F.linear(F.gelu(F.linear(x_ND[row], up_ID)), down_DI)
-            sum_ND = sum_ND.index_add(0, row, made * weight_NK[row, slot].unsqueeze(-1))
+            made = F.linear(F.gelu(F.linear(x_ND[row], up_ID)), down_DI) * weight_NK[row, slot].unsqueeze(-1)
+            sum_ND = sum_ND.index_add(0, row, made.to(sum_ND.dtype))
         return sum_ND
 
 
