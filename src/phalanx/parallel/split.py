@@ -20,6 +20,7 @@ from phalanx.parallel.context import Entrance, added_late, entrances, open_for_h
 from phalanx.parallel.example import Example
 from phalanx.parallel.holding import Holding
 from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch
+from phalanx.parallel.materialise import fill, recipes
 from phalanx.parallel.replicas import Replicas, Rows, Sharded, Whole
 from phalanx.parallel.sliced import Axis, Cut, Placed
 from phalanx.parallel.sums import add_up
@@ -37,7 +38,9 @@ class Split(Layout):
         self, module: nn.Module, device: torch.device, job: Job, plan: Plan, mesh: Mesh, example: Example
     ) -> None:
         self._device, self._module = device, module
+        known = recipes(module)
         cut = _Cut(module, device, plan, mesh, example)
+        fill(module, known, cut.slices)
         recompute.apply(module, plan)
         self._replicas = _replicas(module, device, job, plan, mesh, cut.dealt)
         if plan.zero == 3:

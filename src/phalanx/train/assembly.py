@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,15 +95,15 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     """
     here = place.workers_here * plan.threads
     refuse(job, plan, place.world_size, here)
-    module = build_model(job)
+    module, unbuilt = _begun(job) if plan.kind == "split" else (build_model(job), [])
     same_initial_values(module)
-    found = notes(module, job, plan)
+    found = [*notes(module, job, plan), *unbuilt]
     size = sum(tensor.numel() for tensor in module.parameters())
     lane = Lane(first=plan.part(place.rank), count=plan.threads, parts=plan.replicas)
     kind = device_kind(plan, here)
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
     same_length(loader.length, "job.data")
-    layout = assemble(module, job, plan, place, lambda: _example(job, module, loader))
+    layout = assemble(module, job, plan, place, lambda: _looked_at(_example(job, module, loader), module, found))
     optimizer = build_optimizer(job, layout)
     course = Course(first_step=first_step, total_steps=_total_steps(job, loader), lr_scale=lr_scale)
     step = Step(job, plan, layout, optimizer, course)
@@ -125,17 +125,42 @@ def _example(job: Job, module: nn.Module, loader: Loader) -> Example:
     return Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss)
 
 
-def build_model(job: Job) -> nn.Module:
+def _looked_at(example: Example, module: nn.Module, found: list[str]) -> Example:
+    """``example``; the model gets its values now if it cannot be looked at without, and ``found`` a note of that."""
+    from phalanx.parallel.materialise import fill, followed, recipes
+
+    known = recipes(module)
+    if known and (why := followed(module, example)):
+        fill(module, known)
+        found.append(_WHOLE.format(why))
+    return example
+
+
+def _begun(job: Job) -> tuple[nn.Module, list[str]]:
+    """The model without the values of its large parameters, or if that cannot be, whole, with a note that says so."""
+    from phalanx.parallel.materialise import UnrecordedError, recorded
+
+    try:
+        return build_model(job, recorded), []
+    except UnrecordedError as error:
+        return build_model(job), [_WHOLE.format(error)]
+
+
+_WHOLE = "the model could not be built piece by piece: {}; every process held it whole at the start."
+
+
+def build_model(job: Job, making: Callable[[Callable[[], Any]], Any] = lambda make: make()) -> nn.Module:
     """The model with one device's initial values: the same seeds on every rank, whatever ran before.
 
     Seeded are torch, numpy's global generator and ``random``. A model that comes in evaluation mode (as loaded ones
-    do) is put in training mode; in one that comes in training mode, parts kept out of it stay so.
+    do) is put in training mode; in one that comes in training mode, parts kept out of it stay so. ``making`` calls the
+    job's function.
     """
     seed = stream(job.seed, 0)
     torch.manual_seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)
     random.seed(seed)
-    module = job.model()
+    module = making(job.model)
     if not isinstance(module, nn.Module):
         raise SpecError(
             [

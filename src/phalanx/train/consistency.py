@@ -51,14 +51,15 @@ def same_stream(batch: StepBatch | None) -> None:
 def same_initial_values(module: nn.Module) -> None:
     """Refuse a model that starts from other values on some rank. Collective; one small message in all.
 
-    Compared are the sums of each parameter, up to the rounding by which machines may differ.
+    Compared are the sums of each parameter, up to the rounding by which machines may differ; of one that has no values
+    yet, what they will be made of.
 
     Raises:
         DataError: naming the first parameter that differs.
     """
     if not active():
         return
-    first, *rest = from_every_rank([_print(name, tensor) for name, tensor in module.named_parameters()])
+    first, *rest = from_every_rank([one for name, tensor in module.named_parameters() for one in _prints(name, tensor)])
     for rank, others in enumerate(rest, start=1):
         different = next((one[0] for one, other in zip(first, others, strict=False) if not _alike(one, other)), None)
         if different is None and len(first) != len(others):
@@ -76,11 +77,15 @@ def same_initial_values(module: nn.Module) -> None:
 _Print = tuple[str, int, float, float]  # name, elements, sum, norm
 
 
-def _print(name: str, tensor: torch.Tensor) -> _Print:
+def _prints(name: str, tensor: torch.Tensor) -> list[_Print]:
+    if tensor.is_meta:
+        from phalanx.parallel.materialise import prints
+
+        return [(name, tensor.numel(), 0.0, 0.0), *((name, *one) for one in prints(tensor))]
     values = tensor.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
     norm = torch.linalg.vector_norm(values, dtype=torch.float64)
-    return name, values.numel(), float(values.sum(dtype=torch.float64)), float(norm)
+    return [(name, values.numel(), float(values.sum(dtype=torch.float64)), float(norm))]
 
 
 def _alike(one: _Print, other: _Print) -> bool:

@@ -1,0 +1,228 @@
+"""Operations on tensors that are not there, noted down, and done for real for those of the tensors that are wanted."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies: in which memory, of how many bytes, and how."""
+
+    memory: int
+    size: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One operation.
+
+    Attributes:
+        func: that is called.
+        args: with places for tensors that are not there.
+        kwargs: the same, without a generator.
+        state: of the random numbers before it, where it draws any.
+        generator: whether it draws from a generator of its own.
+        blind: whether it does not look at values.
+        overwrites: whether what it writes into is new whatever was there.
+        writes: memory that it writes into.
+        made: for each leaf of its result the place of it, where that is in new memory.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: Tensor | None
+    generator: bool
+    blind: bool
+    overwrites: bool
+    writes: tuple[int, ...]
+    made: tuple[Place | None, ...]
+
+    @property
+    def makes(self) -> set[int]:
+        """New memory."""
+        return {one.memory for one in self.made if one is not None}
+
+    @property
+    def reads(self) -> set[int]:
+        """Memory whose values it needs."""
+        if self.blind:
+            return set()
+        leaves = tree_leaves((self.args[1:] if self.overwrites else self.args, self.kwargs))
+        return {leaf.memory for leaf in leaves if isinstance(leaf, Place)}
+
+
+class Tape:
+    """Steps in order. Memory is numbered; that of each step before it is written into again is the step's."""
+
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
+        self._writers: dict[int, list[int]] = {}
+        self._numbers: dict[int, int] = {}
+        self._memory: list[Any] = []  # kept, so that no two have one address
+
+    def place(self, tensor: Tensor) -> Place:
+        """Where a fake lies."""
+        memory = tensor.untyped_storage()
+        number = self._numbers.setdefault(memory._cdata, len(self._memory))
+        if number == len(self._memory):
+            self._memory.append(memory)
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return Place(number, memory.nbytes(), tensor.dtype, shape, stride, int(tensor.storage_offset()))
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a fake lies in memory that a step has made."""
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        return number in self._writers
+
+    def add(self, step: Step) -> None:
+        """Note a step down."""
+        for memory in {*step.writes, *step.makes}:
+            self._writers.setdefault(memory, []).append(len(self._steps))
+        self._steps.append(step)
+
+    def alive(self) -> list[int]:
+        """Bytes of each piece of memory that some fake still stands for."""
+        return [one.nbytes() for one in self._memory if torch._C._storage_Use_Count(one._cdata) > 1]
+
+    def close(self) -> None:
+        """No more steps will come."""
+        self._numbers, self._memory = {}, []
+
+    def replay(self, wanted: Sequence[Place], take: Callable[[int, Tensor], None]) -> None:
+        """Do what leads to the tensors at these places, and no more; ``take(index, tensor)`` each once it is made.
+
+        Tensors that have no step in common are made one after the other; nothing is kept longer than it is needed.
+        """
+        parts = [self._leading_to(place) for place in wanted]
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for members in _connected(parts):
+                self._run(sorted(set().union(*(parts[one] for one in members))), members, parts, wanted, take)
+
+    def value(self, place: Place) -> Tensor:
+        """The tensor at one place."""
+        found: list[Tensor] = []
+        self.replay([place], lambda _, tensor: found.append(tensor))
+        return found[0]
+
+    def prints(self, place: Place) -> Iterator[tuple[int, float, float]]:
+        """What the recipes of one tensor on two ranks can be compared by, as (elements, sum, norm).
+
+        First of all its steps and states of random numbers, then of each number and each given tensor among them.
+        """
+        digest = hashlib.sha256()
+        given: list[tuple[int, float, float]] = []
+        for index in self._leading_to(place):
+            step = self._steps[index]
+            digest.update(str(step.func).encode())
+            if step.state is not None:
+                digest.update(step.state.numpy().tobytes())
+            for leaf in tree_leaves((step.args, step.kwargs)):
+                if isinstance(leaf, Tensor):
+                    wide = leaf.double() if not leaf.is_complex() else torch.view_as_real(leaf).double()
+                    given.append((leaf.numel(), float(wide.sum()), float(wide.norm())))
+                elif isinstance(leaf, float):
+                    given.append((1, leaf, abs(leaf)))
+                else:
+                    digest.update(repr(leaf).encode())
+        yield 1, float(int.from_bytes(digest.digest()[:6], "big")), 0.0
+        yield from given
+
+    def _leading_to(self, place: Place) -> list[int]:
+        """The steps that a tensor's value at the end of the tape comes from."""
+        found: set[int] = set()
+        waiting = [(place.memory, len(self._steps))]
+        seen = set(waiting)
+        while waiting:
+            memory, before = waiting.pop()
+            writers = self._writers[memory]
+            for index in reversed(writers[: bisect_left(writers, before)]):
+                step = self._steps[index]
+                begins = step.overwrites or memory in step.makes
+                found.add(index)
+                needs = {(one, index) for one in step.reads if one != memory or begins} - seen
+                seen |= needs
+                waiting += needs
+                if begins:
+                    break
+        return sorted(found)
+
+    def _run(
+        self,
+        steps: list[int],
+        members: list[int],
+        parts: list[list[int]],
+        wanted: Sequence[Place],
+        take: Callable[[int, Tensor], None],
+    ) -> None:
+        done: dict[int, list[int]] = {}
+        for one in members:
+            done.setdefault(parts[one][-1], []).append(one)
+        last: dict[int, int] = {}
+        for index in steps:
+            step = self._steps[index]
+            for memory in {*step.reads, *step.writes, *step.makes}:
+                last[memory] = index
+        for one in members:  # kept at least until it is taken
+            last[wanted[one].memory] = max(last[wanted[one].memory], parts[one][-1])
+        there: dict[int, torch.UntypedStorage] = {}
+        for index in steps:
+            _do(self._steps[index], there)
+            for one in done.get(index, ()):
+                take(one, _at(wanted[one], there))
+            for memory in [memory for memory in there if last.get(memory, -1) <= index]:
+                del there[memory]
+
+
+def _connected(parts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Indices of ``parts`` in groups that have nothing in common, in the order in which they begin."""
+    group_of: dict[int, int] = {}
+    groups: dict[int, list[int]] = {}
+    for index, part in sorted(enumerate(parts), key=lambda pair: pair[1][0]):
+        met = {group_of[step] for step in part if step in group_of}
+        members = [index, *(member for group in met for member in groups.pop(group))]
+        groups[index] = sorted(members, key=lambda one: parts[one][-1])
+        for member in members:
+            group_of.update(dict.fromkeys(parts[member], index))
+    return list(groups.values())
+
+
+def _at(place: Place, there: dict[int, torch.UntypedStorage]) -> Tensor:
+    if place.memory not in there:
+        there[place.memory] = torch.UntypedStorage(place.size)
+    tensor = torch.empty(0, dtype=place.dtype)
+    return tensor.set_(there[place.memory], place.offset, place.shape, place.stride)  # pyright: ignore
+
+
+def _do(step: Step, there: dict[int, torch.UntypedStorage]) -> None:
+    args, kwargs = tree_map(
+        lambda leaf: _at(leaf, there) if isinstance(leaf, Place) else leaf, (step.args, step.kwargs)
+    )
+    if step.state is not None and step.generator:
+        kwargs["generator"] = torch.Generator()
+        kwargs["generator"].set_state(step.state)
+    elif step.state is not None:
+        torch.set_rng_state(step.state)
+    made = step.func(*args, **kwargs)
+    for leaf, place in zip(tree_leaves(made), step.made, strict=True):
+        if place is None:
+            continue
+        memory = leaf.untyped_storage()
+        where = (tuple(leaf.shape), tuple(leaf.stride()), leaf.storage_offset(), leaf.dtype, memory.nbytes())
+        if where == (place.shape, place.stride, place.offset, place.dtype, place.size):
+            there[place.memory] = memory
+        else:
+            _at(place, there).copy_(leaf)
