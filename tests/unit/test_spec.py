@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,11 @@ def test_wrong_schedules(wrong: dict[str, Any], where: str) -> None:
         Schedule(**wrong)
     assert [problem.where for problem in caught.value.problems] == [f"schedule.{where}"]
     eval(caught.value.problems[0].fix, {"px": phalanx})
+
+
+def test_a_refusal_is_the_same_on_the_rank_it_is_sent_to() -> None:
+    with pytest.raises(SpecError) as caught:
+        Plan.parse("tp=0 micro=0")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is SpecError
+    assert again.problems == caught.value.problems

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 # torch 2.13 renamed these two and warns at the old names, which 2.11 and 2.12 have alone.
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -41,3 +43,22 @@ def from_every_rank(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def found_by_first(find: Callable[[], T]) -> T:
+    """What rank 0 finds, on every rank; what it raises is raised on every rank. Collective.
+
+    For what is the same on every rank and takes long: processes that share cores would look for it in turn.
+    """
+    if not active():
+        return find()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = find()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

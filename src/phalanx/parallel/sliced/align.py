@@ -36,8 +36,7 @@ def aligned(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[Axis, i
 
 def brought(tensor: Tensor, axis: Axis, dim: int, cut: Cut) -> Tensor:
     """``tensor`` for work in which ``axis`` cuts dimension ``dim`` (from the right) so; other axes stay as they are."""
-    place = tensor.on(axis) if isinstance(tensor, Sliced) else None
-    if place is not None:
+    if isinstance(tensor, Sliced) and (place := tensor.on(axis)) is not None:
         if place.dim - tensor.dim() == dim and place.cut.same(cut):
             return tensor
         tensor = tensor.whole([axis])

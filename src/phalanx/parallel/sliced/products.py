@@ -35,7 +35,11 @@ def addmm(func: Any, args: Any, kwargs: Any) -> Any:
     bias, x, weight = _three(args, kwargs, ("input", "mat1", "mat2"))
     if any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
         return NotImplemented
-    return product(("XY", "YZ", "XZ"), x, weight, lambda a, b, *c: torch.addmm(*c, a, b) if c else a @ b, bias)
+
+    def run(a: Tensor, b: Tensor, beside: Tensor | None = None) -> Tensor:
+        return a @ b if beside is None else torch.addmm(beside, a, b)
+
+    return product(("XY", "YZ", "XZ"), x, weight, run, bias)
 
 
 def baddbmm(func: Any, args: Any, kwargs: Any) -> Any:
@@ -71,7 +75,8 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Any:
     letters = inputs.split(",")
     if any(len(set(one)) != len(one) for one in (*letters, out)):
         return NotImplemented
-    return product((letters[0], letters[1], out), *operands, lambda a, b: torch.einsum(equation, a, b))
+    left, right = operands
+    return product((letters[0], letters[1], out), left, right, lambda a, b: torch.einsum(equation, a, b))
 
 
 Letters = tuple[str, str, str]

@@ -31,7 +31,7 @@ def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[i
 
 
 @_rule("view", "reshape", "view_as", "reshape_as")
-def viewed(func: Any, args: Any, kwargs: Any) -> Any:
+def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
     if not is_sliced(tensor) or "dtype" in kwargs:
         return NotImplemented
@@ -92,7 +92,7 @@ def _groups(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]
 
 
 @_rule("flatten")
-def flattened(func: Any, args: Any, kwargs: Any) -> Any:
+def _flattened(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, start, end = _arguments(args, kwargs, ("input", None), ("start_dim", 0), ("end_dim", -1))
     if not is_sliced(tensor):
         return NotImplemented
@@ -102,7 +102,7 @@ def flattened(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_rule("unflatten")
-def unflattened(func: Any, args: Any, kwargs: Any) -> Any:
+def _unflattened(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, dim, sizes = _arguments(args, kwargs, ("input", None), ("dim", None), ("sizes", None))
     if not is_sliced(tensor) or not all(isinstance(size, int) for size in sizes):
         return NotImplemented
@@ -113,14 +113,14 @@ def unflattened(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_rule("permute")
-def permuted(func: Any, args: Any, kwargs: Any) -> Any:
+def _permuted(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
     order = _sizes(tuple(rest), kwargs, "dims")
     return NotImplemented if order is None else _reordered(tensor, [dim % tensor.dim() for dim in order])
 
 
 @_rule("transpose")
-def transposed(func: Any, args: Any, kwargs: Any) -> Any:
+def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, a, b = _arguments(args, kwargs, ("input", None), ("dim0", None), ("dim1", None))
     order = list(range(tensor.dim()))
     a, b = a % tensor.dim(), b % tensor.dim()
@@ -129,14 +129,14 @@ def transposed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_rule("t", "T", "mT", "adjoint", "H", "mH")
-def turned(func: Any, args: Any, kwargs: Any) -> Any:
+def _turned(func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     order = list(range(tensor.dim()))
     return _reordered(tensor, [*order[:-2], *order[:-3:-1]] if tensor.dim() > 1 else order)
 
 
 @_rule("movedim", "moveaxis")
-def moved(func: Any, args: Any, kwargs: Any) -> Any:
+def _moved(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, source, target = _arguments(args, kwargs, ("input", None), ("source", None), ("destination", None))
     if not isinstance(source, int):
         return NotImplemented
@@ -151,14 +151,14 @@ def _reordered(tensor: Sliced, order: list[int]) -> Sliced:
 
 
 @_rule("unsqueeze")
-def unsqueezed(func: Any, args: Any, kwargs: Any) -> Any:
+def _unsqueezed(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, dim = _arguments(args, kwargs, ("input", None), ("dim", None))
     dim %= tensor.dim() + 1
     return Sliced(tensor.local.unsqueeze(dim), [_shifted(one, dim, 1) for one in tensor.placed])
 
 
 @_rule("squeeze")
-def squeezed(func: Any, args: Any, kwargs: Any) -> Any:
+def _squeezed(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, dims = _arguments(args, kwargs, ("input", None), ("dim", None))
     if not isinstance(dims, int):
         return NotImplemented
@@ -175,7 +175,7 @@ def _shifted(one: Placed, dim: int, by: int) -> Placed:
 
 
 @_rule("expand", "expand_as", "broadcast_to")
-def expanded(func: Any, args: Any, kwargs: Any) -> Any:
+def _expanded(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
     if not is_sliced(tensor):
         return NotImplemented
@@ -194,7 +194,7 @@ def expanded(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_rule("repeat_interleave")
-def repeated(func: Any, args: Any, kwargs: Any) -> Any:
+def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, times, dim = _arguments(args, kwargs, ("input", None), ("repeats", None), ("dim", None))
     if not isinstance(times, int) or dim is None or not is_sliced(tensor):
         return NotImplemented
@@ -206,7 +206,7 @@ def repeated(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_rule("narrow")
-def narrowed(func: Any, args: Any, kwargs: Any) -> Any:
+def _narrowed(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, dim, start, length = _arguments(
         args, kwargs, ("input", None), ("dim", None), ("start", None), ("length", None)
     )
@@ -235,7 +235,7 @@ def _part(tensor: Tensor, dim: int, start: int, stop: int) -> Any:
 
 
 @_rule("split", "split_with_sizes", "chunk", "tensor_split")
-def split(func: Any, args: Any, kwargs: Any) -> Any:
+def _split(func: Any, args: Any, kwargs: Any) -> Any:
     if not is_sliced(args[0]):
         return NotImplemented
     tensor: Sliced = args[0]
@@ -258,7 +258,7 @@ def split(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_rule("unbind")
-def unbound(func: Any, args: Any, kwargs: Any) -> Any:
+def _unbound(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, dim = _arguments(args, kwargs, ("input", None), ("dim", 0))
     dim %= tensor.dim()
     if any(one.dim == dim for one in tensor.placed):
@@ -268,7 +268,7 @@ def unbound(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_rule("select")
-def selected(func: Any, args: Any, kwargs: Any) -> Any:
+def _selected(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, dim, index = _arguments(args, kwargs, ("input", None), ("dim", None), ("index", None))
     dim %= tensor.dim()
     if not isinstance(index, int) or any(one.dim == dim for one in tensor.placed):
@@ -277,7 +277,7 @@ def selected(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_rule("getitem")
-def item(func: Any, args: Any, kwargs: Any) -> Any:
+def _item(func: Any, args: Any, kwargs: Any) -> Any:
     """Indexing by whole numbers, slices, ``None`` and ``...``."""
     tensor, index = args
     if not is_sliced(tensor):
@@ -319,7 +319,7 @@ def item(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @_rule("cat", "stack")
-def joined(func: Any, args: Any, kwargs: Any) -> Any:
+def _joined(func: Any, args: Any, kwargs: Any) -> Any:
     """Joining along another dimension than the one that is cut."""
     tensors, dim = _arguments(args, kwargs, ("tensors", None), ("dim", 0))
     lead = next((one for one in tensors if is_sliced(one)), None)
@@ -332,7 +332,8 @@ def joined(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     for place in lead.placed:
         tensors = [brought(one, place.axis, place.dim - dims, place.cut) for one in tensors]
-    if any([(id(p.axis), p.dim) for p in one.placed] != [(id(p.axis), p.dim) for p in lead.placed] for one in tensors):
+    ways = {tuple((id(p.axis), p.dim) for p in one.placed) if is_sliced(one) else () for one in tensors}
+    if len(ways) > 1:
         return NotImplemented
     placed = [_shifted(one, dim, 1) if stacking else one for one in lead.placed]
     return Sliced(func([one.local for one in tensors], dim), placed)

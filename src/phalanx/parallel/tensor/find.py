@@ -56,7 +56,6 @@ def find(module: nn.Module, example: Example, ranks: int) -> Split:
     Raises:
         Exception: whatever the model raises on fake tensors, such as control flow that depends on data.
     """
-    leave_cache_out(module)
     names = {id(tensor): name for name, tensor in module.named_parameters()}
     with dry(module, example) as (model, meant):
         chosen: dict[int, _Choice] = {}
@@ -77,6 +76,7 @@ def dry(module: nn.Module, example: Example) -> Iterator[tuple[Model, dict[int, 
 
     Gives what stands for each parameter in the run: id → the parameter.
     """
+    leave_cache_out(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with quiet(), faked(module, mode) as meant:
