@@ -336,7 +336,7 @@ def _joined(func: Any, args: Any, kwargs: Any) -> Any:
     if len(ways) > 1:
         return NotImplemented
     placed = [_shifted(one, dim, 1) if stacking else one for one in lead.placed]
-    return Sliced(func([one.local for one in tensors], dim), placed)
+    return Sliced(func([one.local if is_sliced(one) else one for one in tensors], dim), placed)
 
 
 def _arguments(args: Any, kwargs: Any, *names: tuple[str, Any]) -> list[Any]:
