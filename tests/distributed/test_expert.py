@@ -141,9 +141,15 @@ def found_in(experts: nn.Module, *args: Tensor, ep: int = 2) -> Any:
     return find(experts, Example(args=args, kwargs={}, batch=None, loss=lambda *_: 0), Plan(ep=ep))
 
 
-def test_which_numbers_count_experts_is_found_by_trying() -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_which_numbers_count_experts_is_found_by_trying(device: str) -> None:
     args = (torch.randn(5, 4), torch.rand(5, 2), torch.randint(0, 4, (5, 2)))
-    (experts,) = found_in(Counted(), *args)
+    with torch.device(device):
+        module = Counted()
+    before = dict(module.named_parameters())
+    (experts,) = found_in(module, *args)
+    assert {name: id(one) for name, one in module.named_parameters()} == {name: id(one) for name, one in before.items()}
+    assert module.training
     assert experts.leaves == (0, 2, 1)
     assert experts.parameters == ("table", "scale")
     assert "num" in experts.numbers
@@ -224,6 +230,7 @@ ROUTED = (X, torch.rand(5, 2), torch.tensor([[0, 1]]).expand(5, 2))
         (lambda: nn.Linear(4, 4), (X,), 2, "a model without experts", "dp=2"),
         (Layers, (X,), 2, "called one by one: layers.0.experts, layers.1.experts", "dp=2"),
         (Averaged, ROUTED, 2, "do not simply add up", "dp=2"),
+        (lambda: Averaged().to("meta"), ROUTED, 2, "do not simply add up", "dp=2"),
         (lambda: nn.Sequential(Otherwise()), (X,), 2, "called in another way: 0", "dp=2"),
         (Counted, ROUTED, 6, "ep=6 for layers of 4 experts", "dp=6"),
         (Counted, ROUTED, 8, "ep=8 for layers of 4 experts", "dp=2 ep=4"),

@@ -172,15 +172,13 @@ def _tried(module: nn.Module, seen: _Seen, ranks: int) -> Experts | None:
     numbers = [name for name, value in vars(module).items() if type(value) is int and value == count]
     perhaps = [*numbers, *(name for name in tables if name not in surely)]
     whole = Experts(name="", count=count, leaves=seen.leaves, parameters=tuple(tables), numbers=())
-    if any(tensor.is_meta for tensor in module.parameters()):
-        return replace(whole, numbers=tuple(name for name in numbers if "expert" in name))
     for chosen in _subsets(perhaps):
         experts = replace(
             whole,
             parameters=tuple(name for name in tables if name in surely or name in chosen),
             numbers=tuple(name for name in numbers if name in chosen),
         )
-        if _adds_up(module, experts, seen, min(ranks, count)):
+        if _adds_up(module, experts, seen, ranks):
             return experts
     return None
 
@@ -191,41 +189,63 @@ def _subsets(names: list[str]) -> Iterable[tuple[str, ...]]:
 
 
 def _adds_up(module: nn.Module, experts: Experts, seen: _Seen, ranks: int) -> bool:
-    """Whether some experts at a time, added up, give what all experts give."""
+    """Whether some experts at a time, added up, give what a few more give together."""
     hidden_shape, chosen_shape = seen.shapes
-    few, each = (1,) * (len(chosen_shape) - 2), chosen_shape[-1]
+    lead, each = (1,) * (len(chosen_shape) - 2), chosen_shape[-1]
+    few = min(experts.count, 2 * each)
     random = torch.Generator().manual_seed(0)
-    device = next(module.parameters()).device
-    hidden = torch.randn(*few, 2, hidden_shape[-1], generator=random).to(device, seen.dtypes[0])
-    weight = torch.rand(*few, 2, each, generator=random).to(device, seen.dtypes[2])
-    ends = torch.tensor([list(range(each)), list(range(experts.count - each, experts.count))])
-    chosen = ends.view(*few, 2, each).to(device, seen.dtypes[1])
-    training = module.training
-    module.eval()
+    device = next((one.device for one in module.parameters() if not one.is_meta), torch.device("cpu"))
+    hidden = torch.randn(*lead, 2, hidden_shape[-1], generator=random).to(device, seen.dtypes[0])
+    weight = torch.rand(*lead, 2, each, generator=random).to(device, seen.dtypes[2])
+    ends = torch.tensor([list(range(each)), list(range(few - each, few))])
+    chosen = ends.view(*lead, 2, each).to(device, seen.dtypes[1])
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _with_values(module, experts, few, random), counting(module, experts, few):
             whole = _run(module, experts, seen, (hidden, chosen, weight))
             parts = torch.zeros_like(whole)
-            for (held,) in Cut.even(experts.count, ranks).expanded():
+            for (held,) in Cut.even(few, min(ranks, few)).expanded():
                 for slot in range(each):
                     mine = (chosen[..., slot] >= held[0]) & (chosen[..., slot] < held[1])
                     if mine.any():
-                        rows = (
-                            tensor[mine].view(*few, -1, 1)
-                            for tensor in (chosen[..., slot] - held[0], weight[..., slot])
-                        )
-                        index, factor = rows
+                        index, factor = chosen[..., slot][mine] - held[0], weight[..., slot][mine]
                         with _some(module, experts, held):
-                            given = (hidden[mine].view(*few, -1, hidden.shape[-1]), index, factor)
+                            given = (hidden[mine].view(*lead, -1, hidden.shape[-1]), *_columns(lead, index, factor))
                             parts[mine] += _run(module, experts, seen, given).flatten(0, -2)
     except Exception:  # what the module cannot do with fewer experts, or one a row
         return False
-    finally:
-        module.train(training)
     exact = hidden.dtype in (torch.float32, torch.float64)
     return torch.allclose(
         whole, parts, rtol=1e-4 if exact else 0.1, atol=float(whole.abs().max()) * 1e-4, equal_nan=True
     )
+
+
+def _columns(lead: tuple[int, ...], index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    return index.view(*lead, -1, 1), factor.view(*lead, -1, 1)
+
+
+@contextmanager
+def _with_values(module: nn.Module, experts: Experts, few: int, random: torch.Generator) -> Iterator[None]:
+    """The module with its first ``few`` experts only, nothing dropped; what has no values yet gets some."""
+    children = list(module.modules())
+    kept = [(child, dict(child._parameters), child.training) for child in children]
+    try:
+        for child in children:
+            child.training = False
+            table: dict[str, Any] = child._parameters
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                shape = (few, *tensor.shape[1:]) if child is module and name in experts.parameters else tensor.shape
+                if tensor.is_meta:
+                    value = torch.randn(shape, generator=random).to(tensor.dtype) * tensor.shape[-1] ** -0.5
+                else:
+                    value = tensor.detach()[: shape[0]] if tensor.dim() else tensor.detach()
+                table[name] = nn.Parameter(value, requires_grad=False)
+        yield
+    finally:
+        for child, table, training in kept:
+            child._parameters.update(table)
+            child.training = training
 
 
 def _run(module: nn.Module, experts: Experts, seen: _Seen, tensors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
