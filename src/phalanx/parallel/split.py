@@ -8,14 +8,16 @@ tokens, once a step (``replicas``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from phalanx.comm import Mesh, local
+from phalanx.comm import Mesh, found_by_first, local
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel import expert, recompute
+from phalanx.parallel.blocks import leave_cache_out
 from phalanx.parallel.context import Entrance, added_late, entrances, open_for_hooks, share_out_tokens
 from phalanx.parallel.example import Example
 from phalanx.parallel.holding import Holding
@@ -111,11 +113,13 @@ class _Cut:
     def __init__(self, module: nn.Module, device: torch.device, plan: Plan, mesh: Mesh, example: Example) -> None:
         self.slices: dict[str, Holding] = {}
         self.places: Places = []
-        self.entrances: list[str] = []
-        self.late: list[str] = []
         tensors = Axis("tp", size=plan.tp, rank=mesh.at["tp"], group=mesh.group("tp"), tokens=plan.sequence)
-        experts = expert.find(module, example, plan)
-        cuts = _weights(module, plan, example) if plan.tp > 1 else {}
+        leave_cache_out(module)
+        found = found_by_first(lambda: _look(module, plan, example))
+        experts, cuts = found.experts, found.weights
+        self.late = found.late
+        self.entrances = [*found.over_cp, *found.over_tp]
+        expert.by_rows(module, experts)
         self.stages: Stages | None = None
         if plan.pp > 1:
             from phalanx.parallel.stages import Stages
@@ -127,14 +131,8 @@ class _Cut:
         if plan.cp > 1:
             at, group = mesh.at["cp"], mesh.group("cp")
             axis = Axis("cp", size=plan.cp, rank=at, group=group, sums=True, attention=plan.attention)
-            found = _tokens(module, example, plan.cp, "cp")
-            share_out_tokens(module, found, axis)
-            self.entrances += found
-        if plan.sequence:
-            found = _tokens(module, example, plan.tp, "sequence")
-            self.late = added_late(module, example, found, cuts)
-            share_out_tokens(module, found, tensors)
-            self.entrances += found
+            share_out_tokens(module, found.over_cp, axis)
+        share_out_tokens(module, found.over_tp, tensors)
         if cuts:
             placed = {name: (Placed(tensors, dim, cut),) for name, (dim, cut) in cuts.items()}
             self.slices, self.places = split_weights(module, placed)
@@ -143,6 +141,32 @@ class _Cut:
         if self.stages is not None:
             self.slices = self.stages.holdings(self.slices)
         self.late = [*(name for name in self.late if name not in self.dealt.inside), *self.dealt.late]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """What can be shared out of a model, looked for in the whole of it, before any is taken out."""
+
+    experts: list[expert.Experts]
+    weights: dict[str, tuple[int, Cut]]
+    over_cp: dict[str, Entrance]
+    over_tp: dict[str, Entrance]
+    late: list[str]
+
+
+def _look(module: nn.Module, plan: Plan, example: Example) -> _Found:
+    """Raises RefusedError if the plan asks for what the model has not."""
+    experts = expert.find(module, example, plan)
+    weights = _weights(module, plan, example) if plan.tp > 1 else {}
+    expert.by_rows(module, experts)
+    over_tp = _tokens(module, example, plan.tp, "sequence") if plan.sequence else {}
+    return _Found(
+        experts=experts,
+        weights=weights,
+        over_cp=_tokens(module, example, plan.cp, "cp") if plan.cp > 1 else {},
+        over_tp=over_tp,
+        late=added_late(module, example, over_tp, weights) if plan.sequence else [],
+    )
 
 
 def _weights(module: nn.Module, plan: Plan, example: Example) -> dict[str, tuple[int, Cut]]:
