@@ -115,6 +115,7 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
     ("ConvNet", "tp=2", "no two layers can share out their weights"),
     ("ConvNet", "cp=2", "without attention over tokens"),
     ("irregular", "tp=2 sequence=true", "without attention over tokens"),
+    ("HF T5", "pp=2 tp=2 sequence=true", "several stacks"),
     ("MLP", "ep=2", "experts"),
     ("HF Mixtral", "ep=5", "experts"),
     ("own GPT", "pp=2 schedule=interleaved stages=40", "stages"),

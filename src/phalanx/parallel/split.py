@@ -8,7 +8,7 @@ tokens, once a step (``replicas``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,12 +160,24 @@ def _look(module: nn.Module, plan: Plan, example: Example) -> _Found:
     weights = _weights(module, plan, example) if plan.tp > 1 else {}
     expert.by_rows(module, experts)
     over_tp = _tokens(module, example, plan.tp, "sequence") if plan.sequence else {}
+    if plan.pp > 1 and len({name.rpartition(".")[0] for name in over_tp}) > 1:
+        raise RefusedError([_two_stacks(plan)])
     return _Found(
         experts=experts,
         weights=weights,
         over_cp=_tokens(module, example, plan.cp, "cp") if plan.cp > 1 else {},
         over_tp=over_tp,
         late=added_late(module, example, over_tp, weights) if plan.sequence else [],
+    )
+
+
+def _two_stacks(plan: Plan) -> Problem:
+    # Between the stacks, such as in a normalisation after the encoder, a stage may get tokens whole or sliced.
+    return Problem(
+        where="plan.sequence",
+        given=f"sequence=true with pp={plan.pp} for a model of several stacks of blocks (encoder, decoder)",
+        allowed="sequence=true in a pipeline of one stack of blocks",
+        fix=str(replace(plan, sequence=False)),
     )
 
 
