@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from phalanx.hardware import return_freed_memory
 from phalanx.parallel.example import Example
 from phalanx.parallel.fakes import fake, quiet
 from phalanx.parallel.holding import Holding
@@ -53,6 +54,7 @@ def recorded(make: Callable[[], Any]) -> Any:
     Raises:
         UnrecordedError: if its making cannot be recorded.
     """
+    return_freed_memory()
     recorder = _Recorder()
     try:
         with quiet(), _Objects(), recorder:

@@ -1,0 +1,321 @@
+"""No process holds the whole of a split model, and what each holds is one device's, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import init
+
+import phalanx as px
+from phalanx.comm import Place, joined
+from phalanx.errors import DataError
+from phalanx.launch import launch
+from phalanx.parallel import materialise
+from phalanx.parallel.materialise import UnrecordedError, fill, recipes, recorded
+from phalanx.train.assembly import build, build_model
+
+WIDTH = 24
+
+
+class Drawn(nn.Module):
+    """Parameters that come about in every way that people write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        n = WIDTH
+        self.plain = nn.Parameter(torch.randn(n, n))
+        self.orthogonal = nn.Parameter(init.orthogonal_(torch.empty(n, n + 8)))
+        self.truncated = nn.Linear(n, n)
+        init.trunc_normal_(self.truncated.weight, std=0.02, a=-0.03, b=0.03)
+        self.tied = nn.Linear(n, n)
+        self.tied.weight = self.truncated.weight
+        self.sparse = nn.Parameter(init.sparse_(torch.empty(n, n), 0.3))
+        with torch.no_grad():
+            self.truncated.weight[3].zero_()
+            self.truncated.weight.copy_(self.truncated.weight.t().clone()).mul_(2.0)
+        self.q, self.k = (nn.Parameter(part.clone()) for part in torch.randn(2 * n, n).chunk(2))
+        self.mixed = nn.Parameter(torch.where(torch.rand(n, n) > 0.5, self.plain.detach(), torch.zeros(())))
+        self.shuffled = nn.Parameter(torch.randn(n, n)[torch.randperm(n)])
+        own = torch.Generator().manual_seed(7)
+        self.own = nn.Parameter(torch.randn(n, n, generator=own))
+        init.normal_(self.own, generator=own)
+        self.given = nn.Parameter(torch.empty(n, n))
+        values = torch.zeros(n, n)
+        for _ in range(2):  # memory that is written into again after it was read
+            values.copy_(torch.from_numpy(np.random.randn(n, n)))
+            self.given.data.add_(values) if _ else self.given.data.copy_(values)
+        self.scale = float(self.plain.detach().abs().max())
+        self.scaled = nn.Parameter(torch.randn(n, n) * self.scale)
+        weights = torch.randn(n, n)
+        weights[weights < 0] = 0
+        self.positive = nn.Parameter(weights, requires_grad=False)
+        self.register_buffer("mask", torch.ones(n, n).tril().bool())
+        self.table = torch.rand(n, n)
+        self.small = nn.Parameter(torch.rand(7))
+
+
+class Recurrent(nn.LSTM):
+    """torch's own, which keeps a list of its weights beside their names."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, 2)
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, pad_token_id=3, **sizes))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    return BertForMaskedLM(BertConfig(vocab_size=64, max_position_embeddings=12, **sizes))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4))
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=4, **sizes))
+
+
+def copies() -> nn.Module:
+    """Blocks that torch copies from the first."""
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True), 2)
+
+
+def convnet() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), nn.ReLU(), nn.Flatten(), nn.Linear(24, 30))
+
+
+def normed() -> nn.Module:
+    return torch.nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+
+MODELS = [Drawn, Recurrent, copies, convnet, normed, gpt2, llama, bert, t5, mixtral]
+
+
+@pytest.fixture(autouse=True)
+def _small_counts_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(materialise, "LARGE", 64)
+
+
+def seeded() -> None:
+    torch.manual_seed(5)
+    np.random.seed(5)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = (type(one), one.dtype, one.stride(), one.requires_grad) == (
+        type(other),
+        other.dtype,
+        other.stride(),
+        other.requires_grad,
+    )
+    return alike and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_parameters_are_those_of_one_device(make: Callable[[], nn.Module]) -> None:
+    seeded()
+    whole, after = make(), torch.get_rng_state()
+    seeded()
+    pieces = recorded(make)
+    assert torch.equal(torch.get_rng_state(), after)
+    known = recipes(pieces)
+    assert any(tensor.is_meta for tensor in pieces.parameters())
+    assert all(tensor.is_meta or tensor.numel() < 64 for tensor in pieces.parameters())
+    fill(pieces, known)
+    assert [name for name, _ in pieces.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    theirs, wrong = dict(pieces.named_parameters()) | dict(pieces.named_buffers()), []
+    for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
+        if not same(tensor, theirs[name]):
+            wrong.append(name)
+    assert not wrong
+
+
+def test_what_refers_to_one_parameter_still_does() -> None:
+    pieces = recorded(Drawn)
+    fill(pieces, recipes(pieces))
+    assert pieces.tied.weight is pieces.truncated.weight
+    seeded()
+    assert not pieces.table.is_meta
+    recurrent = recorded(Recurrent)
+    fill(recurrent, recipes(recurrent))
+    assert all(
+        kept is recurrent._parameters[name]
+        for name, kept in zip(recurrent._flat_weights_names, recurrent._flat_weights, strict=True)
+    )
+
+
+def test_only_what_is_kept_is_made() -> None:
+    seeded()
+    whole = Drawn()
+    seeded()
+    pieces = recorded(Drawn)
+    known = recipes(pieces)
+    del pieces.orthogonal, pieces.q
+    fill(pieces, known)
+    assert torch.equal(pieces.k, whole.k)
+    assert torch.equal(pieces.scaled, whole.scaled)
+
+
+class Kept(nn.Module):
+    """Keeps a large tensor where nobody can find it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        table = torch.randn(WIDTH, WIDTH)
+        self.read = lambda: table
+
+
+class Shared(nn.Module):
+    """Two parameters in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(part) for part in torch.randn(2, WIDTH, WIDTH).unbind())
+
+
+@pytest.mark.parametrize("make", [Kept, Shared])
+def test_what_cannot_be_repeated_is_refused(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(UnrecordedError):
+        recorded(make)
+
+
+class Net(nn.Module):
+    """Blocks for any plan; ``keep`` is what cannot be repeated."""
+
+    def __init__(self, width: int, layers: int, keep: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(layers)
+        )
+        self.head = nn.Linear(width, 5)
+        self.keep = Kept() if keep else None
+        with torch.no_grad():
+            for layer in self.layers:
+                layer[2].weight.mul_(0.5)  # pyright: ignore
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def job(width: int = WIDTH, layers: int = 2, keep: bool = False) -> px.Job:
+    generator = torch.Generator().manual_seed(1)
+    table = px.Table(x=torch.randn(8, width, generator=generator), y=torch.randint(5, (8,), generator=generator))
+    return px.Job(
+        model=lambda: Net(width, layers, keep),
+        data=lambda: table,
+        loss=lambda output, batch: px.cross_entropy(output, batch["y"]),
+        inputs=lambda batch: batch["x"],
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        batch=8,
+        steps=2,
+    )
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2 micro=4", "pp=2 tp=2 micro=4", "tp=2 fsdp=2"])
+def test_a_rank_holds_its_slices_of_one_device_s_values(plan: str) -> None:
+    laid = px.Plan.parse(f"{plan} device=cpu")
+    whole = dict(build_model(job()).named_parameters())
+
+    def work(place: Place, report: Callable[[int], None]) -> list[str]:
+        with joined(place, torch.device("cpu")):
+            assembly = build(job(), laid, place)
+            wrong = [note for note in assembly.notes if "piece by piece" in note]
+            for name, tensor in assembly.layout.held.module.named_parameters():
+                local = whole[name]
+                holding = assembly.layout.held.slices.get(name)
+                for one in holding.placed if holding else ():
+                    local = materialise.piece(local, one.dim, one.cut, one.axis.rank)
+                given = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                if not torch.equal(given, local):
+                    wrong.append(name)
+            return wrong
+
+    assert launch(work, laid.world_size) == [[]] * laid.world_size
+
+
+def test_a_model_that_cannot_be_repeated_is_built_whole_and_said_to_be() -> None:
+    laid = px.Plan.parse("tp=2 device=cpu")
+
+    def work(place: Place, report: Callable[[int], None]) -> list[str]:
+        with joined(place, torch.device("cpu")):
+            return build(job(keep=True), laid, place).notes
+
+    for notes in launch(work, 2):
+        assert any("could not be built piece by piece" in note for note in notes)
+
+
+def test_ranks_that_draw_other_values_are_found_before_any_is_made() -> None:
+    laid = px.Plan.parse("tp=2 device=cpu")
+
+    def work(place: Place, report: Callable[[int], None]) -> str:
+        def model() -> nn.Module:
+            if place.rank:
+                torch.rand(1)
+            return Net(WIDTH, 2)
+
+        changed = replace(job(), model=model)
+        with joined(place, torch.device("cpu")):
+            try:
+                build(changed, laid, place)
+            except DataError as error:
+                return str(error)
+        return ""
+
+    for said in launch(work, 2):
+        assert "other initial values on rank 1" in said
+
+
+@pytest.mark.parametrize(("plan", "share"), [("pp=4 micro=2", 0.5), ("tp=4", 0.5)])
+def test_no_rank_ever_holds_the_whole_model(plan: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(materialise, "LARGE", 4096)
+    laid = px.Plan.parse(f"{plan} device=cpu")
+    big = job(width=512, layers=20)  # 84 MB
+    size = 4 * sum(tensor.numel() for tensor in recorded(big.model).parameters())
+
+    def work(place: Place, report: Callable[[int], None]) -> int:
+        with joined(place, torch.device("cpu")):
+            build(job(), laid, place)  # what is imported then
+            before = _kilobytes("VmRSS")
+            _forget_peak()
+            build(big, laid, place)
+            return 1024 * (_kilobytes("VmHWM") - before)
+
+    for peak in launch(work, 4):
+        assert peak < share * size
+
+
+def _kilobytes(what: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(what))
+
+
+def _forget_peak() -> None:
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
