@@ -96,6 +96,8 @@ def page(name: str) -> tuple[Path, str]:
 def _values(kind: str, name: str) -> str:
     if name == "zero":
         return "`1`, `2`, `3`"
+    if kind == "str":
+        return "names of modules"
     return "`true`, `false`" if kind == "bool" else "a number, 1 or more"
 
 
@@ -104,6 +106,8 @@ def _default(value: Any) -> str:
         return "required"
     if value is None:
         return "not given"
+    if value == "":
+        return "empty"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
