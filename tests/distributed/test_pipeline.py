@@ -16,7 +16,9 @@ from phalanx.comm import Mesh, Place, joined
 from phalanx.demo.jobs.gpt import GPT, Size
 from phalanx.launch import launch
 from phalanx.parallel import Example, Work
-from phalanx.parallel.pipeline import PipelineRunner, cut
+from phalanx.parallel.pipeline import PipelineRunner, cut, traffic
+from phalanx.parallel.pipeline.parcels import Parcels
+from phalanx.parallel.sliced import Axis, Cut, Placed, Sliced, is_sliced
 from phalanx.spec import Plan
 from phalanx.spec.plan import Schedule
 
@@ -366,6 +368,35 @@ def test_stages_begin_where_the_plan_says() -> None:
 def test_whole_backwards_where_halves_are_not_wanted() -> None:
     make, micros = MODELS["gpt"]
     assert_same(make, micros(3), Plan(pp=2, schedule="zero-bubble"), halves=False)
+
+
+@pytest.mark.parametrize(("model", "schedule"), [("gpt", "dualpipev"), ("irregular", "1f1b")])
+def test_messages_in_one_order_where_there_are_no_tags(
+    model: str, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic, "wants_order", lambda *_: True)
+    make, micros = MODELS[model]
+    assert_same(make, micros(4), Plan(pp=2, schedule=schedule))
+
+
+def test_slices_pass_as_slices() -> None:
+    axis = Axis("cp", size=2, rank=1, group=None, sums=True)
+    cut_in_two = Cut.zigzag(8, 2)
+    whole, part = torch.randn(2, 3), Sliced(torch.randn(2, 4, 3), [Placed(axis, 1, cut_in_two)])
+    sender, receiver = Parcels(), Parcels()
+    sender.axes = receiver.axes = {"cp": axis}
+    fakes = [torch.empty(2, 3, device="meta"), torch.empty(2, 8, 3, device="meta")]
+    travels, told = sender.packed(1, [whole, part])
+    assert told is not None
+    assert receiver.unknown(1, fakes)
+    receiver.learn(1, fakes, told)
+    assert [tuple(one.shape) for one in receiver.sizes(1, fakes)] == [(2, 3), (2, 4, 3)]
+    one, two = receiver.unpacked(1, fakes, travels)
+    assert one is whole
+    assert is_sliced(two)
+    assert two.placed == part.placed
+    assert axis.length == 8
+    assert sender.packed(1, [whole, part])[1] is None
 
 
 def test_every_piece_of_work_is_told() -> None:

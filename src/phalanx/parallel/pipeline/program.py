@@ -209,15 +209,19 @@ class _Dry(Flow):
 
     @contextmanager
     def fake_parameters(self) -> Iterator[None]:
-        """Fakes in place of the parameters; buffers stay."""
+        """Fakes in place of the parameters, and of buffers without values; others stay."""
         made: dict[int, Any] = {}
-        kept = [(child._parameters, dict(child._parameters)) for child in self._module.modules()]
+        tables: list[dict[str, Any]] = []
+        for child in self._module.modules():
+            tables += [child._parameters, child._buffers]
+        kept = [(table, dict(table)) for table in tables]
         for table, before in kept:
             for name, tensor in before.items():
-                if tensor is not None:
+                if isinstance(tensor, nn.Parameter) or (tensor is not None and tensor.is_meta):
                     if id(tensor) not in made:
                         made[id(tensor)] = fake(self.fakes, tensor)
-                        self._meant[id(made[id(tensor)])] = tensor
+                        if isinstance(tensor, nn.Parameter):
+                            self._meant[id(made[id(tensor)])] = tensor
                     table[name] = made[id(tensor)]
         try:
             yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,8 +15,10 @@ from phalanx.parallel.layout import Work
 from phalanx.parallel.pipeline.backward import WeightHalf, input_half
 from phalanx.parallel.pipeline.cutting import Pipeline
 from phalanx.parallel.pipeline.order import Order, forwards, order
+from phalanx.parallel.pipeline.parcels import Parcels
 from phalanx.parallel.pipeline.stage import Stage
-from phalanx.parallel.pipeline.traffic import Message, Traffic
+from phalanx.parallel.pipeline.traffic import Contents, Message, Traffic
+from phalanx.parallel.sliced import Axis
 
 Event = Callable[[str, int, int, float, float], None]
 """``event(kind, stage, micro, begin, end)``, kind as in ``Action``, times of ``time.perf_counter``."""
@@ -68,6 +70,11 @@ class PipelineRunner:
         self.is_first = 0 in self._stages
         self.is_last = len(pipeline.regions) - 1 in self._stages
         self.owned, self.tied = pipeline.owned(self._rank), pipeline.tied
+        self._parcels = Parcels()
+
+    def share_out(self, axes: Mapping[str, Axis]) -> None:
+        """Values may be sliced along these axes, by name, when they pass from stage to stage. On all stages alike."""
+        self._parcels.axes = axes
 
     def run(self, micros: Sequence[Any], work: Work) -> None:
         """Forward and backward of all micro-batches; every rank of the pipeline with the same ones."""
@@ -101,14 +108,14 @@ class _Arguments(Work):
         raise NotImplementedError
 
 
-class _Running:
+class _Running(Contents):
     """One run over some micro-batches."""
 
     def __init__(self, runner: PipelineRunner, order: Order, micros: Sequence[Any], work: Work) -> None:
         self.results: list[Any] = []
         self._order, self._micros, self._work = order, micros, work
         self._stages, self._device, self._rank = runner._stages, runner._device, runner._rank
-        self._halves, self._event = runner._halves, runner.on_event
+        self._halves, self._event, self._parcels = runner._halves, runner.on_event, runner._parcels
         self._backward = any(action.kind != "F" for action in order.ranks[self._rank])
         self._passing: dict[tuple[int, int], _Passing] = {}
         self._sizes: dict[Message, list[Tensor]] = {}
@@ -120,7 +127,7 @@ class _Running:
             peers=mesh.peers("pp"),
             group=mesh.group("pp"),
             device=self._device,
-            sizes=self._sizes_of,
+            contents=self,
         )
 
     def run(self) -> None:
@@ -146,7 +153,7 @@ class _Running:
             values = self._traffic.receive(message)
             self._sizes.pop(message, None)
             passing.began = time.perf_counter()
-            return self._arrived(stage, passing, values)
+            return self._parcels.unpacked(stage.index, fakes, self._arrived(stage, passing, values))
 
         stage.receive = receive
         self._inside = True
@@ -177,7 +184,8 @@ class _Running:
         return found
 
     def _leave(self, stage: Stage, micro: int, passing: _Passing, values: list[Tensor]) -> None:
-        self._traffic.send(Message(True, stage.index + 1, micro), [value.detach() for value in values])
+        values, line = self._parcels.packed(stage.index + 1, values)
+        self._traffic.send(Message(True, stage.index + 1, micro), [value.detach() for value in values], line)
         if self._backward:
             learning = stage.learns(stage.leaving)
             passing.outputs = [value for value, learns in zip(values, learning, strict=True) if learns]
@@ -235,11 +243,27 @@ class _Running:
             self._traffic.send(Message(False, stage.index, micro), found)
         passing.inputs = []
 
-    def _sizes_of(self, message: Message) -> Sequence[Tensor] | None:
-        if message in self._sizes or not (message.forward and self._traffic.in_order) or self._inside:
-            return self._sizes.get(message)
-        look = cast(nn.Module, self._stages[message.cut].shapes)
-        return self._work.forward(look, self._device, self._micros[message.micro])
+    def sizes(self, message: Message) -> Sequence[Tensor] | None:
+        known = self._whole(message)
+        if known is None or not message.forward:
+            return known
+        return self._parcels.sizes(message.cut, known)
+
+    def untold(self, message: Message) -> bool:
+        known = self._whole(message) if message.forward else None
+        return known is not None and self._parcels.unknown(message.cut, known)
+
+    def tell(self, message: Message, line: Tensor) -> None:
+        known = self._whole(message)
+        assert known is not None
+        self._parcels.learn(message.cut, known, line)
+
+    def _whole(self, message: Message) -> Sequence[Tensor] | None:
+        """The values of a message as far as they are cut by nothing; gradients as they travel."""
+        if message not in self._sizes and message.forward and self._traffic.in_order and not self._inside:
+            look = cast(nn.Module, self._stages[message.cut].shapes)
+            self._sizes[message] = self._work.forward(look, self._device, self._micros[message.micro])
+        return self._sizes.get(message)
 
     def _happened(self, kind: str, stage: Stage, micro: int, passing: _Passing) -> None:
         if self._event is not None:

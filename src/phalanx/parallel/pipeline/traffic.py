@@ -7,7 +7,8 @@ there a receive whose size is not known yet is left for later. Receives are post
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,8 +34,20 @@ class Message(NamedTuple):
     micro: int
 
 
-Sizes = Callable[[Message], "Sequence[Tensor] | None"]
-"""Tensors, perhaps fakes, of the shapes and types of what a message carries; ``None`` where nobody knows yet."""
+class Contents(ABC):
+    """What is known of messages before they arrive."""
+
+    @abstractmethod
+    def sizes(self, message: Message) -> Sequence[Tensor] | None:
+        """Tensors, perhaps fakes, of the shapes and types of what it carries; ``None`` where nobody knows yet."""
+
+    @abstractmethod
+    def untold(self, message: Message) -> bool:
+        """Whether a line goes ahead of it without which its sizes are not known."""
+
+    @abstractmethod
+    def tell(self, message: Message, line: Tensor) -> None:
+        """That line has come."""
 
 
 def messages(order: Order, rank: int) -> dict[int, list[tuple[Message, bool]]]:
@@ -52,6 +65,11 @@ def messages(order: Order, rank: int) -> dict[int, list[tuple[Message, bool]]]:
     return found
 
 
+def wants_order(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group tells messages of tensors on ``device`` apart by their order alone."""
+    return device.type == "cuda" and "nccl" in dist.get_backend_config(group)
+
+
 class Traffic:
     """The messages of one run of one rank."""
 
@@ -63,15 +81,16 @@ class Traffic:
         peers: Sequence[int],
         group: dist.ProcessGroup | None,
         device: torch.device,
-        sizes: Sizes,
+        contents: Contents,
     ) -> None:
         self._order, self._rank, self._peers, self._group = order, rank, peers, group
-        self._device, self._sizes = device, sizes
-        self._in_order = group is not None and dist.get_backend(group) == "nccl"
+        self._device, self._contents = device, contents
+        self._in_order = group is not None and wants_order(group, device)
         self._lines = messages(order, rank)
         self._tags = {message: index for line in self._lines.values() for index, (message, _) in enumerate(line)}
         self._todo = {other: list(line) for other, line in self._lines.items()}
         self._ready: dict[Message, list[Tensor]] = {}
+        self._lines_ahead: dict[Message, Tensor] = {}
         self._posted: dict[Message, list[tuple[dist.Work | None, Tensor]]] = {}
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
         self._handed: dict[Message, list[Tensor]] = {}
@@ -81,13 +100,15 @@ class Traffic:
         """Whether receives are posted in order, and sizes so have to be known ahead."""
         return self._in_order
 
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Send what a message carries; to a stage of this rank hand it over."""
+    def send(self, message: Message, tensors: Sequence[Tensor], line: Tensor | None = None) -> None:
+        """Send what a message carries, and perhaps a line ahead of it; to a stage of this rank hand it over."""
         other = self._other(message)
         if other == self._rank:
             self._handed[message] = list(tensors)
             return
         self._ready[message] = [tensor.contiguous() for tensor in tensors]
+        if line is not None:
+            self._lines_ahead[message] = line.to(self._device)
         self._advance(other)
         self._sent = [(work, tensor) for work, tensor in self._sent if work is not None and not work.is_completed()]
 
@@ -131,7 +152,11 @@ class Traffic:
             message, mine = line[at]
             if mine and message in self._ready:
                 self._post_send(message, other)
-            elif not mine and (until is not None or waiting < _AHEAD) and self._post_receive(message, other):
+            elif (
+                not mine
+                and (until is not None or waiting < _AHEAD)
+                and self._post_receive(message, other, until is not None)
+            ):
                 waiting += 1
             elif self._in_order:
                 return
@@ -145,12 +170,25 @@ class Traffic:
                 until = None
 
     def _post_send(self, message: Message, other: int) -> None:
-        for leaf, tensor in enumerate(self._ready.pop(message)):
+        tensors = list(enumerate(self._ready.pop(message)))
+        line = self._lines_ahead.pop(message, None)
+        if line is not None:
+            length = torch.tensor([len(line)], device=self._device)
+            tensors = [(_MOST_LEAVES - 2, length), (_MOST_LEAVES - 1, line), *tensors]
+        for leaf, tensor in tensors:
             work = dist.isend(tensor, self._peers[other], group=self._group, tag=self._tag(message, leaf))
             self._sent.append((work, tensor))
 
-    def _post_receive(self, message: Message, other: int) -> bool:
-        sizes = self._sizes(message)
+    def _post_receive(self, message: Message, other: int, needed: bool) -> bool:
+        if self._contents.untold(message):
+            if not needed:
+                return False
+            length = torch.zeros(1, dtype=torch.int64, device=self._device)
+            self._take(length, message, other, _MOST_LEAVES - 2)
+            line = torch.zeros(int(length), dtype=torch.uint8, device=self._device)
+            self._take(line, message, other, _MOST_LEAVES - 1)
+            self._contents.tell(message, line)
+        sizes = self._contents.sizes(message)
         if sizes is None:
             return False
         posted: list[tuple[dist.Work | None, Tensor]] = []
@@ -160,6 +198,11 @@ class Traffic:
             posted.append((work, tensor))
         self._posted[message] = posted
         return True
+
+    def _take(self, tensor: Tensor, message: Message, other: int, leaf: int) -> None:
+        work = dist.irecv(tensor, self._peers[other], group=self._group, tag=self._tag(message, leaf))
+        if work is not None:
+            work.wait()
 
     def _tag(self, message: Message, leaf: int) -> int:
         return self._tags[message] * _MOST_LEAVES + leaf
