@@ -157,8 +157,8 @@ class _Found:
 def _look(module: nn.Module, plan: Plan, example: Example) -> _Found:
     """Raises RefusedError if the plan asks for what the model has not."""
     experts = expert.find(module, example, plan)
-    weights = _weights(module, plan, example) if plan.tp > 1 else {}
     expert.by_rows(module, experts)
+    weights = _weights(module, plan, example) if plan.tp > 1 else {}
     over_tp = _tokens(module, example, plan.tp, "sequence") if plan.sequence else {}
     if plan.pp > 1 and len({name.rpartition(".")[0] for name in over_tp}) > 1:
         raise RefusedError([_two_stacks(plan)])

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx.errors import Problem, RefusedError
@@ -86,10 +86,12 @@ def whole_call(experts: Experts, args: Any, kwargs: Any) -> tuple[list[Tensor], 
 
 
 def or_alike(run: Callable[[], Tensor], hidden: Tensor, weight: Tensor) -> Tensor:
-    """What experts give, or on fake tensors, where their code looks at who was chosen, what has the form of it."""
+    """What experts give, or on fake tensors, where these cannot follow their code, what has the form of it."""
     try:
         return run()
-    except (DataDependentOutputException, DynamicOutputShapeException):
+    except Exception:  # a look at who was chosen, or a grouped product, whose fake is that of another device
+        if not isinstance(hidden, FakeTensor):
+            raise
         return hidden * weight.sum(-1, keepdim=True)
 
 
