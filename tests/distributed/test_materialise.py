@@ -15,8 +15,9 @@ import phalanx as px
 from phalanx.comm import Place, joined
 from phalanx.errors import DataError
 from phalanx.launch import launch
-from phalanx.parallel import materialise
-from phalanx.parallel.materialise import UnrecordedError, fill, recipes, recorded
+from phalanx.parallel import Example, materialise
+from phalanx.parallel.expert import find
+from phalanx.parallel.materialise import UnrecordedError, fill, followed, recipes, recorded
 from phalanx.train.assembly import build, build_model
 
 WIDTH = 24
@@ -112,7 +113,12 @@ def normed() -> nn.Module:
     return torch.nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
 
 
-MODELS = [Drawn, Recurrent, copies, convnet, normed, gpt2, llama, bert, t5, mixtral]
+def halved() -> nn.Module:
+    """Of another precision, in the memory of the first."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Recurrent()).bfloat16()
+
+
+MODELS = [Drawn, Recurrent, copies, convnet, normed, halved, gpt2, llama, bert, t5, mixtral]
 
 
 @pytest.fixture(autouse=True)
@@ -258,6 +264,14 @@ def test_a_rank_holds_its_slices_of_one_device_s_values(plan: str) -> None:
             return wrong
 
     assert launch(work, laid.world_size) == [[]] * laid.world_size
+
+
+def test_experts_are_found_without_their_values() -> None:
+    ids = torch.arange(24).view(2, 12) % 60
+    example = Example(args=(ids,), kwargs={}, batch=ids, loss=px.next_token_loss)
+    pieces = recorded(mixtral)
+    assert followed(pieces, example) == ""
+    assert [one.numbers for one in find(pieces, example, px.Plan(ep=2))] == [("num_experts",)] * 2
 
 
 def test_a_model_that_cannot_be_repeated_is_built_whole_and_said_to_be() -> None:

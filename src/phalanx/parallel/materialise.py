@@ -238,7 +238,10 @@ class _Recorder(TorchDispatchMode):
 
     def _faked(self, func: Any, args: Any, kwargs: Any) -> Any:
         with self._fakes:
-            return func(*tree_map(self._as_fake, args), **tree_map(self._as_fake, kwargs))
+            made = func(*tree_map(self._as_fake, args), **tree_map(self._as_fake, kwargs))
+        # Tensors that are known there cannot be exchanged, as Module.to does with parameters.
+        self._fakes.fake_tensor_converter.tensor_memo.clear()
+        return made
 
     def _as_fake(self, leaf: Any) -> Any:
         return fake(self._fakes, leaf) if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) else leaf
