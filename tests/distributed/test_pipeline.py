@@ -70,9 +70,10 @@ class Alone:
     outputs: list[Tensor]
 
 
-def piped(make: Callable[[], nn.Module], micros: list[Micro], plan: Plan, expected: Alone, **how: Any) -> list[Result]:
+def piped(make: Callable[[], nn.Module], micros: list[Micro], plan: Plan, **how: Any) -> list[Result]:
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
         with joined(place, CPU):
+            expected = alone(make, micros)  # here: some builds of torch cannot fork once they have run backward
             module = seeded(make)
             events: list[list[Any]] = []
             pipeline = cut(module, example(micros), plan)
@@ -83,6 +84,9 @@ def piped(make: Callable[[], nn.Module], micros: list[Micro], plan: Plan, expect
             names = dict(module.named_parameters())
             wrong = [] if list(names) == runner.owned else [f"holds {list(names)}"]
             grads = [name for name, tensor in names.items() if tensor.grad is not None]
+            if squares.losses and squares.losses != pytest.approx(expected.losses, abs=1e-6):
+                wrong.append(f"losses are {squares.losses}, not {expected.losses}")
+            wrong += [f"{name} has a gradient" for name in grads if name not in expected.grads]
             for name, whole in expected.grads.items():
                 grad = names[name].grad if name in grads else None
                 added = torch.zeros_like(whole) if grad is None else grad.clone()
@@ -124,11 +128,9 @@ def alone(make: Callable[[], nn.Module], micros: list[Micro]) -> Alone:
 
 def assert_same(make: Callable[[], nn.Module], micros: list[Micro], plan: Plan, **how: Any) -> list[Result]:
     """Losses, gradients and outputs of the plan are those of one process."""
-    expected = alone(make, micros)
-    results = piped(make, micros, plan, expected, **how)
-    assert [one.losses for one in results if one.losses] == [pytest.approx(expected.losses, abs=1e-6)]
+    results = piped(make, micros, plan, **how)
     assert [one.wrong for one in results] == [[]] * plan.pp
-    assert {name for one in results for name in one.grads} == set(expected.grads)
+    assert [len(one.losses) for one in results if one.losses] == [len(micros)]
     return results
 
 
