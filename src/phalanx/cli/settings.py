@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,12 @@ class Given:
     folder: Path | None
     resume: bool
     values: dict[str, Any]
+
+    @classmethod
+    def of(cls, job: str, options: Mapping[str, Any]) -> Given:
+        """What was given for ``job`` by the options of the command, by their names."""
+        own = {name: options[name] for name in ("plan", "devices", "folder", "resume")}
+        return cls(job=job, **own, values={name: value for name, value in options.items() if name not in own})
 
     def __post_init__(self) -> None:
         problems: list[Problem] = []

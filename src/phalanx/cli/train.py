@@ -14,7 +14,7 @@ from phalanx.cli.options import PlanText, job_argument
 from phalanx.cli.output import STOPPED, json_option, print_json
 from phalanx.cli.settings import Given, earlier_run, settle
 from phalanx.errors import RunError
-from phalanx.spec import Job, Plan, RunSpec
+from phalanx.spec import Job, RunSpec
 
 if TYPE_CHECKING:
     from phalanx.observe.follow import Follower
@@ -37,18 +37,7 @@ if TYPE_CHECKING:
 @click.option("--quiet", is_flag=True, help="Show neither plan nor progress.")
 @click.option("--explain", is_flag=True, help="Show where each value came from.")
 @json_option
-def command(
-    job: str,
-    plan: Plan | None,
-    devices: int | None,
-    folder: Path | None,
-    resume: bool,
-    tensorboard: bool,
-    quiet: bool,
-    explain: bool,
-    as_json: bool,
-    **values: Any,
-) -> None:
+def command(job: str, tensorboard: bool, quiet: bool, explain: bool, as_json: bool, **options: Any) -> None:
     """Train JOB: a Python file with a function job(), file.py:name, or package.module:name.
 
     Without --plan and -n it uses all CUDA devices, or one process where there is none. On --resume, what is not given
@@ -60,7 +49,7 @@ def command(
       phalanx train examples/gpt.py --plan "fsdp=2 zero=3 micro=8" --steps 100
       phalanx train examples/digits.py --run runs/digits-1 --resume --epochs 10
     """
-    given = Given(job=job, plan=plan, devices=devices, folder=folder, resume=resume, values=values)
+    given = Given.of(job, options)
     earlier = earlier_run(given)
 
     from phalanx.launch.jobfile import load_job
