@@ -171,21 +171,21 @@ def total(tensor: Tensor, axis: Axis) -> Tensor:
 
 def kept(tensor: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
     """The sum over ranks of what each has computed, each rank keeping its slice. Backward: all-gather."""
-    return _Kept.apply(tensor, dim, cut, axis)
+    return _Goes.apply(tensor, _to_sum, _to_whole, dim, cut, axis)
 
 
 def taken(whole: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
     """This rank's slice of a whole tensor. Backward: ``tp`` all-gather; ``cp`` nothing."""
     if axis.sums or not whole.requires_grad:
         return piece(whole, dim, cut, axis.rank)
-    return _Taken.apply(whole, dim, cut, axis)
+    return _Goes.apply(whole, _to_piece, _to_whole, dim, cut, axis)
 
 
 def whole(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
     """The whole of a sliced tensor, for work that all ranks do alike. Backward: ``tp`` none; ``cp`` as ``opened``."""
     if axis.sums:
         return opened(local, dim, cut, axis)
-    return _Whole.apply(local, dim, cut, axis)
+    return _Goes.apply(local, _to_whole, _to_piece, dim, cut, axis)
 
 
 def opened(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
@@ -198,7 +198,7 @@ def opened(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
     known = memory.get(key)
     found = known() if known is not None else None
     if found is None:
-        found = _Opened.apply(local, dim, cut, axis)
+        found = _Goes.apply(local, _to_whole, _to_sum, dim, cut, axis)
         memory[key] = weakref.ref(found)  # weak: what is gathered is large, and lives as long as backward needs it
     return found
 
@@ -230,49 +230,30 @@ class _Total(torch.autograd.Function):
         return grad, None
 
 
-class _Kept(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
-        ctx.where = dim, cut, axis
-        return axis.add_up_and_keep(tensor, dim, cut)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        dim, cut, axis = ctx.where
-        return axis.gather(grad, dim, cut), None, None, None
+Way = Callable[[Tensor, int, Cut, Axis], Tensor]
+"""One way that a tensor goes: from whole to slice or from slice to whole, along a dimension cut so over an axis."""
 
 
-class _Taken(torch.autograd.Function):
+class _Goes(torch.autograd.Function):
+    """A tensor goes one way, and its gradient another."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
-        ctx.where = dim, cut, axis
-        return piece(tensor, dim, cut, axis.rank).clone()
+    def forward(ctx: Any, tensor: Tensor, there: Way, back: Way, dim: int, cut: Cut, axis: Axis) -> Tensor:
+        ctx.back, ctx.where = back, (dim, cut, axis)
+        return there(tensor, dim, cut, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        dim, cut, axis = ctx.where
-        return axis.gather(grad, dim, cut), None, None, None
+        return ctx.back(grad, *ctx.where), None, None, None, None, None
 
 
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
-        ctx.where = dim, cut, axis
-        return axis.gather(local, dim, cut)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        dim, cut, axis = ctx.where
-        return piece(grad, dim, cut, axis.rank), None, None, None
+def _to_whole(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
+    return axis.gather(local, dim, cut)
 
 
-class _Opened(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
-        ctx.where = dim, cut, axis
-        return axis.gather(local, dim, cut)
+def _to_sum(tensor: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
+    return axis.add_up_and_keep(tensor, dim, cut)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        dim, cut, axis = ctx.where
-        return axis.add_up_and_keep(grad, dim, cut), None, None, None
+
+def _to_piece(whole: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
+    return piece(whole, dim, cut, axis.rank).clone()
