@@ -120,13 +120,10 @@ class Rows(Replicas):
             self._scattering.finish()
         if self._whole:
             self._whole.finish()
-            for piece in self._partition.slices:
-                piece.take_gradient(piece.whole.grad)
+            self._partition.take_gradients()
 
     def stepped(self) -> None:
-        self._partition.gather()
-        for piece in self._partition.slices:
-            piece.whole.grad = piece.shard.grad = None
+        self._partition.stepped()
 
 
 class Sharded(Replicas):

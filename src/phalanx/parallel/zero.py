@@ -51,13 +51,10 @@ class ShardedOptimizer(Layout):
     def finish(self) -> None:
         if not self._may_be_unused:
             check_reduced(self._ddp, {piece.name: piece.whole for piece in self._partition.slices})
-        for piece in self._partition.slices:
-            piece.take_gradient(piece.whole.grad)
+        self._partition.take_gradients()
 
     def stepped(self) -> None:
-        self._partition.gather()
-        for piece in self._partition.slices:
-            piece.whole.grad = piece.shard.grad = None
+        self._partition.stepped()
 
 
 class ShardedGradients(Layout):
@@ -81,9 +78,7 @@ class ShardedGradients(Layout):
         self._scattering.finish()
 
     def stepped(self) -> None:
-        self._partition.gather()
-        for piece in self._partition.slices:
-            piece.shard.grad = None
+        self._partition.stepped()
 
 
 class Scattering:
@@ -191,6 +186,17 @@ class Partition:
         if plan.dp == 1:
             return cls(module, mesh, None, dist.group.WORLD)
         return cls(module, mesh["fsdp"], mesh["dp"].get_group(), dist.group.WORLD)
+
+    def take_gradients(self) -> None:
+        """Make this rank's rows of the whole, already reduced gradients the shards'."""
+        for piece in self.slices:
+            piece.take_gradient(piece.whole.grad)
+
+    def stepped(self) -> None:
+        """The optimizer has stepped: bring the new rows to all ranks, and drop the gradients."""
+        self.gather()
+        for piece in self.slices:
+            piece.whole.grad = piece.shard.grad = None
 
     def gather(self) -> None:
         """Bring every rank's rows to all ranks of its shard group, and rank 0's running statistics to all ranks."""
