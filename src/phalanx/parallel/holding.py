@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from phalanx.parallel.sliced.axis import Placed
+if TYPE_CHECKING:  # the rules of sliced tensors are loaded by plans that slice
+    from phalanx.parallel.sliced.axis import Placed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
