@@ -9,6 +9,7 @@ once.
 from __future__ import annotations
 
 import math
+import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -202,6 +203,7 @@ class _Work(Work):
         self._step, self._batch = owner, batch
         self._job = owner.job
         self._read: dict[tuple[int, int], Reading] = {}
+        self._at_hand: dict[int, tuple[MicroBatch, Any]] = {}
         self._divided_by = 0.0
         self._exact = False
         self._reduced: tuple[dist.Work, torch.Tensor] | None = None
@@ -214,19 +216,25 @@ class _Work(Work):
         part, index = self._places[id(micro)]
         reseed(device, stream(self._job.seed, step.progress.step, index, step._first_part + part))
         with step._compute(device):
-            args, kwargs, _ = step._inputs(micro.batch, device)
+            args, kwargs, on_device = step._inputs(micro.batch, device)
+            self._at_hand[threading.get_ident()] = micro, on_device
             return module(*args, **kwargs)
 
     def loss(self, output: Any, device: torch.device, micro: MicroBatch, last: bool) -> torch.Tensor:
         step = self._step
         with step._compute(device):
-            result = self._job.loss(output, to_device(micro.batch, device))
+            result = self._job.loss(output, self._on_device(micro, device))
             read = read_loss(result, micro.samples, step.progress.step)
         self._read[self._places[id(micro)]] = read
         factor = self._factor(read)
         if last and active() and step.layout.held.stages is None:
             self._start_reducing(device)
         return read.value * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else read.value
+
+    def _on_device(self, micro: MicroBatch, device: torch.device) -> Any:
+        """The batch that this thread's last forward has moved there, or another that is moved now."""
+        known, batch = self._at_hand.get(threading.get_ident(), (None, None))
+        return batch if known is micro else to_device(micro.batch, device)
 
     def totals(self) -> Totals:
         """Sum and count over the global batch."""
