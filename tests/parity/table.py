@@ -106,7 +106,7 @@ SHORT_SPLIT: dict[str, tuple[str, ...]] = {
     "HF GPT-2": ("tp=2", "pp=2 micro=3 schedule=zbv", "tp=2 cp=2"),
     "HF Llama": ("tp=4", "cp=3 attention=alltoall", "pp=2 tp=2 sequence=true micro=7", "fsdp=2 tp=2 zero=2"),
     "HF BERT, padded": ("tp=2 recompute=full", "cp=2"),
-    "HF T5": ("tp=2", "pp=2 micro=7 schedule=interleaved"),
+    "HF T5": ("tp=2", "pp=2 micro=7 schedule=interleaved", "pp=2 tp=2 sequence=true micro=7"),
     "HF ViT": ("tp=2 sequence=true", "pp=2 micro=7 schedule=zero-bubble"),
     "HF Mixtral": ("ep=2", "ep=2 tp=2", "pp=2 ep=2 micro=7", "cp=2 ep=2"),
 }
@@ -115,7 +115,6 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
     ("ConvNet", "tp=2", "no two layers can share out their weights"),
     ("ConvNet", "cp=2", "without attention over tokens"),
     ("irregular", "tp=2 sequence=true", "without attention over tokens"),
-    ("HF T5", "pp=2 tp=2 sequence=true", "several stacks"),
     ("MLP", "ep=2", "experts"),
     ("HF Mixtral", "ep=5", "experts"),
     ("own GPT", "pp=2 schedule=interleaved stages=40", "stages"),

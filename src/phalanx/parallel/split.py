@@ -8,7 +8,7 @@ tokens, once a step (``replicas``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,10 +128,11 @@ class _Cut:
             here = {name for name, _ in module.named_parameters()}
             cuts = {name: how for name, how in cuts.items() if name in here}
             experts = [one for one in experts if f"{one.name}.{one.parameters[0]}" in here]
+        over = [tensors] if plan.sequence else []
         if plan.cp > 1:
             at, group = mesh.at["cp"], mesh.group("cp")
-            axis = Axis("cp", size=plan.cp, rank=at, group=group, sums=True, attention=plan.attention)
-            share_out_tokens(module, found.over_cp, axis)
+            over.append(Axis("cp", size=plan.cp, rank=at, group=group, sums=True, attention=plan.attention))
+            share_out_tokens(module, found.over_cp, over[-1])
         share_out_tokens(module, found.over_tp, tensors)
         if cuts:
             placed = {name: (Placed(tensors, dim, cut),) for name, (dim, cut) in cuts.items()}
@@ -139,6 +140,7 @@ class _Cut:
         self.dealt = expert.deal_out(module, experts, plan, mesh, tensors)
         self.slices |= self.dealt.slices
         if self.stages is not None:
+            self.stages.runner.share_out({axis.name: axis for axis in over})
             self.slices = self.stages.holdings(self.slices)
         self.late = [*(name for name in self.late if name not in self.dealt.inside), *self.dealt.late]
 
@@ -160,24 +162,12 @@ def _look(module: nn.Module, plan: Plan, example: Example) -> _Found:
     expert.by_rows(module, experts)
     weights = _weights(module, plan, example) if plan.tp > 1 else {}
     over_tp = _tokens(module, example, plan.tp, "sequence") if plan.sequence else {}
-    if plan.pp > 1 and len({name.rpartition(".")[0] for name in over_tp}) > 1:
-        raise RefusedError([_two_stacks(plan)])
     return _Found(
         experts=experts,
         weights=weights,
         over_cp=_tokens(module, example, plan.cp, "cp") if plan.cp > 1 else {},
         over_tp=over_tp,
         late=added_late(module, example, over_tp, weights) if plan.sequence else [],
-    )
-
-
-def _two_stacks(plan: Plan) -> Problem:
-    # Between the stacks, such as in a normalisation after the encoder, a stage may get tokens whole or sliced.
-    return Problem(
-        where="plan.sequence",
-        given=f"sequence=true with pp={plan.pp} for a model of several stacks of blocks (encoder, decoder)",
-        allowed="sequence=true in a pipeline of one stack of blocks",
-        fix=str(replace(plan, sequence=False)),
     )
 
 
