@@ -164,7 +164,7 @@ class Crew:
     def __init__(self, target: Target, world_size: int) -> None:
         self.workers: list[Worker] = []
         self.failures: list[Failure] = []
-        self._target = target
+        self._target: Target | None = target
         self._world_size = world_size
         self._steps = memoryview(mmap.mmap(-1, 8 * world_size)).cast("q")
         for rank in range(world_size):
@@ -264,6 +264,9 @@ class Crew:
         self._selector.close()
         self._listener.close()
         self._store = None
+        # The forking thread must not be the last to hold the workers' work: it ends at any time, even with the
+        # interpreter, and what that work holds (tensors) cannot be let go of then.
+        self._target = None
         self._over.set()
 
     def _step(self, worker: Worker) -> int | None:
@@ -305,6 +308,7 @@ class Crew:
                 meeting = f"tcp://127.0.0.1:{self._port}"
                 size = self._world_size
                 place = Place(rank=rank, world_size=size, local_rank=rank, store=meeting, local_world_size=size)
+                assert self._target is not None
                 live(self._target, place, wires, launcher)
             guardian.add(pid)
             launchers.pop_all()  # from here on the worker object's
