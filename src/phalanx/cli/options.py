@@ -59,7 +59,7 @@ class PlanText(click.ParamType):
 def _choices(key: str) -> tuple[str, ...]:
     if key == "zero":
         return ("1", "2", "3")
-    if key == "compile":
+    if key in plan.TRUTHS:
         return ("true", "false")
     return get_args(getattr(plan, key.capitalize(), None))
 

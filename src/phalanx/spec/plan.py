@@ -35,7 +35,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "attention": get_args(Attention),
 }
 _STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2, "dualpipev": 2}
-_TRUTHS = ("compile", "sequence")
+TRUTHS = ("compile", "sequence")
+"""Keys that are true or false."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,7 +251,7 @@ def _parse_value(key: str, text: str) -> tuple[Any, Problem | None]:
         )
     if key in _CHOICES or key == "split":
         return text, None  # Plan itself checks choices
-    if key in _TRUTHS:
+    if key in TRUTHS:
         if text not in ("true", "false"):
             return None, Problem(where=f"plan.{key}", given=repr(text), allowed="true or false", fix=f"{key}=true")
         return text == "true", None
@@ -280,7 +281,7 @@ def _problems(plan: Plan) -> list[Problem]:
         if getattr(plan, name) not in choices:
             near = difflib.get_close_matches(str(getattr(plan, name)), choices, n=1, cutoff=0.0)
             wrong(name, ", ".join(choices), f"{name}={near[0] if near else choices[0]}")
-    for name in _TRUTHS:
+    for name in TRUTHS:
         if not isinstance(getattr(plan, name), bool):
             wrong(name, "true or false", f"{name}=true")
     if not is_whole(plan.zero, 0) or plan.zero > 3:
