@@ -171,21 +171,21 @@ def total(tensor: Tensor, axis: Axis) -> Tensor:
 
 def kept(tensor: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
     """The sum over ranks of what each has computed, each rank keeping its slice. Backward: all-gather."""
-    return _Goes.apply(tensor, _to_sum, _to_whole, dim, cut, axis)
+    return _Goes.apply(tensor, (_to_sum, _to_whole), dim, cut, axis)
 
 
 def taken(whole: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
     """This rank's slice of a whole tensor. Backward: ``tp`` all-gather; ``cp`` nothing."""
     if axis.sums or not whole.requires_grad:
         return piece(whole, dim, cut, axis.rank)
-    return _Goes.apply(whole, _to_piece, _to_whole, dim, cut, axis)
+    return _Goes.apply(whole, (_to_piece, _to_whole), dim, cut, axis)
 
 
 def whole(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
     """The whole of a sliced tensor, for work that all ranks do alike. Backward: ``tp`` none; ``cp`` as ``opened``."""
     if axis.sums:
         return opened(local, dim, cut, axis)
-    return _Goes.apply(local, _to_whole, _to_piece, dim, cut, axis)
+    return _Goes.apply(local, (_to_whole, _to_piece), dim, cut, axis)
 
 
 def opened(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
@@ -198,7 +198,7 @@ def opened(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
     known = memory.get(key)
     found = known() if known is not None else None
     if found is None:
-        found = _Goes.apply(local, _to_whole, _to_sum, dim, cut, axis)
+        found = _Goes.apply(local, (_to_whole, _to_sum), dim, cut, axis)
         memory[key] = weakref.ref(found)  # weak: what is gathered is large, and lives as long as backward needs it
     return found
 
@@ -238,13 +238,14 @@ class _Goes(torch.autograd.Function):
     """A tensor goes one way, and its gradient another."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, there: Way, back: Way, dim: int, cut: Cut, axis: Axis) -> Tensor:
-        ctx.back, ctx.where = back, (dim, cut, axis)
+    def forward(ctx: Any, tensor: Tensor, ways: tuple[Way, Way], dim: int, cut: Cut, axis: Axis) -> Tensor:
+        there, ctx.back = ways
+        ctx.where = dim, cut, axis
         return there(tensor, dim, cut, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.back(grad, *ctx.where), None, None, None, None, None
+        return ctx.back(grad, *ctx.where), None, None, None, None
 
 
 def _to_whole(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
