@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,3 +90,11 @@ def test_each_block_talks_as_little_as_megatrons(model: Callable[[int], torch.nn
     else:
         assert forward == {"all_reduce": 2}  # Shoeybi et al. 2019, section 3
         assert backward == {"all_reduce": 2}
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=3 sequence=true"])
+def test_whatever_the_job_says_of_cuts_it_learns_the_same(plan: str) -> None:
+    job = gpt.gpt_job(layers=2, width=32, heads=4, context=12)
+    odd: dict[str, Any] = {"*.query_key_value": "rowwise", "*.up": "rowwise", "*.down": "whole", "token": "colwise"}
+    proof = px.prove(replace(job, batch=5, clip=0.5, tensor_parallel=odd), plan, steps=3)
+    assert proof.equal, proof.first

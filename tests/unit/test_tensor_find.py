@@ -10,6 +10,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.demo.jobs import gpt
+from phalanx.errors import RefusedError
 from phalanx.parallel import Example
 from phalanx.parallel.tensor import Split, find
 
@@ -17,12 +18,13 @@ IDS = torch.arange(24).view(2, 12) % 60
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 
 
-def found(module: nn.Module, ranks: int, *args: Any, **kwargs: Any) -> Split:
+def found(module: nn.Module, ranks: int, *args: Any, told: dict[str, Any] | None = None, **kwargs: Any) -> Split:
     def loss(output: Any, batch: torch.Tensor) -> Any:
         logits = getattr(output, "logits", output)
         return px.next_token_loss(logits, batch) if logits.dim() == 3 else logits.sum()
 
-    return find(module, Example(args=args, kwargs=kwargs, batch=IDS, loss=loss), ranks)
+    example = Example(args=args, kwargs=kwargs, batch=IDS, loss=loss, tensor_parallel=told or {})
+    return find(module, example, ranks)
 
 
 def cut(split: Split, ending: str) -> tuple[int, int, tuple[int, ...]]:
@@ -104,3 +106,66 @@ def test_the_model_is_left_as_it_was() -> None:
     found(module, 2, IDS)
     assert before == {name: (type(child), child.__dict__.get("forward")) for name, child in module.named_modules()}
     assert all(values[name] is tensor for name, tensor in module.named_parameters())
+
+
+def own_gpt() -> nn.Module:
+    return gpt.gpt_job(layers=2, width=32, heads=4, context=12).model()
+
+
+def test_what_the_job_says_of_cuts_counts() -> None:
+    told = {"blocks.*.attention.*": "whole", "blocks.1.up": "rowwise", "token": "colwise", "position.weight": 0}
+    split = found(own_gpt(), 2, IDS, told=told)
+    assert not any("attention" in name for name in split.cuts)
+    assert cut(split, "0.up.weight")[0] == 0
+    assert cut(split, "1.up.weight")[0] == 1
+    assert cut(split, "token.weight")[0] == 1
+    assert cut(split, "position.weight")[0] == 0
+
+
+def test_the_last_pattern_that_fits_counts() -> None:
+    split = found(own_gpt(), 2, IDS, told={"blocks.*.up": "whole", "blocks.1.up": "colwise"})
+    assert "blocks.0.up.weight" in split.whole
+    assert cut(split, "1.up.weight")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"blocks.0.upp": "colwise"}, "blocks.0.up.weight"),
+        ({"*.up.bias": "colwise"}, "two dimensions"),
+        ({"position.weight": 0}, "position.weight"),
+    ],
+)
+def test_cuts_that_cannot_be_are_refused(told: dict[str, Any], words: str) -> None:
+    with pytest.raises(RefusedError, match=words.replace(".", r"\.")):
+        found(own_gpt(), 16, IDS, told=told)
+
+
+def test_columns_of_a_layer_that_nobody_knows_are_asked_for_by_dimension() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64, n_positions=12)
+    with pytest.raises(RefusedError, match="the dimension, 0 or 1"):
+        found(GPT2LMHeadModel(config), 2, IDS, told={"*.c_fc": "colwise"})
+    assert cut(found(GPT2LMHeadModel(config), 2, IDS, told={"*.c_fc": 0}), "c_fc.weight")[0] == 0
+
+
+def test_a_plan_of_the_models_own_is_followed_where_it_goes_well() -> None:
+    class Own(nn.Module):
+        def __init__(self, plan: dict[str, str]) -> None:
+            super().__init__()
+            self.tp_plan = plan
+            linears = nn.Linear(12, 40), nn.Linear(40, 40), nn.Linear(40, 12)
+            self.layers = nn.Sequential(linears[0], nn.ReLU(), linears[1], nn.ReLU(), linears[2])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)
+
+    x = torch.ones(2, 12)
+    inferred = found(Own({}), 2, x)
+    assert (cut(inferred, "0.weight")[0], cut(inferred, "2.weight")[0]) == (0, 1)
+    late = found(Own({"layers.2": "colwise", "layers.4": "rowwise"}), 2, x)
+    assert (cut(late, "2.weight")[0], cut(late, "4.weight")[0]) == (0, 1)
+    assert "layers.0.weight" in late.whole
+    nothing_pairs_up = found(Own({"layers.0": "rowwise", "layers.2": "rowwise", "layers.4": "colwise"}), 2, x)
+    assert nothing_pairs_up.cuts == inferred.cuts

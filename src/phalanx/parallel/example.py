@@ -1,10 +1,12 @@
-"""A batch to look at a model with, before it is split."""
+"""What a model is looked at with before it is split."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from phalanx.spec.job import Cutting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,9 +18,11 @@ class Example:
         kwargs: named arguments.
         batch: what the loss is called with beside the output.
         loss: from the output and the batch to the job's loss, of whatever form.
+        tensor_parallel: what the job says of how weights are cut.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     batch: Any
     loss: Callable[[Any, Any], Any]
+    tensor_parallel: Mapping[str, Cutting] = field(default_factory=dict[str, Cutting])

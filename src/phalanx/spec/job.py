@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from phalanx.errors import Problem, SpecError
 from phalanx.spec.fields import Kind, is_number, is_whole, misfits
 from phalanx.spec.schedule import Schedule
 
 Unused = Literal["error", "allow"]
+Cutting = Literal["colwise", "rowwise", "whole", 0, 1]
+"""How a weight is cut over ``tp``: along its output or its input features, not at all, or by its dimension."""
+
+_CUTTINGS = get_args(Cutting)
 
 _KINDS = {
     "drop_last": Kind(types=(bool,), allowed="True or False", fix="drop_last=True"),
@@ -46,6 +50,9 @@ class Job:
         metrics: ``metrics(output, batch)`` gives a dict of name → ``Loss(sum, count)``, evaluated with the loss.
         evaluate_every: optimizer steps between evaluations; 0: at the end only.
         unused: what to do about parameters that get no gradient: ``error`` names them and stops, ``allow`` trains on.
+        tensor_parallel: how weights are cut under ``tp``, where it shall be otherwise than found: name of a layer or of
+            its weight, ``*`` standing for any text → ``colwise``, ``rowwise``, ``whole``, or a dimension, 0 or 1. The
+            last that fits counts.
         name: of the run; the job file's name where not given.
     """
 
@@ -69,6 +76,7 @@ class Job:
     metrics: Callable[[Any, Any], dict[str, Any]] | None = None
     evaluate_every: int = 0
     unused: Unused = "error"
+    tensor_parallel: Mapping[str, Cutting] = field(default_factory=dict[str, Cutting])
     name: str = "job"
 
     def __post_init__(self) -> None:
@@ -116,6 +124,10 @@ def _problems(job: Job) -> list[Problem]:
         wrong("clip", "a number above 0, or None", "clip=1.0")
     if job.unused not in ("error", "allow"):
         wrong("unused", "error, allow", 'unused="allow"')
+    cuts: Any = job.tensor_parallel
+    if not hasattr(cuts, "items") or any(type(name) is not str or how not in _CUTTINGS for name, how in cuts.items()):
+        allowed = "names of layers → " + ", ".join(map(repr, _CUTTINGS))
+        wrong("tensor_parallel", allowed, 'tensor_parallel={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}')
     for name in ("metrics", "evaluate_every"):
         if getattr(job, name) and job.evaluate is None:
             wrong(name, "only together with evaluate, which builds the data for it", "evaluate=lambda: dataset")

@@ -122,7 +122,7 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
 def _example(job: Job, module: nn.Module, loader: Loader) -> Example:
     """Two samples on the host, for the model to be looked at with."""
     args, kwargs, batch = Inputs(job, module)(loader.example(2), torch.device("cpu"))
-    return Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss)
+    return Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
 
 
 def _looked_at(example: Example, module: nn.Module, found: list[str]) -> Example:

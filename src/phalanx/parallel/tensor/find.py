@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.blocks import blocks, leave_cache_out, parts
 from phalanx.parallel.example import Example
 from phalanx.parallel.fakes import faked, fakes, quiet
 from phalanx.parallel.sliced import Axis, Cut, Placed, is_sliced
 from phalanx.parallel.tensor.trial import Trial, fixed, tried
 from phalanx.parallel.tensor.weights import Places
+from phalanx.parallel.tensor.wishes import Wishes, wishes
 
 _FEW_ROWS = 16  # classes a rank below which cutting a head is not worth its three reductions
 _MANY_ROWS = 1000  # rows from which an embedding is cut also where no head shares its vocabulary
@@ -54,15 +57,17 @@ def find(module: nn.Module, example: Example, ranks: int) -> Split:
     """How to share the weights of ``module`` out over this many ranks.
 
     Raises:
+        RefusedError: if the job wants cuts that cannot be.
         Exception: whatever the model raises on fake tensors, such as control flow that depends on data.
     """
     names = {id(tensor): name for name, tensor in module.named_parameters()}
     with dry(module, example) as (model, meant):
+        said = wishes(module, example.tensor_parallel)
         chosen: dict[int, _Choice] = {}
         for block, calls in model.calls.items():
-            for choice in _like(block, model.known, lambda block=block, calls=calls: _pairs(block, calls, ranks)):
+            for choice in _like(block, model.known, said, partial(_pairs, block, calls, ranks, said)):
                 chosen.setdefault(id(choice.weight), choice)
-        for choice in _vocabulary(model, chosen, ranks):
+        for choice in [*_vocabulary(model, chosen, ranks, said), *_told(model, chosen, ranks, said)]:
             chosen.setdefault(id(choice.weight), choice)
         cuts = {names[id(meant[key])]: (choice.dim, choice.cut) for key, choice in chosen.items()}
     ordered = {name: cuts[name] for name in names.values() if name in cuts}
@@ -144,10 +149,13 @@ class Model:
         return watching
 
 
-def _like(block: nn.Module, known: dict[Any, Any], look: Callable[[], list[_Choice]]) -> list[_Choice]:
+def _like(block: nn.Module, known: dict[Any, Any], said: Wishes, look: Callable[[], list[_Choice]]) -> list[_Choice]:
     """The choices for a block; taken over from an earlier one that is made of the same parts."""
     shapes = tuple((name, type(child).__name__) for name, child in block.named_modules())
-    key = (shapes, tuple((name, tuple(tensor.shape)) for name, tensor in block.named_parameters()))
+    key = (
+        shapes,
+        tuple((name, tuple(tensor.shape), tuple(said.dims(tensor))) for name, tensor in block.named_parameters()),
+    )
     if key not in known:
         known[key] = (block, look())
     first, choices = known[key]
@@ -155,15 +163,22 @@ def _like(block: nn.Module, known: dict[Any, Any], look: Callable[[], list[_Choi
     return [_Choice(by_name[its[id(one.weight)]], one.dim, one.cut) for one in choices if id(one.weight) in its]
 
 
-def _pairs(block: nn.Module, call: Call, ranks: int) -> list[_Choice]:
-    """Cuts of weights that pair up within a block."""
+def _pairs(block: nn.Module, call: Call, ranks: int, said: Wishes) -> list[_Choice]:
+    """Cuts of weights that pair up within a block: as the model's own plan has it, or if that does not go, as found."""
     args, kwargs = call
     run = lambda: block(*args, **kwargs)  # noqa: E731
+    found = _paired(block, run, ranks, said.dims)
+    return found or (_paired(block, run, ranks, partial(said.dims, own=False)) if said.own else [])
+
+
+def _paired(
+    block: nn.Module, run: Callable[[], Any], ranks: int, dims: Callable[[nn.Parameter], Sequence[int]]
+) -> list[_Choice]:
     members: dict[tuple[int, ...], list[tuple[_Choice, Trial]]] = {}
     for weight in block.parameters():
-        for dim in range(weight.dim()) if weight.dim() == 2 else ():
+        for dim in dims(weight):
             found = _cut(block, weight, dim, run, ranks, _ends_in_sums)
-            if found is not None:
+            if found is not None and all(one.dim in dims(one.weight) for one in found[1].met):
                 choice, trial = found
                 members.setdefault(tuple(id(one.weight) for one in trial.met), []).append((choice, trial))
     chosen: dict[int, _Choice] = {}
@@ -181,7 +196,15 @@ def _cut(
     ranks: int,
     good: Callable[[Trial, Any], bool],
 ) -> tuple[_Choice, Trial] | None:
-    """A cut of one dimension that goes well; grains that the model's own views ask for are tried in turn."""
+    """A cut of one dimension that goes well."""
+    tries = _tries(owner, weight, dim, run, ranks)
+    return next(((choice, trial) for choice, trial, result in tries if good(trial, result)), None)
+
+
+def _tries(
+    owner: nn.Module, weight: nn.Parameter, dim: int, run: Callable[[], Any], ranks: int
+) -> Iterator[tuple[_Choice, Trial, Any]]:
+    """Cuts of one dimension that go at all; grains that the model's own views ask for are tried in turn."""
     size = weight.shape[dim]
     waiting, seen = [(1, 1)], {(1, 1)}
     while waiting:
@@ -192,14 +215,12 @@ def _cut(
         trial, result = _outcome(owner, [choice], run, ranks)
         if trial is None:
             continue
-        if good(trial, result):
-            return choice, trial
+        yield choice, trial, result
         # What is asked of a part of the dimension (one of three that are fused) holds within each of them.
         for grain in (*trial.grains, *((outer * o, i) for o, i in trial.grains)):
             if grain not in seen:
                 seen.add(grain)
                 waiting.append(grain)
-    return None
 
 
 def _outcome(
@@ -246,7 +267,7 @@ def _fitting(block: nn.Module, group: list[tuple[_Choice, Trial]], run: Callable
     return []
 
 
-def _vocabulary(model: Model, chosen: dict[int, _Choice], ranks: int) -> list[_Choice]:
+def _vocabulary(model: Model, chosen: dict[int, _Choice], ranks: int, said: Wishes) -> list[_Choice]:
     """Cuts of tables of words and of the products that choose among them, outside the blocks."""
     inside = set(chosen)
     if model.repeats:
@@ -255,7 +276,8 @@ def _vocabulary(model: Model, chosen: dict[int, _Choice], ranks: int) -> list[_C
     heads: set[int] = set()
     tables: list[tuple[_Choice, Trial]] = []
     for weight in model.module.parameters():
-        if id(weight) in inside or weight.dim() != 2 or id(weight) in chosen or weight.shape[0] < _FEW_ROWS * ranks:
+        few = weight.dim() != 2 or weight.shape[0] < _FEW_ROWS * ranks
+        if id(weight) in inside or few or 0 not in said.dims(weight):
             continue
         result = _cut(model.module, weight, 0, model.run_around_blocks, ranks, _only_reduces)
         if result is None:
@@ -269,6 +291,35 @@ def _vocabulary(model: Model, chosen: dict[int, _Choice], ranks: int) -> list[_C
             tables.append((choice, trial))
     found += [one for one, _ in tables if one.weight.shape[0] in heads or one.weight.shape[0] >= _MANY_ROWS]
     return found
+
+
+def _told(model: Model, chosen: dict[int, _Choice], ranks: int, said: Wishes) -> list[_Choice]:
+    """Cuts that the job wants and that pair up with nothing: of those that go, the one that sends least often.
+
+    Raises:
+        RefusedError: if none goes.
+    """
+    found: list[_Choice] = []
+    for name, weight in model.module.named_parameters():
+        dim = said.told.get(id(weight))
+        if dim is None or id(weight) in chosen:
+            continue
+        tries = list(_tries(model.module, weight, dim, model.run, ranks))
+        if not tries:
+            raise RefusedError([_uncut(name, weight, dim, ranks)])
+        choice, trial, _ = min(tries, key=lambda one: len(one[1].sent))
+        found.append(choice)
+        found += [_Choice(one.weight, 0, one.cut) for one in trial.beside if isinstance(one.weight, nn.Parameter)]
+    return found
+
+
+def _uncut(name: str, weight: nn.Parameter, dim: int, ranks: int) -> Problem:
+    return Problem(
+        where="job.tensor_parallel",
+        given=f"a cut along dimension {dim} of {name} of shape {tuple(weight.shape)} over tp={ranks}",
+        allowed="cuts that give every rank a row, and that the operations on the weight can follow",
+        fix=f"tensor_parallel={{{name!r}: 'whole'}}",
+    )
 
 
 def _only_reduces(trial: Trial, result: Any) -> bool:
