@@ -1,9 +1,10 @@
-"""LARS and LAMB on parameters split by name take the steps that they take on whole ones."""
+"""What optimizers make of parameters split by name: LARS and LAMB step as on whole ones, most step as it comes."""
 
 from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ from checkpoint_ranks import local, ranks
 from split_layouts import SHAPES, laid_out, own, value
 from torch import nn
 
+import phalanx as px
+from phalanx.errors import WorkerError
 from phalanx.parallel import Held
 from phalanx.spec import Plan
+from phalanx.train.elementwise import elementwise
 from phalanx.train.optimizers import LAMB, LARS
 from phalanx.train.slices import _GROUPS, groups_of_slices, note_slices
 
@@ -86,3 +90,38 @@ def test_notes_end_with_their_parameters_and_are_not_copied() -> None:
 
     ranks(2, target)
     assert groups_of_slices(nn.Parameter(torch.zeros(1))) == ()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_most_optimizers_treat_each_element_by_itself(kind: Any) -> None:
+    assert elementwise(kind([nn.Parameter(torch.zeros(2, 2))], lr=0.0))
+
+
+def test_an_optimizer_of_another_form_is_let_be() -> None:
+    class Other(torch.optim.SGD):
+        def __init__(self, params: Any, *, must: int) -> None:
+            super().__init__(params, lr=must)
+
+    assert elementwise(Other([nn.Parameter(torch.zeros(2, 2))], must=1))
+
+
+def squares(kind: Any) -> px.Job:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Sequential(nn.Linear(8, 64, bias=False), nn.ReLU(), nn.Linear(64, 8, bias=False)))
+
+    return px.Job(
+        model=model,
+        data=lambda: list(torch.linspace(-1, 1, 64).view(8, 8)),
+        loss=lambda output, batch: (output - batch).square().mean(),
+        optimizer=lambda params: kind(params, lr=1e-2),
+        batch=4,
+        steps=2,
+    )
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+def test_one_that_looks_at_whole_parameters_is_refused_where_they_are_slices(kind: Any) -> None:
+    with pytest.raises(WorkerError, match=f"{kind.__name__} under tp=2") as caught:
+        px.prove(squares(kind), "tp=2", steps=1)
+    assert caught.value.exit_code == 2
+    assert px.prove(squares(kind), "dp=2", steps=2).equal

@@ -17,6 +17,7 @@ from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Example, Layout, assemble, check, device_kind, notes
 from phalanx.spec import Job, Plan
 from phalanx.train.consistency import same_initial_values, same_length
+from phalanx.train.elementwise import refuse_unless_elementwise
 from phalanx.train.inputs import Inputs
 from phalanx.train.rng import stream
 from phalanx.train.slices import note_slices
@@ -105,6 +106,7 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     same_length(loader.length, "job.data")
     layout = assemble(module, job, plan, place, lambda: _looked_at(_example(job, module, loader), module, found))
     optimizer = build_optimizer(job, layout)
+    refuse_unless_elementwise(optimizer, layout.held, plan)
     course = Course(first_step=first_step, total_steps=_total_steps(job, loader), lr_scale=lr_scale)
     step = Step(job, plan, layout, optimizer, course)
     return Assembly(

@@ -59,6 +59,8 @@ class LARS(Optimizer):
         SpecError: with every argument that is out of range.
     """
 
+    adds_up_over_slices = True
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -147,6 +149,8 @@ class LAMB(Optimizer):
     Raises:
         SpecError: with every argument that is out of range.
     """
+
+    adds_up_over_slices = True
 
     def __init__(
         self,
