@@ -56,6 +56,7 @@ class Split(Layout):
         self._held = Held(
             module=module,
             parameters=parameters,
+            remarks=cut.remarks,
             # Along cp every rank starts backward from the same loss, and their gradients are added.
             divisor=self._replicas.averaged / plan.cp,
             counts=last and mesh.at["tp"] == 0 and mesh.at["cp"] == 0,
@@ -107,6 +108,7 @@ class _Cut:
         entrances: the blocks that hidden states enter sliced along their tokens.
         dealt: experts dealt out.
         late: parameters whose gradients are added up over ``tp`` at the end of a step.
+        remarks: what could not be cut.
         stages: of a pipeline, those that are here.
     """
 
@@ -115,9 +117,9 @@ class _Cut:
         self.places: Places = []
         tensors = Axis("tp", size=plan.tp, rank=mesh.at["tp"], group=mesh.group("tp"), tokens=plan.sequence)
         leave_cache_out(module)
-        found = found_by_first(lambda: _look(module, plan, example))
+        found = found_by_first(lambda: look(module, plan, example))
         experts, cuts = found.experts, found.weights
-        self.late = found.late
+        self.late, self.remarks = found.late, _remarks(found, plan)
         self.entrances = [*found.over_cp, *found.over_tp]
         expert.by_rows(module, experts)
         self.stages: Stages | None = None
@@ -127,7 +129,7 @@ class _Cut:
             self.stages = Stages(module, device, plan, mesh, example)
             here = {name for name, _ in module.named_parameters()}
             cuts = {name: how for name, how in cuts.items() if name in here}
-            experts = [one for one in experts if f"{one.name}.{one.parameters[0]}" in here]
+            experts = [one for one in experts if one.whole_name(one.parameters[0]) in here]
         over = [tensors] if plan.sequence else []
         if plan.cp > 1:
             at, group = mesh.at["cp"], mesh.group("cp")
@@ -146,40 +148,63 @@ class _Cut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
-    """What can be shared out of a model, looked for in the whole of it, before any is taken out."""
+class Found:
+    """What can be shared out of a model, looked for in the whole of it, before any is taken out.
+
+    Attributes:
+        experts: modules that hold some.
+        weights: name → the dimension that ``tp`` cuts, and how.
+        over_cp: blocks that hidden states enter sliced along their tokens over ``cp``.
+        over_tp: the same over ``tp``, with sequence parallelism.
+        whole: names of weights of two or more dimensions that ``tp`` leaves on every rank.
+        late: names of parameters whose gradients are then added up over ``tp`` at the end of a step.
+    """
 
     experts: list[expert.Experts]
     weights: dict[str, tuple[int, Cut]]
+    whole: list[str]
     over_cp: dict[str, Entrance]
     over_tp: dict[str, Entrance]
     late: list[str]
 
 
-def _look(module: nn.Module, plan: Plan, example: Example) -> _Found:
-    """Raises RefusedError if the plan asks for what the model has not."""
+def look(module: nn.Module, plan: Plan, example: Example) -> Found:
+    """What ``plan`` can share out of ``module``, whose experts work by rows afterwards; talks to no other process.
+
+    Raises:
+        RefusedError: if the plan asks for what the model has not.
+    """
     experts = expert.find(module, example, plan)
     expert.by_rows(module, experts)
-    weights = _weights(module, plan, example) if plan.tp > 1 else {}
+    weights, whole = _weights(module, plan, example) if plan.tp > 1 else ({}, [])
+    dealt = expert.rows_of(experts, plan)
     over_tp = _tokens(module, example, plan.tp, "sequence") if plan.sequence else {}
-    return _Found(
+    return Found(
         experts=experts,
         weights=weights,
+        whole=[name for name in whole if name not in dealt],
         over_cp=_tokens(module, example, plan.cp, "cp") if plan.cp > 1 else {},
         over_tp=over_tp,
         late=added_late(module, example, over_tp, weights) if plan.sequence else [],
     )
 
 
-def _weights(module: nn.Module, plan: Plan, example: Example) -> dict[str, tuple[int, Cut]]:
-    """How each layer's weights are shared out over ``tp``.
+def _remarks(found: Found, plan: Plan) -> tuple[str, ...]:
+    if not found.whole:
+        return ()
+    named = ", ".join(found.whole[:3]) + (f" and {len(found.whole) - 3} more" if len(found.whole) > 3 else "")
+    return (f"tp={plan.tp} leaves on every rank what pairs up with no other weight: {named}.",)
+
+
+def _weights(module: nn.Module, plan: Plan, example: Example) -> tuple[dict[str, tuple[int, Cut]], list[str]]:
+    """How each layer's weights are shared out over ``tp``, and the names of those that are not.
 
     Raises:
         RefusedError: if none can be.
     """
     found = find(module, example, plan.tp)
     if found.cuts:
-        return found.cuts
+        return found.cuts, found.whole
     raise RefusedError(
         [
             Problem(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -61,26 +62,38 @@ def deal_out(module: nn.Module, found: Sequence[Experts], plan: Plan, mesh: Mesh
     """Keep this rank's experts only, in place, and make calls reach all of them. ``tensors`` is the axis of ``tp``."""
     if not found:
         return Dealt()
-    both = min(experts.count for experts in found) >= plan.ep * plan.tp
-    over = ("ep", "tp") if both else ("ep",)
+    over = dealt_over(found, plan)
     group = mesh.group(*over)
     place = mesh.peers(*over).index(mesh.rank)
     owners = Axis("ep", size=mesh.size(*over), rank=place, group=group)
     spread = tensors if plan.tp > 1 else None
-    cuts: dict[str, tuple[Placed, ...]] = {}
+    cuts = {name: (Placed(owners, 0, cut),) for name, cut in rows_of(found, plan).items()}
     inside: list[str] = []
     for experts in found:
         child = module.get_submodule(experts.name)
-        cut, prefix = Cut.even(experts.count, owners.size), f"{experts.name}." if experts.name else ""
-        if owners.size > 1:
-            cuts |= {prefix + name: (Placed(owners, 0, cut),) for name in experts.parameters}
-        inside += [prefix + name for name, _ in child.named_parameters()]
+        inside += [experts.whole_name(name) for name, _ in child.named_parameters()]
         forward = child.forward.forward if isinstance(child.forward, _Call) else child.forward
         child.forward = _Call(child, experts, forward, owners, spread)
     slices, _ = split_weights(module, cuts)
-    late = [name for name in inside if name not in slices or not both] if spread is not None else []
+    late = [name for name in inside if name not in slices or "tp" not in over] if spread is not None else []
     modules = tuple(experts.name for experts in found)
     return Dealt(modules=modules, inside=tuple(inside), slices=slices, late=tuple(late))
+
+
+def dealt_over(found: Sequence[Experts], plan: Plan) -> tuple[str, ...]:
+    """The dimensions of the mesh whose ranks hold different experts: also ``tp``, where there are enough for it."""
+    enough = all(experts.count >= plan.ep * plan.tp for experts in found)
+    return ("ep", "tp") if enough else ("ep",)
+
+
+def rows_of(found: Sequence[Experts], plan: Plan) -> dict[str, Cut]:
+    """Name → how the rows of it, one an expert, are dealt out over the ranks of ``dealt_over``; none over one rank."""
+    ranks = prod(plan.mesh[axis] for axis in dealt_over(found, plan))
+    if ranks == 1:
+        return {}
+    return {
+        experts.whole_name(name): Cut.even(experts.count, ranks) for experts in found for name in experts.parameters
+    }
 
 
 class _Call:

@@ -46,6 +46,10 @@ class Experts:
     parameters: tuple[str, ...]
     numbers: tuple[str, ...] = ()
 
+    def whole_name(self, parameter: str) -> str:
+        """The name in the model of a parameter of the module."""
+        return f"{self.name}.{parameter}" if self.name else parameter
+
 
 def find(module: nn.Module, example: Example, plan: Plan) -> list[Experts]:
     """The experts of ``module``; none where it has none.

@@ -1,0 +1,47 @@
+"""What a plan would make of a job: everything that can be told before a process starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.data import Lane, Loader
+from phalanx.errors import RefusedError
+from phalanx.parallel import check, notes
+from phalanx.parallel.survey import Survey, survey
+from phalanx.spec import Job, Plan
+from phalanx.train.assembly import _begun, _example, _looked_at
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """A job under a plan.
+
+    Attributes:
+        survey: what each rank would hold, and the stages of a pipeline.
+        notes: what this plan does not keep of one device's result.
+    """
+
+    survey: Survey
+    notes: tuple[str, ...]
+
+
+def outlook(job: Job, plan: Plan) -> Outlook:
+    """Build the model of ``job``, without values where that can be, and look at it as the plan's ranks would.
+
+    The devices need not be here.
+
+    Raises:
+        RefusedError: with everything that keeps the plan from serving the job on the devices it is for.
+        SpecError: if the job's functions give something else than they must.
+    """
+    problems = [problem for problem in check(job, plan) if problem.where != "plan.device"]
+    if problems:
+        raise RefusedError(problems)
+    module, unbuilt = _begun(job)
+    found = notes(module, job, plan)
+    if plan.kind != "split":
+        return Outlook(survey=survey(module, plan), notes=tuple(found))
+    found += unbuilt
+    loader = Loader(job.data(), job, Lane(), micro=plan.micro)
+    example = _looked_at(_example(job, module, loader), module, found)
+    return Outlook(survey=survey(module, plan, example), notes=tuple(found))

@@ -1,0 +1,178 @@
+"""What the survey of a plan says each rank holds is what ranks hold: names, shapes, and which elements."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import phalanx as px
+from phalanx.comm import Place, joined, local
+from phalanx.demo.jobs.gpt import Size, gpt_job
+from phalanx.launch import launch
+from phalanx.parallel.survey import Piece, chunks
+from phalanx.spec import Plan
+from phalanx.train.assembly import build, build_model
+from phalanx.train.outlook import outlook
+
+
+class Rows(nn.Module):
+    """Blocks whose rows do not divide over ranks, one parameter that does not learn, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(7, 7) for _ in range(2)])
+        self.norm = nn.BatchNorm1d(7)
+        self.head = nn.Linear(7, 3)
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.head(self.norm(x))
+
+
+def rows() -> px.Job:
+    generator = torch.Generator().manual_seed(0)
+    table = px.Table(x=torch.randn(16, 7, generator=generator), y=torch.randint(3, (16,), generator=generator))
+    return px.Job(
+        model=Rows,
+        data=lambda: table,
+        loss=lambda output, batch: px.cross_entropy(output, batch["y"]),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        batch=8,
+        steps=1,
+    )
+
+
+def gpt() -> px.Job:
+    return replace(gpt_job(layers=2, width=32, heads=4, context=12, batch=8, steps=1), evaluate=None, metrics=None)
+
+
+def gpt2() -> px.Job:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 256, "n_positions": 12}
+    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return replace(
+        gpt(),
+        model=lambda: GPT2LMHeadModel(config),
+        loss=lambda output, batch: px.cross_entropy(output.logits, batch["tokens"][:, 1:]),
+    )
+
+
+def moe() -> px.Job:
+    spec = importlib.util.spec_from_file_location("moe", Path(__file__).parents[2] / "examples" / "moe.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = sys.modules.setdefault("moe", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    table = px.Table(tokens=torch.randint(0, 256, (40, 13), generator=torch.Generator().manual_seed(0)))
+    size = Size(layers=2, width=16, heads=2, context=12)
+    job = replace(module.job(), model=lambda: module.MoE(size), data=lambda: table, batch=8, steps=1)
+    return replace(job, evaluate=None, metrics=None)
+
+
+@pytest.mark.parametrize(
+    ("job", "plan"),
+    [
+        (rows, "single"),
+        (rows, "dp=2"),
+        (rows, "fsdp=2 zero=1"),
+        (rows, "fsdp=2 zero=2"),
+        (rows, "fsdp=2 zero=3"),
+        (rows, "dp=2 fsdp=2"),
+        (gpt, "tp=3"),
+        (gpt, "tp=2 fsdp=2 zero=1 sequence=true"),
+        (gpt, "tp=2 fsdp=2 zero=2"),
+        (gpt, "cp=2 fsdp=2"),
+        (gpt, "pp=2 fsdp=2 tp=2 micro=2"),
+        (gpt, "pp=2 schedule=zbv micro=2"),
+        (gpt2, "pp=2"),
+        (gpt2, "pp=2 fsdp=2 zero=1"),
+        (gpt2, "tp=3"),
+        (moe, "ep=2"),
+        (moe, "ep=3 fsdp=2"),
+        (moe, "ep=2 tp=2 fsdp=2 zero=1"),
+        (moe, "pp=2 ep=2"),
+    ],
+)
+def test_ranks_hold_what_was_said(job: Callable[[], px.Job], plan: str) -> None:
+    made, chosen = job(), Plan.parse(f"{plan} device=cpu")
+    wholes = {name: tensor.detach() for name, tensor in build_model(made).named_parameters()}
+    found = outlook(made, chosen).survey
+    assert {tensor.name: tensor.shape for tensor in found.parameters} == {n: tuple(t.shape) for n, t in wholes.items()}
+    for rank, seen in enumerate(launch(held_by_rank(made, chosen), chosen.world_size)):
+        held = found.held(rank)
+        assert seen["parameters"] == {one.tensor.name: told(one.parameter, wholes[one.tensor.name]) for one in held}
+        assert seen["stepped"] == {
+            one.tensor.name: told(one.stepped, wholes[one.tensor.name]) for one in held if one.stepped
+        }
+        assert seen["gradients"] == {one.tensor.name: list(one.gradient.shape) for one in held if one.gradient}
+        assert seen["bytes"] == sum(one.bytes for one in held)
+        assert seen["buffers"] == {tensor.name: list(tensor.shape) for tensor in found.buffers}
+
+
+def held_by_rank(job: px.Job, plan: Plan) -> Callable[..., dict[str, Any]]:
+    """A worker's work: what it holds before its first step, and of gradients when they are complete."""
+
+    def work(place: Place, report: Any) -> dict[str, Any]:
+        with joined(place, torch.device("cpu")):
+            assembly = build(job, plan, place)
+            layout, gradients, finish = assembly.layout, dict[str, list[int]](), assembly.layout.finish
+            own = {name: local(tensor.detach()) for name, tensor in layout.module.named_parameters()}
+            found = {
+                "parameters": {name: summed(tensor) for name, tensor in own.items()},
+                "stepped": {name: summed(local(tensor.detach())) for name, tensor in layout.parameters.items()},
+                "bytes": sum(tensor.numel() * tensor.itemsize for tensor in own.values()),
+                "buffers": {name: list(tensor.shape) for name, tensor in layout.module.named_buffers()},
+                "gradients": gradients,
+            }
+
+            def finished() -> None:
+                finish()
+                # Of a whole gradient that is still there, the shard's is a view.
+                for tensors in (layout.parameters.items(), layout.module.named_parameters()):
+                    gradients.update({n: list(local(t.grad).shape) for n, t in tensors if t.grad is not None})
+
+            vars(layout)["finish"] = finished
+            assembly.step(next(iter(assembly.loader)))
+            return found
+
+    return work
+
+
+def told(piece: Piece, whole: Tensor) -> list[Any]:
+    """The form that the survey gives a piece, and the sum over the elements that it says are in it."""
+    for dim, ranges in enumerate(piece.ranges):
+        index = [torch.arange(start, stop) for start, stop in ranges]
+        whole = whole.index_select(dim, torch.cat(index) if index else torch.arange(0))
+    assert tuple(whole.shape) == piece.shape
+    return summed(whole)
+
+
+def summed(tensor: Tensor) -> list[Any]:
+    flat = tensor.double().flatten()
+    return [list(tensor.shape), round(float(flat @ torch.arange(1.0, len(flat) + 1, dtype=torch.double)), 6)]
+
+
+def test_rows_are_dealt_out_as_torch_deals_them() -> None:
+    for rows in range(12):
+        for ranks in range(1, 6):
+            there = [len(one) for one in torch.arange(rows).chunk(ranks)] if rows else []
+            mine = [sum(b - a for a, b in ranges) for ranges in chunks(rows, ranks)]
+            assert mine == [*there, *[0] * (ranks - len(there))]
+
+
+def test_a_piece_of_a_piece() -> None:
+    fused = Piece.whole((12, 2)).part(0, ((0, 2), (4, 6), (8, 10)))
+    assert fused.shape == (6, 2)
+    assert fused.part(0, ((1, 5),)).ranges[0] == ((1, 2), (4, 6), (8, 9))
+    assert fused.part(1, ()).elements == 0
