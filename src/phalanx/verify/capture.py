@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from phalanx.comm import Place, device_for, is_dtensor, joined
 from phalanx.parallel import Held, device_kind
 from phalanx.spec import Job, Plan
 from phalanx.train.assembly import build, build_model
+from phalanx.verify.auxiliary import auxiliary_gradients
+from phalanx.verify.prints import prints_of
+from phalanx.verify.trace import trace_to_json, traceable, traced
 
 
 def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, Callable[[int], None]], dict[str, Any]]:
@@ -23,7 +27,8 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, 
     The first rank of each pipeline stage writes those that are there, into a folder called after it.
 
     It returns, as JSON: ``losses`` and ``skipped`` updates by step, ``ids`` of the first step's samples on this rank,
-    ``prints`` of each parameter that this rank holds whole after the last step, and ``notes``.
+    prints of what this rank holds of each parameter at the ``start`` and the ``end`` and of the first ``gradients``,
+    the ``trace`` of the first step, and ``notes``.
     """
     given = replace(job, model=_without_dropout(job))
     short = replace(given, steps=steps, epochs=None, evaluate=None, metrics=None, evaluate_every=0)
@@ -32,7 +37,12 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, 
         switch_off_dropout()
         with joined(place, device_for(place, device_kind(plan, place.workers_here * plan.threads))):
             assembly = build(short, plan, place)
-            step, parameters = assembly.step, assembly.layout.parameters
+            step, held = assembly.step, assembly.layout.held
+            parameters, whole = held.parameters, dict(held.module.named_parameters())
+            gradients: dict[str, Any] = {}
+            trace: dict[str, Any] = {}
+            start = prints_of(whole, held.slices)
+            _write(folder, "initial", parameters, held, plan, place)
             if scaling := step.progress.loss_scale:
                 # What one backward adds up decides whether a borderline step overflows: stay away from the border.
                 scaling.scale /= 2**6
@@ -40,28 +50,30 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, 
             ids: list[int] = []
             for batch in assembly.loader:
                 report(batch.step)
-                totals = step.backward(batch)
+                if batch.step == 0 and plan.kind == "single" and (alone := auxiliary_gradients(step, batch)):
+                    save_file(alone, folder / "auxiliary-0.safetensors")
+                with traced(held.module) if batch.step == 0 and traceable(plan) else nullcontext({}) as passed:
+                    totals = step.backward(batch)
                 if batch.step == 0:
                     ids = [one for part in batch.parts for micro in part for one in micro.ids]
                     grads = {name: tensor.grad for name, tensor in parameters.items() if tensor.grad is not None}
-                    _write(folder, "gradients", grads, assembly.layout.held, plan, place)
+                    _write(folder, "gradients", grads, held, plan, place)
+                    gradients, trace = prints_of(grads, held.slices), trace_to_json(passed)
                 metrics.append(step.update(batch, totals))
-            _write(folder, "parameters", parameters, assembly.layout.held, plan, place)
+            _write(folder, "parameters", parameters, held, plan, place)
             return {
                 "losses": [one.loss for one in metrics],
                 "skipped": [one.skipped for one in metrics],
                 "lr": max((one.lr for one in metrics), default=0.0),
                 "ids": ids,
-                "prints": _fingerprints(dict(assembly.layout.module.named_parameters())),
+                "start": start,
+                "gradients": gradients,
+                "trace": trace,
+                "end": prints_of(whole, held.slices),
                 "notes": assembly.notes,
             }
 
     return work
-
-
-def initial_parameters(job: Job) -> dict[str, torch.Tensor]:
-    """The model's parameters before the first step."""
-    return {name: tensor.detach().clone() for name, tensor in model_of(job).named_parameters() if tensor.requires_grad}
 
 
 def model_of(job: Job) -> nn.Module:
@@ -127,13 +139,3 @@ def _write(folder: Path, what: str, tensors: Mapping[str, torch.Tensor], held: H
             whole[name] = full.to("cpu", copy=True).contiguous()
     if writes:
         save_file(whole, folder / f"{what}-{stage}.safetensors")
-
-
-def _fingerprints(parameters: dict[str, torch.Tensor]) -> dict[str, list[float]]:
-    """Name → (sum, sum of squares) in fp64 of what this rank holds whole: equal bits give equal prints."""
-    prints: dict[str, list[float]] = {}
-    for name, tensor in parameters.items():
-        if not is_dtensor(tensor):
-            wide = tensor.detach().double()
-            prints[name] = [float(wide.sum()), float(wide.square().sum())]
-    return prints

@@ -55,12 +55,14 @@ class Difference:
         relative: norm of the difference over the norm it is measured by.
         ratio: the factor that brings the reference closest to the other; 1 where they agree.
         residual: what then still differs, relative.
+        where: the part of the tensor that the difference is in, and which ranks hold it; empty where it is everywhere.
     """
 
     name: str
     relative: float
     ratio: float
     residual: float
+    where: str = ""
 
 
 def losses(reference: list[float], other: list[float]) -> list[float]:

@@ -3,34 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
-from typing import Any
 
 from phalanx.spec import Job, Plan
-from phalanx.verify.compare import Difference, Tolerance
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
-    """What both runs gave.
-
-    Attributes:
-        losses: relative difference of each step's loss.
-        skipped: the first step whose update fp16's loss scale skipped on one side only; ``None`` where there is none.
-        gradients: differences of the first gradients.
-        parameters: differences of the final parameters.
-        ranks: each worker's capture under the plan, in rank order.
-        samples: how many one device saw in step 0.
-        batch_norm: names of modules that take statistics of their micro-batch.
-    """
-
-    losses: list[float]
-    skipped: int | None
-    gradients: list[Difference]
-    parameters: list[Difference]
-    ranks: list[dict[str, Any]]
-    samples: int
-    batch_norm: list[str]
+from phalanx.verify import diagnose_split as split
+from phalanx.verify.compare import Tolerance
+from phalanx.verify.evidence import Evidence
 
 
 def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
@@ -38,6 +15,11 @@ def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> 
     for pattern in (
         _skipped,
         _same_samples,
+        split.other_start,
+        split.copies_apart_at_the_start,
+        split.passed_on_in_parts,
+        split.auxiliary_once_per_rank,
+        split.not_synchronised,
         _ranks_apart,
         _batch_norm,
         _constant_ratio,
@@ -65,7 +47,16 @@ def _skipped(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> 
 
 def _same_samples(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
     seen: dict[int, int] = {}
-    for rank, capture in enumerate(evidence.ranks):
+    firsts: dict[int, int] = {}
+    for rank, capture in enumerate(evidence.other.ranks):
+        first = firsts.setdefault(plan.part(rank), rank)
+        if first != rank:
+            if capture["ids"] != evidence.other.ranks[first]["ids"]:
+                return (
+                    f"other samples on two ranks of one replica: ranks {first} and {rank} work on the same part of the "
+                    "batch and were given unlike parts in step 0. The loader must give ranks of tp, pp and cp the same."
+                )
+            continue
         for one in capture["ids"]:
             if one in seen:
                 return (
@@ -73,24 +64,21 @@ def _same_samples(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan
                     "The sampler gives ranks the same part: look at what feeds the loader."
                 )
             seen[one] = rank
-    if len(seen) < evidence.samples and seen:
-        return (
-            f"step 0 saw {len(seen)} samples where one device saw {evidence.samples}: some were dropped by the sampler."
-        )
+    samples = sum(len(capture["ids"]) for capture in evidence.one.ranks)
+    if len(seen) < samples and seen:
+        return f"step 0 saw {len(seen)} samples where one device saw {samples}: some were dropped by the sampler."
     return ""
 
 
 def _ranks_apart(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
-    first = evidence.ranks[0]["prints"]
-    for rank, capture in enumerate(evidence.ranks[1:], start=1):
-        apart = [name for name, values in capture["prints"].items() if first.get(name) != values]
-        if apart:
-            more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
-            return (
-                f"ranks 0 and {rank} hold different values of {apart[0]}{more}: a missing synchronisation. "
-                "Gradients are not reduced over all ranks, or parameters were changed on one rank only."
-            )
-    return ""
+    found = split.apart(evidence, "end")
+    if not found:
+        return ""
+    return (
+        f"{found} after the last step, where their first gradients are equal: the optimizer's step differs by rank. "
+        "Look for clipping by a local norm, an optimizer that looks at whole parameters and gets slices, "
+        "or a missing synchronisation after the step."
+    )
 
 
 def _batch_norm(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:

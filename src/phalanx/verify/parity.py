@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from phalanx.spec import Job, Plan
 from phalanx.spec.plan import Device, Precision
 from phalanx.train.assembly import refuse
 from phalanx.verify import compare
-from phalanx.verify.capture import capture, initial_parameters, model_of, recurrent_dropouts
+from phalanx.verify.capture import capture, model_of, recurrent_dropouts
 from phalanx.verify.compare import Difference, Tolerance
-from phalanx.verify.diagnose import Evidence, diagnose
+from phalanx.verify.diagnose import diagnose
+from phalanx.verify.evidence import Captured, Evidence, holders, where
+from phalanx.verify.prints import Piece
 
 Watch = Callable[[], None] | None
 
@@ -85,7 +87,7 @@ class OneDevice:
     precision: Precision
     device: Device
     _module: torch.nn.Module
-    _captured: _Captured
+    _captured: Captured
 
     @classmethod
     def run(
@@ -132,20 +134,15 @@ def prove(
     return one.prove(plan, watch=watch)
 
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    ranks: list[dict[str, Any]]
-    gradients: dict[str, torch.Tensor]
-    parameters: dict[str, torch.Tensor]
-
-
-def _run(job: Job, plan: Plan, steps: int, watch: Watch) -> _Captured:
+def _run(job: Job, plan: Plan, steps: int, watch: Watch) -> Captured:
     with tempfile.TemporaryDirectory(prefix="phalanx-proof-") as name:
         folder = Path(name)
         make_ready(plan)
         ranks = launch(capture(job, plan, steps, folder), plan.world_size, watch=watch)
-        gradients, parameters = (_read(folder, part) for part in ("gradients", "parameters"))
-    return _Captured(ranks, gradients, parameters)
+        initial, gradients, parameters, auxiliary = (
+            _read(folder, part) for part in ("initial", "gradients", "parameters", "auxiliary")
+        )
+    return Captured(ranks=ranks, initial=initial, gradients=gradients, parameters=parameters, auxiliary=auxiliary)
 
 
 def _read(folder: Path, what: str) -> dict[str, torch.Tensor]:
@@ -156,22 +153,28 @@ def _read(folder: Path, what: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def _judge(one: OneDevice, other: _Captured, plan: Plan, tolerance: Tolerance) -> Proof:
+def _judge(one: OneDevice, other: Captured, plan: Plan, tolerance: Tolerance) -> Proof:
     reference = one._captured
     losses = compare.losses(reference.ranks[0]["losses"], other.ranks[0]["losses"])
     gradients, silent = compare.gradients(reference.gradients, other.gradients, tolerance.noise)
     meant = {name: grad for name, grad in reference.gradients.items() if name not in silent}
-    parameters = compare.parameters(
-        initial_parameters(one.job), reference.parameters, other.parameters, meant, tolerance.noise
-    )
+    parameters = compare.parameters(reference.initial, reference.parameters, other.parameters, meant, tolerance.noise)
+    initial = compare.gradients(reference.initial, other.initial, 0.0)[0]
+    parts = holders(other.prints("start"))
+    initial = _placed(initial, 0.0, (reference.initial, other.initial), parts, plan)
+    gradients = _placed(gradients, tolerance.gradient, (reference.gradients, other.gradients), parts, plan)
+    parameters = _placed(parameters, tolerance.parameter, (reference.parameters, other.parameters), parts, plan)
     pairs = zip(reference.ranks[0]["skipped"], other.ranks[0]["skipped"], strict=True)
     evidence = Evidence(
+        plan=plan,
+        one=reference,
+        other=other,
         losses=losses,
         skipped=next((step for step, (a, b) in enumerate(pairs) if a != b), None),
+        initial=initial,
         gradients=gradients,
+        silent=silent,
         parameters=parameters,
-        ranks=other.ranks,
-        samples=sum(len(capture["ids"]) for capture in reference.ranks),
         batch_norm=batch_statistics(one._module),
     )
     first = _first(evidence, tolerance)
@@ -190,21 +193,39 @@ def _judge(one: OneDevice, other: _Captured, plan: Plan, tolerance: Tolerance) -
     )
 
 
+def _placed(
+    found: list[Difference],
+    allowed: float,
+    pair: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
+    parts: dict[str, dict[Piece, list[int]]],
+    plan: Plan,
+) -> list[Difference]:
+    """Those that differ by more than is allowed, with where in the tensor they do."""
+    reference, other = pair
+    return [
+        replace(one, where=where(reference[one.name], other[one.name], parts.get(one.name, {}), plan))
+        if one.relative > allowed and one.name in reference and one.name in other
+        else one
+        for one in found
+    ]
+
+
 def _first(evidence: Evidence, tolerance: Tolerance) -> str:
     """The first thing beyond tolerance, in the order it was computed: loss, gradient, later losses, parameters."""
     if not evidence.losses[0] <= tolerance.loss:
         return f"the loss of step 0, by {evidence.losses[0]:.2g} (allowed {tolerance.loss:.2g})"
     for one in evidence.gradients:
         if not one.relative <= tolerance.gradient:
-            return f"the gradient of {one.name} in step 0, by {one.relative:.2g} (allowed {tolerance.gradient:.2g})"
+            at = f" ({one.where})" if one.where else ""
+            return f"the gradient of {one.name}{at} in step 0, by {one.relative:.2g} (allowed {tolerance.gradient:.2g})"
     for step, loss in enumerate(evidence.losses):
         if not loss <= tolerance.loss:
             return f"the loss of step {step}, by {loss:.2g} (allowed {tolerance.loss:.2g})"
     for one in evidence.parameters:
         if not one.relative <= tolerance.parameter:
-            return (
-                f"{one.name} after the last step, by {one.relative:.2g} of its way (allowed {tolerance.parameter:.2g})"
-            )
+            at = f" ({one.where})" if one.where else ""
+            by = f"by {one.relative:.2g} of its way (allowed {tolerance.parameter:.2g})"
+            return f"{one.name}{at} after the last step, {by}"
     return ""
 
 

@@ -1,0 +1,285 @@
+"""Causes that only a model split over ranks has, each from its pattern of differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from phalanx.spec import Job, Plan
+from phalanx.verify.compare import Tolerance
+from phalanx.verify.evidence import Evidence, holders, ranks_in_words
+from phalanx.verify.prints import Piece, Print, cut_out
+from phalanx.verify.trace import Passed
+
+_SAME = 1e-6
+"""Relative difference up to which initial values are one device's: machines may differ in the last bit."""
+
+
+def other_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    """The plan's model begins with other values than one device's."""
+    wrong = [one for one in evidence.initial if one.relative > _SAME]
+    if not wrong:
+        return ""
+    starts = evidence.other.prints("start")
+    stages = [{plan.coordinate(rank)["pp"] for rank, known in enumerate(starts) if one.name in known} for one in wrong]
+    usual = (
+        "Usual cause: another seed there, or values drawn in another order. Parameters that start from constants agree."
+    )
+    if plan.pp > 1 and all(one == stages[0] and len(one) == 1 for one in stages):
+        stage = stages[0].pop()
+        ranks = [rank for rank in range(plan.world_size) if plan.coordinate(rank)["pp"] == stage]
+        held = {name for rank in ranks for name in starts[rank]}
+        return (
+            f"stage {stage} of the pipeline ({ranks_in_words(ranks)}) begins with other initial values than one "
+            f"device: {len(wrong)} of the {len(held)} parameters there differ before the first step, {wrong[0].name} "
+            f"the first, and none of another stage. {usual}"
+        )
+    places = {one.where for one in wrong}
+    at = f" in {wrong[0].where}" if wrong[0].where else ""
+    more = f"; {len(wrong)} parameters differ" if len(wrong) > 1 else ""
+    alike = " all of them in that part" if len(wrong) > 1 and len(places) == 1 and wrong[0].where else ""
+    return f"the model begins with other initial values than one device: {wrong[0].name}{at}{more}{alike}. {usual}"
+
+
+def copies_apart_at_the_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    """Ranks that hold the same part of a parameter hold other values of it."""
+    found = apart(evidence, "start")
+    if not found:
+        return ""
+    return (
+        f"{found} from the start: a missing synchronisation. "
+        "Parameters were changed on one rank only, or not sent to all of them."
+    )
+
+
+def apart(evidence: Evidence, when: str) -> str:
+    """Which ranks hold different values of which parameters, in words; empty where copies are equal, bit by bit."""
+    prints = evidence.other.prints(when)
+    pairs: dict[tuple[int, int], list[str]] = {}
+    for name, pieces in holders(prints).items():
+        for first, *others in pieces.values():
+            for rank in others:
+                if prints[rank][name][1] != prints[first][name][1]:
+                    pairs.setdefault((first, rank), []).append(name)
+    if not pairs:
+        return ""
+    (first, rank), names = max(pairs.items(), key=lambda pair: len(pair[1]))
+    return f"ranks {first} and {rank} hold different values of {_listed(names, 1)}"
+
+
+def passed_on_in_parts(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    """What ranks of ``tp`` have of a whole output, or of a gradient, is a part of the sum, or many times it."""
+    if plan.tp == 1 or not evidence.other.traces[0] or not evidence.one.traces[0]:
+        return ""
+    names = [name for name in evidence.one.traces[0] if any(name in trace for trace in evidence.other.traces)]
+    allowed = max(1e-3, 4 * tolerance.gradient)
+    return _forward(evidence, names, allowed, plan) or _backward(evidence, names, allowed, plan)
+
+
+def _forward(evidence: Evidence, names: list[str], allowed: float, plan: Plan) -> str:
+    for name in names:
+        reference = evidence.one.traces[0][name]
+        assert reference.output is not None
+        given = _by_rank(evidence, name, grad=False)
+        if not given or max(one.apart(reference.output) for one in given) <= allowed:
+            continue
+        # A bias is added on each rank, to its part of the sum: what is left out here was in all of them.
+        expected, *given = _without_bias(evidence, name, reference.rows, [reference.output, *given])
+        where = f"the output of {name}"
+        if _parts(expected, given, 1.0, allowed):
+            return (
+                f"a missing all-reduce: {where} is the first that differs, and each of the {plan.tp} ranks of tp goes "
+                "on with its own part; the parts add up to one device's. Its weight is split by rows (its inputs), "
+                "so that every rank has a partial sum, to be added over tp."
+            )
+        if _times(expected, given, 1.0, allowed, plan.tp):
+            return (
+                f"a doubled all-reduce: {where} is the first that differs, and is {plan.tp} × one device's on every "
+                f"rank of tp={plan.tp}. The sum over the ranks is added up once more."
+            )
+        return ""
+    return ""
+
+
+def _backward(evidence: Evidence, names: list[str], allowed: float, plan: Plan) -> str:
+    scale = math.nan
+    after = ""
+    for name in reversed(names):
+        reference, given = evidence.one.traces[0][name].grad, _by_rank(evidence, name, grad=True)
+        if reference is None or not given or not reference.size:
+            continue
+        if math.isnan(scale):
+            # Backward runs on sums over constants that differ by plan: the last output tells by how much.
+            scale = given[0].ratio(reference)
+        expected = reference.plus(reference, scale - 1)
+        if max(one.apart(expected) for one in given) <= allowed:
+            after = name
+            continue
+        where = f"the gradient that comes back to the output of {name}"
+        beside = f", while that of {after} is right" if after else ""
+        if _parts(reference, given, scale, allowed):
+            return (
+                f"a missing all-reduce in backward: {where} is the first that differs{beside}: each of the {plan.tp} "
+                "ranks of tp goes on with its own part, and the parts add up to one device's. What reads this output "
+                "is split over tp, so that its gradients are to be added over the ranks."
+            )
+        if _times(reference, given, scale, allowed, plan.tp):
+            return (
+                f"a doubled all-reduce in backward: {where} is {plan.tp} × one device's on every rank of "
+                f"tp={plan.tp}{beside}. Gradients of all that comes before it are too large, of what comes after not."
+            )
+        return ""
+    return ""
+
+
+def _by_rank(evidence: Evidence, name: str, *, grad: bool) -> list[Print]:
+    """What each rank of ``tp`` has, added up over the ranks with other samples or tokens; one, where it is cut."""
+    plan = evidence.plan
+    by_place: dict[int, list[Print]] = {}
+    rows: dict[int, float] = {}
+    cut: list[str] = []
+    for rank, trace in enumerate(evidence.other.traces):
+        passed: Passed | None = trace.get(name)
+        at = plan.coordinate(rank)
+        known = None if passed is None else passed.grad if grad else passed.output
+        if passed is None or known is None:
+            continue
+        cut = passed.cut
+        # Along cp gradients of what is whole are parts as well; outputs are the same on every rank.
+        if at["cp"] == 0 or "cp" in passed.cut or grad:
+            by_place.setdefault(at["tp"], []).append(known)
+            rows[at["tp"]] = rows.get(at["tp"], 0.0) + passed.rows
+    totals = [Print.total(several) for _, several in sorted(by_place.items())]
+    if "tp" in cut and totals:
+        totals, rows = [Print.total(totals)], {0: sum(rows.values())}
+    if not grad:
+        # What does not depend on the samples, such as positions, is there once a micro-batch and rank.
+        share = evidence.one.traces[0][name].rows / max(max(rows.values(), default=0.0), 1.0)
+        totals = [one.plus(one, share - 1) for one in totals]
+    return totals
+
+
+def _without_bias(evidence: Evidence, name: str, rows: float, outputs: list[Print]) -> list[Print]:
+    bias = evidence.one.initial.get(f"{name}.bias")
+    if bias is None or bias.dim() != 1:
+        return outputs
+    return [one.plus(Print.of(bias), -rows) for one in outputs]
+
+
+def _parts(reference: Print, given: list[Print], scale: float, allowed: float) -> bool:
+    """Whether the ranks' are unequal parts of what one device has."""
+    expected = reference.plus(reference, scale - 1)
+    unequal = len(given) > 1 and max(one.apart(given[0]) for one in given) > allowed
+    return unequal and Print.total(given).apart(expected) <= allowed * len(given)
+
+
+def _times(reference: Print, given: list[Print], scale: float, allowed: float, ranks: int) -> bool:
+    """Whether each rank's is as many times one device's as there are ranks."""
+    expected = reference.plus(reference, scale * ranks - 1)
+    return all(one.apart(expected) <= allowed for one in given)
+
+
+def auxiliary_once_per_rank(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    """A router's gradient is off by a whole number of times what its auxiliary loss alone gives."""
+    for name in reversed(list(evidence.one.auxiliary)):
+        alone, expected, given = (
+            held.get(name) for held in (evidence.one.auxiliary, evidence.one.gradients, evidence.other.gradients)
+        )
+        if alone is None or expected is None or given is None or not float(alone.norm()):
+            continue
+        off, alone = (given - expected).double(), alone.double()
+        if float(off.norm()) <= tolerance.gradient * float(expected.double().norm()):
+            continue
+        more = float((off * alone).sum() / alone.square().sum())
+        left = float((off - more * alone).norm() / off.norm())
+        if left > 0.1:
+            return ""
+        for what, number in _counts(job, plan):
+            for factor, said in ((number, f"{number} ×"), (1 / number, f"1/{number} of")):
+                if abs(1 + more - factor) < 0.05 * factor:
+                    return (
+                        f"an auxiliary loss is counted another number of times than once: the gradient of {name}, "
+                        "which chooses experts, is off by what this loss alone gives (but for "
+                        f"{left:.1%}); it holds {said} one device's, {what}. Add it to the sum times what is counted "
+                        "(samples or tokens), so that it is divided by the global count like the rest."
+                    )
+        return ""
+    return ""
+
+
+def _counts(job: Job, plan: Plan) -> Iterator[tuple[str, int]]:
+    share = -(-job.batch // plan.replicas)
+    micros = -(-share // plan.micro) if plan.micro else 1
+    known = {
+        "once per rank that has samples of its own": plan.replicas,
+        "once per micro-batch": micros,
+        "once per rank and micro-batch": plan.replicas * micros,
+        "once per rank of tp": plan.tp,
+        "once per rank of cp": plan.cp,
+        "once per rank": plan.world_size,
+    }
+    return ((what, number) for what, number in known.items() if number > 1)
+
+
+def not_synchronised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    """Copies of a parameter get other gradients on other ranks."""
+    parts: dict[str, list[str]] = {}
+    names: dict[str, None] = {}
+    prints = evidence.first_gradients
+    total = math.sqrt(sum(float(grad.double().square().sum()) for grad in evidence.one.gradients.values()))
+    for axis in evidence.axes:
+        for ranks in evidence.peers(axis):
+            for name in [name for name in prints[ranks[0]] if all(name in prints[rank] for rank in ranks)]:
+                pieces = {prints[rank][name][0] for rank in ranks}
+                given = [prints[rank][name][1] for rank in ranks]
+                if len(pieces) > 1 or not _unlike(given, tolerance, total):
+                    continue
+                names[name] = None
+                if _adds_up(evidence, name, pieces.pop(), given, tolerance):
+                    parts.setdefault(axis, []).append(name)
+                else:
+                    parts.setdefault(axis, [])
+    if not names:
+        return ""
+    everything = {name for known in prints for name in known}
+    over = " and ".join(parts)
+    sums = all(parts.values())
+    own = "tokens" if set(parts) <= {"tp", "cp"} else "samples"
+    has = f"each rank has that of its own {own} only" + (", and they add up to one device's" if sums else "")
+    listed = _listed(list(names), 3)
+    right = {one.name for one in evidence.gradients if one.relative <= tolerance.gradient}
+    rest = everything - set(names)
+    if rest and rest <= right | set(evidence.silent):
+        return (
+            f"gradients of {listed} are not added up over {over}: {has}. The other {len(rest)} "
+            "parameters' gradients are one device's. Usual cause: parameters that are whole on each rank and left out of its "
+            "all-reduce, such as those of normalisations where tokens are shared out."
+        )
+    return (
+        f"ranks of {over} have different gradients of {listed}: a missing synchronisation. "
+        "Gradients are not reduced over all ranks."
+    )
+
+
+def _unlike(given: list[Print], tolerance: Tolerance, total: float) -> bool:
+    """Whether ranks' gradients differ by more than rounding explains; none that is zero but for rounding does."""
+    norm = math.sqrt(max(one.square for one in given))
+    if norm <= tolerance.noise * total:
+        return False
+    root = math.sqrt(len(given[0].sums))
+    return max(math.dist(one.sums, given[0].sums) for one in given) > tolerance.gradient * norm * root
+
+
+def _adds_up(evidence: Evidence, name: str, piece: Piece, given: list[Print], tolerance: Tolerance) -> bool:
+    """Whether ranks' gradients add up to one device's, or would if they had not been averaged."""
+    whole = evidence.one.gradients.get(name)
+    if whole is None:
+        return False
+    expected, found = Print.of(cut_out(whole, piece)), Print.total(given)
+    allowed = max(1e-3, 4 * tolerance.gradient)
+    return any(found.apart(expected.plus(expected, times - 1)) <= allowed for times in (1, len(given)))
+
+
+def _listed(names: list[str], most: int) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"

@@ -1,0 +1,156 @@
+"""Short prints of tensors, by which ranks are compared with one another and with one device without sending tensors.
+
+A print is linear: the prints of two tensors add up to that of their sum. So it shows not only that two ranks differ,
+but whether each has a part of what one device has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import is_dtensor, local
+from phalanx.parallel import Holding
+
+Ranges = tuple[tuple[int, int], ...]
+Piece = tuple[tuple[int, Ranges], ...]
+"""Which part of a whole tensor: the dimensions that are cut, and the ranges [start, stop) of each; none: all of it."""
+
+_WORDS = 8
+_LONGEST = 1 << 16  # of the last dimension; signs repeat beyond it
+
+
+@dataclass(frozen=True, slots=True)
+class Print:
+    """Of one tensor, or of several of one form, added up.
+
+    Attributes:
+        sums: of the elements, each times the sign that its place in the last dimension has; one a column of signs.
+        square: the sum of squares.
+    """
+
+    sums: tuple[float, ...]
+    square: float
+
+    @classmethod
+    def of(cls, tensor: Tensor, last: Piece = (), width: int | None = None) -> Print:
+        """Of ``tensor``, added up in fp64; ``last``: which of ``width`` places of the last dimension are here."""
+        values = tensor.detach()
+        values = torch.view_as_real(values).flatten(-2) if values.is_complex() else values
+        features = values.shape[-1] if values.dim() else 1
+        if not values.numel():
+            return cls((0.0,) * _WORDS, 0.0)
+        columns = values.reshape(-1, features).sum(0, dtype=torch.float64).cpu()
+        square = float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+        return cls(tuple((columns @ cut_out(_signs(width or features), last)).tolist()), square)
+
+    @classmethod
+    def total(cls, several: Iterable[Print]) -> Print:
+        """The print of what the ranks hold together, each a part of it: summed."""
+        found = list(several)
+        sums = zip(*(one.sums for one in found), strict=True)
+        return cls(tuple(math.fsum(each) for each in sums), math.fsum(one.square for one in found))
+
+    def plus(self, other: Print, times: float) -> Print:
+        """The linear part of this and ``times`` the other."""
+        return Print(tuple(a + times * b for a, b in zip(self.sums, other.sums, strict=True)), math.nan)
+
+    def apart(self, other: Print) -> float:
+        """How far the sums lie apart, relative to the other's; not a number where one is not."""
+        distance = math.dist(self.sums, other.sums)
+        return distance / max(other.size, 1e-30) if distance else 0.0
+
+    def ratio(self, other: Print) -> float:
+        """The factor that brings the other closest to this."""
+        squares = other.size**2
+        return sum(a * b for a, b in zip(self.sums, other.sums, strict=True)) / squares if squares else math.nan
+
+    @property
+    def size(self) -> float:
+        """Norm of the sums."""
+        return math.hypot(*self.sums)
+
+    def to_json(self) -> list[Any]:
+        """As lists."""
+        return [list(self.sums), self.square]
+
+    @classmethod
+    def from_json(cls, given: Any) -> Print:
+        """As ``to_json`` gave it."""
+        return cls(tuple(given[0]), given[1])
+
+
+@lru_cache(maxsize=256)
+def _signs(features: int) -> Tensor:
+    generator = torch.Generator().manual_seed(features)
+    drawn = torch.randint(2, (min(features, _LONGEST), _WORDS), generator=generator) * 2.0 - 1
+    return drawn.double().repeat(-(-features // _LONGEST), 1)[:features]
+
+
+def piece_of(tensor: Tensor, holding: Holding | None) -> Piece:
+    """Which part of the whole tensor this rank has in ``tensor``, cut as ``holding`` says and sharded as a DTensor."""
+    placed = holding.placed if holding is not None else ()
+    ranges: dict[int, Ranges] = {one.dim: one.cut.expanded()[one.axis.rank] for one in placed}
+    if is_dtensor(tensor):
+        (chunk,) = tensor.__create_chunk_list__()  # pyright: ignore[reportAttributeAccessIssue]
+        for dim, (at, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            if size != tensor.shape[dim]:
+                known = ranges.get(dim, ((0, tensor.shape[dim]),))
+                ranges[dim] = _within(known, at, at + size)
+    return tuple(sorted(ranges.items()))
+
+
+def _within(ranges: Ranges, start: int, stop: int) -> Ranges:
+    """Of the elements that ``ranges`` hold, those from the ``start``-th to the ``stop``-th."""
+    found: list[tuple[int, int]] = []
+    before = 0
+    for a, b in ranges:
+        first, last = a + max(start - before, 0), min(b, a + stop - before)
+        if first < last:
+            found.append((first, last))
+        before += b - a
+    return tuple(found)
+
+
+def cut_out(whole: Tensor, piece: Piece) -> Tensor:
+    """That part of ``whole``."""
+    for dim, ranges in piece:
+        runs = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
+        whole = torch.cat(runs, dim) if runs else whole.narrow(dim, 0, 0)
+    return whole
+
+
+def in_words(piece: Piece) -> str:
+    """Such as ``rows 0:64``."""
+    names = {0: "rows", 1: "columns"}
+    return ", ".join(
+        f"{names.get(dim, f'dimension {dim} at')} {' and '.join(f'{a}:{b}' for a, b in ranges)}"
+        for dim, ranges in piece
+    )
+
+
+Prints = dict[str, tuple[Piece, Print]]
+"""Name → which part of the tensor a rank has, and its print."""
+
+
+def prints_of(tensors: Mapping[str, Tensor], slices: Mapping[str, Holding]) -> dict[str, Any]:
+    """Of what this rank has of each, as JSON."""
+    return {
+        name: [piece_of(tensor, slices.get(name)), Print.of(local(tensor)).to_json()]
+        for name, tensor in tensors.items()
+    }
+
+
+def prints_from(given: Mapping[str, Any]) -> Prints:
+    """What ``prints_of`` gave, from JSON."""
+    found: Prints = {}
+    for name, (piece, known) in given.items():
+        cuts = tuple((dim, tuple((a, b) for a, b in ranges)) for dim, ranges in piece)
+        found[name] = cuts, Print.from_json(known)
+    return found

@@ -1,0 +1,112 @@
+"""What each module of a model gives in the first step, and which gradients come back to it, as prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from phalanx.spec import Plan
+from phalanx.verify.prints import Piece, Print
+
+
+@dataclass(kw_only=True, slots=True)
+class Passed:
+    """What passed one module, on one rank, added up over calls and samples.
+
+    Attributes:
+        rows: vectors of the output, along its last dimension; of one that is cut, the share that is here.
+        cut: axes along which the rank has a part of the output.
+        output: its print.
+        grad: that of the gradient that came back; ``None`` where none did.
+    """
+
+    rows: float = 0.0
+    cut: list[str] = field(default_factory=list[str])
+    output: Print | None = None
+    grad: Print | None = None
+
+
+def traceable(plan: Plan) -> bool:
+    """Whether modules run as the user wrote them, each call for samples of this rank alone."""
+    return plan.kind in ("single", "split") and not plan.compile
+
+
+@contextmanager
+def traced(module: nn.Module) -> Iterator[dict[str, Passed]]:
+    """While inside, what passes the modules is noted, by name, in the order in which they are done."""
+    found: dict[str, Passed] = {}
+    hooks = [
+        child.register_forward_hook(_noting(name, found))
+        for name, child in module.named_modules()
+        if name and not _in_experts(module, name)
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _in_experts(module: nn.Module, name: str) -> bool:
+    """Whether it is called with rows of other ranks' samples, or of some of this rank's."""
+    parts = name.split(".")
+    above = (module.get_submodule(".".join(parts[:at])) for at in range(1, len(parts)))
+    return any(one is not None and one.dim() == 3 for child in above for one in child._parameters.values())
+
+
+def _noting(name: str, found: dict[str, Passed]) -> Any:
+    def note(_: nn.Module, __: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # computed once more for backward
+        with torch._C.DisableTorchFunction():
+            tensor = next((one for one in tree_leaves(output) if isinstance(one, Tensor)), None)
+            if tensor is None or isinstance(tensor, FakeTensor) or not tensor.is_floating_point() or tensor.dim() < 2:
+                return
+            placed = getattr(tensor, "placed", ())
+            here = tensor._local if placed else tensor  # pyright: ignore[reportAttributeAccessIssue]
+            last = next((one for one in placed if one.dim == tensor.dim() - 1), None)
+            features: Piece = ((0, last.cut.expanded()[last.axis.rank]),) if last is not None else ()
+            width = tensor.shape[-1]
+            passed = found.setdefault(name, Passed())
+            passed.rows += here.numel() / max(width, 1)
+            passed.cut = [one.axis.name for one in placed]
+            passed.output = _added(passed.output, Print.of(here, features, width))
+            if here.requires_grad:
+
+                def came(grad: Tensor) -> None:
+                    with torch._C.DisableTorchFunction():
+                        passed.grad = _added(passed.grad, Print.of(grad, features, width))
+
+                here.register_hook(came)
+
+    return note
+
+
+def _added(known: Print | None, more: Print) -> Print:
+    return more if known is None else Print.total((known, more))
+
+
+def trace_to_json(found: Mapping[str, Passed]) -> dict[str, Any]:
+    """As lists."""
+    return {
+        name: [one.rows, one.cut, one.output.to_json(), one.grad.to_json() if one.grad else None]
+        for name, one in found.items()
+        if one.output is not None
+    }
+
+
+def trace_from_json(given: Mapping[str, Any]) -> dict[str, Passed]:
+    """As ``trace_to_json`` gave it."""
+    return {
+        name: Passed(
+            rows=rows, cut=cut, output=Print.from_json(output), grad=Print.from_json(grad) if grad is not None else None
+        )
+        for name, (rows, cut, output, grad) in given.items()
+    }

@@ -1,0 +1,295 @@
+"""Faults of techniques that split a model: each is found unequal, and the cause that is named is the planted one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS, job, rows
+from torch import nn
+
+import phalanx as px
+from phalanx.comm import Place
+from phalanx.parallel import split
+from phalanx.parallel.sliced import axis, products
+from phalanx.train import assembly, step
+from phalanx.verify import OneDevice, Proof, diagnose_split, parity
+
+
+class Block(nn.Module):
+    """A linear layer whose outputs are split and one whose inputs are, added to what came in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 64)
+        self.down = nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Residual(nn.Module):
+    """Two such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def residual() -> px.Job:
+    return job(Residual, rows(), lambda output, batch: nn.functional.cross_entropy(output, batch["y"]))
+
+
+@cache
+def one_residual() -> OneDevice:
+    return OneDevice.run(residual(), 2)
+
+
+def unequal(plan: str, given: px.Job | None = None) -> Proof:
+    proof = px.prove(given or MODELS["own GPT"](), plan, steps=2)
+    assert not proof.equal
+    assert proof.first
+    return proof
+
+
+def added_up(monkeypatch: pytest.MonkeyPatch, times: int, only: int | None = None) -> None:
+    """Add the outputs of row-split layers up so often: all, or the ``only``-th of a forward."""
+    total, calls = products.total, [0]
+
+    def added(tensor: torch.Tensor, axis: Any) -> torch.Tensor:
+        calls[0] += axis.group is not None  # a dry run that looks for a split is left alone
+        if axis.group is None or only not in (None, calls[0]):
+            return total(tensor, axis)
+        for _ in range(times):
+            tensor = total(tensor.clone(), axis)
+        return tensor
+
+    monkeypatch.setattr(products, "total", added)
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2 tp=2", "pp=2 tp=2 micro=7"])
+def test_a_row_split_layer_that_is_not_added_up(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    added_up(monkeypatch, 0)
+    assert unequal(plan, residual()).cause.startswith("a missing all-reduce: the output of blocks.0.down is the first")
+
+
+def test_one_row_split_layer_that_is_not_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    added_up(monkeypatch, 0, only=4)  # attention and feed-forward of two blocks
+    assert unequal("tp=2").cause.startswith("a missing all-reduce: the output of blocks.1.down is the first")
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("tp=2", 2), ("dp=2 tp=2", 2), ("tp=3", 3)])
+def test_a_sum_over_ranks_that_is_added_up_twice(plan: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    added_up(monkeypatch, 2)
+    cause = unequal(plan, residual()).cause
+    assert cause.startswith("a doubled all-reduce: the output of blocks.0.down is the first")
+    assert f"{ranks} × one device's" in cause
+
+
+def backward(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Add what comes back to whole tensors up so often."""
+
+    def added(ctx: Any, grad: torch.Tensor) -> Any:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        for _ in range(times):
+            grad = ctx.axis.add_up(grad)
+        return grad, None
+
+    monkeypatch.setattr(axis._Shared, "backward", staticmethod(added))
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2 tp=2"])
+@pytest.mark.parametrize(("times", "words"), [(0, "a missing all-reduce in"), (2, "a doubled all-reduce in")])
+def test_gradients_added_up_another_number_of_times(
+    plan: str, times: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward(monkeypatch, times)
+    cause = unequal(plan, residual()).cause
+    assert cause.startswith(f"{words} backward: the gradient that comes back to the output of blocks.1.norm")
+    assert "while that of blocks.1.up is right" in cause
+
+
+@pytest.mark.parametrize("plan", ["tp=2 sequence=true", "fsdp=2 tp=2 zero=1 sequence=true"])
+def test_norms_whose_gradients_are_not_added_up(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(self: Any) -> None:
+        self._replicas.finish()
+
+    monkeypatch.setattr(split.Split, "finish", finish)
+    proof = unequal(plan)
+    assert "are not added up over tp: each rank has that of its own tokens only, and they add up" in proof.cause
+    wrong = [one.name for one in proof.gradients if one.relative > proof.tolerance.gradient]
+    assert all("norm" in name or name.endswith("bias") for name in wrong)
+    assert "gradients of blocks.0.norm_1.weight, " in proof.cause
+
+
+def test_gradients_that_are_not_reduced_over_dp_beside_tp(monkeypatch: pytest.MonkeyPatch) -> None:
+    from phalanx.parallel.replicas import Whole
+
+    monkeypatch.setattr(Whole, "finish", lambda self: None)
+    cause = unequal("dp=2 tp=2", residual()).cause
+    assert "a missing synchronisation" in cause
+    assert "ranks of dp have different gradients" in cause
+
+
+def reborn(monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...]) -> None:
+    """These ranks draw their initial values anew, from another seed."""
+
+    def other(job: px.Job, plan: px.Plan, place: Place, **how: Any) -> Any:
+        built = build(job, plan, place, **how)
+        if place.rank in ranks:
+            torch.manual_seed(99)
+            for tensor in built.layout.parameters.values():
+                if tensor.dim() > 1:
+                    nn.init.normal_(tensor.data, std=0.02)
+        return built
+
+    build = assembly.build
+    monkeypatch.setattr("phalanx.verify.capture.build", other)
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("pp=2 micro=7", (1,)), ("pp=2 dp=2 micro=7", (2, 3))])
+def test_a_stage_with_another_seed(plan: str, ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    reborn(monkeypatch, ranks)
+    proof = unequal(plan, residual())
+    assert proof.cause.startswith("stage 1 of the pipeline (rank")
+    assert "other initial values" in proof.cause
+    assert {one.where for one in proof.gradients if one.name.startswith("head")} == {"stage 1"}
+
+
+def test_a_slice_with_another_seed_is_named_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(job: px.Job, plan: px.Plan, place: Place, **how: Any) -> Any:
+        built = build(job, plan, place, **how)
+        if place.rank == 1:
+            built.layout.parameters["blocks.1.up.weight"].data.mul_(2)
+        return built
+
+    build = assembly.build
+    monkeypatch.setattr("phalanx.verify.capture.build", other)
+    proof = unequal("tp=2", residual())
+    assert "blocks.1.up.weight in rows 32:64, which rank 1 holds" in proof.cause
+
+
+def moe(times_count: bool) -> px.Job:
+    """A router's z-loss beside the cross entropy: a mean, or a sum to be divided like the rest."""
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(16, 16)
+            self.router = nn.Linear(16, 4, bias=False)
+            self.experts = Experts()
+            self.head = nn.Linear(16, 5)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x = self.embed(x)
+            logits = self.router(x)
+            weight, chosen = logits.softmax(-1).topk(2, dim=-1)
+            return self.head(x + self.experts(x, chosen, weight)), logits
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 16, 16) / 4)
+
+        def forward(self, x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            found = torch.zeros_like(x)
+            for expert, matrix in enumerate(self.weight):
+                row, slot = torch.where(chosen == expert)
+                found = found.index_add(0, row, torch.tanh(x[row] @ matrix) * weight[row, slot].unsqueeze(-1))
+            return found
+
+    def loss(output: tuple[torch.Tensor, torch.Tensor], batch: dict[str, torch.Tensor]) -> px.Loss:
+        main = px.cross_entropy(output[0], batch["y"])
+        beside = output[1].logsumexp(-1).square()
+        return px.Loss(main.sum + (0.1 * beside.sum() if times_count else beside.mean()), main.count)
+
+    return job(Mixture, rows(), loss)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("ep=2", "holds 2 × one device's, once per rank that has samples of its own"),
+        ("ep=2 micro=1", "holds 14 × one device's, once per rank and micro-batch"),
+    ],
+)
+def test_an_auxiliary_loss_that_every_rank_counts(plan: str, words: str) -> None:
+    cause = unequal(plan, moe(times_count=False)).cause
+    assert cause.startswith("an auxiliary loss is counted another number of times than once: the gradient of router")
+    assert words in cause
+
+
+def test_an_auxiliary_loss_that_is_divided_like_the_rest_is_equal() -> None:
+    assert px.prove(moe(times_count=True), "ep=2", steps=2).equal
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2 tp=2"])
+def test_causes_of_every_plan_are_named_under_a_split_one(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_samples(self: Any, totals: torch.Tensor) -> float:
+        return 1.03 * self._divided_by * self._step.layout.divisor / self._batch.samples
+
+    monkeypatch.setattr(step._Work, "correction", by_samples)
+    given = residual()
+    summed = replace(given, loss=lambda output, batch: px.cross_entropy(output, batch["y"]))
+    assert "weighted by the wrong count" in unequal(plan, summed).cause
+
+
+def test_the_same_samples_on_two_replicas_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = assembly.Lane
+    monkeypatch.setattr(assembly, "Lane", lambda first, count, parts: lane(first=0, count=count, parts=parts))
+    assert "was on ranks 0 and 2 in step 0" in unequal("dp=2 tp=2", residual()).cause
+
+
+def test_other_samples_on_two_ranks_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(job: px.Job, plan: px.Plan, place: Place, **how: Any) -> Any:
+        if place.rank == 1:
+            table = job.data()
+            job = replace(job, data=lambda: table, seed=5, model=lambda: built_with(0, job))
+        return build(job, plan, place, **how)
+
+    def built_with(seed: int, job: px.Job) -> nn.Module:
+        from phalanx.train.rng import stream
+
+        torch.manual_seed(stream(seed, 0))
+        return job.model()
+
+    build = assembly.build
+    monkeypatch.setattr("phalanx.verify.capture.build", other)
+    assert "other samples on two ranks of one replica: ranks 0 and 1" in unequal("tp=2", residual()).cause
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2 tp=2", "fsdp=2 tp=2", "pp=2 dp=2 micro=7"])
+def test_a_healthy_split_shows_no_pattern(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pattern that reads evidence of splits alone is silent where nothing is wrong."""
+    said: list[str] = []
+
+    def judged(evidence: Any, tolerance: Any) -> str:
+        patterns = (
+            diagnose_split.other_start,
+            diagnose_split.copies_apart_at_the_start,
+            diagnose_split.passed_on_in_parts,
+            diagnose_split.auxiliary_once_per_rank,
+            diagnose_split.not_synchronised,
+        )
+        said.extend(pattern(evidence, tolerance, given, evidence.plan) for pattern in patterns)
+        said.append(diagnose_split.apart(evidence, "end"))
+        said.append("" if len(evidence.other.traces[0]) > 1 else "no trace was taken")
+        return first(evidence, tolerance)
+
+    given, first = one_residual().job, parity._first
+    monkeypatch.setattr(parity, "_first", judged)
+    assert one_residual().prove(px.Plan.parse(plan)).equal
+    assert len(said) == 7
+    assert not any(said), said
