@@ -18,16 +18,17 @@ from phalanx.observe.draw import draw
 from phalanx.observe.follow import Event, Follower, Viewer
 from phalanx.observe.progress import Pace, progress, step_text
 from phalanx.observe.seen import Seen, seen, seen_table
-from phalanx.observe.summary import summarise, summary_of
-from phalanx.observe.tables import proof_table, scaled, scaling_table, settings_table, summary_table
+from phalanx.observe.summary import RunSummary, summarise, summary_of
+from phalanx.observe.tables import memory_table, proof_table, scaled, scaling_table, settings_table, summary_table
 from phalanx.spec import Plan
 
 MIB = 2**20
+PARTS = {"parameters": 4 * MIB, "gradients": 4 * MIB, "optimizer": 8 * MIB, "buffers": 0, "activations": 30 * MIB}
 
 
 def start(**changes: Any) -> Event:
     fields: dict[str, Any] = {
-        "schema": "1.1",
+        "schema": "1.2",
         "job": "digits",
         "plan": "dp=2",
         "world_size": 2,
@@ -71,8 +72,8 @@ def canned() -> list[Event]:
         at(1009.0, "evaluate", step=8, loss=0.3, samples=297, metrics={"accuracy": 0.95}, seconds=0.1),
         at(1009.5, "checkpoint", step=8, path="checkpoints/step-00000008", bytes=3 * MIB, seconds=0.02),
         at(1009.6, "warning", message="the disk is [nearly] full"),
-        at(1009.7, "memory", rank=0, peak_bytes=300 * MIB),
-        at(1009.7, "memory", rank=1, peak_bytes=310 * MIB),
+        at(1009.7, "memory", rank=0, peak_bytes=300 * MIB, **PARTS),
+        at(1009.7, "memory", rank=1, peak_bytes=310 * MIB, **PARTS),
         at(1009.8, "end", step=8, samples=800, seconds=22.75, loss=0.25),
     ]
 
@@ -93,6 +94,48 @@ def rendered(something: Any, width: int = 100) -> str:
 
 def test_canned_events_follow_the_schema() -> None:
     assert [fault for event in canned() for fault in faults(event)] == []
+
+
+class TestMemory:
+    def of(self, *activations: int) -> RunSummary:
+        memory = [
+            at(1.0, "memory", rank=rank, peak_bytes=(300 + rank) * MIB, **{**PARTS, "activations": size * MIB})
+            for rank, size in enumerate(activations)
+        ]
+        return summary_of([start(), *memory], Path("run"))
+
+    def test_ranks_that_hold_the_same_get_one_line(self) -> None:
+        summary = self.of(30, 30)
+        assert summary.memory == (PARTS, PARTS)
+        text = rendered(summary_table(summary), 160)
+        said = "parameters 4.0 MiB, gradients 4.0 MiB, optimizer 8.0 MiB, activations 30.0 MiB"
+        assert said in text
+        assert "(each rank)" in text
+        assert "rank " not in text.replace("each rank", "")
+
+    def test_ranks_that_differ_stand_below_each_other(self) -> None:
+        rows = rendered(summary_table(self.of(40, 40, 30, 30))).splitlines()
+        table = [row.split() for row in rows if "MiB" in row and " to " in row]
+        assert [row[:3] for row in table] == [["0", "to", "1"], ["2", "to", "3"]]
+        assert ["activations" in row for row in rows].count(True) == 1
+        assert not any("buffers" in row for row in rows)
+        assert [row[-4:] for row in table] == [["40.0", "MiB", "301.0", "MiB"], ["30.0", "MiB", "303.0", "MiB"]]
+
+    def test_many_that_differ_are_the_least_and_the_most(self) -> None:
+        text = rendered(memory_table(self.of(*range(20, 40))))
+        least, most = [row.split() for row in text.splitlines() if "MiB" in row]
+        assert (least[0], least[-4:], most[0], most[-4:]) == (
+            "least",
+            ["20.0", "MiB", "300.0", "MiB"],
+            "most",
+            ["39.0", "MiB", "319.0", "MiB"],
+        )
+
+    def test_a_log_of_before_says_nothing_of_it(self) -> None:
+        summary = summary_of([start(schema="1.1"), at(1.0, "memory", rank=0, peak_bytes=MIB)], Path("run"))
+        assert (summary.memory, summary.peak_bytes) == ((), (MIB,))
+        assert "in it" not in rendered(summary_table(summary))
+        assert "does not say" in rendered(memory_table(summary))
 
 
 class TestSummary:

@@ -6,7 +6,7 @@ renamed or removed, within one.
 
 from __future__ import annotations
 
-SCHEMA_VERSION = "1.1"
+SCHEMA_VERSION = "1.2"
 
 # event → field → (type, meaning). A field whose type is a union with None may be null, never absent.
 SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
@@ -62,6 +62,11 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
     "memory": {
         "rank": (int, "rank"),
         "peak_bytes": (int, "largest memory so far: resident set on CPU, allocated on CUDA"),
+        "parameters": (int, "bytes of parameters here, and the most gathered from other ranks at a time; since 1.2"),
+        "gradients": (int, "bytes of gradients; since 1.2"),
+        "optimizer": (int, "bytes of optimizer state; since 1.2"),
+        "buffers": (int, "bytes of the model's buffers; since 1.2"),
+        "activations": (int, "most bytes saved for backward at a time; since 1.2"),
     },
     "error": {
         "rank": (int, "first failing rank"),

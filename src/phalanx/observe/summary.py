@@ -13,6 +13,8 @@ from phalanx.events import read
 from phalanx.observe.follow import Event
 from phalanx.spec import Plan
 
+PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations")  # of a rank's memory
+
 WARM_UP = 3  # first steps that are not timed: allocation, first touch of the data, compilation
 
 
@@ -36,6 +38,7 @@ class RunSummary:
         loss: of the last step.
         evaluation: ``loss``, ``samples`` and ``metrics`` of the last evaluation.
         peak_bytes: largest memory of each rank: resident set on CPU, allocated on CUDA.
+        memory: what each rank's memory holds, part → bytes; empty where the log is older than its schema 1.2.
         checkpoint: the newest, relative to the folder.
         notes: what the plan does not keep of one device's result.
         warnings: as the run gave them.
@@ -57,6 +60,7 @@ class RunSummary:
     loss: float | None
     evaluation: dict[str, Any] | None
     peak_bytes: tuple[int, ...]
+    memory: tuple[dict[str, int], ...]
     checkpoint: str | None
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -107,11 +111,16 @@ def summary_of(events: Iterable[Event], folder: Path) -> RunSummary:
         loss=steps[-1]["loss"] if steps else None,
         evaluation=evaluation and {name: evaluation[name] for name in ("step", "loss", "samples", "metrics")},
         peak_bytes=tuple(event["peak_bytes"] for event in by_name.get("memory", [])),
+        memory=tuple(_parts(event) for event in by_name.get("memory", []) if "parameters" in event),
         checkpoint=by_name["checkpoint"][-1]["path"] if "checkpoint" in by_name else None,
         notes=tuple(start["notes"]),
         warnings=tuple(event["message"] for event in by_name.get("warning", [])),
         finished="end" in by_name,
     )
+
+
+def _parts(event: Event) -> dict[str, int]:
+    return {part: event[part] for part in PARTS}
 
 
 def events_of(folder: Path) -> list[Event]:

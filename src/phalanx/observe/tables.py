@@ -14,8 +14,10 @@ from rich.text import Text
 
 from phalanx.observe.progress import result_text
 from phalanx.observe.seen import Seen
-from phalanx.observe.summary import RunSummary
+from phalanx.observe.summary import PARTS, RunSummary
 from phalanx.units import show_bytes, show_count, show_seconds
+
+_MOST_ROWS = 8  # of ranks beside each other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +90,9 @@ def summary_table(summary: RunSummary, seen: Seen | None = None) -> RenderableTy
         rows.append(("evaluation", f"{result_text(summary.evaluation)}  ({summary.evaluation['samples']} samples)"))
     if summary.peak_bytes:
         rows.append(("peak memory", _by_rank(summary.peak_bytes)))
+    if len(_alike(summary)) == 1:
+        held = ", ".join(f"{part} {show_bytes(size)}" for part, size in summary.memory[0].items() if size)
+        rows.append(("in it", f"{held}{'  (each rank)' if len(summary.memory) > 1 else ''}"))
     if summary.checkpoint:
         rows.append(("checkpoint", summary.checkpoint))
     rows.append(("run folder", summary.folder))
@@ -97,6 +102,28 @@ def summary_table(summary: RunSummary, seen: Seen | None = None) -> RenderableTy
     if seen:
         said = f"each sample seen exactly once per epoch: {seen.answer}"
         table.add_row("ledger", escape(said), style=None if seen.once else "red")
+    return Group(table, memory_table(summary)) if len(_alike(summary)) > 1 else table
+
+
+def memory_table(summary: RunSummary) -> RenderableType:
+    """What each rank's memory held, by part: a row for neighbours that hold the same, or the least and the most."""
+    groups = _alike(summary)
+    parts = [part for part in PARTS if any(each[part] for each in summary.memory)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("rank")
+    for heading in (*parts, "peak"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    if not groups:
+        return Text("This run's log does not say what its memory held.", style="dim")
+    if len(groups) <= _MOST_ROWS:
+        for first, last in groups:
+            cells = [show_bytes(summary.memory[first][part]) for part in parts]
+            name = f"{first}" if first == last else f"{first} to {last}"
+            table.add_row(name, *cells, show_bytes(max(summary.peak_bytes[first : last + 1])))
+        return table
+    for name, choose in (("least", min), ("most", max)):
+        cells = [show_bytes(choose(each[part] for each in summary.memory)) for part in parts]
+        table.add_row(name, *cells, show_bytes(choose(summary.peak_bytes)))
     return table
 
 
@@ -187,6 +214,17 @@ def _by_rank(peaks: Sequence[int]) -> str:
     if len(peaks) <= 8:
         return ", ".join(show_bytes(peak) for peak in peaks) + "  (by rank)"
     return f"{show_bytes(min(peaks))} to {show_bytes(max(peaks))} on {len(peaks)} ranks"
+
+
+def _alike(summary: RunSummary) -> list[tuple[int, int]]:
+    """First and last of neighbouring ranks whose memory holds the same."""
+    groups: list[tuple[int, int]] = []
+    for rank, parts in enumerate(summary.memory):
+        if groups and parts == summary.memory[rank - 1]:
+            groups[-1] = (groups[-1][0], rank)
+        else:
+            groups.append((rank, rank))
+    return groups
 
 
 def _grid() -> Table:

@@ -17,6 +17,7 @@ from phalanx.spec import Job, RunSpec
 from phalanx.train.assembly import Assembly, build, refuse
 from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.evaluate import evaluate
+from phalanx.train.memory import Measured, Parts
 from phalanx.train.metrics import Metrics
 from phalanx.train.state import restore, save
 
@@ -43,6 +44,7 @@ class _Loop:
     def __init__(self, job: Job, run: RunSpec, assembly: Assembly, recorder: _Recorder) -> None:
         self._job, self._run, self._assembly, self._recorder = job, run, assembly, recorder
         self._evaluation_data = _evaluation_data(job)
+        self._measured = Measured(assembly.step, assembly.device)
         self._saved_at = assembly.step.progress.step
         self._evaluated_at = -1
         self._last_evaluation: dict[str, Any] = {}
@@ -55,7 +57,7 @@ class _Loop:
             report(batch.step)
             if self._assembly.loader.length is None:
                 same_stream(batch)
-            metrics = step(batch)
+            metrics = self._measured(batch)
             recorder.stepped(batch, metrics)
             if job.evaluate_every and step.progress.step % job.evaluate_every == 0:
                 self._evaluate()
@@ -69,7 +71,7 @@ class _Loop:
             self._evaluate()
         if self._saved_at != step.progress.step:
             self._save()
-        return recorder.finish(metrics, self._last_evaluation)
+        return recorder.finish(metrics, self._last_evaluation, self._measured.parts())
 
     def _evaluate(self) -> None:
         if self._evaluation_data is None:
@@ -131,6 +133,8 @@ class _Recorder:
             parameters=assembly.parameters,
             notes=assembly.notes,
         )
+        for message in assembly.advice:
+            self.write("warning", message=message)
         if resumed:
             self.write("resume", step=self._progress.step, path=str(resumed.relative_to(run.folder)))
 
@@ -174,14 +178,14 @@ class _Recorder:
             self._write_step(*self._waiting)
             self._waiting = None
 
-    def finish(self, metrics: Metrics | None, evaluation: dict[str, Any]) -> dict[str, Any]:
+    def finish(self, metrics: Metrics | None, evaluation: dict[str, Any], parts: Parts) -> dict[str, Any]:
         """Write the last events. Collective. Returns the run's summary."""
         self.flush()
         if self._unwritten and metrics is self._unwritten[0]:
             self._write_step(*self._unwritten)
         seconds = self._last - self._first
-        for rank, peak in enumerate(from_every_rank(peak_memory())):
-            self.write("memory", rank=rank, peak_bytes=peak)
+        for rank, held in enumerate(from_every_rank({"peak_bytes": peak_memory(), **parts.to_dict()})):
+            self.write("memory", rank=rank, **held)
         summary = {
             "step": self._progress.step,
             "samples": self._progress.samples - self._samples_before,

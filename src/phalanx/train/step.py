@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +64,25 @@ class Course:
     lr_scale: float = 1.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """Looks on while a step is taken.
+
+    Attributes:
+        around: gives what forward and loss of each micro-batch run inside, given what they would; in their thread.
+        gradients: called when backward has run, and again when its gradients have been reduced.
+    """
+
+    around: Callable[[AbstractContextManager[object]], AbstractContextManager[object]]
+    gradients: Callable[[], None]
+
+
 class Step:
-    """Calling it with a global batch takes one optimizer step and gives its ``Metrics``."""
+    """Calling it with a global batch takes one optimizer step and gives its ``Metrics``.
+
+    Attributes:
+        watch: who looks on; ``None`` for nobody.
+    """
 
     def __init__(self, job: Job, plan: Plan, layout: Layout, optimizer: torch.optim.Optimizer, course: Course) -> None:
         self.job, self.plan, self.layout, self.optimizer = job, plan, layout, optimizer
@@ -79,6 +97,7 @@ class Step:
         self._checked = False
         self._reads_means: bool | None = None
         self._unchecked: Metrics | None = None
+        self.watch: Watch | None = None
 
     def __call__(self, batch: StepBatch) -> Metrics:
         """Forward, backward and update for one global batch.
@@ -98,7 +117,11 @@ class Step:
         """
         work = _Work(self, batch)
         self.layout.accumulate(batch.parts, work)
+        if self.watch is not None:
+            self.watch.gradients()
         self.layout.finish()
+        if self.watch is not None:
+            self.watch.gradients()
         totals = work.totals()
         if not self._checked:
             self._check_gradients()
@@ -161,7 +184,8 @@ class Step:
         return self.progress.divisor
 
     def _compute(self, device: torch.device) -> AbstractContextManager[object]:
-        return compute_context(self.plan, device)
+        context = compute_context(self.plan, device)
+        return context if self.watch is None else self.watch.around(context)
 
     def _set_rate(self) -> float:
         course = self._course

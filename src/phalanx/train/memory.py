@@ -1,0 +1,312 @@
+"""What a rank's memory holds, by part, measured in a run's first steps.
+
+An allocator knows how much is allocated, not what for, and on a CPU there is not even that. So memory is counted by
+what keeps it: parameters, buffers, gradients and optimizer state by the storages they lie in, each once; activations
+by what autograd saves for backward, from the moment an operation saves it until backward lets it go.
+
+Counted is what lies in the memory of the device that computes. On a CPU that is the host's, so that what a plan
+offloads counts there, and on CUDA does not. Not counted is what comes and goes within one operation: workspaces, a
+collective's buffers, an optimizer's temporary values. ``peak_bytes`` of the whole process has those too.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import graph
+
+from phalanx.comm import local
+from phalanx.data import StepBatch
+from phalanx.train.metrics import Metrics
+from phalanx.train.step import Step, Watch
+
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
+
+_MEASURED = 2  # steps: the first makes optimizer state and buckets, the second finds them there
+
+
+@dataclass(kw_only=True, slots=True)
+class Parts:
+    """Bytes of one rank's memory, each part at its own peak.
+
+    Attributes:
+        parameters: values, the shards where they are sharded; and the most that was gathered at one time.
+        gradients: the most there was, before or after they were reduced.
+        optimizer: its state.
+        buffers: of the model.
+        activations: the most that was saved for backward at one time, over all micro-batches then under way.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    activations: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """Part → bytes."""
+        return asdict(self)
+
+
+class Measured:
+    """A step that measures memory the first times it is called, and then is the step itself."""
+
+    def __init__(self, step: Step, kind: str) -> None:
+        self._step, self._kind = step, kind
+        self._left = _MEASURED
+        self._parts = Parts()
+
+    def __call__(self, batch: StepBatch) -> Metrics:
+        """Take one step."""
+        if not self._left:
+            return self._step(batch)
+        self._left -= 1
+        step, saved = self._step, Saved(self._kind, self._fixed())
+        step.watch = Watch(around=saved.inside, gradients=self._see_gradients)
+        try:
+            with saved.everywhere(step.layout.module, outside=not step.plan.compile):
+                metrics = step(batch)
+        finally:
+            step.watch = None
+        parts = self._see_fixed()
+        parts.parameters = max(parts.parameters, self._bytes(self._values()) + saved.gathered)
+        parts.activations = max(parts.activations, saved.peak)
+        return metrics
+
+    def parts(self) -> Parts:
+        """What was found so far."""
+        return self._parts if self._left < _MEASURED else self._see_fixed()
+
+    def _see_fixed(self) -> Parts:
+        parts, module = self._parts, self._step.layout.module
+        values = list(self._values())
+        parts.parameters = max(parts.parameters, self._bytes(values))
+        parts.buffers = self._bytes(module.buffers(), but=values)
+        parts.optimizer = max(parts.optimizer, self._bytes(_tensors(dict(self._step.optimizer.state)), but=values))
+        return parts
+
+    def _see_gradients(self) -> None:
+        grads = (tensor.grad for tensor in self._values())
+        self._parts.gradients = max(self._parts.gradients, self._bytes(grad for grad in grads if grad is not None))
+
+    def _values(self) -> Iterator[Tensor]:
+        yield from self._step.layout.module.parameters()
+        yield from self._step.layout.parameters.values()
+
+    def _fixed(self) -> set[int]:
+        """Storages that are no activations whoever saves them."""
+        module = self._step.layout.module
+        return {_storage(tensor)._cdata for tensor in (*self._values(), *module.buffers())}
+
+    def _bytes(self, tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
+        others = {_storage(tensor)._cdata for tensor in but}
+        found = {
+            memory._cdata: memory.nbytes()
+            for memory in map(_storage, tensors)
+            if memory.device.type == self._kind and memory._cdata not in others
+        }
+        return sum(found.values())
+
+
+class _Kept:
+    """A tensor that autograd has saved; says when it is let go."""
+
+    __slots__ = ("_freed", "_key", "tensor")
+
+    def __init__(self, tensor: Tensor, key: int, freed: deque[int]) -> None:
+        self.tensor, self._key, self._freed = tensor, key, freed
+
+    def __del__(self) -> None:
+        self._freed.append(self._key)
+
+
+class Saved:
+    """Follows what autograd saves for backward.
+
+    Inside its block, in each thread that enters it, every tensor that is saved counts until it is let go. What is saved
+    inside hooks of somebody else, as in blocks that are recomputed, is kept by them in a way of their own; it counts
+    as long as its memory is there, which is how long it is in the way.
+
+    Attributes:
+        peak: the most bytes that were saved at one time, parameters and buffers apart.
+        gathered: the most bytes of parameters that were there beside the ``fixed`` ones: gathered from other ranks.
+    """
+
+    def __init__(self, kind: str, fixed: set[int]) -> None:
+        self.peak = self.gathered = 0
+        self._kind, self._fixed = kind, fixed
+        self._alive = 0
+        self._lock = threading.Lock()
+        self._freed: deque[int] = deque()  # storages are freed in any thread, also while the lock is held
+        self._sizes: dict[int, int] = {}
+        self._holders: dict[int, int] = {}
+        self._watched: set[int] = set()
+        self._ended: deque[int] = deque()
+        self._whole: dict[int, torch.UntypedStorage] = {}
+        self._hooks = threading.local()
+
+    def __enter__(self) -> None:
+        self._hooks.mine = _Hooks(self._pack, self._unpack)
+        self._hooks.mine.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.mine.__exit__()
+
+    @contextmanager
+    def inside(self, context: AbstractContextManager[object]) -> Generator[None]:
+        """Around what one thread does, inside ``context``."""
+        with context, self:
+            yield
+
+    @contextmanager
+    def everywhere(self, module: nn.Module, *, outside: bool) -> Generator[None]:
+        """Around the whole step: sees parameters of ``module`` come and go, and with ``outside`` others' hooks."""
+        with ExitStack() as stack:
+            if outside:
+                stack.enter_context(patch.object(graph.saved_tensors_hooks, "__enter__", self._entering()))
+                stack.enter_context(patch.object(graph, "disable_saved_tensors_hooks", self._disabling()))
+                for part in module.modules():
+                    if next(part.parameters(recurse=False), None) is not None:
+                        stack.callback(part.register_forward_pre_hook(self._see_own).remove)
+            yield
+
+    def _pack(self, tensor: Tensor) -> Any:
+        kept = tensor.detach()  # the tensor itself, where it is an operation's output, would keep that for ever
+        memory = self._counted(tensor)
+        if memory is None:
+            return kept
+        with self._lock:
+            self._hold(memory)
+        return _Kept(kept, memory._cdata, self._freed)
+
+    def _unpack(self, kept: Any) -> Tensor:
+        tensor: Tensor = kept.tensor if isinstance(kept, _Kept) else kept
+        if self._whole and _storage(tensor)._cdata in self._whole:
+            self._see_whole()
+        return tensor
+
+    def _see(self, tensor: Tensor) -> None:
+        """Somebody else's hooks are given ``tensor``."""
+        memory = self._counted(tensor)
+        if memory is None:
+            return
+        with self._lock:
+            self._settle()
+            if memory._cdata not in self._watched:
+                self._watched.add(memory._cdata)
+                self._hold(memory)
+                weakref.finalize(memory, self._ended.append, memory._cdata).atexit = False
+
+    def _counted(self, tensor: Tensor) -> torch.UntypedStorage | None:
+        """The memory of ``tensor``, if that is an activation's."""
+        memory = _storage(tensor)
+        if memory._cdata in self._fixed or memory.device.type != self._kind:
+            return None
+        if memory._cdata in self._whole or isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            self._whole[memory._cdata] = memory
+            self._see_whole()
+            return None
+        return memory
+
+    def _hold(self, memory: torch.UntypedStorage) -> None:
+        self._settle()
+        key = memory._cdata
+        if key not in self._holders:
+            self._holders[key], self._sizes[key] = 0, memory.nbytes()
+            self._alive += self._sizes[key]
+            self.peak = max(self.peak, self._alive)
+        self._holders[key] += 1
+
+    def _settle(self) -> None:
+        """Take in what was let go since; addresses are given out again, so this comes before anything new."""
+        while self._ended:
+            key = self._ended.popleft()
+            self._watched.discard(key)
+            self._freed.append(key)
+        while self._freed:
+            key = self._freed.popleft()
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                self._alive -= self._sizes.pop(key)
+                del self._holders[key]
+
+    def _see_own(self, module: nn.Module, _: object) -> None:
+        for tensor in module.parameters(recurse=False):
+            self._counted(tensor)
+
+    def _see_whole(self) -> None:
+        self.gathered = max(self.gathered, sum(memory.nbytes() for memory in self._whole.values()))
+
+    def _entering(self) -> Callable[[graph.saved_tensors_hooks], None]:
+        enter, see = graph.saved_tensors_hooks.__enter__, self._see
+
+        def entering(hooks: graph.saved_tensors_hooks) -> None:
+            if not isinstance(hooks, _Hooks) and not isinstance(hooks.pack_hook, _Seen):
+                hooks.pack_hook = _Seen(hooks.pack_hook, see)
+            enter(hooks)
+
+        return entering
+
+    def _disabling(self) -> Callable[[str], AbstractContextManager[None]]:
+        """torch.func refuses to run inside hooks; inside these, which change nothing, it may."""
+        disable = graph.disable_saved_tensors_hooks
+
+        @contextmanager
+        def disabling(message: str) -> Generator[None]:
+            mine: _Hooks | None = getattr(self._hooks, "mine", None)
+            top = _top_hooks(True)
+            if mine is None or top is None or top[0] != mine.pack_hook:
+                with disable(message):
+                    yield
+                return
+            mine.__exit__()
+            try:
+                with disable(message):
+                    yield
+            finally:
+                mine.__enter__()
+
+        return disabling
+
+
+class _Hooks(graph.saved_tensors_hooks):
+    """Those of ``Saved``."""
+
+
+class _Seen:
+    """Somebody else's hook, with a look at what it is given."""
+
+    def __init__(self, hook: Callable[[Tensor], Any], see: Callable[[Tensor], None]) -> None:
+        self._hook, self._see = hook, see
+
+    def __call__(self, tensor: Tensor) -> Any:
+        self._see(tensor)
+        return self._hook(tensor)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return local(tensor).untyped_storage()
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    """Every tensor in nested containers."""
+    match state:
+        case Tensor():
+            yield state
+        case dict():
+            for one in state.values():
+                yield from _tensors(one)
+        case list() | tuple():
+            for one in state:
+                yield from _tensors(one)
+        case _:
+            pass

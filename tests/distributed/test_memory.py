@@ -1,0 +1,160 @@
+"""What a run says that its memory held: arithmetic for small models, and what each plan must save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import fit
+from torch import nn
+
+import phalanx as px
+from phalanx.demo.jobs.gpt import GPT, Size
+from phalanx.events import faults
+from phalanx.observe.summary import summarise
+
+SIZE = Size(layers=4, width=32, heads=4, context=16)
+NUMBERS = sum(tensor.numel() for tensor in GPT(SIZE).parameters())
+TENSORS = len(list(GPT(SIZE).parameters()))
+STEPS = 4 * TENSORS  # AdamW counts its steps once a parameter, in fp32
+
+
+def texts() -> px.Table:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(256, (32, 17), generator=generator)
+    return px.Table(x=tokens[:, :-1].contiguous(), y=tokens[:, 1:].contiguous())
+
+
+def held(plan: str, folder: Path, **how: Any) -> list[dict[str, int]]:
+    """What each rank held under the plan."""
+    given: dict[str, Any] = {
+        "model": lambda: GPT(SIZE),
+        "data": texts,
+        "inputs": lambda batch: batch["x"],
+        "batch": 16,
+        "epochs": 1,
+        **how,
+    }
+    run = fit(plan, folder / plan.replace(" ", "-"), **given)
+    assert [fault for event in run.events("memory") for fault in faults(event)] == []
+    return list(summarise(run.folder).memory)
+
+
+class Layers(nn.Module):
+    """Two layers, with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(9, 20), nn.Linear(20, 5)
+        self.register_buffer("scale", torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()) * self.get_buffer("scale")
+
+
+def test_an_mlp_by_hand(tmp_path: Path) -> None:
+    (parts,) = held("single", tmp_path, model=Layers, data=_rows, batch=32)
+    numbers = (9 * 20 + 20) + (20 * 5 + 5)
+    assert parts["parameters"] == parts["gradients"] == 4 * numbers
+    assert parts["optimizer"] == 8 * numbers + 4 * 4
+    assert parts["buffers"] == 4 * 5
+    # Input, what relu gives (which is the second layer's input), log-probabilities; labels; and the loss's own count.
+    assert parts["activations"] == 32 * 4 * (9 + 20 + 5) + 32 * 8 + 4
+
+
+def test_one_micro_batch_is_alive_at_a_time(tmp_path: Path) -> None:
+    whole = held("single", tmp_path, model=Layers, data=_rows, batch=32)[0]["activations"]
+    assert (
+        held("single micro=8", tmp_path, model=Layers, data=_rows, batch=32)[0]["activations"] == (whole - 4) // 4 + 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "parameters", "gradients", "state"),
+    [
+        ("single", 1, 1, 1),
+        ("dp=2", 1, 1, 1),
+        ("threads=2", 1, 1, 1),
+        ("fsdp=2 zero=1", 1, 1, 2),
+        ("fsdp=2 zero=2", 1, 2, 2),
+        ("dp=2 offload=optimizer", 0.5, 1, 1),  # the copies lie in the same memory, on a CPU
+    ],
+)
+def test_replicas_and_shards(plan: str, parameters: float, gradients: int, state: int, tmp_path: Path) -> None:
+    for parts in held(plan, tmp_path):
+        assert parts["parameters"] == 4 * NUMBERS / parameters
+        assert parts["gradients"] == 4 * NUMBERS // gradients
+        assert parts["optimizer"] == 8 * NUMBERS // state + STEPS
+
+
+def test_parameters_that_are_gathered_count_while_they_are_there(tmp_path: Path) -> None:
+    model = GPT(SIZE)
+    block = sum(tensor.numel() for tensor in model.blocks[0].parameters())
+    outside = NUMBERS - SIZE.layers * block
+    for parts in held("fsdp=2 zero=3", tmp_path):
+        assert parts["parameters"] == 4 * (NUMBERS // 2 + outside + block)
+        assert parts["gradients"] == 4 * NUMBERS // 2
+        assert parts["optimizer"] == 8 * NUMBERS // 2 + STEPS
+
+
+def test_data_parallel_ranks_share_out_activations(tmp_path: Path) -> None:
+    (alone,) = held("single", tmp_path)
+    shares = [parts["activations"] for parts in held("dp=2", tmp_path)]
+    assert shares == [pytest.approx(alone["activations"] / 2, rel=1e-3)] * 2
+
+
+def test_tensor_parallel_ranks_share_out_weights(tmp_path: Path) -> None:
+    (alone,), parts = held("single", tmp_path), held("tp=2", tmp_path)
+    norms = sum(
+        tensor.numel() for name, tensor in GPT(SIZE).named_parameters() if tensor.ndim == 1 or "position" in name
+    )
+    for one in parts:
+        assert 4 * NUMBERS // 2 <= one["parameters"] <= 4 * (NUMBERS + norms) // 2
+        assert one["gradients"] == one["parameters"]
+        assert one["optimizer"] == 2 * one["parameters"] + STEPS
+        assert alone["activations"] // 2 < one["activations"] < alone["activations"]
+
+
+def test_recompute_keeps_less(tmp_path: Path) -> None:
+    none, selective, full = (
+        held(f"single recompute={how}", tmp_path)[0]["activations"] for how in ("none", "selective", "full")
+    )
+    inputs = SIZE.layers * 16 * 16 * SIZE.width * 4
+    block = none / SIZE.layers  # and a part of what is outside the blocks
+    assert full < selective < none
+    assert inputs < full < inputs + block + 2 * 16 * 16 * 256 * 4
+
+
+def test_a_pipeline_holds_what_its_schedule_has_under_way(tmp_path: Path) -> None:
+    gpipe, early = (held(f"pp=2 micro=2 schedule={schedule}", tmp_path) for schedule in ("gpipe", "1f1b"))
+    assert gpipe[0]["activations"] == 8 * early[0]["activations"] // 2  # of 8 micro-batches, and of 2
+    assert gpipe[1]["activations"] == 8 * early[1]["activations"]
+    assert sum(parts["parameters"] for parts in early) == 4 * NUMBERS
+
+
+def test_measuring_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = "fsdp=2 recompute=full micro=4"
+    how: dict[str, Any] = {"model": lambda: GPT(SIZE), "data": texts, "inputs": lambda batch: batch["x"], "batch": 16}
+    measured = fit(plan, tmp_path / "measured", **how).losses
+    monkeypatch.setattr("phalanx.train.memory._MEASURED", 0)
+    assert fit(plan, tmp_path / "not", **how).losses == measured
+
+
+class Differentiates(Layers):
+    """torch.func refuses to run where hooks look at what is saved."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.grad(lambda value: value.square().sum())(x)
+        return super().forward(slope)
+
+
+def test_a_model_that_differentiates_inside_can_be_measured(tmp_path: Path) -> None:
+    (parts,) = held("single", tmp_path, model=Differentiates, data=_rows, batch=32)
+    assert parts["activations"] == 32 * 4 * (9 + 20 + 5) + 32 * 8 + 4
+
+
+def _rows() -> px.Table:
+    generator = torch.Generator().manual_seed(0)
+    return px.Table(x=torch.randn(64, 9, generator=generator), y=torch.randint(5, (64,), generator=generator))
