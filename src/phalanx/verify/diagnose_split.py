@@ -252,8 +252,8 @@ def not_synchronised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: P
     if rest and rest <= right | set(evidence.silent):
         return (
             f"gradients of {listed} are not added up over {over}: {has}. The other {len(rest)} "
-            "parameters' gradients are one device's. Usual cause: parameters that are whole on each rank and left out of its "
-            "all-reduce, such as those of normalisations where tokens are shared out."
+            "parameters' gradients are one device's. Usual cause: parameters that are whole on each rank and left out "
+            "of its all-reduce, such as those of normalisations where tokens are shared out."
         )
     return (
         f"ranks of {over} have different gradients of {listed}: a missing synchronisation. "
