@@ -177,12 +177,32 @@ def proof_table(proof: dict[str, Any]) -> RenderableType:
         largest, allowed = proof["largest"][kind], proof["tolerance"][kind]
         style = None if largest <= allowed else "red"
         table.add_row(label, str(len(proof[field])), f"{largest:.1e}", f"{allowed:.1e}", style=style)
-    parts: list[RenderableType] = [_verdict(proof), table]
+    parts: list[RenderableType] = [_verdict(proof), table, *_differing(proof)]
     if silent := proof["not_compared"]:
         shown = ", ".join(silent[:4]) + (f" and {len(silent) - 4} more" if len(silent) > 4 else "")
         many = f"{len(silent)} parameter{'s' if len(silent) > 1 else ''}"
         parts.append(Text(f"not compared: {many} whose gradient is zero but for rounding ({shown})", style="dim"))
     return Group(*parts)
+
+
+_MOST_DIFFERING = 8
+
+
+def _differing(proof: dict[str, Any]) -> list[RenderableType]:
+    """The tensors that differ, the largest first: gradients, or parameters where all gradients are equal."""
+    for kind, field in (("gradient", "gradients"), ("parameter", "parameters")):
+        wrong = [one for one in proof[field] if not one.get("relative", 0.0) <= proof["tolerance"][kind]]
+        if not wrong:
+            continue
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in (f"{kind} of", "differs by", "× one device's", "where"):
+            table.add_column(heading, justify="right" if heading in ("differs by", "× one device's") else "left")
+        for one in sorted(wrong, key=lambda one: -one["relative"])[:_MOST_DIFFERING]:
+            where = one["where"] or "everywhere"
+            table.add_row(escape(one["name"]), f"{one['relative']:.1e}", f"{one['ratio']:.4g}", escape(where))
+        more = len(wrong) - _MOST_DIFFERING
+        return [table, *([Text(f"and {more} more; --json lists all", style="dim")] if more > 0 else [])]
+    return []
 
 
 def _verdict(proof: dict[str, Any]) -> RenderableType:
