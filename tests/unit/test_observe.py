@@ -18,7 +18,7 @@ from phalanx.observe.draw import draw
 from phalanx.observe.follow import Event, Follower, Viewer
 from phalanx.observe.progress import Pace, progress, step_text
 from phalanx.observe.seen import Seen, seen, seen_table
-from phalanx.observe.summary import RunSummary, summarise, summary_of
+from phalanx.observe.summary import RunSummary, idle_share, summarise, summary_of
 from phalanx.observe.tables import memory_table, proof_table, scaled, scaling_table, settings_table, summary_table
 from phalanx.spec import Plan
 
@@ -136,6 +136,22 @@ class TestMemory:
         assert (summary.memory, summary.peak_bytes) == ((), (MIB,))
         assert "in it" not in rendered(summary_table(summary))
         assert "does not say" in rendered(memory_table(summary))
+
+
+class TestIdle:
+    def test_two_ranks(self) -> None:
+        first = [["F", 0, 0, 1.0, 2.0], ["B", 0, 0, 4.0, 5.0]]
+        second = [["F", 1, 0, 2.0, 3.0], ["B", 1, 0, 3.0, 4.0]]
+        assert idle_share([first, second]) == 0.5  # 4 of 8 rank-seconds; what was before 1.0 is not counted
+        events = [at(1.0, "timeline", rank=rank, step=3, actions=one) for rank, one in enumerate((first, second))]
+        assert [fault for event in events for fault in faults(event)] == []
+        summary = summary_of([start(), *events], Path("run"))
+        assert summary.idle == 0.5
+        assert "50% of its ranks' time idle" in rendered(summary_table(summary))
+
+    def test_none_where_nothing_was_timed(self) -> None:
+        assert idle_share([]) is None
+        assert "pipeline" not in rendered(summary_table(summary_of([start()], Path("run"))))
 
 
 class TestSummary:

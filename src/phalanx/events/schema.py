@@ -68,6 +68,15 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "buffers": (int, "bytes of the model's buffers; since 1.2"),
         "activations": (int, "most bytes saved for backward at a time; since 1.2"),
     },
+    "timeline": {
+        "rank": (int, "rank of the first replica's pipeline; since 1.2"),
+        "step": (int, "optimizer step"),
+        "actions": (
+            list,
+            "[kind, stage, micro-batch, begin, end] of each, in order: `F` forward, `B` backward, or its halves `I` "
+            "for the stage's inputs and `W` for its weights; seconds since the first rank began the step",
+        ),
+    },
     "error": {
         "rank": (int, "first failing rank"),
         "step": ((int, type(None)), "the step it was in"),

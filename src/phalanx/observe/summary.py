@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from phalanx.observe.follow import Event
 from phalanx.spec import Plan
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations")  # of a rank's memory
+
+Action = Sequence[Any]  # kind, stage, micro-batch, begin, end
 
 WARM_UP = 3  # first steps that are not timed: allocation, first touch of the data, compilation
 
@@ -39,6 +41,7 @@ class RunSummary:
         evaluation: ``loss``, ``samples`` and ``metrics`` of the last evaluation.
         peak_bytes: largest memory of each rank: resident set on CPU, allocated on CUDA.
         memory: what each rank's memory holds, part → bytes; empty where the log is older than its schema 1.2.
+        idle: the share of a pipeline's time in which its ranks wait or send, in the one step that was timed.
         checkpoint: the newest, relative to the folder.
         notes: what the plan does not keep of one device's result.
         warnings: as the run gave them.
@@ -61,6 +64,7 @@ class RunSummary:
     evaluation: dict[str, Any] | None
     peak_bytes: tuple[int, ...]
     memory: tuple[dict[str, int], ...]
+    idle: float | None
     checkpoint: str | None
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -112,11 +116,24 @@ def summary_of(events: Iterable[Event], folder: Path) -> RunSummary:
         evaluation=evaluation and {name: evaluation[name] for name in ("step", "loss", "samples", "metrics")},
         peak_bytes=tuple(event["peak_bytes"] for event in by_name.get("memory", [])),
         memory=tuple(_parts(event) for event in by_name.get("memory", []) if "parameters" in event),
+        idle=idle_share([event["actions"] for event in by_name.get("timeline", [])]),
         checkpoint=by_name["checkpoint"][-1]["path"] if "checkpoint" in by_name else None,
         notes=tuple(start["notes"]),
         warnings=tuple(event["message"] for event in by_name.get("warning", [])),
         finished="end" in by_name,
     )
+
+
+def idle_share(ranks: Sequence[Sequence[Action]]) -> float | None:
+    """The share of the ranks' time, from the first's begin to the last's end, in which they do none of their actions.
+
+    Args:
+        ranks: for each rank its ``actions`` as a ``timeline`` event has them; ``None`` is given where there are none.
+    """
+    actions = [action for rank in ranks for action in rank]
+    whole = max((end for *_, end in actions), default=0.0) - min((begin for *_, begin, _ in actions), default=0.0)
+    busy = sum(end - begin for *_, begin, end in actions)
+    return 1.0 - busy / (whole * len(ranks)) if whole > 0 else None
 
 
 def _parts(event: Event) -> dict[str, int]:

@@ -84,6 +84,8 @@ def summary_table(summary: RunSummary, seen: Seen | None = None) -> RenderableTy
             ("time per step", f"{show_seconds(summary.step_seconds)} (median)"),
             ("samples/s", show_count(summary.samples_per_second)),
         ]
+    if summary.idle is not None:
+        rows.append(("pipeline", f"{summary.idle:.0%} of its ranks' time idle, in the step that was timed"))
     if summary.loss is not None:
         rows.append(("last loss", f"{summary.loss:.6g}"))
     if summary.evaluation:

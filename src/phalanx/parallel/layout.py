@@ -6,13 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from phalanx.parallel.holding import Holding
+
+if TYPE_CHECKING:
+    from phalanx.parallel.pipeline import PipelineRunner
 
 
 class Work(ABC):
@@ -44,6 +47,7 @@ class Held:
         slices: name → which part of the whole tensor this rank's is, for those that are split over ranks by name
             (tensor, expert and pipeline parallelism); the others are whole, or DTensors.
         stages: the ranks of a pipeline, which hold parameters of other names; ``None`` where there is no pipeline.
+        runner: what runs this rank's stages of it.
     """
 
     module: nn.Module
@@ -52,6 +56,7 @@ class Held:
     counts: bool = True
     slices: Mapping[str, Holding] = field(default_factory=dict[str, Holding])
     stages: dist.ProcessGroup | None = None
+    runner: PipelineRunner | None = None
 
 
 class Layout(ABC):

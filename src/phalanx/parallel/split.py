@@ -62,6 +62,7 @@ class Split(Layout):
             counts=last and mesh.at["tp"] == 0 and mesh.at["cp"] == 0,
             slices=cut.slices,
             stages=mesh.group("pp"),
+            runner=cut.stages.runner if cut.stages else None,
         )
 
     @property

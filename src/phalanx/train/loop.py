@@ -20,6 +20,7 @@ from phalanx.train.evaluate import evaluate
 from phalanx.train.memory import Measured, Parts
 from phalanx.train.metrics import Metrics
 from phalanx.train.state import restore, save
+from phalanx.train.timeline import Listener, only_step
 
 
 def train(job: Job, run: RunSpec, place: Place, *, report: Callable[[int], None]) -> dict[str, Any]:
@@ -45,6 +46,8 @@ class _Loop:
         self._job, self._run, self._assembly, self._recorder = job, run, assembly, recorder
         self._evaluation_data = _evaluation_data(job)
         self._measured = Measured(assembly.step, assembly.device)
+        only = only_step(assembly.device, assembly.step.progress.step, assembly.loader.total_steps)
+        self._listener = Listener(assembly.layout.held, run.plan, recorder.rank, only)
         self._saved_at = assembly.step.progress.step
         self._evaluated_at = -1
         self._last_evaluation: dict[str, Any] = {}
@@ -57,7 +60,8 @@ class _Loop:
             report(batch.step)
             if self._assembly.loader.length is None:
                 same_stream(batch)
-            metrics = self._measured(batch)
+            with self._listener.around(batch.step):
+                metrics = self._measured(batch)
             recorder.stepped(batch, metrics)
             if job.evaluate_every and step.progress.step % job.evaluate_every == 0:
                 self._evaluate()
@@ -71,6 +75,8 @@ class _Loop:
             self._evaluate()
         if self._saved_at != step.progress.step:
             self._save()
+        for event in self._listener.events():
+            recorder.write("timeline", **event)
         return recorder.finish(metrics, self._last_evaluation, self._measured.parts())
 
     def _evaluate(self) -> None:
@@ -106,6 +112,7 @@ class _Recorder:
     """Writes the ledger on every rank with samples of its own and the event log on rank 0."""
 
     def __init__(self, job: Job, run: RunSpec, place: Place, assembly: Assembly, resumed: Path | None) -> None:
+        self.rank = place.rank
         self._every = run.log_every
         self._total = assembly.loader.total_steps
         first = assembly.step.progress.step

@@ -21,7 +21,10 @@ from phalanx.parallel.pipeline.traffic import Contents, Message, Traffic
 from phalanx.parallel.sliced import Axis
 
 Event = Callable[[str, int, int, float, float], None]
-"""``event(kind, stage, micro, begin, end)``, kind as in ``Action``, times of ``time.perf_counter``."""
+"""``event(kind, stage, micro, begin, end)``, kind as in ``Action``, times of ``time.perf_counter``.
+
+An action begins when what it needs has arrived, and ends when its result is there, before that is sent.
+"""
 
 
 @dataclass(slots=True)
@@ -33,6 +36,7 @@ class _Passing:
     grads: list[Tensor | None] = field(default_factory=list[Tensor | None])
     weights: WeightHalf | None = None
     began: float = 0.0
+    ended: float = 0.0
 
 
 class PipelineRunner:
@@ -45,7 +49,7 @@ class PipelineRunner:
         is_last: whether the last stage is here, which has the output and the loss.
         owned: names of the parameters on this rank.
         tied: name → stages, of parameters that several stages use: each has a part of the gradient.
-        on_event: called after each piece of work; ``None`` for nobody.
+        on_event: called after each piece of work, which on CUDA is then waited for; ``None`` for nobody.
     """
 
     def __init__(
@@ -143,7 +147,7 @@ class _Running(Contents):
         self._traffic.finish()
 
     def _forward(self, stage: Stage, micro: int) -> None:
-        passing = self._passing[stage.index, micro] = _Passing(began=time.perf_counter())
+        passing = self._passing[stage.index, micro] = _Passing(began=self._now())
         message = Message(True, stage.index, micro)
         if stage.index and self._traffic.in_order:
             self._traffic.expect(message)
@@ -152,7 +156,7 @@ class _Running(Contents):
             self._sizes.setdefault(message, fakes)
             values = self._traffic.receive(message)
             self._sizes.pop(message, None)
-            passing.began = time.perf_counter()
+            passing.began = self._now()
             return self._parcels.unpacked(stage.index, fakes, self._arrived(stage, passing, values))
 
         stage.receive = receive
@@ -185,6 +189,7 @@ class _Running(Contents):
 
     def _leave(self, stage: Stage, micro: int, passing: _Passing, values: list[Tensor]) -> None:
         values, line = self._parcels.packed(stage.index + 1, values)
+        passing.ended = self._now()
         self._traffic.send(Message(True, stage.index + 1, micro), [value.detach() for value in values], line)
         if self._backward:
             learning = stage.learns(stage.leaving)
@@ -212,7 +217,7 @@ class _Running(Contents):
 
     def _weight_backward(self, stage: Stage, micro: int) -> None:
         passing = self._passing.pop((stage.index, micro))
-        passing.began = time.perf_counter()
+        passing.began = self._now()
         if passing.weights is not None:
             passing.weights.run()
         elif passing.outputs:
@@ -226,7 +231,7 @@ class _Running(Contents):
             message = Message(False, stage.index + 1, micro)
             passing.grads = list(self._traffic.receive(message))
             self._sizes.pop(message, None)
-        passing.began = time.perf_counter()
+        passing.began = self._now()
         return passing
 
     def _run_backward(self, passing: _Passing) -> None:
@@ -240,6 +245,7 @@ class _Running(Contents):
                 torch.zeros_like(leaf) if grad is None else grad
                 for leaf, grad in zip(passing.inputs, grads, strict=True)
             ]
+            passing.ended = self._now()
             self._traffic.send(Message(False, stage.index, micro), found)
         passing.inputs = []
 
@@ -267,7 +273,14 @@ class _Running(Contents):
 
     def _happened(self, kind: str, stage: Stage, micro: int, passing: _Passing) -> None:
         if self._event is not None:
-            self._event(kind, stage.index, micro, passing.began, time.perf_counter())
+            self._event(kind, stage.index, micro, passing.began, passing.ended or self._now())
+        passing.ended = 0.0
+
+    def _now(self) -> float:
+        if self._event is not None and self._device.type == "cuda":
+            # Not the whole device: what is being sent waits for other ranks.
+            torch.cuda.current_stream(self._device).synchronize()
+        return time.perf_counter()
 
 
 class _Arrive(torch.autograd.Function):

@@ -1,0 +1,143 @@
+"""When the ranks of a pipeline did what, in one step late enough to be warm.
+
+Times are read where actions begin and end, in the ranks' own processes. On one machine these share a clock. Clocks of
+several machines are set beside each other at the end, by when their ranks leave a barrier: right to about what a
+message between them takes, so that a wait of less than that may show as an overlap.
+
+On a CPU every step is listened to and the latest is kept. On CUDA an action's end is known only once the device has
+done it, and waiting for that costs time; one step is listened to, the last, or a warm one where nobody knows the last.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx.comm import active, from_every_rank
+from phalanx.parallel import Held
+from phalanx.spec import Plan
+
+_WARM = 5  # steps of a run
+_ROUNDS = 5  # barriers by which clocks are compared
+
+Action = tuple[str, int, int, float, float]
+"""Kind, stage, micro-batch, begin and end, as a pipeline's runner tells them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Heard:
+    """One step: when it began, and its actions."""
+
+    step: int
+    began: float
+    actions: list[Action]
+
+
+class Listener:
+    """Keeps what this rank's part of a pipeline did in a step; nothing on ranks that have none.
+
+    Ranks of other replicas than the first do the same as those of the first, and are not listened to.
+    """
+
+    def __init__(self, held: Held, plan: Plan, rank: int, only: int | None) -> None:
+        """``only``: the one step to listen to; ``None`` for all, of which the latest is kept."""
+        self._pipelined = plan.pp > 1
+        self._only = only
+        at = plan.coordinate(rank)
+        self._runner = held.runner if not any(at[name] for name in at if name != "pp") else None
+        self._latest: _Heard | None = None
+
+    @contextmanager
+    def around(self, step: int) -> Generator[None]:
+        """Around a step."""
+        if self._runner is None or self._only not in (None, step):
+            yield
+            return
+        heard = _Heard(step=step, began=time.perf_counter(), actions=[])
+        self._runner.on_event = lambda *action: heard.actions.append(action)
+        try:
+            yield
+        finally:
+            self._runner.on_event = None
+        self._latest = heard
+
+    def events(self) -> list[dict[str, Any]]:
+        """For each rank listened to its rank, step and actions, from when the first of them began that step.
+
+        Collective.
+        """
+        if not self._pipelined:
+            return []
+        mine = self._latest
+        found = from_every_rank((_machine(), mine and (mine.step, mine.began, mine.actions)))
+        behind = _behind([machine for machine, _ in found])
+        heard = {rank: one for rank, (_, one) in enumerate(found) if one is not None and one[2]}
+        return on_one_clock(heard, behind)
+
+
+def only_step(device: str, first_step: int, total_steps: int | None) -> int | None:
+    """The one step to listen to on a kind of device; ``None`` for all."""
+    if device == "cpu":
+        return None
+    return first_step + _WARM if total_steps is None else total_steps - 1
+
+
+def on_one_clock(heard: dict[int, tuple[int, float, list[Action]]], behind: Sequence[float]) -> list[dict[str, Any]]:
+    """Rank, step and actions for each rank, in seconds since the first began the step.
+
+    Args:
+        heard: rank → step, when it began, its actions; by that rank's clock.
+        behind: for each rank how many seconds its clock is behind that of rank 0.
+    """
+    if not heard:
+        return []
+
+    def shown(moment: float, rank: int) -> float:
+        return round(moment + behind[rank] - zero, 6)
+
+    zero = min(began + behind[rank] for rank, (_, began, _) in heard.items())
+    return [
+        {
+            "rank": rank,
+            "step": step,
+            "actions": [
+                [kind, stage, micro, shown(begin, rank), shown(end, rank)] for kind, stage, micro, begin, end in actions
+            ],
+        }
+        for rank, (step, _, actions) in heard.items()
+    ]
+
+
+def _behind(machines: Sequence[str]) -> list[float]:
+    """For each rank how far its machine's clock is behind that of rank 0. Collective where there are several."""
+    if len(set(machines)) == 1 or not active():
+        return [0.0] * len(machines)
+    rounds: list[list[float]] = []
+    for _ in range(_ROUNDS):
+        dist.barrier()
+        rounds.append(from_every_rank(time.perf_counter()))
+    found: dict[str, float] = {}
+    for machine in set(machines):
+        differences = [_earliest(one, machines, machines[0]) - _earliest(one, machines, machine) for one in rounds]
+        found[machine] = statistics.median(differences)
+    return [found[machine] for machine in machines]
+
+
+def _earliest(times: Sequence[float], machines: Sequence[str], wanted: str) -> float:
+    return min(moment for moment, machine in zip(times, machines, strict=True) if machine == wanted)
+
+
+def _machine() -> str:
+    """Names a running machine, whose processes share a clock, containers included."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return platform.node()
