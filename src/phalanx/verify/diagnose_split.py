@@ -41,6 +41,10 @@ def other_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) 
     return f"the model begins with other initial values than one device: {wrong[0].name}{at}{more}{alike}. {usual}"
 
 
+_IN_HALVES = ("zero-bubble", "zbv", "dualpipev")
+"""Schedules that run backward in two passes, in both of which a gradient may come back to the same output."""
+
+
 def copies_apart_at_the_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
     """Ranks that hold the same part of a parameter hold other values of it."""
     found = apart(evidence, "start")
@@ -102,6 +106,8 @@ def _forward(evidence: Evidence, names: list[str], allowed: float, plan: Plan) -
 
 
 def _backward(evidence: Evidence, names: list[str], allowed: float, plan: Plan) -> str:
+    if plan.pp > 1 and plan.schedule in _IN_HALVES:
+        return ""
     scale = math.nan
     after = ""
     for name in reversed(names):
