@@ -132,7 +132,7 @@ METADATA = frozenset(
     """
     shape size dim ndim ndimension numel nelement dtype device requires_grad is_floating_point is_complex
     is_cuda is_leaf layout is_sparse is_quantized is_meta names element_size itemsize nbytes is_nested is_mkldnn
-    is_inference is_conj is_neg is_signed get_device is_xla is_mps is_xpu grad_fn output_nr is_contiguous stride
+    _base is_inference is_conj is_neg is_signed get_device is_xla is_mps is_xpu grad_fn output_nr is_contiguous stride
     storage_offset len retains_grad
     """.split()
 )
