@@ -73,7 +73,8 @@ def script(path: str, *arguments: object, torchrun: int = 0) -> Callable[[], Mea
     def run() -> Measures:
         began, seconds, output = execute(argv)
         report = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
-        measures = {name: value for name, value in report.items() if name.endswith("_s") and value is not None}
+        named = {name: value for name, value in report.items() if name.endswith("_s") or name == "loss"}
+        measures = {name: value for name, value in named.items() if value is not None}
         return {**measures, "first_step": report["first_step"] - began, "wall": seconds}
 
     return run
@@ -90,7 +91,7 @@ def train(job: str, plan: str, steps: int) -> Callable[[], Measures]:
             events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
         stepped = [event for event in events if event["event"] == "step"]
         loops = [event["seconds"] for event in stepped[3:]]
-        measures = {"first_step": stepped[0]["time"] - began, "wall": seconds}
+        measures = {"first_step": stepped[0]["time"] - began, "wall": seconds, "loss": stepped[-1]["loss"]}
         if loops:
             measures["loop_s"] = statistics.median(loops)
         peaks = [event["peak_bytes"] for event in events if event["event"] == "memory"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import phalanx as px
-from workloads import WORKLOADS, loss
+from workloads import CLIP, WORKLOADS, loss
 
 
 def _job(name: str) -> px.Job:
@@ -32,6 +34,16 @@ def convnet() -> px.Job:
 def gpt() -> px.Job:
     """10.8 M parameters, batch 16 of 64 bytes."""
     return _job("gpt")
+
+
+def gpt_split() -> px.Job:
+    """6.4 M parameters in 8 blocks of 8 heads, which divide over ranks; every step sees the same 16 samples."""
+    return replace(_job("gpt-split"), clip=CLIP)
+
+
+def gpt_100m() -> px.Job:
+    """100 M parameters in 12 blocks."""
+    return replace(_job("gpt-100m"), clip=CLIP)
 
 
 def stack_8() -> px.Job:

@@ -30,8 +30,8 @@ class Stopwatch:
         if self._began is not None:
             self._steps.append(now - self._began)
 
-    def report(self) -> None:
-        """Print one JSON line.
+    def report(self, **more: float) -> None:
+        """Print one JSON line, with ``more`` in it.
 
         ``first_step``: Unix time, seconds. ``step_s``: median seconds from the batch in hand to the parameters
         stepped. ``loop_s``: median seconds from one step's end to the next, data loading included.
@@ -41,6 +41,7 @@ class Stopwatch:
             "first_step": self._first_step,
             "step_s": _median(self._steps[WARM_UP:]),
             "loop_s": _median(loops[WARM_UP:]),
+            **more,
         }
         print(json.dumps(line), flush=True)
 

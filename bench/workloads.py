@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+CLIP = 1.0
+"""Norm that gradients are clipped to where a model is split over ranks."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
@@ -70,17 +73,17 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.size = width // heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        batch, tokens, width = x_BTC.shape
-        parts = self.qkv(self.norm1(x_BTC)).view(batch, tokens, 3, self.heads, width // self.heads)
+        batch, tokens, _ = x_BTC.shape
+        parts = self.qkv(self.norm1(x_BTC)).view(batch, tokens, 3, -1, self.size)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x_BTC = x_BTC + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        x_BTC = x_BTC + self.out(mixed.transpose(1, 2).reshape(batch, tokens, -1))
         return x_BTC + self.down(F.gelu(self.up(self.norm2(x_BTC))))
 
 
@@ -140,6 +143,12 @@ WORKLOADS: dict[str, Workload] = {
     "mlp": Workload(model=mlp, data=lambda: _vectors(4096, 64), batch=32),
     "convnet": Workload(model=convnet, data=lambda: _images(2048), batch=128),
     "gpt": Workload(model=GPT, data=lambda: _bytes(512, 64), batch=16, lr=3e-4),
+    "gpt-split": Workload(
+        model=lambda: GPT(layers=8, width=256, heads=8, context=32), data=lambda: _bytes(16, 32), batch=16, lr=3e-4
+    ),
+    "gpt-100m": Workload(
+        model=lambda: GPT(layers=12, width=832, heads=16, context=32), data=lambda: _bytes(8, 32), batch=8, lr=3e-4
+    ),
     "stack-8": Workload(model=lambda: Stack(8), data=lambda: _vectors(256, 1024), batch=8),
     "stack-24": Workload(model=lambda: Stack(24), data=lambda: _vectors(256, 1024), batch=8),
 }
