@@ -14,7 +14,7 @@ from torch import nn
 
 from phalanx.comm import Place
 from phalanx.errors import GradientError, RefusedError
-from phalanx.parallel import Work, assemble, check, device_kind, notes
+from phalanx.parallel import Work, advice, assemble, check, device_kind, notes
 from phalanx.parallel.shard import FullyShard
 from phalanx.parallel.unused import without_gradient
 from phalanx.spec import Job, Plan
@@ -134,3 +134,22 @@ def test_micro_batches_run_in_turn_and_the_last_is_known(job: Job) -> None:
 
     layout.accumulate([["a", "b", "c"]], Seeing())
     assert seen == [("a", False), ("b", False), ("c", True)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("pp=4", ["plain model parallelism", "1 micro-batch for 4 stages", "75%", "micro=4", "16%"]),
+        ("pp=2 micro=16 schedule=interleaved dp=2", ["2 micro-batches for 4 stages", "micro=4"]),
+        ("pp=2 dp=32", ["50%", "micro=1"]),
+        ("pp=2 dp=64", ["50%", "a larger batch"]),
+    ],
+)
+def test_too_few_micro_batches_are_told_with_what_they_cost(job: Job, plan: str, words: list[str]) -> None:
+    (told,) = advice(job, Plan.parse(plan))
+    assert all(word in told for word in words), told
+
+
+@pytest.mark.parametrize("plan", ["dp=4", "tp=2", "pp=4 micro=16", "pp=4 micro=1"])
+def test_enough_micro_batches_need_no_word(job: Job, plan: str) -> None:
+    assert advice(job, Plan.parse(plan)) == []

@@ -1,5 +1,6 @@
 """The techniques that split work over devices, one file each, put together by ``assemble``."""
 
+from phalanx.parallel.advice import advice
 from phalanx.parallel.assemble import assemble, check, device_kind
 from phalanx.parallel.exactness import batch_statistics, dropouts, notes
 from phalanx.parallel.example import Example
@@ -13,6 +14,7 @@ __all__ = [
     "Holding",
     "Layout",
     "Work",
+    "advice",
     "assemble",
     "batch_statistics",
     "check",

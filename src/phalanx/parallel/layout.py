@@ -48,6 +48,7 @@ class Held:
             (tensor, expert and pipeline parallelism); the others are whole, or DTensors.
         stages: the ranks of a pipeline, which hold parameters of other names; ``None`` where there is no pipeline.
         runner: what runs this rank's stages of it.
+        remarks: what could not be split and is on every rank, in words.
     """
 
     module: nn.Module
@@ -57,6 +58,7 @@ class Held:
     slices: Mapping[str, Holding] = field(default_factory=dict[str, Holding])
     stages: dist.ProcessGroup | None = None
     runner: PipelineRunner | None = None
+    remarks: tuple[str, ...] = ()
 
 
 class Layout(ABC):

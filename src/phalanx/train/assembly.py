@@ -14,7 +14,7 @@ from torch import nn
 from phalanx.comm import Place
 from phalanx.data import Lane, Loader
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
-from phalanx.parallel import Example, Layout, assemble, check, device_kind, notes
+from phalanx.parallel import Example, Layout, advice, assemble, check, device_kind, notes
 from phalanx.spec import Job, Plan
 from phalanx.train.consistency import same_initial_values, same_length
 from phalanx.train.elementwise import refuse_unless_elementwise
@@ -48,6 +48,7 @@ class Assembly:
         lane: which parts of a global batch this worker holds.
         device: kind of device.
         notes: what this plan does not keep of one device's result.
+        advice: what the plan wastes.
         parameters: elements of the whole model's.
     """
 
@@ -58,6 +59,7 @@ class Assembly:
     lane: Lane
     device: str
     notes: list[str]
+    advice: list[str]
     parameters: int
 
 
@@ -117,6 +119,7 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
         lane=lane,
         device=kind,
         notes=found,
+        advice=[*advice(job, plan), *layout.held.remarks],
         parameters=size,
     )
 

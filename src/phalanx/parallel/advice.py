@@ -1,0 +1,44 @@
+"""What a plan wastes, said before the run: it is right, and another setting of it would be faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.data.shares import share
+from phalanx.spec import Job, Plan
+
+_ENOUGH = 4  # micro-batches a rank, from which on at most about a fifth of the time is bubble
+
+
+def advice(job: Job, plan: Plan) -> list[str]:
+    """One sentence for each setting of ``plan`` that leaves ranks idle; empty where none does."""
+    micros = micro_batches(job, plan)
+    if plan.pp == 1 or micros >= plan.pp * plan.stages:
+        return []
+    stages = f"{micros} micro-batch{'es' if micros > 1 else ''} for {plan.pp * plan.stages} stages"
+    what = "plain model parallelism, " if micros == 1 else ""
+    found = f"{what}{stages}: ranks are idle for {_idle(plan, micros):.0%} of a step"
+    better = _better(job, plan)
+    if better is None:
+        return [f"{found}; a larger batch would allow more of them."]
+    many = micro_batches(job, better)
+    return [f"{found}; micro={better.micro} would make it {many} micro-batches, idle for {_idle(better, many):.0%}."]
+
+
+def micro_batches(job: Job, plan: Plan) -> int:
+    """Micro-batches of the largest share of a full global batch."""
+    start, stop = share(job.batch, 0, plan.replicas)
+    return -(-(stop - start) // plan.micro) if plan.micro else 1
+
+
+def _idle(plan: Plan, micros: int) -> float:
+    from phalanx.parallel.pipeline import bubble, order
+
+    return bubble(order(plan.schedule, plan.pp, plan.stages, micros))
+
+
+def _better(job: Job, plan: Plan) -> Plan | None:
+    """The plan with enough micro-batches, or as many as the batch allows; ``None`` where that are no more."""
+    start, stop = share(job.batch, 0, plan.replicas)
+    better = replace(plan, micro=max(1, (stop - start) // (_ENOUGH * plan.pp)))
+    return better if micro_batches(job, better) > micro_batches(job, plan) else None
