@@ -91,7 +91,7 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
         for name in (*_OWN, "batch", *([] if {"epochs", "steps"} & set(values) else ["epochs", "steps"])):
             if name not in values and getattr(earlier, name) is not None:
                 values[name], taken[name] = getattr(earlier, name), "run file"
-    plan, plan_from = _plan(given, earlier, values.get("batch") or job.batch)
+    plan, plan_from = plan_of(given, earlier, values.get("batch") or job.batch)
     folder = given.folder or default_folder(job.name)
     run = RunSpec(job=given.job, plan=plan, folder=folder, resume=given.resume, **values)
 
@@ -115,7 +115,8 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
     return run, settings
 
 
-def _plan(given: Given, earlier: RunSpec | None, batch: int) -> tuple[Plan, str]:
+def plan_of(given: Given, earlier: RunSpec | None, batch: int) -> tuple[Plan, str]:
+    """The plan, and where it came from."""
     if given.plan:
         return given.plan, "argument"
     if given.devices:

@@ -19,9 +19,18 @@ def draw(plan: Plan, *, batch: int, device: str, width: int = 80) -> str:
         device: kind of device that each box is, such as ``cpu``.
         width: of the terminal.
     """
-    rows = _rows([_box(plan, box, batch) for box in range(plan.devices)], plan, width)
+    rows = _rows(boxes(plan, batch), plan, width)
     parts = [line for row in rows for line in _beside(row)]
     return "\n".join([_headline(plan, batch, device), *parts, *(f"  {line}" for line in _traffic(plan))])
+
+
+def boxes(plan: Plan, batch: int) -> list[Box]:
+    """Each rank's title and lines; of very many ranks those of the first and the last."""
+    if plan.devices <= _MOST:
+        return [_box(plan, box, batch) for box in range(plan.devices)]
+    first = [_box(plan, box, batch) for box in range(_MOST - 2)]
+    left_out = plan.devices - _MOST + 1
+    return [*first, ("...", [f"{left_out} more"]), _box(plan, plan.devices - 1, batch)]
 
 
 def _headline(plan: Plan, batch: int, device: str) -> str:
@@ -70,9 +79,6 @@ def _split(plan: Plan, rank: int) -> list[str]:
 
 def _rows(boxes: list[Box], plan: Plan, width: int) -> list[list[Box]]:
     """Boxes by rows: a row a replica where it is sharded, else as many as fit."""
-    if len(boxes) > _MOST:
-        left_out = len(boxes) - _MOST + 1
-        boxes = [*boxes[: _MOST - 2], ("...", [f"{left_out} more"]), boxes[-1]]
     wide = max(_width(box) for box in boxes) + 1
     most = max(1, width // wide)
     if plan.kind == "shard" and plan.fsdp <= most and plan.replicas <= _MOST:

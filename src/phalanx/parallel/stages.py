@@ -12,6 +12,7 @@ from phalanx.comm import Mesh, local
 from phalanx.parallel.example import Example
 from phalanx.parallel.holding import Holding
 from phalanx.parallel.pipeline import Pipeline, PipelineRunner, cut
+from phalanx.parallel.pipeline.order import in_halves
 from phalanx.parallel.replicas import APART, COPIES
 from phalanx.parallel.sums import add_up
 from phalanx.spec import Plan
@@ -43,8 +44,7 @@ class Stages:
         for ranks, names in together.items():
             self._tied.append((names, mesh.among("pp", ranks)))
         self._buffers = _elsewhere(module, pipeline, rank)
-        halves = plan.recompute == "none" and plan.zero in (0, 1)
-        self.runner = PipelineRunner(pipeline, mesh, device, halves=halves)
+        self.runner = PipelineRunner(pipeline, mesh, device, halves=in_halves(plan))
 
     def holdings(self, slices: Mapping[str, Holding]) -> dict[str, Holding]:
         """``slices`` with what several stages hold, of which one copy counts."""

@@ -272,16 +272,13 @@ def survey(module: nn.Module, plan: Plan, example: Example | None = None) -> Sur
     sizes = {tensor.name: tensor.elements for tensor in parameters}
     here = [set(pipeline.owned(rank)) if pipeline else set(sizes) for rank in range(plan.pp)]
     shares = tuple(_shares(found, plan, names) for names in here)
-    cut_somewhere = {name for one in shares for name in one}
     return Survey(
         plan=plan,
         parameters=parameters,
         buffers=buffers,
         stages=_stages(pipeline, sizes) if pipeline else (),
         tied={name: tuple(stages) for name, stages in pipeline.tied.items()} if pipeline else {},
-        whole=tuple(one.name for one in parameters if len(one.shape) > 1 and one.name not in cut_somewhere)
-        if plan.tp > 1
-        else (),
+        whole=tuple(found.whole),
         _shares=shares,
     )
 
@@ -318,7 +315,7 @@ def _shares(found: Found, plan: Plan, here: set[str]) -> dict[str, Share]:
         if name in here
     }
     experts = [one for one in found.experts if one.whole_name(one.parameters[0]) in here]
-    over = dealt_over(experts, plan)
+    over = tuple(axis for axis in dealt_over(experts, plan) if plan.mesh[axis] > 1)
     for name, cut in rows_of(experts, plan).items():
         shares[name] = Share(axes=over, dim=0, ranges=cut.expanded())
     return shares

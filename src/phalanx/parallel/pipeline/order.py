@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from phalanx.spec.plan import Schedule
+from phalanx.spec.plan import Plan, Schedule
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -88,6 +88,27 @@ def order(schedule: Schedule, ranks: int, stages_per_rank: int, micros: int) -> 
         missing = stages_per_rank * micros - sum(action.kind == "F" for action in made[rank])
         assert missing == 0, f"{schedule}: rank {rank} lacks {missing} forwards"
     return Order(ranks=tuple(made), rank_of=holders(schedule, ranks, stages))
+
+
+def in_halves(plan: Plan) -> bool:
+    """Whether a backward may be done in halves: hooks on parameters and recomputed activations want it whole."""
+    return plan.recompute == "none" and plan.zero in (0, 1)
+
+
+def work(plan: Plan, action: Action) -> float:
+    """How long ``action`` takes under ``plan``, in forwards of its stage: a backward two, with recomputation three.
+
+    What cannot be done in halves is done at once: with the inputs' half, or in the first stage, whose inputs get no
+    gradient, with the weights'.
+    """
+    backward = 3.0 if plan.recompute == "full" else 2.0
+    if action.kind == "F":
+        return 1.0
+    if action.kind == "B":
+        return backward
+    if action.stage and in_halves(plan):
+        return backward / 2
+    return backward if (action.kind == "I") == (action.stage > 0) else 0.0
 
 
 def holders(schedule: Schedule, ranks: int, stages: int) -> tuple[int, ...]:

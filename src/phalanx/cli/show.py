@@ -1,0 +1,117 @@
+"""``phalanx show``: a plan drawn, before any process starts or beside what a run measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from phalanx.cli.options import PlanText
+from phalanx.cli.output import json_option, print_json
+from phalanx.errors import Problem, SpecError
+from phalanx.spec import Job, Plan, RunSpec
+
+if TYPE_CHECKING:
+    from phalanx.observe.show import Shown
+
+
+@click.command("show", short_help="Draw a plan: who holds what, and the schedule.")
+@click.argument("what", metavar="JOB|RUN")
+@click.option("--plan", type=PlanText(), help='The plan to draw for JOB, such as "pp=2 tp=2 micro=8".')
+@click.option("-n", "devices", type=int, help="Devices; without --plan the same as --plan dp=N.")
+@click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), help="Write the picture into this file.")
+@json_option
+def command(what: str, plan: Plan | None, devices: int | None, svg: Path | None, as_json: bool) -> None:
+    """Draw how a plan lays JOB over devices, before any process starts. The devices need not be here.
+
+    Shown are the mesh, which rank holds which part of which tensor, the stages of a pipeline with their share of the
+    work, and its schedule as a timeline with the share of time that ranks are idle. For a run folder RUN: its plan,
+    the memory of each rank by part, and the measured timeline beside the planned one.
+
+    \b
+    Examples:
+      phalanx show examples/gpt.py --plan "pp=2 tp=2 micro=4"
+      phalanx show examples/gpt.py --plan "fsdp=4 zero=2" --svg plan.svg
+      phalanx show runs/gpt-1
+    """
+    shown = _of_run(Path(what), plan, devices) if _is_folder(what) else _of_job(what, plan, devices)
+    if svg:
+        _write(svg, shown)
+    if as_json:
+        print_json(shown.to_dict())
+        return
+    from rich.console import Console
+
+    from phalanx.observe.show_text import shown_text
+
+    console = Console()
+    console.print(shown_text(shown, console.width), highlight=False)
+
+
+def _is_folder(what: str) -> bool:
+    # a package is a folder, too, and may be a job
+    return Path(what).is_dir() and not (Path(what) / "__init__.py").exists()
+
+
+def _of_job(what: str, plan: Plan | None, devices: int | None) -> Shown:
+    from phalanx.cli.settings import Given, plan_of
+    from phalanx.launch.jobfile import load_job
+
+    given = Given(job=what, plan=plan, devices=devices, folder=None, resume=False, values={})
+    if "/" in what and ".py" not in what:
+        raise _neither(what, "which does not exist")
+    try:
+        job = load_job(what)
+    except SpecError as error:
+        if error.problems[0].where == "job":  # there is nothing of that name
+            error.add_note("A run folder would do, too: phalanx show runs/JOB-1")
+        raise
+
+    from phalanx.observe.show import of_job
+
+    return of_job(job, plan_of(given, None, job.batch)[0])
+
+
+def _of_run(folder: Path, plan: Plan | None, devices: int | None) -> Shown:
+    if not (folder / "events.jsonl").is_file():
+        raise _neither(str(folder), "a folder that holds no run")
+    if plan or devices:
+        option = "--plan" if plan else "-n"
+        told = "no --plan and no -n for a run, which has its own plan"
+        given = f"{option} {plan or devices} with the run folder {folder}"
+        raise SpecError([Problem(where=option, given=given, allowed=told, fix=f"phalanx show {folder}")])
+    from phalanx.observe.show import of_run
+
+    return of_run(folder, lambda: _job_of(folder))
+
+
+def _job_of(folder: Path) -> Job:
+    from phalanx.launch.jobfile import load_job
+
+    path = folder / "run.toml"
+    if not path.is_file():
+        problem = Problem(
+            where="run.toml", given=f"no file {path}", allowed="the run file that train writes", fix="phalanx train"
+        )
+        raise SpecError([problem])
+    return load_job(RunSpec.from_toml(path.read_text(encoding="utf-8")).job)
+
+
+def _neither(what: str, given: str) -> SpecError:
+    allowed = "a job (path/to/file.py, path/to/file.py:name or package.module:name) or a run folder"
+    fix = "phalanx show examples/gpt.py --plan tp=2"
+    return SpecError([Problem(where="JOB|RUN", given=f"{what}, {given}", allowed=allowed, fix=fix)])
+
+
+def _write(path: Path, shown: Shown) -> None:
+    from phalanx.observe.show_svg import shown_svg
+
+    try:
+        path.write_text(shown_svg(shown), encoding="utf-8")
+    except OSError as error:
+        allowed = "a file in a folder that exists and can be written to"
+        raise SpecError(
+            [Problem(where="--svg", given=f"{path}: {error.strerror}", allowed=allowed, fix="--svg plan.svg")]
+        ) from None
+    click.echo(f"wrote {path}", err=True)

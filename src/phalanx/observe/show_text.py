@@ -1,0 +1,178 @@
+"""What ``phalanx show`` prints: the mesh, who holds what, the stages, and the schedule as a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.observe.draw import draw
+from phalanx.observe.gantt import MEANINGS, Timeline, drawn_places, lines, lost
+from phalanx.observe.grouped import grouped, runs
+from phalanx.observe.show import Measured, Planned, Shown, described
+from phalanx.observe.tables import memory_table
+from phalanx.parallel.survey import Held, Survey
+from phalanx.spec import Plan
+from phalanx.units import show_bytes, show_count, show_seconds
+
+_NUMBERS = ("bytes", "elements", "stepped", "parameters", "gradients", "share of work")
+
+Place = tuple[list[int], Mapping[str, Held]]  # ranks that hold the same, and what
+
+
+def shown_text(shown: Shown, width: int) -> RenderableType:
+    """Everything, in lines of at most ``width`` characters."""
+    drawn = draw(shown.plan, batch=shown.batch, device=shown.device, width=width)
+    parts: list[RenderableType] = [Text(f"{shown.name} under {drawn}")]
+    if shown.survey:
+        parts += ["", *_holdings(shown.survey)]
+        if shown.survey.stages:
+            parts += ["", _stages(shown.survey)]
+    if shown.measured and shown.measured.summary.memory:
+        parts += ["", Text("measured memory, each part at its own peak", style="bold")]
+        parts.append(memory_table(shown.measured.summary))
+    if shown.planned:
+        parts += ["", *_schedule(shown.planned, shown.measured, known=shown.survey is not None, width=width)]
+    said = [*(f"note: {note}" for note in shown.notes), *shown.missing]
+    return Group(*parts, *([""] if said else []), *(Text(one, style="yellow") for one in said))
+
+
+def _holdings(survey: Survey) -> Iterator[RenderableType]:
+    plan, places = survey.plan, _places(survey)
+    steps = plan.zero in (1, 2)
+    table = _table("tensor", "shape", *(("part", "optimizer steps") if steps else ("part",)), "ranks", "bytes")
+    alike: dict[Hashable, list[str]] = {}
+    for name, told in _told(survey, places).items():
+        alike.setdefault(told, []).append(name)
+    whole = {tensor.name: tensor for tensor in survey.parameters}
+    for members in alike.values():
+        names = [escape(name) for name, _ in grouped(dict.fromkeys(members, 0))]
+        shapes = ["x".join(map(str, whole[members[0]].shape)) or "one"]
+        parts = list(_parts(members, places, plan, steps))
+        nothing = ("",) * len(parts[0])
+        for name, shape, cells in zip_longest(names, shapes, parts, fillvalue=None):
+            table.add_row(name or "", shape or "", *(cells or nothing))
+    if survey.buffers:
+        count, size = len(survey.buffers), sum(one.bytes for one in survey.buffers)
+        cells = ("", "whole", *([""] if steps else []), "all", show_bytes(size))
+        table.add_row(f"{count} buffer{'s' if count > 1 else ''}", *cells)
+    yield table
+    yield _totals(survey, places)
+    if survey.whole:
+        names = ", ".join(name for name, _ in grouped(dict.fromkeys(survey.whole, 0)))
+        yield Text(f"kept whole: {names} (tp found no other weight that goes with it)")
+    for name, stages in survey.tied.items():
+        yield Text(f"tied: {name} is held by stages {', '.join(map(str, stages))}, which add its gradients up")
+
+
+def _places(survey: Survey) -> list[Place]:
+    """Ranks that hold the same together; of very many such places of one stage, the first and the last."""
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(survey.plan.world_size):
+        ranks.setdefault(survey.place(rank), []).append(rank)
+    by_pipe: dict[int, list[list[int]]] = {}
+    for place, its in ranks.items():
+        by_pipe.setdefault(place[0], []).append(its)
+    kept = [its[at] for its in by_pipe.values() for at in drawn_places(len(its)) if at is not None]
+    return [(its, {one.tensor.name: one for one in survey.held(its[0])}) for its in kept]
+
+
+def _told(survey: Survey, places: Sequence[Place]) -> dict[str, Hashable]:
+    """What tensors that are listed as one have in common."""
+    return {
+        tensor.name: (
+            tensor.shape,
+            tensor.dtype,
+            tuple(
+                (held[tensor.name].parameter, held[tensor.name].stepped) for _, held in places if tensor.name in held
+            ),
+            tuple(tensor.name in held for _, held in places),
+        )
+        for tensor in survey.parameters
+    }
+
+
+def _parts(names: Sequence[str], places: Sequence[Place], plan: Plan, steps: bool) -> Iterator[tuple[str, ...]]:
+    """For each different part of a tensor: what it is, who holds it, and its bytes in all tensors of these names."""
+    by_part: dict[tuple[str, ...], tuple[list[int], int]] = {}
+    for ranks, held in places:
+        if names[0] not in held:
+            continue
+        one = held[names[0]]
+        told = [described(one.parameter, one.tensor.shape)]
+        if steps:
+            told.append(described(one.stepped, one.tensor.shape) if one.stepped else "nothing")
+        holders, _ = by_part.setdefault(tuple(told), ([], one.bytes * len(names)))
+        holders += ranks
+    for told, (ranks, size) in by_part.items():
+        yield (*told, "all" if len(ranks) == plan.world_size else runs(ranks), show_bytes(size))
+
+
+def _totals(survey: Survey, places: Sequence[Place]) -> RenderableType:
+    table = _table("rank", "mesh", "elements", "parameters", "gradients", "stepped")
+    listed = [places[at] for at in drawn_places(len(places)) if at is not None]
+    for ranks, held in listed:
+        at = survey.plan.coordinate(ranks[0])
+        where = " ".join(f"{axis}={at[axis]}" for axis in ("pp", "fsdp", "ep", "tp") if survey.plan.mesh[axis] > 1)
+        table.add_row(
+            "all" if len(ranks) == survey.plan.world_size else runs(ranks),
+            where or "-",
+            show_count(sum(one.parameter.elements for one in held.values())),
+            show_bytes(sum(one.bytes for one in held.values())),
+            show_bytes(sum(one.gradient_bytes for one in held.values())),
+            show_count(sum(one.stepped_elements for one in held.values())),
+        )
+    several = len({survey.place(rank) for rank in range(survey.plan.world_size)})
+    if several > len(listed):
+        table.caption = f"the first and the last of {several} places; --json has all"
+    return table
+
+
+def _stages(survey: Survey) -> RenderableType:
+    table = _table("stage", "ranks", "units", "elements", "share of work")
+    whole = sum(stage.cost for stage in survey.stages)
+    plan = survey.plan
+    for at in drawn_places(len(survey.stages)):
+        if at is None:
+            table.add_row("...", "", "", "", "")
+            continue
+        stage = survey.stages[at]
+        ranks = [rank for rank in range(plan.world_size) if plan.coordinate(rank)["pp"] == stage.rank]
+        units = ", ".join(name for name, _ in grouped(dict.fromkeys(stage.units, 0)))
+        share = f"{stage.cost / whole:.0%}"
+        table.add_row(str(stage.index), runs(ranks), escape(units), show_count(stage.elements), share)
+    return table
+
+
+def _schedule(planned: Planned, measured: Measured | None, *, known: bool, width: int) -> Iterator[RenderableType]:
+    even = f"{planned.even:.0%} if all stages cost the same"
+    idle = f"{planned.timeline.idle:.0%} idle, {even}" if known else f"idle {even}"
+    yield from _drawn(planned.timeline, f"{planned.timeline.title}: {idle}, messages taking no time", width)
+    if measured and measured.timeline:
+        found = measured.timeline
+        free = f", {measured.free:.0%} if messages took no time" if measured.free is not None else ""
+        yield ""
+        yield from _drawn(found, f"{found.title}, {show_seconds(found.length)}: {found.idle:.0%} idle{free}", width)
+    kinds = {one.action.kind for one in planned.timeline.actions}
+    meant = ", ".join(f"{kind} {meaning}" for kind, meaning in MEANINGS.items() if kind in kinds)
+    yield Text(f"{meant}, each with its micro-batch; · idle", style="dim")
+
+
+def _drawn(timeline: Timeline, title: str, width: int) -> Iterator[RenderableType]:
+    yield Text(title, style="bold")
+    yield from lines(timeline, width)
+    if unseen := lost(timeline, width):
+        yield Text(f"{unseen} of {len(timeline.actions)} actions are too short to be drawn here", style="dim")
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings:
+        right = heading in _NUMBERS
+        table.add_column(heading, justify="right" if right else "left", no_wrap=right, overflow="fold")
+    return table

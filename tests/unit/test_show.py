@@ -1,0 +1,340 @@
+"""``phalanx show``: a plan drawn as text, as SVG and as JSON, of a job and of a run folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from phalanx.cli import main
+from phalanx.demo.jobs.gpt import gpt_job
+from phalanx.observe.gantt import Timeline, drawn_places, lines, lost
+from phalanx.observe.grouped import grouped, runs
+from phalanx.observe.show import Shown, described, of_job, planned, ranks_of
+from phalanx.observe.show_svg import shown_svg
+from phalanx.observe.show_text import shown_text
+from phalanx.parallel.pipeline.order import Action, Timed, bubble, order, work
+from phalanx.parallel.survey import Piece
+from phalanx.spec import Plan
+
+GPT = str(Path(__file__).resolve().parents[2] / "examples" / "gpt.py")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def invoke(*argv: str) -> Result:
+    return CliRunner().invoke(main, ["show", *argv], env={"COLUMNS": "100"})
+
+
+def tiny(plan: str, **how: Any) -> Shown:
+    return of_job(gpt_job(layers=4, width=32, heads=4, context=12, batch=16, **how), Plan.parse(plan))
+
+
+def printed(shown: Shown, width: int = 100) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(shown_text(shown, width), highlight=False)
+    return capture.get()
+
+
+class TestNames:
+    def test_those_that_differ_by_numbers_are_one(self) -> None:
+        names = ["head", *(f"blocks.{i}.{end}" for i in range(3) for end in ("up", "down"))]
+        assert grouped(dict.fromkeys(names, 0)) == [
+            ("head", ["head"]),
+            ("blocks.{0..2}.up", [f"blocks.{i}.up" for i in range(3)]),
+            ("blocks.{0..2}.down", [f"blocks.{i}.down" for i in range(3)]),
+        ]
+
+    def test_two_numbers(self) -> None:
+        square = [f"a.{i}.b.{j}" for i in (0, 2) for j in range(2)]
+        assert [name for name, _ in grouped(dict.fromkeys(square, 0))] == ["a.{0,2}.b.{0..1}"]
+        corner = grouped(dict.fromkeys(square[:3], 0))
+        assert corner == [("a.0.b.{0..1}", square[:2]), ("a.2.b.0", square[2:3])]
+
+    def test_of_which_something_else_is_told_are_apart(self) -> None:
+        assert [name for name, _ in grouped({"a.0.w": 1, "a.1.w": 2})] == ["a.0.w", "a.1.w"]
+
+    def test_a_number_within_a_word_is_part_of_it(self) -> None:
+        assert [name for name, _ in grouped({"norm_1.w": 0, "norm_2.w": 0})] == ["norm_1.w", "norm_2.w"]
+
+    def test_ranks(self) -> None:
+        assert runs([3, 0, 1, 2, 8]) == "0-3, 8"
+        assert runs(range(0, 20, 2)) == "0, 2, 4, ..., 18"
+
+
+class TestParts:
+    @pytest.mark.parametrize(
+        ("shape", "dim", "kept", "words"),
+        [
+            ((8, 4), 0, ((0, 8),), "whole"),
+            ((8, 4), 0, ((2, 4),), "rows 2:4"),
+            ((8, 4), 1, ((0, 1), (2, 3)), "columns 0:1 2:3"),
+            ((8,), 0, ((4, 8),), "4:8"),
+            ((8, 4, 2), 0, ((0, 4),), "0:4 of dimension 0"),
+            ((8, 4), 0, (), "nothing"),
+            ((8, 4), 0, ((0, 1), (2, 3), (4, 5), (6, 7)), "rows 0:1 2:3 ... 6:7"),
+        ],
+    )
+    def test_in_words(self, shape: tuple[int, ...], dim: int, kept: Any, words: str) -> None:
+        assert described(Piece.whole(shape).part(dim, kept), shape) == words
+
+
+class TestTimeline:
+    @pytest.mark.parametrize(
+        "text", ["pp=4 micro=2", "pp=2 schedule=interleaved micro=1", "pp=3 schedule=gpipe micro=2"]
+    )
+    def test_with_equal_stages_the_idle_share_is_that_of_the_order(self, text: str) -> None:
+        plan = Plan.parse(text)
+        found = planned(plan, 16, None)
+        assert found is not None
+        expected = bubble(order(plan.schedule, plan.pp, plan.stages, found.micros))
+        assert (found.even, found.timeline.idle) == (pytest.approx(expected), pytest.approx(expected))
+
+    @pytest.mark.parametrize("text", ["pp=2", "pp=2 schedule=zbv", "pp=2 schedule=zbv recompute=full"])
+    def test_halves_make_up_the_whole(self, text: str) -> None:
+        plan = Plan.parse(text)
+        for stage in range(4):
+            halves = [work(plan, Action(kind, stage, 0)) for kind in ("I", "W")]
+            assert sum(halves) == work(plan, Action("B", stage, 0))
+
+    def test_unequal_stages_cost_idle_time(self) -> None:
+        shown = tiny("pp=2 micro=2 split=blocks.3")
+        assert shown.planned is not None
+        assert shown.planned.timeline.idle > shown.planned.even + 0.1
+
+    def test_every_action_is_drawn_where_it_happens(self) -> None:
+        one = Timeline(
+            title="",
+            actions=(
+                Timed(0, Action("F", 0, 0), 1, 2),
+                Timed(1, Action("F", 1, 0), 2, 3),
+                Timed(0, Action("B", 0, 0), 4, 6),
+            ),
+            ranks=(0, 4),
+        )
+        assert [line.plain for line in lines(one, 17)] == ["rank 0 F0····B0──", "rank 4 ··F0······"]
+        assert one.idle == pytest.approx(1 - 4 / 10)
+
+    def test_what_is_too_short_is_counted(self) -> None:
+        actions = [Timed(0, Action("F", 0, micro), micro, micro + 1) for micro in range(100)]
+        assert lost(Timeline(title="", actions=tuple(actions), ranks=(0,)), 20) >= 80
+
+    def test_of_many_ranks_the_first_and_the_last(self) -> None:
+        assert drawn_places(8) == list(range(8))
+        assert drawn_places(64) == [0, 1, 2, 3, 4, 5, None, 63]
+        plan = Plan.parse("pp=16 dp=2 micro=1")
+        found = planned(plan, 64, None)
+        assert found is not None
+        names = [line.plain.split("  ")[0].split(" F")[0].split(" ·")[0] for line in lines(found.timeline, 200)]
+        assert names == ["rank 0", "rank 2", "rank 4", "rank 6", "rank 8", "rank 10", "... 9 more ranks", "rank 30"]
+        assert ranks_of(plan) == tuple(range(0, 32, 2))
+
+
+class TestText:
+    def test_says_who_holds_what(self) -> None:
+        said = printed(tiny("pp=2 tp=2 micro=4"))
+        assert re.search(r"blocks\.\{0\.\.1\}\.up\.weight +128x32 +rows 0:64 +0 ", said), said
+        assert re.search(r"^ +rows 64:128 +1 ", said, re.MULTILINE), said
+        assert re.search(r"^ 1 +2-3 +blocks\.\{2\.\.3\}, norm, head +\S+ k +\d+%", said, re.MULTILINE), said
+        assert "kept whole: position.weight" in said
+        assert "planned: 1f1b, 4 micro-batches" in said
+        assert re.search(r"^rank 2 ·+F0", said, re.MULTILINE), said
+
+    def test_says_what_the_optimizer_steps(self) -> None:
+        said = printed(tiny("fsdp=2 zero=1"))
+        assert re.search(r"token\.weight +256x32 +whole +rows 0:128 +0 ", said), said
+
+    @pytest.mark.parametrize("width", [60, 80, 140])
+    @pytest.mark.parametrize("plan", ["dp=16", "pp=2 schedule=interleaved micro=1", "fsdp=16"])
+    def test_fits_the_terminal(self, plan: str, width: int) -> None:
+        shown = tiny(plan)
+        drawn = [line for line in printed(shown, width).splitlines() if not line.startswith(("┌", "│", "└"))]
+        assert max(map(len, drawn)) <= width
+
+    def test_many_places_are_not_all_listed(self) -> None:
+        said = printed(tiny("fsdp=16"))
+        assert "the first and the last of 16 places" in said
+        assert re.search(r"^ +rows 240:256 +15 ", said, re.MULTILINE), said
+        assert "rows 128:144" not in said
+
+    def test_every_tensor_of_many_stages_is_listed(self) -> None:
+        said = printed(of_job(gpt_job(layers=9, width=16, heads=2, context=8), Plan.parse("pp=11")))
+        assert all(
+            re.search(rf"^ blocks\.{index}\.up\.weight +64x16 +whole +{index + 1} ", said, re.M) for index in range(9)
+        ), said
+
+    def test_threads_hold_all_of_it(self) -> None:
+        assert "thread 1" in printed(tiny("threads=2 device=cpu"))
+
+
+class TestSvg:
+    @pytest.mark.parametrize("plan", ["single", "threads=2 device=cpu", "dp=16", "pp=2 schedule=zbv tp=2 micro=4"])
+    def test_is_one_document_that_loads_nothing(self, plan: str) -> None:
+        text = shown_svg(tiny(plan))
+        root = ET.fromstring(text)
+        assert root.tag == f"{SVG}svg"
+        assert not re.search(r"href|url\(|<image|<script|@import", text)
+        width, height = (float(number) for number in root.attrib["viewBox"].split()[2:])
+        for box in root.iter(f"{SVG}rect"):
+            assert 0 <= float(box.attrib["x"]) <= float(box.attrib["x"]) + float(box.attrib["width"]) <= width + 0.2
+            assert float(box.attrib["y"]) + float(box.attrib["height"]) <= height
+
+    def test_has_a_box_for_each_rank_and_each_action(self) -> None:
+        shown = tiny("pp=2 micro=4")
+        root = ET.fromstring(shown_svg(shown))
+        assert shown.planned is not None
+        actions = [
+            box
+            for box in root.iter(f"{SVG}rect")
+            if box.attrib.get("height") == "20" and "stroke-dasharray" not in box.attrib
+        ]
+        assert len(actions) == len(shown.planned.timeline.actions) == 2 * 2 * 4
+        said = [text.text for text in root.iter(f"{SVG}text")]
+        assert said.count("rank 0") == said.count("rank 1") == 2
+
+    def test_names_are_escaped(self) -> None:
+        shown = tiny("single", steps=3)
+        root = ET.fromstring(shown_svg(Shown(**{**{n: getattr(shown, n) for n in shown.__slots__}, "name": "a<b&c"})))
+        assert "a<b&c under single" in next(root.iter(f"{SVG}text")).text  # pyright: ignore
+
+
+class TestJob:
+    def test_everything_as_json(self) -> None:
+        result = invoke(GPT, "--plan", "pp=2 tp=2 micro=8", "--json")
+        assert result.exit_code == 0, result.stderr
+        answer = json.loads(result.stdout)
+        assert [rank["at"]["pp"] for rank in answer["ranks"]] == [0, 0, 1, 1]
+        assert [rank["holds"] for rank in answer["ranks"]] == [0, 1, 2, 3]
+        held = {one["name"]: one for one in answer["holds"][1]}
+        assert held["token.weight"]["parameter"] == {"shape": [128, 128], "ranges": [[[128, 256]], [[0, 128]]]}
+        assert held["token.weight"]["cut_over"] == ["tp"]
+        assert sum(stage["cost_share"] for stage in answer["stages"]) == pytest.approx(1)
+        assert answer["whole"] == ["position.weight"]
+        assert {one["kind"] for one in answer["planned"]["actions"]} == {"F", "B"}
+        assert 0 < answer["planned"]["idle_even"] < answer["planned"]["idle"] < 1
+        assert answer["measured"] is None
+
+    def test_picture_and_text(self, tmp_path: Path) -> None:
+        result = invoke(GPT, "-n", "2", "--svg", "plan.svg")
+        assert result.exit_code == 0, result.stderr
+        assert result.stderr == "wrote plan.svg\n"
+        assert "gpt under dp=2" in result.stdout
+        ET.parse(tmp_path / "plan.svg")
+
+    def test_devices_need_not_be_here(self) -> None:
+        result = invoke(GPT, "--plan", "fsdp=16 device=cuda")
+        assert result.exit_code == 0, result.stderr
+        assert "16 processes on cuda" in result.stdout
+
+
+class TestWrongUse:
+    @pytest.mark.parametrize(
+        ("argv", "words"),
+        [
+            (["runs/none"], "runs/none, which does not exist"),
+            (["none.py"], "none.py, which does not exist"),
+            (["none"], "A run folder would do, too"),
+            (["."], "a folder that holds no run"),
+            ([GPT, "--plan", "dp=2", "-n", "3"], "try: -n 2"),
+            ([GPT, "--plan", "pp=40"], "40 stages"),
+            ([GPT, "--plan", "dp=64"], "64 replicas for a global batch of 32"),
+            ([GPT, "--svg", "none/plan.svg"], "none/plan.svg: No such file or directory"),
+        ],
+    )
+    def test_is_one_error(self, argv: list[str], words: str) -> None:
+        result = invoke(*argv)
+        assert result.exit_code == 2, result.output
+        assert words in result.stderr
+        assert result.stdout == ""
+
+    def test_a_run_has_its_plan(self, tmp_path: Path) -> None:
+        write(tmp_path)
+        for option in (["--plan", "dp=2"], ["-n", "2"]):
+            result = invoke(str(tmp_path), *option)
+            assert result.exit_code == 2
+            assert f"given {option[0]}" in result.stderr
+
+
+def write(folder: Path, *more: dict[str, Any], job: str = GPT, version: str = "1.2") -> None:
+    """A run folder of a pipeline over two ranks."""
+    start: dict[str, Any] = {"event": "start", "time": 1.0, "schema": version, "job": "gpt", "plan": "pp=2 micro=16"}
+    start |= {"world_size": 2, "device": "cpu", "batch": 32, "samples": 64, "drop_last": False, "total_steps": 2}
+    start |= {"first_step": 0, "parameters": 469_760, "notes": []}
+    parts = {"parameters": 1, "gradients": 2**20, "optimizer": 3, "buffers": 4, "activations": 5}
+    events = [start]
+    for rank in range(2):
+        memory: dict[str, Any] = {"event": "memory", "time": 2.0, "rank": rank, "peak_bytes": 2**21}
+        events.append({**memory, **(parts if version == "1.2" else {})})
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [*events, *more]))
+    (folder / "run.toml").write_text(f'job = "{job}"\nplan = "pp=2 micro=16"\nfolder = "{folder}"\n')
+
+
+MEASURED = [
+    [["F", 0, 0, 0.0, 1.0], ["F", 0, 1, 1.0, 2.0], ["B", 0, 0, 5.0, 7.0], ["B", 0, 1, 8.0, 10.0]],
+    [["F", 1, 0, 1.5, 2.5], ["B", 1, 0, 2.5, 4.5], ["F", 1, 1, 4.5, 5.5], ["B", 1, 1, 5.5, 7.5]],
+]
+TIMELINE = [
+    {"event": "timeline", "time": 2.0, "rank": rank, "step": 1, "actions": actions}
+    for rank, actions in enumerate(MEASURED)
+]
+
+
+class TestRun:
+    def test_measured_beside_planned(self, tmp_path: Path) -> None:
+        write(tmp_path, *TIMELINE)
+        result = invoke(str(tmp_path))
+        assert result.exit_code == 0, result.stderr
+        assert "measured: step 1, 10 s: 40% idle, 33% if messages took no time" in result.stdout
+        assert re.search(r"planned: 1f1b, 2 micro-batches: \d+% idle, 33% if all stages cost the same", result.stdout)
+        assert re.search(r"^ 0( to 1)? .*1\.0 MiB", result.stdout, re.MULTILINE)
+        answer = json.loads(invoke(str(tmp_path), "--json").stdout)
+        assert answer["measured"]["timeline"]["idle"] == pytest.approx(0.4)
+        assert answer["measured"]["idle_without_messages"] == pytest.approx(1 / 3)
+        assert answer["measured"]["memory"][1]["gradients"] == 2**20
+        assert answer["missing"] == []
+
+    def test_picture(self, tmp_path: Path) -> None:
+        write(tmp_path, *TIMELINE)
+        assert invoke(str(tmp_path), "--svg", "run.svg").exit_code == 0
+        said = [text.text or "" for text in ET.parse("run.svg").iter(f"{SVG}text")]
+        assert [text.partition(":")[0] for text in said if text.startswith(("planned", "measured"))] == [
+            "planned",
+            "measured",
+        ]
+
+    def test_an_old_run_says_what_it_lacks(self, tmp_path: Path) -> None:
+        write(tmp_path, version="1.1")
+        result = invoke(str(tmp_path))
+        assert result.exit_code == 0, result.stderr
+        assert "memory is not shown by part" in result.stdout
+        assert "no timeline is shown" in result.stdout
+
+    def test_without_its_job_the_rest_is_shown(self, tmp_path: Path) -> None:
+        write(tmp_path, *TIMELINE, job="gone.py")
+        result = invoke(str(tmp_path))
+        assert result.exit_code == 0, result.stderr
+        assert "gone.py, which does not exist" in re.sub(r"\s+", " ", result.stdout)
+        assert "idle 33% if all stages cost the same" in result.stdout
+        assert json.loads(invoke(str(tmp_path), "--json").stdout)["holds"] is None
+
+    def test_a_job_that_has_changed(self, tmp_path: Path) -> None:
+        write(tmp_path)
+        text = (tmp_path / "events.jsonl").read_text()
+        (tmp_path / "events.jsonl").write_text(text.replace("469760", "7"))
+        assert "469760 parameters now, 7 then" in invoke(str(tmp_path)).stdout
+
+    def test_one_rank_of_a_timeline_is_none(self, tmp_path: Path) -> None:
+        write(tmp_path, TIMELINE[0])
+        assert "no timeline is shown" in invoke(str(tmp_path)).stdout
+
+    def test_a_log_without_a_start(self, tmp_path: Path) -> None:
+        (tmp_path / "events.jsonl").write_text("")
+        result = invoke(str(tmp_path))
+        assert result.exit_code == 3
+        assert "holds no log of a run" in result.stderr
