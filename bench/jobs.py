@@ -46,6 +46,11 @@ def gpt_100m() -> px.Job:
     return replace(_job("gpt-100m"), clip=CLIP)
 
 
+def gpt_limit() -> px.Job:
+    """136 M parameters, which with gradients and AdamW's state take 2 GiB."""
+    return _job("gpt-limit")
+
+
 def stack_8() -> px.Job:
     """8 equal blocks, 16.8 M parameters."""
     return _job("stack-8")

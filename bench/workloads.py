@@ -149,6 +149,9 @@ WORKLOADS: dict[str, Workload] = {
     "gpt-100m": Workload(
         model=lambda: GPT(layers=12, width=832, heads=16, context=32), data=lambda: _bytes(8, 32), batch=8, lr=3e-4
     ),
+    "gpt-limit": Workload(
+        model=lambda: GPT(layers=16, width=840, heads=8, context=16), data=lambda: _bytes(4, 16), batch=4, lr=3e-4
+    ),
     "stack-8": Workload(model=lambda: Stack(8), data=lambda: _vectors(256, 1024), batch=8),
     "stack-24": Workload(model=lambda: Stack(24), data=lambda: _vectors(256, 1024), batch=8),
 }
