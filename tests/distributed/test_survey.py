@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import phalanx as px
 from phalanx.comm import Place, joined, local
 from phalanx.demo.jobs.gpt import Size, gpt_job
+from phalanx.errors import RefusedError
 from phalanx.launch import launch
 from phalanx.parallel.survey import Piece, chunks
 from phalanx.spec import Plan
@@ -161,6 +162,16 @@ def told(piece: Piece, whole: Tensor) -> list[Any]:
 def summed(tensor: Tensor) -> list[Any]:
     flat = tensor.double().flatten()
     return [list(tensor.shape), round(float(flat @ torch.arange(1.0, len(flat) + 1, dtype=torch.double)), 6)]
+
+
+def test_what_training_refuses_is_refused() -> None:
+    def with_scalar() -> nn.Module:
+        module = Rows()
+        module.gain = nn.Parameter(torch.ones(()))
+        return module
+
+    with pytest.raises(RefusedError, match="without a dimension: gain"):
+        outlook(replace(rows(), model=with_scalar), Plan.parse("fsdp=2 zero=3"))
 
 
 def test_rows_are_dealt_out_as_torch_deals_them() -> None:

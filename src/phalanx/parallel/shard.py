@@ -50,19 +50,7 @@ class FullyShard(Layout):
     """Parameters, gradients and optimizer state sharded over the mesh (ZeRO-3), block by block."""
 
     def __init__(self, module: nn.Module, device: torch.device, plan: Plan) -> None:
-        scalars = [name for name, tensor in module.named_parameters() if tensor.dim() == 0]
-        if scalars:
-            on_host = plan.offload == "parameters"  # possible with zero=3 only
-            raise RefusedError(
-                [
-                    Problem(
-                        where="plan.zero",
-                        given=f"zero=3 and parameters without a dimension: {', '.join(scalars)}",
-                        allowed="zero=3 with parameters of one dimension or more",
-                        fix=str(replace(plan, zero=2, offload="none" if on_host else plan.offload)),
-                    )
-                ]
-            )
+        refuse_scalars(module, plan)
         apply(module, device, plan, data_mesh(plan, device))
         self._module = module
         self._device = device
@@ -84,6 +72,27 @@ class FullyShard(Layout):
         self._statistics.share()
         for tensor in self._held.parameters.values():
             tensor.grad = None
+
+
+def refuse_scalars(module: nn.Module, plan: Plan) -> None:
+    """Raise where ``zero=3`` would have to shard parameters without a dimension.
+
+    Raises:
+        RefusedError: with their names.
+    """
+    scalars = [name for name, tensor in module.named_parameters() if tensor.dim() == 0]
+    if scalars:
+        on_host = plan.offload == "parameters"  # possible with zero=3 only
+        raise RefusedError(
+            [
+                Problem(
+                    where="plan.zero",
+                    given=f"zero=3 and parameters without a dimension: {', '.join(scalars)}",
+                    allowed="zero=3 with parameters of one dimension or more",
+                    fix=str(replace(plan, zero=2, offload="none" if on_host else plan.offload)),
+                )
+            ]
+        )
 
 
 def apply(module: nn.Module, device: torch.device, plan: Plan, mesh: DeviceMesh) -> nn.Module:

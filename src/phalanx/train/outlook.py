@@ -38,6 +38,10 @@ def outlook(job: Job, plan: Plan) -> Outlook:
     if problems:
         raise RefusedError(problems)
     module, unbuilt = _begun(job)
+    if plan.zero == 3:
+        from phalanx.parallel.shard import refuse_scalars
+
+        refuse_scalars(module, plan)
     found = notes(module, job, plan)
     if plan.kind != "split":
         return Outlook(survey=survey(module, plan), notes=tuple(found))
