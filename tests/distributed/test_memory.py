@@ -77,7 +77,8 @@ def test_one_micro_batch_is_alive_at_a_time(tmp_path: Path) -> None:
         ("single", 1, 1, 1),
         ("dp=2", 1, 1, 1),
         ("threads=2", 1, 1, 1),
-        ("fsdp=2 zero=1", 1, 1, 2),
+        ("fsdp=2 zero=1", 1, 2, 2),  # of one micro-batch, whose backward scatters them
+        ("fsdp=2 zero=1 micro=2", 1, 1, 2),
         ("fsdp=2 zero=2", 1, 2, 2),
         ("dp=2 offload=optimizer", 0.5, 1, 1),  # the copies lie in the same memory, on a CPU
     ],

@@ -22,6 +22,7 @@ from phalanx.parallel.survey import Piece, chunks
 from phalanx.spec import Plan
 from phalanx.train.assembly import build, build_model
 from phalanx.train.outlook import outlook
+from phalanx.train.step import Watch
 
 
 class Rows(nn.Module):
@@ -87,6 +88,7 @@ def moe() -> px.Job:
         (rows, "single"),
         (rows, "dp=2"),
         (rows, "fsdp=2 zero=1"),
+        (rows, "fsdp=2 zero=1 micro=2"),
         (rows, "fsdp=2 zero=2"),
         (rows, "fsdp=2 zero=3"),
         (rows, "dp=2 fsdp=2"),
@@ -127,7 +129,7 @@ def held_by_rank(job: px.Job, plan: Plan) -> Callable[..., dict[str, Any]]:
     def work(place: Place, report: Any) -> dict[str, Any]:
         with joined(place, torch.device("cpu")):
             assembly = build(job, plan, place)
-            layout, gradients, finish = assembly.layout, dict[str, list[int]](), assembly.layout.finish
+            layout, gradients = assembly.layout, dict[str, list[int]]()
             own = {name: local(tensor.detach()) for name, tensor in layout.module.named_parameters()}
             found = {
                 "parameters": {name: summed(tensor) for name, tensor in own.items()},
@@ -137,13 +139,18 @@ def held_by_rank(job: px.Job, plan: Plan) -> Callable[..., dict[str, Any]]:
                 "gradients": gradients,
             }
 
-            def finished() -> None:
-                finish()
-                # Of a whole gradient that is still there, the shard's is a view.
-                for tensors in (layout.parameters.items(), layout.module.named_parameters()):
-                    gradients.update({n: list(local(t.grad).shape) for n, t in tensors if t.grad is not None})
+            def look() -> None:
+                """What there is first: whole gradients, if there are any, are dropped as shards take their place."""
+                for tensors in (layout.module.named_parameters(), layout.parameters.items()):
+                    for name, tensor in tensors:
+                        if tensor.grad is not None:
+                            gradients.setdefault(name, list(local(tensor.grad).shape))
 
-            vars(layout)["finish"] = finished
+            def around(context: Any) -> Any:
+                look()
+                return context
+
+            assembly.step.watch = Watch(around=around, gradients=look)
             assembly.step(next(iter(assembly.loader)))
             return found
 

@@ -73,13 +73,10 @@ def _lay_out(module: nn.Module, job: Job, plan: Plan, device: torch.device) -> L
     if plan.kind == "shard":
         # Sharding loads torch's DTensor, which takes half as long as torch itself.
         from phalanx.parallel.shard import FullyShard
-        from phalanx.parallel.zero import ShardedGradients, ShardedOptimizer
+        from phalanx.parallel.zero import ShardedRows
 
         return_freed_memory()
-        if plan.zero == 3:
-            return FullyShard(module, device, plan)
-        stage = ShardedOptimizer if plan.zero == 1 else ShardedGradients
-        return stage(module, device, job, plan)
+        return FullyShard(module, device, plan) if plan.zero == 3 else ShardedRows(module, device, job, plan)
     return Single(module, device)
 
 

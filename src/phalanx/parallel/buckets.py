@@ -34,10 +34,6 @@ class Slice:
         self.local = self._own(whole.detach())
         self.shard = nn.Parameter(self._dress(self.local))
 
-    def take_gradient(self, whole: torch.Tensor | None) -> None:
-        """Make the rows of a whole, already reduced gradient the shard's gradient; nothing is copied."""
-        self.shard.grad = None if whole is None else self._dress(self._own(whole))
-
     def add_gradient(self, flat: torch.Tensor) -> None:
         """Add this rank's rows of a reduced gradient, ``flat`` of length ``padded``, to the shard's gradient."""
         rows = flat[: self.local.numel()].view(self.local.shape)

@@ -38,8 +38,8 @@ class Replicas(ABC):
     def averaged(self) -> int:
         """What gradients have been divided by after ``finish``."""
 
-    def around(self) -> AbstractContextManager[object]:
-        """Around the backward of each micro-batch."""
+    def around(self, last: bool) -> AbstractContextManager[object]:
+        """Around the backward of each micro-batch, outside of pipelines."""
         return nullcontext()
 
     @abstractmethod
@@ -93,7 +93,7 @@ class Whole(Replicas):
 
 
 class Rows(Replicas):
-    """Ranks of ``fsdp`` hold their slice whole and step some rows of it each: ZeRO-1, or 2 with gradients scattered."""
+    """Ranks of ``fsdp`` hold their slice whole and step some rows of it each: ZeRO-1 and 2."""
 
     def __init__(self, module: nn.Module, device: torch.device, job: Job, mesh: Mesh, dealt: Dealt) -> None:
         from phalanx.parallel.zero import Partition, Scattering
@@ -101,8 +101,9 @@ class Rows(Replicas):
         everyone = mesh.group("fsdp", *COPIES)
         apart = dict.fromkeys(dealt.slices, mesh.group(*APART))
         self._partition = Partition(module, mesh.sharding(device, "fsdp", ()), mesh.group(*COPIES), everyone, apart)
-        self._scattering = Scattering(self._partition, job) if mesh.plan.zero == 2 else None
-        self._whole = None if self._scattering else Whole(module, job, mesh, dealt)
+        # The stages of a pipeline run backward at different times, and some in two halves, which hooks do not see.
+        when = "end" if mesh.plan.pp > 1 else "each" if mesh.plan.zero == 2 else "last"
+        self._scattering = Scattering(self._partition, job, when=when)
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -112,15 +113,11 @@ class Rows(Replicas):
     def averaged(self) -> int:
         return 1
 
-    def around(self) -> AbstractContextManager[object]:
-        return self._scattering.around() if self._scattering else nullcontext()
+    def around(self, last: bool) -> AbstractContextManager[object]:
+        return self._scattering.around(last)
 
     def finish(self) -> None:
-        if self._scattering:
-            self._scattering.finish()
-        if self._whole:
-            self._whole.finish()
-            self._partition.take_gradients()
+        self._scattering.finish()
 
     def stepped(self) -> None:
         self._partition.stepped()

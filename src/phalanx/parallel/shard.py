@@ -7,7 +7,7 @@ Under ``dp`` every rank holds all of it. Over N ranks of ``fsdp``:
 ====== ============================== ======================= ==========================================
 zero   sharded                        bytes a parameter       communication against ``dp``
 ====== ============================== ======================= ==========================================
-1      optimizer state                4 + 4 + 8/N             1.5 ×: gradients added, then new values gathered
+1      optimizer state                4 + 4 + 8/N             1 ×; with one micro-batch the same as 2
 2      and gradients                  4 + (4 + 8)/N           1 ×, and 0.5 × more for each further micro-batch
 3      and parameters                 16/N                    1.5 ×: gathered for forward and for backward
 ====== ============================== ======================= ==========================================

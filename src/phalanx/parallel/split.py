@@ -73,7 +73,7 @@ class Split(Layout):
         if self._stages is not None:
             self._stages.runner.run(parts[0], work)
         else:
-            each_micro_batch(self._module, self._device, parts[0], work, around=lambda _: self._replicas.around())
+            each_micro_batch(self._module, self._device, parts[0], work, around=self._replicas.around)
 
     def forward(self, args: Any, kwargs: Any) -> Any:
         if self._stages is not None:

@@ -113,7 +113,8 @@ class Held:
     Attributes:
         tensor: the whole.
         parameter: its values.
-        gradient: what of the gradient is kept from micro-batch to micro-batch; ``None`` where it gets none.
+        gradient: what of the gradient is kept from micro-batch to micro-batch, or of a single one until it is stepped;
+            ``None`` where it gets none.
         stepped: what the optimizer steps and keeps state of; ``None`` where it does not.
         shares: how it is cut over which dimensions of the mesh, in this order.
     """
@@ -242,10 +243,11 @@ class Survey:
             )
         rows = Share(axes=("fsdp",), dim=0, ranges=chunks(mine.shape[0], self.plan.fsdp))
         own = mine.part(0, rows.ranges[at["fsdp"]])
+        accumulates = self.plan.micro is not None or self.plan.pp > 1  # several micro-batches, or no time to scatter
         return Held(
             tensor=tensor,
             parameter=own if zero == 3 else mine,
-            gradient=(own if zero >= 2 else mine) if learns else None,
+            gradient=(mine if zero == 1 and accumulates else own) if learns else None,
             stepped=own if learns else None,
             shares=(*shares, rows) if zero == 3 or learns else shares,
         )

@@ -4,17 +4,18 @@ Each parameter's rows are cut over the ranks of ``fsdp`` as ``fully_shard`` woul
 into its own whole parameter, dressed as a DTensor, so that the optimizer steps just those rows, checkpoints know them
 by name and offset, and norms are global. After the step one all-gather brings everybody's new rows to everybody.
 
-Stage 1 averages gradients like ``replicate`` does (DistributedDataParallel) and steps its rows. Stage 2 sums and
-scatters gradients while backward runs, bucket by bucket, and drops the whole ones at once, with each micro-batch, so
-that whole gradients never exist. torch's own parts have no such stage: FSDP2 without resharding keeps a shard beside
-each whole parameter, and ZeroRedundancyOptimizer deals out whole parameters, which one large embedding unbalances.
+Both stages sum and scatter gradients while backward runs, bucket by bucket, and drop the whole ones at once. Stage 2
+does so with each micro-batch, so that whole gradients never exist; stage 1 with the last one, and sends no more than
+``replicate`` however many there are (Rajbhandari et al. 2020, section 7). torch's own parts have no such stages: FSDP2
+without resharding keeps a shard beside each whole parameter, and ZeroRedundancyOptimizer adds up whole gradients and
+deals out whole parameters, which one large embedding unbalances.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,47 +25,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.comm import data_mesh
 from phalanx.parallel.buckets import Bucket, Slice, cut
 from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch
-from phalanx.parallel.replicate import accumulate, check_reduced, distributed
 from phalanx.parallel.statistics import RunningStatistics
 from phalanx.parallel.unused import without_gradient
 from phalanx.spec import Job, Plan
 
 
-class ShardedOptimizer(Layout):
-    """ZeRO-1: gradients averaged over all ranks, each rank stepping its rows."""
-
-    def __init__(self, module: nn.Module, device: torch.device, job: Job, plan: Plan) -> None:
-        self._module = module.to(device)
-        self._device = device
-        self._ddp = distributed(self._module, device, job)
-        self._may_be_unused = job.unused == "allow"
-        self._partition = Partition.over_all_ranks(self._module, device, plan)
-        self._held = Held(module=self._module, parameters=self._partition.shards, divisor=self._partition.world_size)
-
-    @property
-    def held(self) -> Held:
-        return self._held
-
-    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
-        accumulate(self._ddp, self._device, parts[0], work)
-
-    def finish(self) -> None:
-        if not self._may_be_unused:
-            check_reduced(self._ddp, {piece.name: piece.whole for piece in self._partition.slices})
-        self._partition.take_gradients()
-
-    def stepped(self) -> None:
-        self._partition.stepped()
-
-
-class ShardedGradients(Layout):
-    """ZeRO-2: gradients summed and scattered during backward, each rank stepping its rows."""
+class ShardedRows(Layout):
+    """ZeRO-1 and 2: gradients summed and scattered during backward, each rank stepping its rows."""
 
     def __init__(self, module: nn.Module, device: torch.device, job: Job, plan: Plan) -> None:
         self._module = module.to(device)
         self._device = device
         self._partition = Partition.over_all_ranks(self._module, device, plan)
-        self._scattering = Scattering(self._partition, job)
+        self._scattering = Scattering(self._partition, job, when="each" if plan.zero == 2 else "last")
         self._held = Held(module=self._module, parameters=self._partition.shards)
 
     @property
@@ -72,7 +45,7 @@ class ShardedGradients(Layout):
         return self._held
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
-        each_micro_batch(self._module, self._device, parts[0], work, around=lambda _: self._scattering.around())
+        each_micro_batch(self._module, self._device, parts[0], work, around=self._scattering.around)
 
     def finish(self) -> None:
         self._scattering.finish()
@@ -81,29 +54,34 @@ class ShardedGradients(Layout):
         self._partition.stepped()
 
 
-class Scattering:
-    """Sums and scatters the gradients of a partition while backward runs."""
+When = Literal["each", "last", "end"]
+"""When gradients are scattered: in each micro-batch; in the last, whole until then; or after it, without hooks."""
 
-    def __init__(self, partition: Partition, job: Job) -> None:
-        self._partition = partition
+
+class Scattering:
+    """Sums and scatters the gradients of a partition, while backward runs or at the end of a step."""
+
+    def __init__(self, partition: Partition, job: Job, *, when: When) -> None:
+        self._partition, self._when = partition, when
         self._may_be_unused = job.unused == "allow"
         self._seen: set[str] = set()
+        self._inside = False
         self._launched = 0
         self._where: dict[str, int] = {}
         for index, bucket in enumerate(partition.buckets):
             for piece in bucket.slices:
                 self._where[piece.name] = index
-                piece.whole.register_post_accumulate_grad_hook(self._hook(piece))
+                if when != "end":
+                    piece.whole.register_post_accumulate_grad_hook(self._hook(piece))
 
     @contextmanager
-    def around(self) -> Iterator[None]:
-        """Around one micro-batch: its gradients are summed and scattered as they arrive, the rest at its end."""
-        self._launched = 0
-        for bucket in self._partition.buckets:
-            bucket.expect()
-        yield
-        while self._launched < len(self._partition.buckets):
-            self._launch_next()
+    def around(self, last: bool) -> Iterator[None]:
+        """Around one micro-batch: if it is its turn, gradients are scattered as they arrive, the rest at its end."""
+        if self._when == "each" or (self._when == "last" and last):
+            with self._scattered():
+                yield
+        else:
+            yield
 
     def finish(self) -> None:
         """Wait for the sums.
@@ -111,9 +89,14 @@ class Scattering:
         Raises:
             GradientError: if parameters got none on this rank, and the job does not allow it.
         """
+        if self._when == "end":
+            self._seen = {piece.name for piece in self._partition.slices if piece.whole.grad is not None}
         if not self._may_be_unused and len(self._seen) < len(self._partition.slices):
             unseen = [piece.name for piece in self._partition.slices if piece.name not in self._seen]
             raise without_gradient(unseen, "on this rank")
+        if self._when == "end":
+            with self._scattered():
+                pass
         for bucket in self._partition.buckets:
             bucket.wait()
         seen = self._seen if not self._may_be_unused else self._seen_anywhere()
@@ -122,9 +105,21 @@ class Scattering:
                 piece.shard.grad = None  # as on one device: no gradient, not a gradient of zero
         self._seen.clear()
 
+    @contextmanager
+    def _scattered(self) -> Iterator[None]:
+        self._launched, self._inside = 0, True
+        for bucket in self._partition.buckets:
+            bucket.expect()
+        yield
+        while self._launched < len(self._partition.buckets):
+            self._launch_next()
+        self._inside = False
+
     def _hook(self, piece: Slice) -> Any:
         def arrived(_: torch.Tensor) -> None:
             self._seen.add(piece.name)
+            if not self._inside:
+                return
             self._partition.buckets[self._where[piece.name]].arrived(piece)
             # In bucket order, not in order of arrival: every rank must issue the same sequence of collectives.
             while self._launched < len(self._partition.buckets) and self._partition.buckets[self._launched].complete:
@@ -187,16 +182,11 @@ class Partition:
             return cls(module, mesh, None, dist.group.WORLD)
         return cls(module, mesh["fsdp"], mesh["dp"].get_group(), dist.group.WORLD)
 
-    def take_gradients(self) -> None:
-        """Make this rank's rows of the whole, already reduced gradients the shards'."""
-        for piece in self.slices:
-            piece.take_gradient(piece.whole.grad)
-
     def stepped(self) -> None:
         """The optimizer has stepped: bring the new rows to all ranks, and drop the gradients."""
         self.gather()
         for piece in self.slices:
-            piece.whole.grad = piece.shard.grad = None
+            piece.shard.grad = None
 
     def gather(self) -> None:
         """Bring every rank's rows to all ranks of its shard group, and rank 0's running statistics to all ranks."""

@@ -40,7 +40,7 @@ class Parts:
 
     Attributes:
         parameters: values, the shards where they are sharded; and the most that was gathered at one time.
-        gradients: the most there was, before or after they were reduced.
+        gradients: the most there was: before a micro-batch, or before or after they were reduced.
         optimizer: its state.
         buffers: of the model.
         activations: the most that was saved for backward at one time, over all micro-batches then under way.
@@ -71,7 +71,7 @@ class Measured:
             return self._step(batch)
         self._left -= 1
         step, saved = self._step, Saved(self._kind, self._fixed())
-        step.watch = Watch(around=saved.inside, gradients=self._see_gradients)
+        step.watch = Watch(around=lambda context: self._around(saved, context), gradients=self._see_gradients)
         try:
             with saved.everywhere(step.layout.module, outside=not step.plan.compile):
                 metrics = step(batch)
@@ -93,6 +93,10 @@ class Measured:
         parts.buffers = self._bytes(module.buffers(), but=values)
         parts.optimizer = max(parts.optimizer, self._bytes(_tensors(dict(self._step.optimizer.state)), but=values))
         return parts
+
+    def _around(self, saved: Saved, context: AbstractContextManager[object]) -> AbstractContextManager[object]:
+        self._see_gradients()  # those of the micro-batches before, which the last one's backward may scatter
+        return saved.inside(context)
 
     def _see_gradients(self) -> None:
         grads = (tensor.grad for tensor in self._values())
