@@ -153,6 +153,8 @@ def _entering(forward: Callable[..., Any], entrance: Entrance, axis: Axis) -> Ca
     def entered(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = tree_flatten(unpacked(args, kwargs))
         tensor = leaves[entrance.leaf]
+        # At every block: other micro-batches, other stacks and second forwards of recompute lie between them.
+        axis.length = tensor.shape[entrance.dim]
         if not (is_sliced(tensor) and tensor.on(axis)):
             leaves[entrance.leaf] = _taken(tensor, entrance, axis)
         args, kwargs = tree_unflatten(leaves, structure)
@@ -162,7 +164,7 @@ def _entering(forward: Callable[..., Any], entrance: Entrance, axis: Axis) -> Ca
 
 
 def _taken(tensor: Tensor, entrance: Entrance, axis: Axis) -> Sliced:
-    size = axis.length = tensor.shape[entrance.dim]
+    size = tensor.shape[entrance.dim]
     # Under tp every rank computes attention for all tokens of its heads: nothing to even out.
     cut = Cut.zigzag(size, axis.size) if entrance.causal and not axis.tokens else Cut.even(size, axis.size)
     local = tensor.local if is_sliced(tensor) else tensor

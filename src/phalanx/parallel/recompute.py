@@ -8,6 +8,7 @@ results of matrix products, convolutions and attention, which are dear to comput
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -33,11 +34,15 @@ _KEPT = [
 ]
 
 
-def apply(module: nn.Module, plan: Plan) -> nn.Module:
-    """Recompute each block of ``module``, in place; names stay as they are.
+def parts(module: nn.Module) -> list[nn.Module]:
+    """What is recomputed as one: the repeated blocks, or of a model without, its children that have parameters."""
+    return blocks(module) or [child for child in module.children() if next(child.parameters(), None) is not None]
 
-    A model without repeated blocks recomputes its direct children that have parameters. The cache of
-    keys and values is left out: the second forward would append to it.
+
+def apply(module: nn.Module, plan: Plan, each: Iterable[nn.Module] | None = None) -> nn.Module:
+    """Recompute ``each`` of the parts of ``module``, in place; names stay as they are.
+
+    The cache of keys and values is left out: the second forward would append to it.
     """
     if plan.recompute == "none":
         return module
@@ -45,7 +50,6 @@ def apply(module: nn.Module, plan: Plan) -> nn.Module:
     extra: dict[str, Any] = {}
     if plan.recompute == "selective":
         extra["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
-    parts = blocks(module) or [child for child in module.children() if next(child.parameters(), None) is not None]
-    for part in parts:
+    for part in parts(module) if each is None else each:
         part.forward = partial(checkpoint, part.forward, use_reentrant=False, **extra)
     return module

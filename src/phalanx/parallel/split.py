@@ -40,10 +40,10 @@ class Split(Layout):
         self, module: nn.Module, device: torch.device, job: Job, plan: Plan, mesh: Mesh, example: Example
     ) -> None:
         self._device, self._module = device, module
-        known = recipes(module)
+        known, again = recipes(module), recompute.parts(module)
         cut = _Cut(module, device, plan, mesh, example)
         fill(module, known, cut.slices)
-        recompute.apply(module, plan)
+        recompute.apply(module, plan, again if cut.stages is None else cut.stages.recomputed(again))
         self._replicas = _replicas(module, device, job, plan, mesh, cut.dealt)
         if plan.zero == 3:
             open_for_hooks(module, [*cut.entrances, *cut.dealt.modules])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from phalanx.comm import Mesh, local
+from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.example import Example
 from phalanx.parallel.holding import Holding
 from phalanx.parallel.pipeline import Pipeline, PipelineRunner, cut
@@ -46,6 +48,20 @@ class Stages:
         self._buffers = _elsewhere(module, pipeline, rank)
         self.runner = PipelineRunner(pipeline, mesh, device, halves=in_halves(plan))
 
+    def recomputed(self, parts: Sequence[nn.Module]) -> list[nn.Module]:
+        """What of ``parts`` runs here, in the pieces in which it does: nothing may be recomputed across stages.
+
+        Raises:
+            RefusedError: if a piece reads more than it is called with, which is not there any more in backward.
+        """
+        pipeline, inside = self.runner.pipeline, {child for part in parts for child in part.modules()}
+        calls = [pipeline.program.calls[at] for stage in self.runner.stages_here for at in pipeline.regions[stage]]
+        found = {call.unit: None for call in calls if call.unit in inside and any(True for _ in call.unit.parameters())}
+        reading = [call.name for call in calls if call.unit in found and call.reads]
+        if reading and pipeline.plan.recompute != "none":
+            raise RefusedError([_reads(pipeline.plan, reading[0])])
+        return list(found)
+
     def holdings(self, slices: Mapping[str, Holding]) -> dict[str, Holding]:
         """``slices`` with what several stages hold, of which one copy counts."""
         found = dict(slices)
@@ -64,6 +80,15 @@ class Stages:
             if group is not None:
                 grads = [parameters[name].grad for name in names]
                 add_up([None if grad is None else local(grad) for grad in grads], group)
+
+
+def _reads(plan: Plan, name: str) -> Problem:
+    return Problem(
+        where="plan.recompute",
+        given=f"recompute={plan.recompute} in a pipeline for {name}, which reads tensors that it is not called with",
+        allowed="blocks that get all they compute with as arguments",
+        fix=str(replace(plan, recompute="none")),
+    )
 
 
 def _elsewhere(module: nn.Module, pipeline: Pipeline, rank: int) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from phalanx.spec import Plan
@@ -65,7 +66,8 @@ def _noting(name: str, found: dict[str, Passed]) -> Any:
     def note(_: nn.Module, __: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # computed once more for backward
-        with torch._C.DisableTorchFunction():
+        # Nor may what recomputes blocks see prints being made: they are made in one of two forwards only.
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             tensor = next((one for one in tree_leaves(output) if isinstance(one, Tensor)), None)
             if tensor is None or isinstance(tensor, FakeTensor) or not tensor.is_floating_point() or tensor.dim() < 2:
                 return

@@ -93,9 +93,9 @@ class Axis:
             self.tell("reduce_scatter" if self.group is None else "all_reduce", tensor)
             if self.group is None:
                 return piece(tensor, dim, cut, self.rank)
-            tensor = tensor.contiguous()
-            dist.all_reduce(tensor, group=self.group)
-            return piece(tensor, dim, cut, self.rank).contiguous()
+            whole = tensor.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(whole, group=self.group)
+            return piece(whole, dim, cut, self.rank).contiguous()
         self.tell("reduce_scatter", tensor)
         pieces = torch.stack([piece(tensor, dim, cut, rank) for rank in range(self.size)])
         out = torch.empty_like(pieces[0])
@@ -203,6 +203,11 @@ def opened(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
     return found
 
 
+def _kept_selectively() -> bool:
+    """Whether selective recompute counts each operation, which then must be the same ones in both forwards."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
@@ -218,8 +223,9 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        if not tensor.is_contiguous():
-            return axis.add_up(tensor.contiguous())
+        # What is added up here may be a product that is kept, for a second forward to add up again.
+        if not tensor.is_contiguous() or _kept_selectively():
+            return axis.add_up(tensor.clone(memory_format=torch.contiguous_format))
         ctx.mark_dirty(tensor)
         return axis.add_up(tensor)
 
