@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from phalanx.parallel.streams import reseed
 from phalanx.train.assembly import build_model
-from phalanx.train.rng import reseed, stream
+from phalanx.train.rng import stream
 
 
 def test_streams_differ_by_every_word() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 _MASK = (1 << 64) - 1
 
 
@@ -19,11 +17,3 @@ def stream(seed: int, *words: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state >> 1
-
-
-def reseed(device: torch.device, seed: int) -> None:
-    """Start the device's default stream at ``seed``; cheaper than ``torch.manual_seed``, which visits every device."""
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)

@@ -23,13 +23,14 @@ from phalanx.comm import active
 from phalanx.data import MicroBatch, StepBatch
 from phalanx.errors import LossError
 from phalanx.parallel import Layout, Work, without_gradient
+from phalanx.parallel.streams import reseed
 from phalanx.spec import Job, Plan
 from phalanx.train.gradients import clip, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs, to_device
 from phalanx.train.lossform import Reading, read_loss
 from phalanx.train.metrics import Metrics, Totals, towards_host
 from phalanx.train.precision import LossScale, compute_context
-from phalanx.train.rng import reseed, stream
+from phalanx.train.rng import stream
 
 
 @dataclass(kw_only=True, slots=True)

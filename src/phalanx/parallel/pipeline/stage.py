@@ -18,6 +18,7 @@ from phalanx.parallel.fakes import fake
 from phalanx.parallel.pipeline.flow import Flow, Key, Mark, tensors
 from phalanx.parallel.pipeline.outline import Outline, drawn, like_arguments, outline, signature
 from phalanx.parallel.pipeline.program import Program, by_values, intercepted, quiet
+from phalanx.parallel.streams import reseed, seed_of
 
 Receive = Callable[[list[Tensor]], Sequence[Tensor]]
 """Gives the tensors that these fakes stand for."""
@@ -261,9 +262,6 @@ class _Run(Flow):
         if missing:
             raise differs(f"has not made what it made before, after call {missing[0].call}")
         fakes = [self.as_fake(self._awaited[key][-1][1]) for key in self._waits]
-        # Every stage begins with the same random stream; layers that drop out are to differ all the same.
-        with torch._C.DisableTorchFunction():
-            seed = int(torch.randint(2**62, ())) ^ (self._stage.index << 32)
         self.inside = True  # what the receiver does with tensors is none of the model's work
         values = self._stage.receive(fakes)
         self.inside = False
@@ -272,8 +270,9 @@ class _Run(Flow):
             for mark, _ in self._awaited[key]:
                 mark.value = value
         self.real = True
-        if self._stage.program.module.training:
-            torch.manual_seed(seed)
+        if self._stage.program.module.training and values:
+            # Every stage begins with the same random stream; layers that drop out are to differ all the same.
+            reseed(values[0].device, seed_of(values[0].device) ^ (self._stage.index << 32))
 
     def _left(self, key: Key) -> Tensor:
         if key not in self._values:
