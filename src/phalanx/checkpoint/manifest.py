@@ -10,13 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from phalanx.checkpoint.shardfile import DTYPES, StoredFile, dtype_name
 from phalanx.errors import CheckpointError
@@ -105,21 +98,6 @@ class Manifest:
                 for name, tensor in self.tensors.items()
             },
         }
-
-    def metadata(self) -> Metadata:
-        """The same in DCP's words, with the chunk behind every index as its storage data."""
-        tensors: dict[str, Any] = {}
-        storage: dict[MetadataIndex, Chunk] = {}
-        for name, tensor in self.tensors.items():
-            chunks = [
-                ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
-                for chunk in tensor.chunks
-            ]
-            tensors[name] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=tensor.dtype), size=torch.Size(tensor.shape), chunks=chunks
-            )
-            storage |= {MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
-        return Metadata(state_dict_metadata=tensors, storage_data=storage)
 
     def misfits(self, path: Path) -> list[str]:
         """The files that are missing from folder ``path`` or have another size than when they were written."""

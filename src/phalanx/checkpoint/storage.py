@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -117,7 +123,7 @@ class ShardReader(StorageReader):
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
-        self._metadata = manifest.metadata()
+        self._metadata = _in_words_of_dcp(manifest)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -174,3 +180,19 @@ def _part(chunk: Tensor, item: ReadItem) -> Tensor:
     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         chunk = chunk.narrow(dim, start, length)
     return chunk
+
+
+def _in_words_of_dcp(manifest: Manifest) -> Metadata:
+    """The manifest as DCP has it, with the chunk behind every index as its storage data."""
+    tensors: dict[str, Any] = {}
+    storage: dict[MetadataIndex, Chunk] = {}
+    for name, tensor in manifest.tensors.items():
+        chunks = [
+            ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
+            for chunk in tensor.chunks
+        ]
+        tensors[name] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=tensor.dtype), size=torch.Size(tensor.shape), chunks=chunks
+        )
+        storage |= {MetadataIndex(name, chunk.offsets): chunk for chunk in tensor.chunks}
+    return Metadata(state_dict_metadata=tensors, storage_data=storage)

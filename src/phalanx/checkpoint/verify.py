@@ -8,7 +8,6 @@ from safetensors import SafetensorError, safe_open
 
 from phalanx.checkpoint.manifest import STATE, Manifest
 from phalanx.checkpoint.shardfile import checksum
-from phalanx.checkpoint.store import read_state
 from phalanx.errors import CheckpointError
 
 
@@ -35,6 +34,8 @@ def verify(path: Path) -> list[str]:
     ]
     if problems:
         return problems
+    from phalanx.checkpoint.store import read_state  # loads torch's checkpoint package
+
     try:
         read_state(path)
     except CheckpointError as error:

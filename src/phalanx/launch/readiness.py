@@ -37,7 +37,7 @@ def make_ready(plan: Plan) -> None:
         importlib.import_module("torch._dynamo")
         importlib.import_module("phalanx.parallel.zero")
         importlib.import_module("phalanx.parallel.shard")
-        importlib.import_module("phalanx.checkpoint")
+        importlib.import_module("phalanx.checkpoint.store")
 
 
 def leave_compiler_out() -> None:

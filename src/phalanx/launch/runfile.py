@@ -99,7 +99,7 @@ def _last_step(folder: Path) -> int | None:
     """The step of the newest whole checkpoint."""
     if not (folder / "checkpoints").is_dir():
         return None
-    from phalanx.checkpoint import latest  # takes half as long to load as torch
+    from phalanx.checkpoint import latest  # needs torch
 
     newest = latest(folder / "checkpoints")
     found = _STEP.fullmatch(newest.name) if newest else None
