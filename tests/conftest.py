@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import psutil
 import pytest
 import torch
 
+# A shell starts what it runs in the background with interrupts ignored, and programs inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # workers are forked: a parallel region here would leave them a broken thread pool
 
 

@@ -25,6 +25,7 @@ def train(name):
         optimizer.step()
     assert torch.is_grad_enabled()
     optimizer.load_state_dict(optimizer.state_dict())
+    del ddp, optimizer  # as its group's last owner DDP may wait for ever for the interpreter's lock
     dist.destroy_process_group()
     return [parameter.detach().sum().item() for parameter in net.parameters()]
 """
