@@ -82,7 +82,9 @@ def _noting(name: str, found: dict[str, Passed]) -> Any:
             passed.output = _added(passed.output, Print.of(here, features, width))
             if here.requires_grad:
 
-                def came(grad: Tensor) -> None:
+                def came(grad: Tensor | None) -> None:
+                    if grad is None:
+                        return  # the half of a backward that does not reach it
                     with torch._C.DisableTorchFunction():
                         passed.grad = _added(passed.grad, Print.of(grad, features, width))
 
