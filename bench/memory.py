@@ -20,7 +20,7 @@ from workloads import Stack
 RANKS, STEPS = 4, 3
 THEORY = {
     "dp=4": 4 + 4 + 8,
-    "fsdp=4 zero=1": 4 + 4 + 8 / RANKS,
+    "fsdp=4 zero=1 micro=1": 4 + 4 + 8 / RANKS,  # several micro-batches: with one it holds no more than zero=2
     "fsdp=4 zero=2": 4 + (4 + 8) / RANKS,
     "fsdp=4 zero=3": (4 + 4 + 8) / RANKS,
 }
