@@ -1,8 +1,9 @@
-"""Printing and parsing of bytes, seconds and counts. GiB is 2**30 bytes, GB is 10**9."""
+"""Printing and parsing of bytes, seconds, counts and lists of names. GiB is 2**30 bytes, GB is 10**9."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _BYTES = {
     "b": 1,
@@ -58,3 +59,9 @@ def show_count(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.3g}"
+
+
+def show_names(names: Sequence[str], most: int = 3) -> str:
+    """The first ``most`` names and how many more there are: ``a, b, c and 4 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

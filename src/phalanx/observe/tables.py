@@ -15,7 +15,7 @@ from rich.text import Text
 from phalanx.observe.progress import result_text
 from phalanx.observe.seen import Seen
 from phalanx.observe.summary import PARTS, RunSummary
-from phalanx.units import show_bytes, show_count, show_seconds
+from phalanx.units import show_bytes, show_count, show_names, show_seconds
 
 _MOST_ROWS = 8  # of ranks beside each other
 
@@ -181,9 +181,10 @@ def proof_table(proof: dict[str, Any]) -> RenderableType:
         table.add_row(label, str(len(proof[field])), f"{largest:.1e}", f"{allowed:.1e}", style=style)
     parts: list[RenderableType] = [_verdict(proof), table, *_differing(proof)]
     if silent := proof["not_compared"]:
-        shown = ", ".join(silent[:4]) + (f" and {len(silent) - 4} more" if len(silent) > 4 else "")
         many = f"{len(silent)} parameter{'s' if len(silent) > 1 else ''}"
-        parts.append(Text(f"not compared: {many} whose gradient is zero but for rounding ({shown})", style="dim"))
+        parts.append(
+            Text(f"not compared: {many} whose gradient is zero but for rounding ({show_names(silent, 4)})", style="dim")
+        )
     return Group(*parts)
 
 

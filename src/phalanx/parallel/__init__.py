@@ -1,6 +1,6 @@
 """The techniques that split work over devices, one file each, put together by ``assemble``."""
 
-from phalanx.parallel.advice import advice
+from phalanx.parallel.advice import advice, micro_batches
 from phalanx.parallel.assemble import assemble, check, device_kind
 from phalanx.parallel.exactness import batch_statistics, dropouts, notes
 from phalanx.parallel.example import Example
@@ -20,6 +20,7 @@ __all__ = [
     "check",
     "device_kind",
     "dropouts",
+    "micro_batches",
     "notes",
     "without_gradient",
 ]

@@ -8,12 +8,15 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from phalanx.spec import Job, Plan
+from phalanx.units import show_names
+
+_ITSELF = "(the model itself)"
 
 
 def batch_statistics(module: nn.Module) -> list[str]:
     """Names of modules that normalise by the statistics of the batch they happen to see."""
     return [
-        name
+        name or _ITSELF
         for name, child in module.named_modules()
         if isinstance(child, _NormBase) and not isinstance(child, _InstanceNorm | SyncBatchNorm)
     ]
@@ -22,7 +25,7 @@ def batch_statistics(module: nn.Module) -> list[str]:
 def dropouts(module: nn.Module) -> list[str]:
     """Names of modules that drop at random in training, by their type or by an attention's own rate."""
     return [
-        name
+        name or _ITSELF
         for name, child in module.named_modules()
         if (isinstance(child, _DropoutNd) and child.p > 0)
         or (isinstance(child, nn.MultiheadAttention) and child.dropout > 0)
@@ -40,7 +43,7 @@ def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
     split = plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
     if split and (names := batch_statistics(module)):
         found.append(
-            f"BatchNorm takes its statistics from each micro-batch, not from the global batch: {_some(names)}. "
+            f"BatchNorm takes its statistics from each micro-batch, not from the global batch: {show_names(names)}. "
             "Group or layer normalisation would make it exact."
         )
     if split and balances(module):
@@ -51,7 +54,7 @@ def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
     if plan.recompute != "none" and batch_statistics(module):
         found.append("BatchNorm updates its running statistics twice a step under recompute.")
     if (split or plan.tp * plan.cp > 1) and (names := dropouts(module)):
-        found.append(f"dropout draws other random numbers than on one device: {_some(names)}.")
+        found.append(f"dropout draws other random numbers than on one device: {show_names(names)}.")
     if plan.threads > 1 and dropouts(module):
         found.append("dropout under threads draws from one shared stream: a run with dropout does not repeat exactly.")
     if plan.zero == 3 and job.unused == "allow":
@@ -63,8 +66,3 @@ def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
             "fp16 skips updates that overflow; at the border that depends on how many samples are added at once."
         )
     return found
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(name or "(the model itself)" for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from phalanx.parallel.blocks import blocks, leave_cache_out
+from phalanx.parallel.blocks import leave_cache_out, parts
 from phalanx.spec import Plan
 
 _aten = torch.ops.aten
@@ -32,11 +32,6 @@ _KEPT = [
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 ]
-
-
-def parts(module: nn.Module) -> list[nn.Module]:
-    """What is recomputed as one: the repeated blocks, or of a model without, its children that have parameters."""
-    return blocks(module) or [child for child in module.children() if next(child.parameters(), None) is not None]
 
 
 def apply(module: nn.Module, plan: Plan, each: Iterable[nn.Module] | None = None) -> nn.Module:

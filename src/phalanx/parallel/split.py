@@ -17,7 +17,7 @@ from torch import nn
 from phalanx.comm import Mesh, found_by_first, local
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel import expert, recompute
-from phalanx.parallel.blocks import leave_cache_out
+from phalanx.parallel.blocks import leave_cache_out, parts
 from phalanx.parallel.context import Entrance, added_late, entrances, open_for_hooks, share_out_tokens
 from phalanx.parallel.example import Example
 from phalanx.parallel.holding import Holding
@@ -28,6 +28,7 @@ from phalanx.parallel.sliced import Axis, Cut, Placed
 from phalanx.parallel.sums import add_up
 from phalanx.parallel.tensor import Places, find, show_slices, split_weights
 from phalanx.spec import Job, Plan
+from phalanx.units import show_names
 
 if TYPE_CHECKING:
     from phalanx.parallel.stages import Stages
@@ -40,7 +41,7 @@ class Split(Layout):
         self, module: nn.Module, device: torch.device, job: Job, plan: Plan, mesh: Mesh, example: Example
     ) -> None:
         self._device, self._module = device, module
-        known, again = recipes(module), recompute.parts(module)
+        known, again = recipes(module), parts(module)
         cut = _Cut(module, device, plan, mesh, example)
         fill(module, known, cut.slices)
         recompute.apply(module, plan, again if cut.stages is None else cut.stages.recomputed(again))
@@ -193,8 +194,7 @@ def look(module: nn.Module, plan: Plan, example: Example) -> Found:
 def _remarks(found: Found, plan: Plan) -> tuple[str, ...]:
     if not found.whole:
         return ()
-    named = ", ".join(found.whole[:3]) + (f" and {len(found.whole) - 3} more" if len(found.whole) > 3 else "")
-    return (f"tp={plan.tp} leaves on every rank what pairs up with no other weight: {named}.",)
+    return (f"tp={plan.tp} leaves on every rank what pairs up with no other weight: {show_names(found.whole)}.",)
 
 
 def _weights(module: nn.Module, plan: Plan, example: Example) -> tuple[dict[str, tuple[int, Cut]], list[str]]:

@@ -98,7 +98,7 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     """
     here = place.workers_here * plan.threads
     refuse(job, plan, place.world_size, here)
-    module, unbuilt = _begun(job) if plan.kind == "split" else (build_model(job), [])
+    module, unbuilt = begun(job) if plan.kind == "split" else (build_model(job), [])
     same_initial_values(module)
     found = [*notes(module, job, plan), *unbuilt]
     size = sum(tensor.numel() for tensor in module.parameters())
@@ -106,7 +106,7 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     kind = device_kind(plan, here)
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
     same_length(loader.length, "job.data")
-    layout = assemble(module, job, plan, place, lambda: _looked_at(_example(job, module, loader), module, found))
+    layout = assemble(module, job, plan, place, lambda: looked_at(example_of(job, module, loader), module, found))
     optimizer = build_optimizer(job, layout)
     refuse_unless_elementwise(optimizer, layout.held, plan)
     course = Course(first_step=first_step, total_steps=_total_steps(job, loader), lr_scale=lr_scale)
@@ -124,13 +124,13 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     )
 
 
-def _example(job: Job, module: nn.Module, loader: Loader) -> Example:
+def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
     """Two samples on the host, for the model to be looked at with."""
     args, kwargs, batch = Inputs(job, module)(loader.example(2), torch.device("cpu"))
     return Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
 
 
-def _looked_at(example: Example, module: nn.Module, found: list[str]) -> Example:
+def looked_at(example: Example, module: nn.Module, found: list[str]) -> Example:
     """``example``; the model gets its values now if it cannot be looked at without, and ``found`` a note of that."""
     from phalanx.parallel.materialise import fill, followed, recipes
 
@@ -141,7 +141,7 @@ def _looked_at(example: Example, module: nn.Module, found: list[str]) -> Example
     return example
 
 
-def _begun(job: Job) -> tuple[nn.Module, list[str]]:
+def begun(job: Job) -> tuple[nn.Module, list[str]]:
     """The model without the values of its large parameters, or if that cannot be, whole, with a note that says so."""
     from phalanx.parallel.materialise import UnrecordedError, recorded
 

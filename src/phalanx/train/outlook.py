@@ -9,7 +9,7 @@ from phalanx.errors import RefusedError
 from phalanx.parallel import check, notes
 from phalanx.parallel.survey import Survey, survey
 from phalanx.spec import Job, Plan
-from phalanx.train.assembly import _begun, _example, _looked_at
+from phalanx.train.assembly import begun, example_of, looked_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ def outlook(job: Job, plan: Plan) -> Outlook:
     problems = [problem for problem in check(job, plan) if problem.where != "plan.device"]
     if problems:
         raise RefusedError(problems)
-    module, unbuilt = _begun(job)
+    module, unbuilt = begun(job)
     if plan.zero == 3:
         from phalanx.parallel.shard import refuse_scalars
 
@@ -47,5 +47,5 @@ def outlook(job: Job, plan: Plan) -> Outlook:
         return Outlook(survey=survey(module, plan), notes=tuple(found))
     found += unbuilt
     loader = Loader(job.data(), job, Lane(), micro=plan.micro)
-    example = _looked_at(_example(job, module, loader), module, found)
+    example = looked_at(example_of(job, module, loader), module, found)
     return Outlook(survey=survey(module, plan, example), notes=tuple(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+from phalanx.parallel import micro_batches
 from phalanx.spec import Job, Plan
 from phalanx.verify import diagnose_split as split
 from phalanx.verify.compare import Tolerance
@@ -100,8 +101,7 @@ def _constant_ratio(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Pl
     left = max(one.residual for one in usable)
     if spread > 1e-2 or abs(ratio - 1) < 10 * max(tolerance.gradient, left):
         return ""
-    share = -(-job.batch // plan.replicas)
-    micros = -(-share // plan.micro) if plan.micro else 1
+    micros = micro_batches(job, plan)
     names = {
         "the number of replicas": plan.replicas,
         "the number of micro-batches": micros,

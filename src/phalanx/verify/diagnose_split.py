@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from phalanx.parallel import micro_batches
 from phalanx.spec import Job, Plan
+from phalanx.units import show_names
 from phalanx.verify.compare import Tolerance
 from phalanx.verify.evidence import Evidence, holders, ranks_in_words
 from phalanx.verify.prints import Piece, Print, cut_out
@@ -68,7 +70,7 @@ def apart(evidence: Evidence, when: str) -> str:
     if not pairs:
         return ""
     (first, rank), names = max(pairs.items(), key=lambda pair: len(pair[1]))
-    return f"ranks {first} and {rank} hold different values of {_listed(names, 1)}"
+    return f"ranks {first} and {rank} hold different values of {show_names(names, 1)}"
 
 
 def passed_on_in_parts(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
@@ -214,8 +216,7 @@ def auxiliary_once_per_rank(evidence: Evidence, tolerance: Tolerance, job: Job, 
 
 
 def _counts(job: Job, plan: Plan) -> Iterator[tuple[str, int]]:
-    share = -(-job.batch // plan.replicas)
-    micros = -(-share // plan.micro) if plan.micro else 1
+    micros = micro_batches(job, plan)
     known = {
         "once per rank that has samples of its own": plan.replicas,
         "once per micro-batch": micros,
@@ -252,7 +253,7 @@ def not_synchronised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: P
     sums = all(parts.values())
     own = "tokens" if set(parts) <= {"tp", "cp"} else "samples"
     has = f"each rank has that of its own {own} only" + (", and they add up to one device's" if sums else "")
-    listed = _listed(list(names), 3)
+    listed = show_names(list(names), 3)
     right = {one.name for one in evidence.gradients if one.relative <= tolerance.gradient}
     rest = everything - set(names)
     if rest and rest <= right | set(evidence.silent):
@@ -284,8 +285,3 @@ def _adds_up(evidence: Evidence, name: str, piece: Piece, given: list[Print], to
     expected, found = Print.of(cut_out(whole, piece)), Print.total(given)
     allowed = max(1e-3, 4 * tolerance.gradient)
     return any(found.apart(expected.plus(expected, times - 1)) <= allowed for times in (1, len(given)))
-
-
-def _listed(names: list[str], most: int) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"

@@ -26,6 +26,7 @@ from phalanx.parallel.sliced import Cut
 from phalanx.parallel.tensor.find import dry
 from phalanx.parallel.tensor.trial import fixed
 from phalanx.spec import Plan
+from phalanx.units import show_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,11 +288,11 @@ def _refuse(module: nn.Module, plan: Plan, found: list[Experts], unlike: list[st
         given, allowed = f"ep={plan.ep} for layers of {fewest} experts", f"at most {fewest}: a rank holds one or more"
         whole = replace(plan, ep=fewest, dp=plan.dp * plan.ep // fewest) if plan.ep % fewest == 0 else whole
     elif unlike:
-        given = f"ep={plan.ep} for experts that do not simply add up, one by one: {_some_names(unlike)}"
+        given = f"ep={plan.ep} for experts that do not simply add up, one by one: {show_names(unlike)}"
     elif lists := _lists(module):
-        given = f"ep={plan.ep} for experts that are modules of their own, called one by one: {_some_names(lists)}"
+        given = f"ep={plan.ep} for experts that are modules of their own, called one by one: {show_names(lists)}"
     elif others := [name for name, child in module.named_modules() if _own(child) and _count(child) > 1]:
-        given = f"ep={plan.ep} for modules that are called in another way: {_some_names(others)}"
+        given = f"ep={plan.ep} for modules that are called in another way: {show_names(others)}"
     else:
         given = f"ep={plan.ep} for a model without experts"
     raise RefusedError([Problem(where="plan.ep", given=given, allowed=allowed, fix=str(whole))])
@@ -311,7 +312,3 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
 
 def _own(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.nn.")
-
-
-def _some_names(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
