@@ -1,0 +1,204 @@
+"""What a model costs, as laws of the samples and the length of one forward: the nouns that forecasts are made of.
+
+A model is a row of parts (embedding, blocks, head); alike parts stand once, with a count. Nothing here says how fast
+a device is or how a plan splits the work: ``share`` only says what tensor parallelism *can* divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Share = Literal["whole", "tokens", "inner", "column", "row"]
+"""What ranks of ``tp`` can divide.
+
+``whole`` nothing; ``tokens`` the tokens, under sequence parallelism only (the stream between blocks); ``inner`` all of
+it, it lies between a column- and a row-parallel product; ``column`` a product whose weight is cut along its outputs;
+``row`` one whose weight is cut along its inputs, so that its results are added up over the ranks.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A count that grows as ``factor * samples**by_samples * length**by_length``.
+
+    Attributes:
+        factor: the count for one sample of one token (or of a model without tokens: for one sample).
+        by_samples: power of the samples in one forward.
+        by_length: power of the tokens in one sample.
+    """
+
+    factor: float
+    by_samples: float = 0.0
+    by_length: float = 0.0
+
+    def at(self, samples: Any, length: Any = 1.0) -> Any:
+        """The count for numbers, or for arrays of them that broadcast together."""
+        value: Any = self.factor
+        if self.by_samples:
+            value = value * samples**self.by_samples
+        if self.by_length:
+            value = value * length**self.by_length
+        return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """One kernel's work, for one micro-batch of one part.
+
+    Attributes:
+        kind: what bounds it: ``matmul`` and ``convolution`` (as the product it amounts to), ``attention`` (fused
+            scores, softmax and values), ``memory`` (elementwise, norms, reductions, copies, lookups).
+        name: as the framework calls it, for tables: ``mm``, ``native_layer_norm``.
+        dims: of ``matmul``/``convolution`` (batch, m, n, k): ``batch`` products of m x k by k x n. Of ``attention``
+            (samples, heads, heads of keys, queries, keys, width of a head). Of ``memory`` none.
+        traffic: elements read and written where it runs as a kernel of its own.
+        fused: elements that it still reads and writes where a compiler joins it with its neighbours; never above
+            ``traffic``.
+        share: what ``tp`` can divide.
+        weights: it yields gradients of parameters only, so that nothing waits for it before the optimizer.
+        causal: of ``attention``: queries see earlier keys only, half of the work.
+        expert: it belongs to experts, of which each token meets some: ``ep`` divides it.
+    """
+
+    kind: Literal["matmul", "convolution", "attention", "memory"]
+    name: str
+    dims: tuple[Size, ...] = ()
+    traffic: Size = Size(0.0)
+    fused: Size = Size(0.0)
+    share: Share = "whole"
+    weights: bool = False
+    causal: bool = False
+    expert: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """Memory that lives from a part's forward to its backward.
+
+    Attributes:
+        elements: how many.
+        itemsize: bytes of an element; 0 where it is that of the precision computed in.
+        share: what ``tp`` can divide: ``whole``, ``tokens`` or ``inner``.
+        cheap: selective recompute drops it (it is neither of a product nor of an attention).
+        expert: it belongs to experts.
+    """
+
+    elements: Size
+    itemsize: int = 0
+    share: Share = "whole"
+    cheap: bool = False
+    expert: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """Parameters of a part.
+
+    Attributes:
+        elements: how many learn.
+        frozen: how many do not.
+        share: ``inner`` where ``tp`` cuts them, else ``whole``.
+        expert: ``ep`` deals them out.
+        tensors: how many tensors they are.
+    """
+
+    elements: int
+    frozen: int = 0
+    share: Share = "whole"
+    expert: bool = False
+    tensors: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A run of the model that is computed at one go: a block, or what comes before or after the blocks.
+
+    Attributes:
+        name: of its first module, such as ``model.layers.0``; ``(before)`` and ``(after)`` for what no block holds.
+        role: ``before`` (embedding), ``block`` or ``after`` (last norm, head, loss).
+        count: how many alike follow one another in the model.
+        forward: its operations, in order.
+        backward: those of its backward, in order, without recomputation.
+        weights: its parameters, by how they can be cut.
+        saved: what lives from its forward to its backward.
+        entry: elements of the activation that enters it: kept under full recompute, sent between pipeline stages.
+        working: bytes-less count of elements alive at once inside its backward beyond what is saved.
+        modules: launches of module code by the host, for a bound on how fast an eager framework can go.
+    """
+
+    name: str
+    role: Literal["before", "block", "after"]
+    count: int = 1
+    forward: tuple[Operation, ...] = ()
+    backward: tuple[Operation, ...] = ()
+    weights: tuple[Weights, ...] = ()
+    saved: tuple[Saved, ...] = ()
+    entry: Size = Size(0.0)
+    working: Size = Size(0.0)
+    modules: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Elements that learn, of one such part."""
+        return sum(one.elements for one in self.weights)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """A model's costs.
+
+    Attributes:
+        parts: in the order in which they run.
+        length: tokens in one sample of the job; 1 for a model without.
+        tied: elements of parameters that a later part shares with the first (a tied head), counted in ``before`` only.
+        heads: fewest heads of keys in an attention: the most that ``tp`` can divide; 0 without attention.
+        experts: fewest experts in a layer; 0 without.
+        lawful: whether ``by_length`` was found by tracing two lengths (else lengths other than ``length`` are a guess).
+        notes: what the reader should know.
+    """
+
+    parts: tuple[Part, ...]
+    length: int = 1
+    tied: int = 0
+    heads: int = 0
+    experts: int = 0
+    lawful: bool = True
+    notes: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Elements that learn, each counted once."""
+        return sum(part.count * part.parameters for part in self.parts)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks, over which pipelines and recomputation deal."""
+        return sum(part.count for part in self.parts if part.role == "block")
+
+    def operations(self) -> Iterator[tuple[Part, Operation]]:
+        """Every operation, forward and backward, with its part."""
+        for part in self.parts:
+            for operation in (*part.forward, *part.backward):
+                yield part, operation
+
+    def flops(self, samples: float, length: float | None = None) -> float:
+        """Model FLOP of one forward and backward of ``samples``: products and attention, without recomputation."""
+        tokens = self.length if length is None else length
+        return sum(part.count * flops(operation, samples, tokens) for part, operation in self.operations())
+
+
+def flops(operation: Operation, samples: Any, length: Any) -> Any:
+    """FLOP of one operation: 2 m n k for a product, 4 (forward) or 10 (backward) queries x keys x width of attention.
+
+    Attention: Dao et al., "FlashAttention-2", 2023, section 4.1: the backward computes the scores again.
+    """
+    sizes = [size.at(samples, length) for size in operation.dims]
+    if operation.kind in ("matmul", "convolution"):
+        return 2.0 * sizes[0] * sizes[1] * sizes[2] * sizes[3]
+    if operation.kind == "attention":
+        each = 10.0 if "backward" in operation.name else 4.0
+        share = 0.5 if operation.causal else 1.0
+        return each * share * sizes[0] * sizes[1] * sizes[3] * sizes[4] * sizes[5]
+    return 0.0 * samples
