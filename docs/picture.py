@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.terminal_theme import DIMMED_MONOKAI
 
 from phalanx.demo.tour import Result, Stop, tour_table
+from phalanx.hardware import cluster
 from phalanx.observe.tables import Scaled
-from phalanx.spec import Cluster
 
 PICTURE = Path(__file__).resolve().parent / "demo.svg"
 
@@ -25,7 +25,7 @@ PICTURE = Path(__file__).resolve().parent / "demo.svg"
 def result_of(answer: dict[str, Any]) -> Result:
     """The result that ``phalanx demo --json`` printed."""
     stops = tuple(Stop(**{**run, "scaled": Scaled(**run["scaled"])}) for run in answer["runs"])
-    return Result(machine=Cluster.parse(answer["machine"]), stops=stops)
+    return Result(machine=cluster(answer["machine"]), stops=stops)
 
 
 def drawn(result: Result) -> str:

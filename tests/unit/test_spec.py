@@ -1,4 +1,4 @@
-"""Plans, clusters, jobs and runs: what may be written, and that everything wrong is said at once."""
+"""Plans, jobs and runs: what may be written, and that everything wrong is said at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import phalanx
 from phalanx.errors import SpecError
-from phalanx.spec import Cluster, Job, Plan, RunSpec, Schedule
+from phalanx.spec import Job, Plan, RunSpec, Schedule
 
 counts = st.integers(1, 9)
 plans = st.one_of(
@@ -103,24 +103,6 @@ def test_a_plan_in_toml_says_the_same() -> None:
         Plan.from_toml("dp = = 2")
 
 
-@given(st.builds(Cluster, device=st.sampled_from(["cpu", "H100", "A100-80GB"]), per_node=counts, nodes=counts))
-def test_clusters_round_trip(cluster: Cluster) -> None:
-    assert Cluster.parse(str(cluster)) == cluster
-    assert Cluster.from_toml(cluster.to_toml()) == cluster
-
-
-@pytest.mark.parametrize("text", ["", "8x", "0xcpu", "x8", "8 H100", "4xx8"])
-def test_wrong_clusters(text: str) -> None:
-    with pytest.raises(SpecError):
-        Cluster.parse(text)
-
-
-def test_wrong_cluster_toml_says_everything() -> None:
-    with pytest.raises(SpecError) as caught:
-        Cluster.from_toml('per_node = "2"\ncolour = 1\n')
-    assert len(caught.value.problems) == 3
-
-
 RIGHT: dict[str, Any] = {
     "model": lambda: None,
     "data": lambda: None,
@@ -202,13 +184,6 @@ def test_wrong_types_are_said_with_all_else_that_is_wrong() -> None:
         RunSpec.from_toml("job = 1\nplan = 2\nfolder = 5\nsteps = 0\ncolour = 1\n")
     places = [problem.where for problem in caught.value.problems]
     assert sorted(places) == ["run.colour", "run.folder", "run.job", "run.plan", "run.steps"]
-
-
-@pytest.mark.parametrize("name", ["per_node", "nodes", "memory"])
-def test_wrong_types_in_a_cluster(name: str) -> None:
-    with pytest.raises(SpecError) as caught:
-        Cluster(device="cpu", **{name: "4"})  # pyright: ignore[reportArgumentType]
-    assert [problem.where for problem in caught.value.problems] == [f"cluster.{name}"]
 
 
 def test_schedules() -> None:

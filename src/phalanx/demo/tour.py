@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.api import fit, prove
-from phalanx.hardware import cores, cuda_devices
+from phalanx.hardware import cluster, cores, cuda_devices
 from phalanx.launch.jobfile import load_job
 from phalanx.observe.draw import draw
 from phalanx.observe.follow import Follower
@@ -90,11 +90,15 @@ class Tour:
         self._folder, self._steps, self._console = folder, steps, console
         gpus = cuda_devices()
         if gpus >= (devices or 2):
-            self._machine = Cluster(device="cuda", per_node=devices or gpus)
+            self._machine = cluster(f"{devices or gpus}xcuda")
         else:
-            self._machine = Cluster(device="cpu", per_node=devices or max(2, min(cores(), _MOST_CORES)))
+            self._machine = cluster(f"{devices or max(2, min(cores(), _MOST_CORES))}xcpu")
         # a GPU for one run and cores for the other would be no comparison
-        self._device: Device = "cpu" if self._machine.device == "cpu" and gpus else "auto"
+        self._device: Device = "cpu" if self._kind == "cpu" and gpus else "auto"
+
+    @property
+    def _kind(self) -> str:
+        return self._machine.groups[0].device.kind
 
     def walk(self) -> Result:
         """Run everything; each run leaves its folder."""
@@ -103,20 +107,20 @@ class Tour:
         return Result(machine=self._machine, stops=tuple(stops))
 
     def _greet(self) -> None:
-        devices, kind = self._machine.per_node, "GPU" if self._machine.device == "cuda" else "CPU core"
+        devices, kind = self._machine.devices, "GPU" if self._kind == "cuda" else "CPU core"
         self._console.print(
             f"[bold]Phalanx demo[/] on {devices} {kind}s: two jobs, each on 1 and on {devices} of them."
         )
-        if self._machine.device == "cpu" and devices > cores():
+        if self._kind == "cpu" and devices > cores():
             few = f"{cores()} core" if cores() == 1 else f"{cores()} cores"
             self._console.print(f"[yellow]{devices} processes share {few} here: the same result, less speed-up.[/]")
 
     def _job(self, reference: str, what: str) -> list[Stop]:
         job = load_job(reference)
-        plan = Plan(dp=min(self._machine.per_node, job.batch), device=self._device)
+        plan = Plan(dp=min(self._machine.devices, job.batch), device=self._device)
         self._console.print(f"\n[bold]{escape(job.name)}[/]: {what}, {job.batch} samples a step\n", highlight=False)
         single = self._train(job, reference, Plan(device=self._device))
-        click.echo(_indented(draw(plan, batch=job.batch, device=self._machine.device, width=76)), err=True)
+        click.echo(_indented(draw(plan, batch=job.batch, device=self._kind, width=76)), err=True)
         split = self._train(job, reference, plan)
         steps = min(_PROOF_STEPS, self._steps or _PROOF_STEPS)
         with Waiting(self._console, f"{plan}: proving that it computes what one device computes") as waiting:
@@ -130,7 +134,7 @@ class Tour:
         viewer = progress(self._console, label=f"{plan!s:<7}", lines=frozenset({"warning"}))
         run = RunSpec(job=reference, plan=plan, folder=folder, steps=self._steps)
         with Follower(folder / "events.jsonl", [viewer]) as follower:
-            fit(job, run=run, watch=follower, cores=1 if self._machine.device == "cpu" else None)
+            fit(job, run=run, watch=follower, cores=1 if self._kind == "cpu" else None)
         return summarise(folder)
 
 
@@ -183,11 +187,11 @@ def _equal(stop: Stop) -> str:
 
 def _footnotes(result: Result) -> Sequence[RenderableType]:
     notes = ["Equal: the largest relative difference of any loss or first-step gradient."]
-    if result.machine.device == "cpu":
+    if result.machine.groups[0].device.kind == "cpu":
         notes.append("A device here is one CPU core; the single process computes on one, too.")
     notes += ["Peak memory: the largest of any rank.", "", "Runs:"]
     notes += [f"  {stop.folder}" for stop in result.stops]
-    notes += ["", f"Yourself: phalanx train {next(iter(JOBS)).removesuffix(':job')} -n {result.machine.per_node}"]
+    notes += ["", f"Yourself: phalanx train {next(iter(JOBS)).removesuffix(':job')} -n {result.machine.devices}"]
     return [f"[dim]{escape(note)}[/]" for note in notes]
 
 

@@ -1,6 +1,21 @@
-"""What machines have."""
+"""What machines have: this one as probed, others from the catalog."""
 
 from phalanx.hardware.allocator import return_freed_memory
+from phalanx.hardware.catalog import Entry, Source, device, entry, names
 from phalanx.hardware.probe import cores, cuda_devices, memory_bytes, peak_memory, this_machine
+from phalanx.hardware.text import cluster
 
-__all__ = ["cores", "cuda_devices", "memory_bytes", "peak_memory", "return_freed_memory", "this_machine"]
+__all__ = [
+    "Entry",
+    "Source",
+    "cluster",
+    "cores",
+    "cuda_devices",
+    "device",
+    "entry",
+    "memory_bytes",
+    "names",
+    "peak_memory",
+    "return_freed_memory",
+    "this_machine",
+]

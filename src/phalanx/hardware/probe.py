@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import resource
 
-import torch
-
+from phalanx.hardware.text import cluster
 from phalanx.spec import Cluster
 
 
 def cuda_devices() -> int:
     """CUDA devices here. Asked through NVML: initialising CUDA here would keep workers from being forked."""
+    import torch
+
     return torch.cuda.device_count()
 
 
@@ -34,13 +35,13 @@ def memory_bytes() -> int:
 def this_machine() -> Cluster:
     """The devices of this machine: its CUDA devices, else its CPU cores, each good for one process."""
     count = cuda_devices()
-    if count:
-        return Cluster(device="cuda", per_node=count)
-    return Cluster(device="cpu", per_node=cores(), memory=memory_bytes())
+    return cluster(f"{count}xcuda" if count else f"{cores()}xcpu")
 
 
 def peak_memory() -> int:
     """Largest memory this process has held, in bytes: allocated on its CUDA device, else its resident set."""
+    import torch
+
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     try:

@@ -1,0 +1,179 @@
+"""The catalog: published figures of devices, their hosts, links and networks, each with source and year."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from phalanx.errors import Problem, SpecError
+from phalanx.spec import Device, Host, Link, Network
+from phalanx.units import parse_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where figures are from.
+
+    Attributes:
+        figures: which they are: ``device``, ``link``, ``host``, ``host link``, ``network`` or ``room``.
+        document: that states them, or the assumption made.
+        year: of that document.
+    """
+
+    figures: str
+    document: str
+    year: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A device with what usually surrounds it.
+
+    Attributes:
+        device: what computes.
+        link: between the devices of one node.
+        host: the machine they usually sit in.
+        adapters: network adapters of a full host.
+        adapter: what one of them can do.
+        aliases: other names of the device.
+        sources: of all figures.
+        note: what to know before using them; may be empty.
+    """
+
+    device: Device
+    link: Link
+    host: Host
+    adapters: int
+    adapter: Network
+    aliases: tuple[str, ...]
+    sources: tuple[Source, ...]
+    note: str
+
+    @property
+    def per_node(self) -> int:
+        """Devices of a full host; 1 where any number fits."""
+        return self.host.slots or 1
+
+    def network(self, per_node: int) -> Network:
+        """The network of a node with ``per_node`` devices: with fewer devices than slots, as many fewer adapters."""
+        full = self.host.slots or per_node
+        adapters = max(1, math.ceil(self.adapters * min(per_node, full) / full))
+        name = f"{adapters} x {self.adapter.bandwidth * 8 / 1e9:g} Gb/s {self.adapter.name}"
+        bandwidth = adapters * self.adapter.bandwidth
+        return Network(name=name, bandwidth=bandwidth, latency=self.adapter.latency)
+
+
+def names() -> tuple[str, ...]:
+    """Every device of the catalog, in its order; aliases left out."""
+    return tuple(_entries())
+
+
+def device(name: str) -> Device:
+    """The device called ``name``, which may be an alias, in any case.
+
+    Raises:
+        SpecError: with the nearest names if there is none.
+    """
+    return entry(name).device
+
+
+def entry(name: str) -> Entry:
+    """The device called ``name`` with its link, host, network and sources.
+
+    Raises:
+        SpecError: with the nearest names if there is none.
+    """
+    found = find(name)
+    if found is None:
+        raise SpecError([unknown(name)])
+    return found
+
+
+def find(name: str) -> Entry | None:
+    """The entry called ``name``, which may be an alias, in any case; ``None`` if there is none."""
+    known = _by_any_name().get(_key(name))
+    return _entries()[known] if known else None
+
+
+def unknown(name: str) -> Problem:
+    """What to say of a device that is not in the catalog."""
+    near = nearest(name)
+    allowed = f"{', '.join(near)}, or another that phalanx devices lists" if near else "what phalanx devices lists"
+    return Problem(where="device", given=repr(name), allowed=allowed, fix=near[0] if near else "phalanx devices")
+
+
+def nearest(name: str) -> tuple[str, ...]:
+    """Names of the catalog that look like ``name``, best first."""
+    known = _by_any_name()
+    close = difflib.get_close_matches(_key(name), known, n=6, cutoff=0.5)
+    starting = [one for one in known if _key(name) and one.startswith(_key(name))]
+    return tuple(dict.fromkeys(known[one] for one in [*starting, *close]))[:4]
+
+
+def _key(name: str) -> str:
+    return name.strip().lower().replace("_", "-").replace(" ", "-")
+
+
+@cache
+def _by_any_name() -> dict[str, str]:
+    return {_key(one): name for name, entry in _entries().items() for one in (name, *entry.aliases)}
+
+
+@cache
+def _entries() -> dict[str, Entry]:
+    tables = tomllib.loads(files("phalanx.hardware").joinpath("catalog.toml").read_text(encoding="utf-8"))
+    return {name: _entry(name, tables) for name in tables["devices"]}
+
+
+def _entry(name: str, tables: Mapping[str, Any]) -> Entry:
+    row = tables["devices"][name]
+    host, network = tables["hosts"][row["host"]], tables["networks"][row["network"]]
+    link, host_link = tables["links"][row["link"]], tables["links"].get(host.get("link"))
+    parts = {"device": row, "link": link, "host": host, "host link": host_link, "network": network}
+    parts["room"] = tables["assumptions"]
+    return Entry(
+        device=_device(name, row, tables["assumptions"]),
+        link=_link(link),
+        host=Host(
+            name=host["name"],
+            slots=host["slots"],
+            link=_link(host_link) if host_link else None,
+            cores=host.get("cores"),
+            memory=parse_bytes(host["memory"]) if "memory" in host else None,
+            numa=host.get("numa"),
+        ),
+        adapters=network["nics"],
+        adapter=Network(name=network["name"], bandwidth=network["rate"], latency=network["latency"]),
+        aliases=tuple(row.get("aliases", ())),
+        sources=tuple(
+            Source(figures=what, document=part["source"], year=part["date"]) for what, part in parts.items() if part
+        ),
+        note=row.get("note", ""),
+    )
+
+
+def _device(name: str, row: Mapping[str, Any], assumed: Mapping[str, Any]) -> Device:
+    memory = parse_bytes(row["memory"])
+    unseen = 0 if row["kind"] == "cpu" else round(memory * assumed["unseen"])
+    seen = parse_bytes(row["seen"]) if "seen" in row else memory - unseen
+    return Device(
+        name=name,
+        kind=row["kind"],
+        peak=row["peak"],
+        memory=memory,
+        bandwidth=row["bandwidth"],
+        kept=memory - seen + parse_bytes(assumed[row["kind"]]),
+        power=row.get("power"),
+        launch=row.get("launch"),
+        processors=row.get("processors"),
+    )
+
+
+def _link(row: Mapping[str, Any]) -> Link:
+    return Link(name=row["name"], bandwidth=row["bandwidth"], latency=row["latency"])
