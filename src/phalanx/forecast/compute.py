@@ -1,0 +1,167 @@
+"""What one micro-batch takes in each part of the model: computing, and the exchanges that stand between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.forecast.habits import Habits
+from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.links import Fabric, collective
+from phalanx.forecast.price import Priced, itemsize, price
+from phalanx.forecast.rates import Rates
+from phalanx.forecast.tables import Array, Table
+
+KINDS = ("products", "attention", "memory")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Times:
+    """Seconds of one micro-batch in each part of the model (one of its count): shape (parts, N) each.
+
+    Attributes:
+        forward: computing, in the forward.
+        inputs: the backward but for what yields only weights' gradients.
+        weights: that.
+        again: recomputing, inside the backward.
+        sent_forward: exchanges that stand in the forward's way.
+        sent_backward: and in the backward's.
+        by_kind: of computing: shape (kinds, parts, N), see ``KINDS``; without launches.
+        waiting: of computing, where the device waits for the host to launch.
+    """
+
+    forward: Array
+    inputs: Array
+    weights: Array
+    again: Array
+    sent_forward: Array
+    sent_backward: Array
+    by_kind: Array
+    waiting: Array
+
+    @property
+    def before(self) -> Array:
+        """All of the forward."""
+        return self.forward + self.sent_forward
+
+    @property
+    def back(self) -> Array:
+        """All of the backward."""
+        return self.inputs + self.weights + self.again + self.sent_backward
+
+
+def compute(costs: Table, layouts: Layouts, rates: Rates, fabric: Fabric, habits: Habits, precision: str) -> Times:
+    """The times of every part under every candidate."""
+    priced = price(costs, layouts.shapes, rates, habits, precision)
+    count = len(costs.parts)
+    ahead, back = ~costs.backward, costs.backward & ~costs.weights
+    device = [_summed(priced.seconds, costs, rows, count) for rows in (ahead, back, costs.backward & costs.weights)]
+    launched = [
+        _launches(costs, rows, count) * rates.kernels.host * habits.launches for rows in (ahead, costs.backward)
+    ]
+    forward = np.maximum(device[0], launched[0][:, None])
+    slack = np.maximum(launched[1][:, None] - device[1] - device[2], 0.0)
+    again = _again(costs, priced, layouts, habits, forward)
+    joined = _joins(costs, layouts, fabric, precision) * (1 - habits.overlap_tensor)
+    around = _around(costs, layouts, fabric, precision, priced)
+    kinds = [_summed(priced.seconds, costs, rows, count) for rows in (costs.matmul, costs.attention, costs.memory)]
+    blocks = np.array([part.role == "block" for part in costs.parts])[:, None]
+    anew = np.where(layouts.recompute == 2, 1.0, 0.0) * blocks
+    return Times(
+        forward=forward,
+        inputs=device[1] + slack,
+        weights=device[2],
+        again=again,
+        sent_forward=joined[0] + around[0],
+        sent_backward=joined[1] + around[1] + anew * (joined[0] + around[0]),
+        by_kind=np.stack(kinds),
+        waiting=forward - device[0] + slack,
+    )
+
+
+def _summed(seconds: Array, costs: Table, rows: npt.NDArray[np.bool_], count: int) -> Array:
+    """Sums over the operations in ``rows``, by part."""
+    chosen = (costs.part[None, :] == np.arange(count)[:, None]) & rows[None, :]
+    return chosen.astype(float) @ seconds
+
+
+def _launches(costs: Table, rows: npt.NDArray[np.bool_], count: int) -> Array:
+    return np.bincount(costs.part[rows], minlength=count).astype(float)
+
+
+def _again(costs: Table, priced: Priced, layouts: Layouts, habits: Habits, forward: Array) -> Array:
+    """What the backward computes anew, of the blocks."""
+    count = len(costs.parts)
+    blocks = np.array([part.role == "block" for part in costs.parts])[:, None]
+    if habits.selective == "attention":
+        some = _summed(priced.seconds, costs, costs.attention & ~costs.backward, count)
+    elif habits.selective == "alternate":
+        some = forward / 2
+    else:
+        some = _summed(priced.seconds, costs, costs.memory & ~costs.backward, count)
+    recompute = layouts.recompute
+    return blocks * np.where(recompute == 2, forward, np.where(recompute == 1, some, 0.0))
+
+
+def _joins(costs: Table, layouts: Layouts, fabric: Fabric, precision: str) -> Array:
+    """Exchanges of ``tp``, forward and backward: one where the results of a row-parallel product are added up.
+
+    With the stream cut along the tokens an all-gather and a reduce-scatter take the place of each all-reduce: the same
+    bytes (Korthikanti et al., "Reducing Activation Recomputation", 2022, section 4.2.2).
+    """
+    both: list[Array] = []
+    one = np.ones_like(layouts.tp)
+    for backward in (False, True):
+        parts: list[Array] = []
+        for index, part in enumerate(costs.parts):
+            mine = costs.part == index
+            rows = float((mine & costs.row & costs.matmul & ~costs.backward).sum())
+            if part.role == "before" and not backward:
+                rows += any(weights.share == "inner" for weights in part.weights)
+            if part.role == "after" and backward:
+                rows += bool((mine & costs.column & costs.matmul).any())
+            entry = part.entry if part.role != "before" else costs.parts[min(1, len(costs.parts) - 1)].entry
+            size = entry.at(layouts.micro, layouts.length) / layouts.cp * itemsize(precision)
+            parts.append(rows * collective("all-reduce", size * one, layouts.tp, one, fabric))
+        both.append(np.stack(parts))
+    return np.stack(both)
+
+
+def _around(costs: Table, layouts: Layouts, fabric: Fabric, precision: str, priced: Priced) -> Array:
+    """Exchanges of ``cp`` and ``ep``, forward and backward, as far as computing does not hide them.
+
+    Keys and values go around a ring while attention computes (Liu et al., "Ring Attention", 2023); experts' tokens go
+    out and come back (Lepikhin et al., "GShard", 2020), which nothing hides.
+    """
+    count, size = len(costs.parts), itemsize(precision)
+    shape = (2, count, len(layouts.tp))
+    found = np.zeros(shape)
+    shapes = layouts.shapes
+    stride = layouts.tp
+    for backward in (False, True):
+        at = costs.attention & (costs.backward == backward)
+        if at.any() and (layouts.cp > 1).any():
+            dims = [laws.at(shapes.samples, shapes.length) for laws in costs.dims]
+            kept = 2 * dims[0] * dims[2] * dims[4] * dims[5] * size / np.where(costs.inner[:, None], layouts.tp, 1.0)
+            moved = (2.0 if backward else 1.0) * _summed(kept, costs, at, count)
+            ring = collective(
+                "all-gather", moved, layouts.cp * np.ones((count, 1)), stride * np.ones((count, 1)), fabric
+            )
+            hidden = _summed(priced.seconds, costs, at, count)
+            found[int(backward)] += np.where(layouts.cp > 1, np.maximum(ring - hidden, 0.1 * ring), 0.0)
+        experts = costs.expert & costs.matmul & ~costs.backward
+        if experts.any() and (layouts.ep > 1).any():
+            dims = [laws.at(shapes.samples, shapes.length) for laws in costs.dims]
+            tokens = dims[0] * dims[1] * dims[3] * experts[:, None] / layouts.cp
+            most = np.stack([tokens[costs.part == index].max(axis=0, initial=0.0) for index in range(count)])
+            ways = collective(
+                "all-to-all",
+                most * size,
+                layouts.ep * np.ones((count, 1)),
+                stride * layouts.cp * np.ones((count, 1)),
+                fabric,
+            )
+            found[int(backward)] += 2 * ways
+    return found

@@ -1,0 +1,198 @@
+"""What will happen: the step time, memory and energy of plans on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from phalanx.forecast.compute import compute
+from phalanx.forecast.doubt import interval
+from phalanx.forecast.habits import PHALANX, Habits
+from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.links import Fabric
+from phalanx.forecast.memory import Memory, memory
+from phalanx.forecast.rates import rates
+from phalanx.forecast.step import StepTime, step_time
+from phalanx.forecast.tables import Array, table
+from phalanx.profile import Profile
+from phalanx.spec import Cluster, Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a job asks for in each step.
+
+    Attributes:
+        profile: of its model.
+        batch: samples in one optimizer step of all devices.
+        length: tokens in a sample; 0 for that of the profile.
+        state: bytes of optimizer state for each parameter.
+    """
+
+    profile: Profile
+    batch: int
+    length: int = 0
+    state: float = 8.0
+
+    @property
+    def tokens(self) -> int:
+        """In one sample."""
+        return self.length or self.profile.length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """One plan's future.
+
+    Attributes:
+        plan: it.
+        cluster: on which, as text.
+        seconds: of one optimizer step, by what they go to (see ``StepTime``).
+        low: seconds of a step that four of five alike plans stay above or below ``high`` of.
+        high: see ``low``.
+        memory: bytes at the peak on the rank that needs most, by what they are (see ``Memory``).
+        allocated: bytes of tensors at the peak.
+        reserved: bytes the allocator then holds.
+        room: bytes a process can use.
+        samples: in one step.
+        tokens: in one sample.
+        flops: of the model in one step, without recomputation.
+        peak: FLOP/s of all devices in the plan's precision.
+        watts: that all devices draw at most; 0 where not known.
+        notes: what the reader should know.
+    """
+
+    plan: Plan
+    cluster: str
+    seconds: dict[str, float]
+    low: float
+    high: float
+    memory: dict[str, float]
+    allocated: float
+    reserved: float
+    room: float
+    samples: int
+    tokens: int
+    flops: float
+    peak: float
+    watts: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> float:
+        """Seconds of one optimizer step."""
+        return sum(self.seconds.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the rank that needs most has room for it."""
+        return self.reserved <= self.room
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second of all devices."""
+        return self.samples / self.step
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP/s over the peak: Chowdhery et al., "PaLM", 2022, appendix B."""
+        return self.flops / self.step / self.peak
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """What bounds it: the largest shares of the step, and the largest part of memory."""
+        ranked = sorted(self.seconds.items(), key=lambda one: -one[1])
+        shares = [f"{100 * seconds / self.step:.0f} % {name}" for name, seconds in ranked if seconds > 0.05 * self.step]
+        largest = max(self.memory, key=lambda name: self.memory[name], default="")
+        return (*shares, f"memory: {largest}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sweep:
+    """Many plans' futures at once: shape (N,) each, in the order of ``plans``.
+
+    Attributes:
+        plans: they.
+        step: seconds by part.
+        memory: bytes by part.
+        room: bytes a process can use.
+    """
+
+    plans: tuple[Plan, ...]
+    step: StepTime
+    memory: Memory
+    room: float
+
+    @property
+    def fits(self) -> Array:
+        """1 where there is room, else 0."""
+        return (self.memory.reserved <= self.room).astype(float)
+
+
+def sweep(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits = PHALANX) -> Sweep:
+    """The step and memory of every plan on ``cluster``, of which each uses as many devices as it needs."""
+    at: dict[str, list[int]] = {}
+    for index, plan in enumerate(plans):
+        at.setdefault(plan.precision, []).append(index)
+    steps: list[StepTime] = []
+    memories: list[Memory] = []
+    for precision, indices in at.items():
+        step, needed = _of_one_precision(work, [plans[index] for index in indices], cluster, habits, precision)
+        steps.append(step)
+        memories.append(needed)
+    order = np.argsort(np.concatenate([np.array(indices) for indices in at.values()]))
+    return Sweep(
+        plans=tuple(plans),
+        step=StepTime(**{one.name: _joined(steps, one.name, order) for one in fields(StepTime)}),
+        memory=Memory(**{one.name: _joined(memories, one.name, order) for one in fields(Memory)}),
+        room=min(float(group.device.room) for group in cluster.groups),
+    )
+
+
+def _joined(parts: Sequence[StepTime | Memory], name: str, order: Array) -> Array:
+    return np.concatenate([getattr(part, name) for part in parts])[order]
+
+
+def _of_one_precision(
+    work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits, precision: str
+) -> tuple[StepTime, Memory]:
+    costs, layouts = table(work.profile), Layouts.of(plans, work.batch, work.tokens)
+    slowest = min(cluster.groups, key=lambda group: group.device.peak.get(precision, 0.0))
+    speeds = rates(slowest.device)
+    fabric = Fabric(
+        inside=slowest.link.bandwidth if slowest.link else slowest.device.bandwidth / 4,
+        node=cluster.network.bandwidth,
+        per_node=slowest.per_node,
+        wires=speeds.wires,
+    )
+    times = compute(costs, layouts, speeds, fabric, habits, precision)
+    step = step_time(costs, times, layouts, speeds, fabric, habits, precision)
+    return step, memory(work.profile, layouts, habits, precision, work.state)
+
+
+def forecast(work: Work, plan: Plan, cluster: Cluster, habits: Habits = PHALANX) -> Forecast:
+    """One plan's future on ``cluster``."""
+    found = sweep(work, [plan], cluster, habits)
+    seconds = {one.name: float(getattr(found.step, one.name)[0]) for one in fields(StepTime)}
+    parts = {one.name: float(getattr(found.memory, one.name)[0]) for one in fields(Memory)}
+    device = cluster.groups[0].device
+    low, high = interval(sum(seconds.values()), plan, device, habits)
+    return Forecast(
+        plan=plan,
+        cluster=str(cluster),
+        seconds=seconds,
+        low=low,
+        high=high,
+        memory=parts,
+        allocated=float(found.memory.allocated[0]),
+        reserved=float(found.memory.reserved[0]),
+        room=found.room,
+        samples=work.batch,
+        tokens=work.tokens,
+        flops=work.profile.flops(1, work.tokens) * work.batch,
+        peak=device.peak.get(plan.precision, max(device.peak.values())) * plan.devices,
+        watts=(device.power or 0.0) * plan.devices,
+        notes=work.profile.notes,
+    )

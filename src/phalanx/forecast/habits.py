@@ -1,0 +1,59 @@
+"""A framework's habits, named: which kernels are joined, what is overlapped, what is kept in memory in which precision.
+
+``phalanx`` is what this package itself does. The others exist to check forecasts against what people have published.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Habits:
+    """What a framework does beside the plan.
+
+    Attributes:
+        name: of the habits.
+        joined: share of the way from eager elementwise kernels (0) to those that a compiler joins (1).
+        attention: ``fused`` (never holds the scores) or ``scores`` (holds them: two products and a softmax).
+        scores: kernels' reads and writes of a score, forward, where they are held; the backward's are as many and half.
+        scores_kept: bytes of a score kept for the backward.
+        launches: host launches an operation takes, against an eager one; 0 where graphs launch them.
+        overlap: share of the data-parallel reduction that can hide behind backward.
+        overlap_tensor: share of tensor parallelism's that can hide behind its products.
+        selective: what selective recompute computes again: ``attention``, ``alternate`` blocks or ``cheap`` operations.
+        weights: bytes a parameter takes while computing.
+        master: bytes of its copy that the optimizer steps, where there is another.
+        gradients: bytes of a gradient while it is summed.
+        sent: bytes of a gradient when it is reduced.
+        state: bytes of the optimizer's state.
+        update: bytes moved to step a parameter.
+        gathered: bytes of a parameter when sharded ones are gathered.
+        contention: share of an exchange that runs beside computing by which it slows computing down.
+        rest: seconds of each step that no part explains: data, logging, synchronisation.
+        reserved: reserved memory over allocated.
+    """
+
+    name: str
+    joined: float = 0.0
+    attention: Literal["fused", "scores"] = "fused"
+    scores: float = 5.0
+    scores_kept: float = 5.0
+    launches: float = 1.0
+    overlap: float = 0.0
+    overlap_tensor: float = 0.0
+    selective: Literal["attention", "alternate", "cheap"] = "cheap"
+    weights: float = 4.0
+    master: float = 0.0
+    gradients: float = 4.0
+    sent: float = 4.0
+    state: float = 8.0
+    update: float = 28.0
+    gathered: float = 4.0
+    contention: float = 0.1
+    rest: float = 2e-3
+    reserved: float = 1.1
+
+
+PHALANX = Habits(name="phalanx")

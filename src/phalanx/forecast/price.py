@@ -1,0 +1,143 @@
+"""What each operation takes on a device: products by tiles, attention by its products, the rest by its traffic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.forecast.habits import Habits
+from phalanx.forecast.rates import Rates
+from phalanx.forecast.tables import Array, Mask, Table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Shapes:
+    """How one micro-batch is computed on one rank, for N candidates: shape (N,) each.
+
+    Attributes:
+        samples: in a micro-batch.
+        length: tokens in a whole sample.
+        tp: ranks of tensor parallelism.
+        sequence: 1 where the stream between products is cut along the tokens, too; else 0.
+        cp: ranks that share a sample's tokens.
+        ep: ranks that share the experts.
+    """
+
+    samples: Array
+    length: Array
+    tp: Array
+    sequence: Array
+    cp: Array
+    ep: Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Priced:
+    """Seconds of each operation, and what they are for: shape (operations, N) each.
+
+    Attributes:
+        seconds: on the device.
+        flops: computed.
+    """
+
+    seconds: Array
+    flops: Array
+
+
+_ITEMSIZE = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}
+
+
+def itemsize(precision: str) -> float:
+    """Bytes of an activation computed in ``precision``; fp8 products read 8 bits, and what lies between has 16."""
+    return _ITEMSIZE[precision]
+
+
+def price(costs: Table, shapes: Shapes, rates: Rates, habits: Habits, precision: str) -> Priced:
+    """Every operation of ``costs`` under every candidate of ``shapes``."""
+    dims = _dims(costs, shapes)
+    flops = np.zeros_like(dims[0])
+    seconds = np.zeros_like(dims[0])
+    size = itemsize(precision)
+    kernels = rates.kernels
+    at = costs.matmul
+    flops[at] = 2 * dims[0][at] * dims[1][at] * dims[2][at] * dims[3][at]
+    seconds[at] = _products(*(one[at] for one in dims[:4]), rates=rates, precision=precision)
+    at = costs.attention
+    flops[at], seconds[at] = _attention(costs, [one[at] for one in dims], rates, habits, precision)
+    at = costs.memory
+    moved = costs.traffic.at(shapes.samples, shapes.length)
+    if habits.joined:
+        moved += habits.joined * (costs.fused.at(shapes.samples, shapes.length) - moved)
+    moved = (moved / _divided(costs, shapes))[at] * size
+    seconds[at] = moved / (rates.bandwidth * kernels.stream) + kernels.floor * (moved > 0)
+    return Priced(seconds=seconds, flops=flops)
+
+
+def _divided(costs: Table, shapes: Shapes) -> Array:
+    """By how many ranks the elements of each operation are divided: shape (operations, N)."""
+    by = np.ones((len(costs.part), len(shapes.tp)))
+    by[costs.inner] *= shapes.tp
+    by[costs.tokens] *= np.where(shapes.sequence > 0, shapes.tp, 1.0)
+    return by * np.where((costs.traffic.length > 0)[:, None], shapes.cp, 1.0)
+
+
+def _dims(costs: Table, shapes: Shapes) -> list[Array]:
+    """The six dimensions of each operation on one rank."""
+    dims = [laws.at(shapes.samples, shapes.length) for laws in costs.dims]
+    waiting: Mask = np.ones(len(costs.part), dtype=bool)
+    for laws, dim in zip(costs.dims, dims, strict=True):  # the tokens of one dimension are shared out, not of two
+        cut = waiting & (laws.length > 0)
+        dim[cut] /= shapes.cp
+        waiting &= ~cut
+    first, cut_n, cut_k = costs.matmul & ~costs.backward, costs.column, costs.row
+    dims[2][first & cut_n] /= shapes.tp
+    dims[3][first & cut_k] /= shapes.tp
+    later = costs.matmul & costs.backward & ~costs.weights
+    dims[3][later & cut_n] /= shapes.tp
+    dims[2][later & cut_k] /= shapes.tp
+    last = costs.matmul & costs.weights & (cut_n | cut_k)
+    dims[2][last] /= shapes.tp
+    dims[0][costs.matmul & costs.inner] /= shapes.tp
+    heads = costs.attention & costs.inner
+    dims[1][heads] /= shapes.tp
+    dims[2][heads] /= shapes.tp
+    dims[0][costs.matmul & costs.expert] /= shapes.ep
+    dims[1][costs.matmul & costs.expert] *= shapes.ep
+    return dims
+
+
+def _products(batch: Array, m: Array, n: Array, k: Array, *, rates: Rates, precision: str) -> Array:
+    """Tiles of the result are dealt to the device's units in rounds; the inner size fills and drains each."""
+    kernels = rates.kernels
+    tiles = batch * np.ceil(m / kernels.edge) * np.ceil(n / kernels.edge)
+    rounds = tiles / rates.units
+    rounds += kernels.waves * (np.ceil(rounds) - rounds)
+    tile = 2 * kernels.edge**2 * (k + kernels.depth)
+    computing = rounds * tile / (rates.peak[precision] * kernels.product / rates.units)
+    size = 1.0 if precision == "fp8" else itemsize(precision)
+    moved = batch * ((m + n) * k * size + m * n * itemsize(precision))
+    return np.maximum(computing, moved / (rates.bandwidth * kernels.stream)) + kernels.floor
+
+
+def _attention(costs: Table, dims: list[Array], rates: Rates, habits: Habits, precision: str) -> tuple[Array, Array]:
+    samples, heads, _, queries, keys, width = dims
+    backward = costs.backward[costs.attention][:, None]
+    pairs = samples * heads * queries * keys
+    kernels = rates.kernels
+    computed = "bf16" if precision == "fp8" else precision
+    if habits.attention == "fused":
+        half = costs.half[costs.attention][:, None]
+        flops = np.where(backward, 10.0, 4.0) * half * pairs * width
+        share = np.where(backward, kernels.attention_backward, kernels.attention)
+        narrow = width / (width + 32.0) * (160.0 / 128.0)  # a head of 64 leaves part of each product idle
+        blocks = samples * heads * np.ceil(queries / 128.0)
+        rounds = blocks / rates.units
+        idle = np.ceil(rounds) / rounds
+        return flops, flops / (rates.peak[computed] * share * narrow) * (1 + 0.5 * (idle - 1)) + kernels.floor
+    scores = _products(samples * heads, queries, keys, width, rates=rates, precision=computed)
+    values = _products(samples * heads, queries, width, keys, rates=rates, precision=computed)
+    products = np.where(backward, 2.0, 1.0) * (scores + values)
+    moved = np.where(backward, 1.5, 1.0) * habits.scores * pairs * itemsize(computed)
+    flops = np.where(backward, 8.0, 4.0) * pairs * width
+    return flops, products + moved / (rates.bandwidth * kernels.stream) + 3 * kernels.floor

@@ -1,0 +1,86 @@
+"""How fast a device does what: its data sheet, and the few constants by which kernels fall short of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phalanx.spec import Device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """Constants of a family of devices: measured once, the same for every model and source.
+
+    Attributes:
+        product: share of the peak that large products reach.
+        edge: rows and columns of the tile in which products are computed; what does not fill one is lost.
+        waves: share of a last, partly filled round of tiles over the device's units that is lost.
+        depth: inner size at which a product reaches half of its rate: filling and draining a tile.
+        attention: share of the peak that fused attention reaches forward, with heads of 128.
+        attention_backward: and backward.
+        stream: share of the memory bandwidth that elementwise kernels reach.
+        floor: seconds a kernel takes however small.
+        host: seconds the host needs to launch an eager operation.
+    """
+
+    product: float = 0.8
+    edge: float = 128.0
+    waves: float = 0.5
+    depth: float = 128.0
+    attention: float = 0.6
+    attention_backward: float = 0.5
+    stream: float = 0.8
+    floor: float = 3e-6
+    host: float = 6e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wires:
+    """Constants of collectives.
+
+    Attributes:
+        inside: share of the in-node link's bandwidth that large collectives reach.
+        between: share of the network's bandwidth.
+        start: seconds to start a collective inside a node.
+        hop: seconds for each further rank in a ring inside a node.
+        start_between: seconds to start one between nodes.
+        hop_between: seconds for each further node.
+        half_inside: bytes at which the in-node bandwidth is half reached.
+        half_between: bytes at which that of the network is.
+        crowd: share of time added with each doubling of the nodes: jitter, shared switches.
+    """
+
+    inside: float = 0.75
+    between: float = 0.8
+    start: float = 20e-6
+    hop: float = 1e-6
+    start_between: float = 30e-6
+    hop_between: float = 5e-6
+    half_inside: float = 4e6
+    half_between: float = 8e6
+    crowd: float = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """A device as forecasts see it.
+
+    Attributes:
+        peak: FLOP/s by data type.
+        bandwidth: bytes/s of its memory.
+        units: processors on it that compute a tile each.
+        kernels: by how much kernels fall short.
+        wires: by how much collectives do.
+    """
+
+    peak: Mapping[str, float]
+    bandwidth: float
+    units: int = 1
+    kernels: Kernels = field(default_factory=Kernels)
+    wires: Wires = field(default_factory=Wires)
+
+
+def rates(device: Device) -> Rates:
+    """The rates of a device of the catalog, with the constants of its family."""
+    return Rates(peak=device.peak, bandwidth=device.bandwidth, units=device.processors or 1)
