@@ -2,7 +2,8 @@
 
 PhalanxError
 ├── SpecError            a job, plan, cluster or option is wrong; carries every Problem found  (exit code 2)
-│   └── RefusedError     each part is valid, but this plan cannot serve this job here          (exit code 2)
+│   ├── RefusedError     each part is valid, but this plan cannot serve this job here          (exit code 2)
+│   └── ProfileError     a model's costs cannot be found without running it                    (exit code 2)
 ├── MissingExtraError    an optional package is needed; names the extra to install            (exit code 2)
 └── RunError             a run started and could not go on                                    (exit code 3)
     ├── LossError        the loss is NaN, infinite, or of a wrong form
@@ -60,6 +61,10 @@ class SpecError(PhalanxError):
 
 class RefusedError(SpecError):
     """The plan and the job are each valid, but this plan cannot serve this job on this machine."""
+
+
+class ProfileError(SpecError):
+    """A model does something that cannot be followed without values, so that its costs are not known."""
 
 
 class MissingExtraError(PhalanxError):

@@ -1,5 +1,21 @@
 """A model's costs: operations, parameters and saved activations, found without a device."""
 
 from phalanx.profile.costs import Operation, Part, Profile, Saved, Share, Size, Weights, flops
+from phalanx.profile.standard import Family, Shape, standard
+from phalanx.profile.tracing import Described, trace
 
-__all__ = ["Operation", "Part", "Profile", "Saved", "Share", "Size", "Weights", "flops"]
+__all__ = [
+    "Described",
+    "Family",
+    "Operation",
+    "Part",
+    "Profile",
+    "Saved",
+    "Shape",
+    "Share",
+    "Size",
+    "Weights",
+    "flops",
+    "standard",
+    "trace",
+]

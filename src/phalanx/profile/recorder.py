@@ -1,0 +1,251 @@
+"""Writes down every operation of a run on fake tensors, and which memory is alive when."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A tensor as an operation met it.
+
+    Attributes:
+        memory: number of the storage it lies in; views share it.
+        shape: its shape.
+        floating: whether it holds numbers that gradients can have.
+    """
+
+    memory: int
+    shape: tuple[int, ...]
+    floating: bool
+
+    @property
+    def elements(self) -> int:
+        """How many it has."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A storage.
+
+    Attributes:
+        bytes: of all of it.
+        itemsize: of the tensor that it was made as.
+        floating: whether that tensor was of floating point.
+    """
+
+    bytes: int
+    itemsize: int
+    floating: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """One operation of the run.
+
+    Attributes:
+        name: as the framework calls it.
+        inputs: what it reads, each once.
+        outputs: what it makes or writes.
+        given: the arguments, tensors in them as ``Seen``.
+        segment: which stretch between blocks it belongs to.
+        backward: whether it ran in the backward.
+        causal: of attention, whether later positions are hidden.
+    """
+
+    name: str
+    inputs: tuple[Seen, ...]
+    outputs: tuple[Seen, ...]
+    given: tuple[Any, ...] = ()
+    segment: int = 0
+    backward: bool = False
+    causal: bool = False
+
+
+@dataclass(slots=True)
+class Tape:
+    """What a run left behind.
+
+    Attributes:
+        steps: operations in order.
+        memories: number → storage.
+        saved: numbers of what autograd kept for the backward, in order, each once, with the segment.
+        changes: number when it came to be or minus it when it was freed, segment, whether in the backward; in order.
+    """
+
+    steps: list[Step] = field(default_factory=list[Step])
+    memories: dict[int, Memory] = field(default_factory=dict[int, Memory])
+    saved: dict[int, int] = field(default_factory=dict[int, int])
+    changes: list[tuple[int, int, bool]] = field(default_factory=list["tuple[int, int, bool]"])
+
+
+class Recorder(TorchDispatchMode):
+    """Records what runs inside it. Memory is known by numbers from 1, in order of first sight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self.segment = 0
+        self.backward = False
+        self._numbers: dict[int, int] = {}
+        self._watches: dict[int, weakref.ref[Any]] = {}
+        self._paused = 0
+        self._causal: set[int] = set()
+        self._counting: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if self._paused or func.namespace == "prim":
+            return made
+        self._follow_positions(func, args, kwargs, made)
+        if _is_free(func):
+            return made
+        inputs, outputs = self.seen((args, kwargs)), self.seen(made)
+        if not outputs:
+            return made
+        name = func._schema.name.partition("::")[2]
+        if name not in _EMPTY and not _same_memory(func, inputs, outputs):
+            given = tuple(self._as_seen(one) for one in args)
+            self.add(name, inputs, outputs, given=given)
+        return made
+
+    def add(self, name: str, inputs: Any, outputs: Any, *, given: tuple[Any, ...] = (), causal: bool = False) -> None:
+        """Write an operation down; inputs and outputs are tensors or what ``seen`` gave."""
+        if self._paused:
+            return
+        self.tape.steps.append(
+            Step(
+                name=name,
+                inputs=inputs if isinstance(inputs, tuple) else self.seen(inputs),
+                outputs=outputs if isinstance(outputs, tuple) else self.seen(outputs),
+                given=given,
+                segment=self.segment,
+                backward=self.backward,
+                causal=causal,
+            )
+        )
+
+    def seen(self, value: Any) -> tuple[Seen, ...]:
+        """The tensors in ``value``, each once."""
+        found: dict[tuple[int, tuple[int, ...]], Seen] = {}
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                one = self.see(leaf)
+                found.setdefault((one.memory, one.shape), one)
+        return tuple(found.values())
+
+    def see(self, tensor: Tensor) -> Seen:
+        """How ``tensor`` is written down."""
+        return Seen(self.number(tensor), tuple(tensor.shape), tensor.is_floating_point())
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of the memory that ``tensor`` lies in."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._numbers:
+            number = len(self.tape.memories) + 1
+            self._numbers[key] = number
+            self.tape.memories[number] = Memory(storage.nbytes(), tensor.itemsize, tensor.is_floating_point())
+            self.tape.changes.append((number, self.segment, self.backward))
+            self._watches[key] = weakref.ref(storage, lambda _: self._freed(key, number))
+        return self._numbers[key]
+
+    def begin_backward(self) -> None:
+        """What follows belongs to the backward."""
+        self.backward = True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is written down."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside, what autograd keeps for the backward is written down."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            if not self._paused:
+                self.tape.saved.setdefault(self.number(tensor), self.segment)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+    def is_causal(self, mask: Tensor) -> bool:
+        """Whether a mask was made by comparing positions, in a way that hides later ones."""
+        return self.number(mask) in self._causal
+
+    def mark_causal(self, mask: Tensor) -> None:
+        """Note that ``mask`` hides later positions."""
+        self._causal.add(self.number(mask))
+
+    def _freed(self, key: int, number: int) -> None:
+        self._numbers.pop(key, None)
+        self._watches.pop(key, None)
+        self.tape.changes.append((-number, self.segment, self.backward))
+
+    def _follow_positions(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        if not isinstance(made, Tensor) or self.backward:
+            return
+        name = func._schema.name.partition("::")[2]
+        if name == "arange":
+            self._counting.add(self.number(made))
+            return
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        numbers = {self.number(leaf) for leaf in given}
+        if name in ("triu", "tril") or (numbers & self._causal and made.dim() >= 2):
+            self._causal.add(self.number(made))
+        elif numbers and numbers <= self._counting and not made.is_floating_point():
+            compared = name in ("le", "ge", "lt", "gt") and len(given) == 2 and made.dim() >= 2
+            (self._causal if compared else self._counting).add(self.number(made))
+
+    def _as_seen(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.see(value)
+        return [self._as_seen(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+_EMPTY = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "set_",
+    "resize_",
+    "_local_scalar_dense",
+}
+_VIEWS = {"_unsafe_view", "_reshape_alias", "detach", "detach_", "lift_fresh", "view_as_real", "view_as_complex"}
+
+
+def _is_free(func: Any) -> bool:
+    """Whether it moves no numbers: a view, or a question."""
+    if func._schema.name.partition("::")[2] in _VIEWS:
+        return True
+    infos = [one.alias_info for one in func._schema.returns]
+    return bool(infos) and all(info is not None and not info.is_write for info in infos)
+
+
+def _same_memory(func: Any, inputs: Iterable[Seen], outputs: Iterable[Seen]) -> bool:
+    """Whether all that it gives lies where its inputs do, though it writes nothing: a view without saying so."""
+    if any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments):
+        return False
+    return {one.memory for one in outputs} <= {one.memory for one in inputs}

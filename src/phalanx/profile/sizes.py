@@ -1,0 +1,86 @@
+"""Traces a model at the sizes that its laws are found from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from phalanx.errors import PhalanxError
+from phalanx.profile.costs import Profile
+from phalanx.profile.laws import Sizes, profile_of
+from phalanx.profile.measured import Measured, measured
+from phalanx.profile.refusal import refusal
+from phalanx.profile.tracer import Call, traced
+from phalanx.profile.tracing import Described
+
+_SAMPLES = 2  # one sample would let dimensions of 1 pass for others
+
+
+def measured_at_sizes(described: Described) -> Profile:
+    """The profile of a model, from traces of 2 and 4 samples, and of half the length."""
+    call = Call(
+        module=described.module,
+        args=described.args,
+        kwargs=dict(described.kwargs),
+        batch=described.batch,
+        loss=described.loss,
+    )
+    leaves = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+    samples = next((one.shape[0] for one in leaves if one.dim()), 1)
+    length = described.length or _length(leaves)
+    sizes = Sizes(samples=_SAMPLES, length=length, shorter=max(1, length // 2))
+    wanted = [(_SAMPLES, length), (2 * _SAMPLES, length)] + [(_SAMPLES, sizes.shorter)] * (length > 1)
+    notes: list[str] = []
+    for dtype in (torch.bfloat16, None):
+        try:
+            runs = [_run(call, _form(samples, length, *size), dtype) for size in wanted[:1]]
+        except Exception as error:
+            if dtype is None:
+                raise _refused(error) from error
+            continue
+        break
+    try:
+        runs += [_run(call, _form(samples, length, *size), dtype) for size in wanted[1:2]]
+    except Exception as error:
+        raise _refused(error) from error
+    try:
+        runs += [_run(call, _form(samples, length, *size), dtype) for size in wanted[2:]]
+    except Exception:
+        notes.append(f"it runs with samples of {length} tokens only: other lengths are a guess")
+    return profile_of(runs, sizes, notes)
+
+
+def _run(call: Call, form: Callable[[Tensor], tuple[int, ...]], dtype: Any) -> Measured:
+    itemsize = dtype.itemsize if dtype is not None else _itemsize(call)
+    return measured(traced(call, form, dtype), call.module, itemsize)
+
+
+def _itemsize(call: Call) -> int:
+    return next((one.itemsize for one in call.module.parameters() if one.is_floating_point()), 4)
+
+
+def _length(leaves: list[Tensor]) -> int:
+    """Tokens of a sample: dimension 1 of inputs of whole numbers, or of vectors in a row."""
+    found = [one.shape[1] for one in leaves if one.dim() == 2 and not one.is_floating_point()]
+    found += [one.shape[1] for one in leaves if one.dim() == 3 and one.is_floating_point()]
+    return found[0] if found else 1
+
+
+def _form(samples: int, length: int, to_samples: int, to_length: int) -> Callable[[Tensor], tuple[int, ...]]:
+    def form(tensor: Tensor) -> tuple[int, ...]:
+        shape = list(tensor.shape)
+        if shape and shape[0] == samples:
+            shape[0] = to_samples
+        if length > 1 and len(shape) > 1 and shape[1] == length:
+            shape[1] = to_length
+        return tuple(shape)
+
+    return form
+
+
+def _refused(error: Exception) -> Exception:
+    return error if isinstance(error, PhalanxError) else refusal(error)

@@ -1,0 +1,376 @@
+"""Runs a model once on fake tensors, each distinct block alone and the rest around them, and writes down what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from phalanx.profile.alike import likeness
+from phalanx.profile.blocks import leave_cache_out, parts
+from phalanx.profile.fakes import fake, faked, quiet
+from phalanx.profile.fused import as_on_accelerators
+from phalanx.profile.recorder import Recorder, Seen, Tape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """What a run of a block, or of what is around the blocks, left behind.
+
+    Attributes:
+        tape: its operations and memory.
+        parameters: memory → name of the parameters that it met.
+        gradients: memory → name of the parameter whose gradient it is.
+        entries: what entered, the stream first; then gradients of what leaves, or around blocks what each block left.
+        others: memories of what else was given, kept by who gave it.
+        leaving: memories that others read.
+        kept: memories, with their segment, that blocks keep beside what enters them.
+        modules: calls of modules without children, by segment.
+    """
+
+    tape: Tape
+    parameters: dict[int, str]
+    gradients: dict[int, str]
+    entries: tuple[Seen, ...]
+    others: frozenset[int]
+    leaving: frozenset[int]
+    kept: dict[int, int] = field(default_factory=dict[int, int])
+    modules: dict[int, int] = field(default_factory=dict[int, int])
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A block's turn: its name, what it is like, and whether its parameters were met before."""
+
+    name: str
+    like: Any
+    again: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traced:
+    """A whole model at one size.
+
+    Attributes:
+        visits: blocks in the order of their turns.
+        blocks: trace of each distinct block.
+        rest: trace of what is around them.
+    """
+
+    visits: list[Visit]
+    blocks: dict[Any, Trace]
+    rest: Trace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A model and how it is called; tensors may be on any device, only their forms are read.
+
+    Attributes:
+        module: the model.
+        args: positional arguments of its forward.
+        kwargs: named ones.
+        batch: what the loss is called with beside the output.
+        loss: from the output and the batch to a scalar.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: Any
+    loss: Callable[[Any, Any], Any]
+
+
+def traced(call: Call, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.dtype | None) -> Traced:
+    """Run the model with inputs of the shapes that ``form`` gives, computing in ``dtype``.
+
+    Raises:
+        Exception: whatever the model raises on fake tensors.
+    """
+    module = call.module
+    leave_cache_out(module)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    names = {id(tensor): name for name, tensor in module.named_parameters()}
+    with quiet(), _training(module), faked(module, mode, dtype) as meant:
+        parameters = [(names[id(real)], stand_in) for stand_in, real in _stand_ins(module, meant)]
+        run = _Run(module, parameters)
+
+        def given(value: Any) -> Any:
+            return tree_map(lambda leaf: _input(mode, leaf, form, dtype) if isinstance(leaf, Tensor) else leaf, value)
+
+        args, kwargs, batch = given((call.args, call.kwargs, call.batch))
+        return run.whole(args, kwargs, lambda output: call.loss(output, batch), batch)
+
+
+def _stand_ins(module: nn.Module, meant: dict[int, nn.Parameter]) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    for tensor in module.parameters():
+        yield tensor, meant[id(tensor)]
+
+
+def _input(mode: FakeTensorMode, leaf: Tensor, form: Callable[[Tensor], tuple[int, ...]], dtype: Any) -> Tensor:
+    return fake(mode, torch.empty(form(leaf), dtype=leaf.dtype, device="meta"), dtype=dtype)
+
+
+class _Run:
+    def __init__(self, module: nn.Module, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        self.module = module
+        self.parameters = parameters
+        self.blocks = parts(module)
+        names = {child: name for name, child in module.named_modules()}
+        self.names = {block: names[block] for block in self.blocks}
+        self.visits: list[Visit] = []
+        self.met: set[nn.Module] = set()
+        self.traces: dict[Any, Trace] = {}
+        self.forms: dict[Any, Any] = {}
+        self.likes = {block: likeness(block) for block in self.blocks}
+        self.recorder = Recorder()
+        self.anchor = torch.empty(1, requires_grad=True)
+        self.kept: dict[int, int] = {}
+        self.entries: list[Seen] = []
+        self.entered: set[int] = set()
+        self.held: list[Tensor] = []
+        self.leaving: set[int] = set()
+
+    def whole(self, args: Any, kwargs: Any, loss: Callable[[Any], Any], batch: Any) -> Traced:
+        """The model and its loss, forward and backward."""
+        recorder = self.recorder
+        inside = {id(one) for block in self.blocks for one in block.parameters()}
+        held = {recorder.number(one): name for name, one in self.parameters}
+        buffers = frozenset(recorder.number(one) for one in self.module.buffers())
+        inputs = [leaf for leaf in tree_leaves((args, kwargs, batch)) if isinstance(leaf, Tensor)]
+        others = frozenset(recorder.number(leaf) for leaf in inputs) | buffers
+        entries = tuple(recorder.see(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        counted = dict[int, int]()
+        with ExitStack() as stack:
+            stack.enter_context(_calls(self.module, {*self._within()}, counted, lambda: recorder.segment))
+            stack.enter_context(_replaced({block: self._stub(block) for block in self.blocks}))
+            stack.enter_context(as_on_accelerators(recorder))
+            stack.enter_context(recorder)
+            with recorder.keeping():
+                value = scalar(loss(self.module(*args, **kwargs)))
+            recorder.begin_backward()
+            rest = [(name, one) for name, one in self.parameters if id(one) not in inside or self._shared(one)]
+            rest = [(name, one) for name, one in rest if one.requires_grad]
+            wanted = [one for _, one in rest]
+            grads = torch.autograd.grad(value, [*wanted, self.anchor], allow_unused=True)
+            gradients = {
+                recorder.number(grad): name for (name, _), grad in zip(rest, grads, strict=False) if grad is not None
+            }
+        trace = Trace(
+            tape=recorder.tape,
+            parameters=held,
+            gradients=gradients,
+            entries=(*(one for one in entries if one.floating), *self.entries),
+            others=others | self.entered | {one.memory for one in self.entries},
+            leaving=frozenset(self.leaving),
+            kept=self.kept,
+            modules=counted,
+        )
+        return Traced(visits=self.visits, blocks=self.traces, rest=trace)
+
+    def _shared(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter of a block is held outside of the blocks, too."""
+        within = self._within()
+        return any(
+            one is parameter
+            for child in self.module.modules()
+            if child not in within
+            for one in child._parameters.values()
+        )
+
+    def _within(self) -> set[nn.Module]:
+        return {child for block in self.blocks for child in block.modules()}
+
+    def _stub(self, block: nn.Module) -> Callable[..., Any]:
+        forward = block.forward
+
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            leaves, structure = tree_flatten((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            form = tuple((tuple(one.shape), one.dtype, one.requires_grad) for one in tensors)
+            plain = tuple(leaf for leaf in leaves if isinstance(leaf, bool | int | float | str | None))
+            like = (self.likes[block], form, plain, str(structure))
+            with self.recorder.paused():
+                if like not in self.traces:
+                    self.traces[like], self.forms[like] = _alone(block, forward, leaves, structure, self.recorder)
+                self.visits.append(Visit(self.names[block], like, block in self.met))
+                self.met.add(block)
+                return self._given(like, tensors)
+
+        return instead
+
+    def _given(self, like: Any, tensors: list[Tensor]) -> Any:
+        """What a block gives, joined to what it was given so that the backward passes through."""
+        recorder = self.recorder
+        specs, structure = self.forms[like]
+        floats = [one for one in tensors if one.requires_grad]
+        recorder.segment += 1
+        turn = recorder.segment
+        entry = next((one for one in tensors if one.is_floating_point()), None)
+        for one in tensors:
+            if one is not entry:
+                self.kept.setdefault(recorder.number(one), turn - 1)
+            self.leaving.add(recorder.number(one))
+        if entry is not None:
+            self.entered.add(recorder.number(entry))
+
+        def back(grads: tuple[Tensor, ...]) -> None:
+            self.leaving |= {recorder.number(one) for one in grads}
+            recorder.segment = turn - 1
+
+        made = [spec for spec in specs if isinstance(spec, _Made)]
+        results = iter(_Stub.apply(recorder, back, made, self.anchor, *floats) if made else ())
+        filled = [
+            tensors[spec] if isinstance(spec, int) else next(results) if isinstance(spec, _Made) else spec.value
+            for spec in specs
+        ]
+        outputs = [one for one in filled if isinstance(one, Tensor)]
+        self.held += outputs  # so that their memory is not another's while the run lasts
+        self.entries += [recorder.see(one) for one in outputs[:1]]
+        return tree_unflatten(filled, structure)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    value: Any
+
+
+class _Stub(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, back: Any, made: list[_Made], anchor: Tensor, *floats: Tensor) -> Any:
+        ctx.recorder, ctx.back, ctx.forms = recorder, back, [(one.shape, one.dtype) for one in floats]
+        results = tuple(torch.empty_strided(one.shape, one.stride, dtype=one.dtype) for one in made)
+        ctx.mark_non_differentiable(*(one for one in results if not one.is_floating_point()))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.back(grads)
+        with ctx.recorder.paused():
+            return None, None, None, None, *(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.forms)
+
+
+def _alone(
+    block: nn.Module, forward: Callable[..., Any], leaves: list[Any], structure: Any, outside: Recorder
+) -> tuple[Trace, Any]:
+    """One block's forward and backward; its trace, and what its output is made of."""
+    inputs = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
+    originals = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    recorder = Recorder()
+    named = dict(block.named_parameters())
+    held = {recorder.number(one): name for name, one in named.items()}
+    given = [recorder.see(one) for one in tensors]
+    entry = [one for one in given if one.floating][:1]
+    others = {one.memory for one in given} | {recorder.number(one) for one in block.buffers()}
+    for one, original in zip(tensors, originals, strict=True):
+        if outside.is_causal(original):
+            recorder.mark_causal(one)
+    counted = dict[int, int]()
+    args, kwargs = tree_unflatten(inputs, structure)
+    with _calls(block, set(), counted, lambda: 0), as_on_accelerators(recorder), recorder:
+        with recorder.keeping():
+            output = forward(*args, **kwargs)
+        results, form = tree_flatten(output)
+        made = [one for one in results if isinstance(one, Tensor) and one.requires_grad and not _among(one, tensors)]
+        leaving = frozenset(recorder.number(one) for one in results if isinstance(one, Tensor))
+        specs = [_spec(one, tensors) for one in results]
+        with recorder.paused():
+            ones = [torch.empty_like(one) for one in made]
+            for one in ones:
+                recorder.number(one)
+        learning = [(name, one) for name, one in named.items() if one.requires_grad]
+        wanted = [one for one in tensors if one.requires_grad]
+        recorder.begin_backward()
+        streams = recorder.seen([ones, [one for one in tensors if one.requires_grad]])
+        output = results = None
+        sought = [*wanted, *(one for _, one in learning)]
+        grads = torch.autograd.grad(made, sought, ones, allow_unused=True) if made and sought else ()
+        of_weights = zip(learning, grads[len(wanted) :], strict=False)
+        gradients = {recorder.number(grad): name for (name, _), grad in of_weights if grad is not None}
+        leaving |= {recorder.number(one) for one in grads[: len(wanted)] if one is not None}
+    trace = Trace(
+        tape=recorder.tape,
+        parameters=held,
+        gradients=gradients,
+        entries=(*entry, *streams),
+        others=frozenset(others),
+        leaving=leaving,
+        modules=counted,
+    )
+    return trace, (specs, form)
+
+
+def _spec(value: Any, inputs: list[Tensor]) -> Any:
+    if not isinstance(value, Tensor):
+        return _Plain(value)
+    for index, one in enumerate(inputs):
+        if one is value:
+            return index
+    return _Made(tuple(value.shape), tuple(value.stride()), value.dtype)
+
+
+def _among(value: Tensor, tensors: list[Tensor]) -> bool:
+    return any(one is value for one in tensors)
+
+
+def scalar(value: Any) -> Tensor:
+    """The number that is minimised: of a loss with a sum and a count, its sum."""
+    total = getattr(value, "sum", None)
+    return total if isinstance(total, Tensor) else value
+
+
+@contextmanager
+def _training(module: nn.Module) -> Iterator[None]:
+    before = [(child, child.training) for child in module.modules()]
+    module.train()
+    try:
+        yield
+    finally:
+        for child, training in before:
+            child.training = training
+
+
+@contextmanager
+def _replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    own = {module: module.__dict__["forward"] for module in forwards if "forward" in module.__dict__}
+    for module, forward in forwards.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module in forwards:
+            module.__dict__.pop("forward", None)
+        for module, forward in own.items():
+            module.__dict__["forward"] = forward
+
+
+@contextmanager
+def _calls(
+    module: nn.Module, without: set[nn.Module], counted: dict[int, int], where: Callable[[], int]
+) -> Iterator[None]:
+    """Counts calls of modules without children, by segment."""
+
+    def count(*_: Any) -> None:
+        counted[where()] = counted.get(where(), 0) + 1
+
+    leaves = [child for child in module.modules() if child not in without and not any(True for _ in child.children())]
+    handles = [child.register_forward_pre_hook(count) for child in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
