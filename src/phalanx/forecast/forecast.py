@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from phalanx.forecast.compute import compute
+from phalanx.forecast.compute import Times, compute
 from phalanx.forecast.doubt import interval
 from phalanx.forecast.habits import PHALANX, Habits
-from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.layouts import Layouts, Whole
 from phalanx.forecast.links import Fabric
 from phalanx.forecast.memory import Memory, memory
 from phalanx.forecast.rates import rates
@@ -158,7 +158,14 @@ def _joined(parts: Sequence[StepTime | Memory], name: str, order: Array) -> Arra
 def _of_one_precision(
     work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits, precision: str
 ) -> tuple[StepTime, Memory]:
-    costs, layouts = table(work.profile), Layouts.of(plans, work.batch, work.tokens)
+    layouts = Layouts.of(plans, work.batch, work.tokens)
+    needed = memory(work.profile, layouts, habits, precision, work.state)
+    return times(work, layouts, cluster, precision, habits), needed
+
+
+def times(work: Work, layouts: Layouts, cluster: Cluster, precision: str, habits: Habits = PHALANX) -> StepTime:
+    """The step of every candidate of ``layouts``; what several compute alike is priced once."""
+    costs = table(work.profile)
     slowest = min(cluster.groups, key=lambda group: group.device.peak.get(precision, 0.0))
     speeds = rates(slowest.device)
     fabric = Fabric(
@@ -167,9 +174,21 @@ def _of_one_precision(
         per_node=slowest.per_node,
         wires=speeds.wires,
     )
-    times = compute(costs, layouts, speeds, fabric, habits, precision)
-    step = step_time(costs, times, layouts, speeds, fabric, habits, precision)
-    return step, memory(work.profile, layouts, habits, precision, work.state)
+    unlike, alike = _unlike(layouts)
+    few = compute(costs, layouts.take(unlike), speeds, fabric, habits, precision)
+    each = Times(**{one.name: getattr(few, one.name)[..., alike] for one in fields(few)})
+    return step_time(costs, each, layouts, speeds, fabric, habits, precision)
+
+
+def _unlike(layouts: Layouts) -> tuple[Whole, Whole]:
+    """One candidate of each kind that ``compute`` tells apart, and for each candidate its kind."""
+    keys = (layouts.micro, layouts.length, layouts.tp, layouts.sequence, layouts.cp, layouts.ep, layouts.recompute)
+    codes = np.zeros(len(layouts.tp), dtype=np.int64)
+    for key in keys:
+        values, found = np.unique(key, return_inverse=True)
+        codes = codes * len(values) + found
+    _, first, alike = np.unique(codes, return_index=True, return_inverse=True)
+    return first.astype(np.int64), alike.astype(np.int64)
 
 
 def forecast(work: Work, plan: Plan, cluster: Cluster, habits: Habits = PHALANX) -> Forecast:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +77,10 @@ class Layouts:
         return Shapes(
             samples=self.micro, length=self.length, tp=self.tp, sequence=self.sequence, cp=self.cp, ep=self.ep
         )
+
+    def take(self, rows: npt.NDArray[Any]) -> Layouts:
+        """The candidates at ``rows``: indices, or a mask."""
+        return Layouts(**{one.name: getattr(self, one.name)[rows] for one in fields(self)})
 
     @classmethod
     def of(cls, plans: Sequence[Plan], batch: float, length: float) -> Layouts:

@@ -19,6 +19,7 @@ from phalanx.parallel.replicate import Replicate
 from phalanx.parallel.single import Single
 from phalanx.parallel.threads import Threads
 from phalanx.spec import Job, Plan
+from phalanx.spec.rules import batch_problems, stage_problems
 
 
 def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
@@ -28,11 +29,11 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
     """
     kind = device_kind(plan, here)
     return [
-        *_check_batch(job, plan),
+        *batch_problems(plan, job.batch),
         *_check_device(plan, here),
         *threads.check(plan, kind),
         *compiled.check(plan, kind),
-        *_check_stages(plan),
+        *stage_problems(plan),
     ]
 
 
@@ -78,33 +79,6 @@ def _lay_out(module: nn.Module, job: Job, plan: Plan, device: torch.device) -> L
         return_freed_memory()
         return FullyShard(module, device, plan) if plan.zero == 3 else ShardedRows(module, device, job, plan)
     return Single(module, device)
-
-
-def _check_batch(job: Job, plan: Plan) -> list[Problem]:
-    if job.batch >= plan.replicas:
-        return []
-    return [
-        Problem(
-            where="plan",
-            given=f"{plan.replicas} replicas for a global batch of {job.batch}",
-            allowed=f"at most {job.batch} replicas: each needs a sample in every full batch",
-            fix=f"dp={job.batch}" if job.batch > 1 else "single",
-        )
-    ]
-
-
-def _check_stages(plan: Plan) -> list[Problem]:
-    if plan.pp == 1 or plan.zero != 2:
-        return []
-    # The stages of a rank run backward at different times, so that no moment has all gradients of a micro-batch.
-    return [
-        Problem(
-            where="plan.zero",
-            given=f"zero=2 with pp={plan.pp}",
-            allowed="zero=1 or zero=3 in a pipeline: gradients of several micro-batches are under way at once",
-            fix=str(replace(plan, zero=1)),
-        )
-    ]
 
 
 def _check_device(plan: Plan, here: int | None) -> list[Problem]:

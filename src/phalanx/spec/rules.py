@@ -1,0 +1,36 @@
+"""What keeps a plan from a batch or from itself, whatever the model and the machine. No process, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from phalanx.errors import Problem
+from phalanx.spec.plan import Plan
+
+
+def batch_problems(plan: Plan, batch: int) -> list[Problem]:
+    """More replicas than samples in the global ``batch``."""
+    if batch >= plan.replicas:
+        return []
+    return [
+        Problem(
+            where="plan",
+            given=f"{plan.replicas} replicas for a global batch of {batch}",
+            allowed=f"at most {batch} replicas: each needs a sample in every full batch",
+            fix=f"dp={batch}" if batch > 1 else "single",
+        )
+    ]
+
+
+def stage_problems(plan: Plan) -> list[Problem]:
+    """``zero=2`` in a pipeline: its stages run backward at different times, so that no moment has all gradients."""
+    if plan.pp == 1 or plan.zero != 2:
+        return []
+    return [
+        Problem(
+            where="plan.zero",
+            given=f"zero=2 with pp={plan.pp}",
+            allowed="zero=1 or zero=3 in a pipeline: gradients of several micro-batches are under way at once",
+            fix=str(replace(plan, zero=1)),
+        )
+    ]
