@@ -17,6 +17,7 @@ import click
 
 from phalanx.cli import main as cli
 from phalanx.events import SCHEMA, SCHEMA_VERSION
+from phalanx.hardware.show import catalog_table
 from phalanx.spec import Plan, RunSpec, plan
 
 DOCS = Path(__file__).resolve().parent
@@ -79,6 +80,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "run": ("reference/run-folder.md", run_table),
     "events": ("reference/events.md", event_tables),
     "cli": ("reference/cli.md", cli_help),
+    "devices": ("reference/devices.md", catalog_table),
 }
 
 

@@ -95,6 +95,11 @@ def entry(name: str) -> Entry:
     return found
 
 
+def context(kind: str) -> int:
+    """Bytes of a device's memory that a process of this ``kind`` loses to its runtime; an assumption of the catalog."""
+    return parse_bytes(_tables()["assumptions"][kind])
+
+
 def find(name: str) -> Entry | None:
     """The entry called ``name``, which may be an alias, in any case; ``None`` if there is none."""
     known = _by_any_name().get(_key(name))
@@ -126,8 +131,13 @@ def _by_any_name() -> dict[str, str]:
 
 
 @cache
+def _tables() -> dict[str, Any]:
+    return tomllib.loads(files("phalanx.hardware").joinpath("catalog.toml").read_text(encoding="utf-8"))
+
+
+@cache
 def _entries() -> dict[str, Entry]:
-    tables = tomllib.loads(files("phalanx.hardware").joinpath("catalog.toml").read_text(encoding="utf-8"))
+    tables = _tables()
     return {name: _entry(name, tables) for name in tables["devices"]}
 
 

@@ -1,0 +1,95 @@
+"""``phalanx devices``: the catalog of devices side by side, and one of them with its sources."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from phalanx.cli.output import json_option, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from phalanx.hardware import Entry
+
+_WIDE = 92
+
+
+@click.command("devices", short_help="What devices can do: peak, memory, bandwidth, links.")
+@click.argument("name", required=False)
+@json_option
+def command(name: str | None, as_json: bool) -> None:
+    """Show the catalog of devices, or all that it says of the device NAME, with the source of every figure.
+
+    Peaks are of dense matrix products. The ridge is the FLOP per byte of memory traffic above which a product is
+    bound by arithmetic. The link joins devices of one node, the network nodes: what one device gets of them when
+    its node is full, in one direction. Names may be those of the driver or with their memory, such as A100-80GB-SXM.
+
+    \b
+    Examples:
+      phalanx devices
+      phalanx devices H100
+      phalanx devices A100-80GB --json
+    """
+    from phalanx.hardware import entry, names
+
+    entries = [entry(name)] if name else [entry(one) for one in names()]
+    if as_json:
+        rows = [_row(one) for one in entries]
+        print_json(rows[0] if name else {"devices": rows})
+        return
+    from rich.console import Console
+
+    console = Console()
+    if name:
+        console.print(_card(entries[0]), highlight=False)
+    else:
+        console.print(_overview(entries, console.width), highlight=False)
+
+
+def _overview(entries: list[Entry], width: int) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    from phalanx.hardware.show import HEADINGS, LEGEND, NARROW, cells
+
+    headings = HEADINGS if width >= _WIDE else NARROW
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, caption=LEGEND)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "device" else "right", no_wrap=True)
+    for one in entries:
+        row = cells(one)
+        table.add_row(*(row[heading] for heading in headings))
+    return table
+
+
+def _card(one: Entry) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from phalanx.hardware.show import facts
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for label, text in facts(one):
+        table.add_row(label, escape(text))
+    return table
+
+
+def _row(one: Entry) -> dict[str, Any]:
+    network = one.network(one.per_node)
+    return {
+        **asdict(one.device),
+        "room": one.device.room,
+        "ridge": {dtype: one.device.ridge(dtype) for dtype in one.device.peak},
+        "aliases": list(one.aliases),
+        "per_node": one.per_node,
+        "link": asdict(one.link),
+        "host": asdict(one.host),
+        "network": asdict(network),
+        "sources": [asdict(source) for source in one.sources],
+        "note": one.note,
+    }

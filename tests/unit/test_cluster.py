@@ -1,0 +1,230 @@
+"""Devices and clusters: text, files and the catalog say the same, and what is wrong is said all at once."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx import hardware
+from phalanx.errors import SpecError
+from phalanx.hardware.catalog import nearest
+from phalanx.spec import Cluster, Device, Group, Host, Link, Network
+from phalanx.spec.device import DTYPES
+
+LINK = Link(name="wire", bandwidth=1e9, latency=1e-6)
+DEVICE = Device(name="thing", kind="cuda", peak={"fp32": 1e12}, memory=100, bandwidth=1e9, kept=20)
+GROUP = Group(device=DEVICE, link=LINK, host=Host(name="box"), per_node=2, nodes=3)
+TEXTS = [
+    "H100",
+    "8xH100",
+    "1x16xA100",
+    "4x8xA100-80GB@200Gb/s",
+    "64xH100",
+    "8xA100+8xV100",
+    "3x2xT4+1x3xL4@25GB/s",
+    "4xcpu",
+    "8xcuda",
+]
+
+
+def problems(call: Any, *given: Any, **named: Any) -> dict[str, str]:
+    with pytest.raises(SpecError) as caught:
+        call(*given, **named)
+    return {problem.where: problem.fix for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_cluster_says_its_text_and_its_file(text: str, tmp_path: Path) -> None:
+    cluster = hardware.cluster(text)
+    assert hardware.cluster(str(cluster)) == cluster
+    assert Cluster.from_toml(cluster.to_toml()) == cluster
+    assert pickle.loads(pickle.dumps(cluster)) == cluster
+    file = tmp_path / "cluster.toml"
+    file.write_text(cluster.to_toml())
+    assert hardware.cluster(str(file)) == cluster
+
+
+@given(
+    st.sampled_from([name for name in hardware.names() if hardware.entry(name).per_node <= 8]),
+    st.integers(1, 40),
+    st.integers(1, 40),
+)
+def test_any_count_round_trips(name: str, per_node: int, nodes: int) -> None:
+    cluster = hardware.cluster(f"{nodes}x{per_node}x{name}")
+    assert cluster.devices == nodes * per_node
+    assert hardware.cluster(str(cluster)) == cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "bandwidth"),
+    [
+        ("H100", [(1, 1, "H100")], 50e9),
+        ("8xH100", [(1, 8, "H100")], 400e9),
+        ("2x4xH100", [(2, 4, "H100")], 200e9),
+        ("64xh100", [(8, 8, "H100")], 400e9),
+        ("1x16xA100", [(1, 16, "A100-80GB")], 200e9),
+        ("2x8xA100@200Gb/s", [(2, 8, "A100-80GB")], 25e9),
+        ("2x8xA100@8x200Gbit/s", [(2, 8, "A100-80GB")], 200e9),
+        ("2xcpu@100Mb/s", [(1, 2, "cpu")], 12.5e6),
+        ("2xcpu@1.5GB/s", [(1, 2, "cpu")], 1.5e9),
+        (" 8 x A100 + 8 x V100 ", [(1, 8, "A100-80GB"), (1, 8, "V100-16GB")], 50e9),
+        ("96xcpu", [(1, 96, "cpu")], 1.25e9),
+    ],
+)
+def test_text(text: str, shape: list[tuple[int, int, str]], bandwidth: float) -> None:
+    cluster = hardware.cluster(text)
+    assert [(group.nodes, group.per_node, group.device.name) for group in cluster.groups] == shape
+    assert cluster.network.bandwidth == bandwidth
+
+
+@pytest.mark.parametrize(
+    ("text", "caret", "fix"),
+    [
+        ("", 0, "4x8xH100@8x400Gb/s"),
+        ("8x", 2, "4x8xH100@8x400Gb/s"),
+        ("8 H100", 2, "4x8xH100@8x400Gb/s"),
+        ("0xcpu", 0, "4x8xH100@8x400Gb/s"),
+        ("4x0xcpu", 2, "4x8xH100@8x400Gb/s"),
+        ("8x8x8xH100", 4, "4x8xH100@8x400Gb/s"),
+        ("4xx8", 2, "phalanx devices"),
+        ("2x8xH1OO@1Gb/s", 4, "2x8xH100@1Gb/s"),
+        ("8xH100 + ", 9, "4x8xH100@8x400Gb/s"),
+        ("8xH100@fast", 7, "4x8xH100@8x400Gb/s"),
+        ("8xH100@0Gb/s", 7, "4x8xH100@8x400Gb/s"),
+        ("8xH100@200", 7, "4x8xH100@8x400Gb/s"),
+        ("8xH100@1Gb/s today", 13, "4x8xH100@8x400Gb/s"),
+    ],
+)
+def test_wrong_text_is_pointed_at(text: str, caret: int, fix: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        hardware.cluster(text)
+    (problem,) = caught.value.problems
+    lines = problem.given.splitlines()
+    assert lines[-1] == f"    {' ' * caret}^ here"
+    assert lines[-2] == f"    {text}"
+    assert problem.fix == fix
+
+
+def test_a_count_that_fills_no_nodes_names_the_nearest() -> None:
+    with pytest.raises(SpecError, match="56 or 64"):
+        hardware.cluster("60xH100")
+    assert problems(hardware.cluster, "60xH100") == {"cluster": "56xH100"}
+
+
+def test_files_may_name_devices(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[[groups]]\ndevice = "h100"\nper_node = 4\nnodes = 2\n')
+    assert hardware.cluster(str(file)) == hardware.cluster("2x4xH100")
+    file.write_text('[[groups]]\ndevice = "H1OO"\n')
+    assert problems(hardware.cluster, str(file)) == {"device": "H100"}
+    for text in ("= 3", 'colour = "red"\ngroups = 3\n[network]\nbandwidth = -1\nlatency = "no"'):
+        file.write_text(text)
+        assert problems(hardware.cluster, str(file))
+    assert problems(hardware.cluster, str(tmp_path / "none.toml")) == {"cluster": "8xH100"}
+
+
+def test_everything_wrong_in_a_file_is_said_at_once() -> None:
+    text = Cluster(groups=(GROUP,), network=Network(bandwidth=1.0, latency=0.0)).to_toml()
+    text = text.replace("memory = 100", 'memory = "100"').replace("nodes = 3", "nodes = 0\ncolour = 1")
+    text = text.replace('name = "wire"', "").replace("latency = 0.0", "latency = -1.0")
+    assert set(problems(Cluster.from_toml, text)) == {
+        "groups[0].colour",
+        "groups[0].device.memory",
+        "groups[0].link.name",
+        "network.latency",
+    }
+    assert set(problems(Cluster.from_toml, "price = 1")) == {"cluster.price", "cluster.groups", "network"}
+
+
+def test_everything_wrong_in_a_part_is_said_at_once() -> None:
+    wrong: dict[str, Any] = {"kind": "abacus", "peak": {"fp32": -1, "fp13": 2}, "memory": 1.5, "power": float("nan")}
+    assert set(problems(replace, DEVICE, **wrong)) == {
+        "device.kind",
+        "device.peak.fp32",
+        "device.peak.fp13",
+        "device.memory",
+        "device.power",
+    }
+    assert set(problems(replace, DEVICE, kept=101)) == {"device.kept"}
+    assert set(problems(replace, DEVICE, peak={})) == {"device.peak"}
+    assert set(problems(replace, DEVICE, bandwidth=0)) == {"device.bandwidth"}
+    assert set(problems(replace, LINK, bandwidth=0)) == {"link.bandwidth"}
+    assert set(problems(replace, GROUP, nodes=0, per_node=True, link=3)) == {
+        "group.nodes",
+        "group.per_node",
+        "group.link",
+    }
+    network: Any = None
+    assert set(problems(Cluster, groups=(), network=network)) == {"cluster.groups", "cluster.network"}
+
+
+def test_room_and_ridge() -> None:
+    assert DEVICE.room == 80
+    assert DEVICE.ridge("fp32") == 1000.0
+    assert (GROUP.devices, Cluster(groups=(GROUP, GROUP), network=Network(bandwidth=1, latency=0)).nodes) == (6, 6)
+
+
+@pytest.mark.parametrize("name", hardware.names())
+def test_every_device_of_the_catalog_is_whole(name: str) -> None:
+    entry = hardware.entry(name)
+    device = entry.device
+    assert device.name == name
+    rising = [device.peak[dtype] for dtype in ("fp32", "fp16", "fp8") if dtype in device.peak]
+    assert rising == sorted(rising)
+    assert set(device.peak) <= set(DTYPES)
+    assert 0.85 * device.memory < device.room < device.memory
+    assert {"device", "link", "host", "network", "room"} <= {source.figures for source in entry.sources}
+    assert all(source.document and 2009 < source.year < 2100 for source in entry.sources)
+    assert entry.network(1).bandwidth <= entry.network(entry.per_node).bandwidth
+
+
+def test_figures_are_dense_and_of_one_direction() -> None:
+    h100, a100 = hardware.entry("H100"), hardware.entry("A100")
+    assert (h100.device.peak["bf16"], h100.link.bandwidth) == (989.4e12, 450e9)
+    assert (a100.device.peak["bf16"], a100.link.bandwidth) == (312e12, 300e9)
+    assert h100.network(8).bandwidth == 8 * 400e9 / 8
+    assert a100.device.memory == 80 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("a100", "A100-80GB"),
+        ("A100-80GB-SXM", "A100-80GB"),
+        ("A100-40GB-SXM", "A100-40GB"),
+        ("H100-80GB-SXM", "H100"),
+        ("h100-sxm", "H100"),
+        ("V100-16GB-SXM2", "V100-16GB"),
+        ("V100-32GB-SXM2", "V100-32GB"),
+        ("H200-141GB-SXM", "H200"),
+        ("rtx 4090", "RTX-4090"),
+    ],
+)
+def test_aliases(alias: str, name: str) -> None:
+    assert hardware.device(alias) == hardware.device(name)
+
+
+def test_no_name_stands_for_two_devices() -> None:
+    every = [one.lower() for name in hardware.names() for one in (name, *hardware.entry(name).aliases)]
+    assert len(every) == len(set(every))
+
+
+def test_an_unknown_device_is_answered_with_the_nearest() -> None:
+    assert nearest("H1OO")[0] == "H100"
+    assert "A100-80GB" in nearest("a100 8gb")
+    assert problems(hardware.device, "abacus") == {"device": "phalanx devices"}
+
+
+def test_the_catalog_brings_no_torch() -> None:
+    import subprocess
+
+    code = "import sys; from phalanx import hardware; hardware.cluster('8xH100'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

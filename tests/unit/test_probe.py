@@ -1,0 +1,180 @@
+"""What is read of a machine, from trees and texts that stand in for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx import hardware
+from phalanx.hardware import gpus, probe, system
+from phalanx.hardware.gpus import Gpu
+from phalanx.spec import Host
+
+GIB = 2**30
+NVSWITCH = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV12\tNV12\tPXB\t0-63\t0
+GPU1\tNV12\t X \tNV12\tPXB\t0-63\t0
+GPU2\tNV12\tNV12\t X \tSYS\t64-127\t1
+NIC0\tPXB\tPXB\tSYS\t X \t\t
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+HYBRID = "\tGPU0\tGPU1\tGPU2\nGPU0\t X \tNV2\tSYS\nGPU1\tNV2\t X \tNV1\nGPU2\tSYS\tNV1\t X \n"
+ISLANDS = (
+    "\tGPU0\tGPU1\tGPU2\tGPU3\nGPU0\t X \tNV18\tSYS\tSYS\nGPU1\tNV18\t X \tSYS\tSYS\n"
+    "GPU2\tSYS\tSYS\t X \tNV18\nGPU3\tSYS\tSYS\tNV18\t X \n"
+)
+PCIE = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tPHB\t0-31\nGPU1\tPHB\t X \t0-31\n"
+BRIDGE = "\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU1\tNV4\t X \n"
+
+
+def tree(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return root
+
+
+def test_without_groups_all_is_allowed(tmp_path: Path) -> None:
+    assert system.cores_of(tmp_path, 12) == 12
+    assert system.memory_of(tmp_path, 64 * GIB) == 64 * GIB
+    assert system.numa_of(tmp_path) == 1
+    assert system.network_of(tmp_path) is None
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("250000 100000", 2), ("50000 100000", 1), ("max 100000", 12)])
+def test_a_quota_limits_cores(quota: str, cores: int, tmp_path: Path) -> None:
+    root = tree(tmp_path, **{"proc/self/cgroup": "0::/pod/box", "sys/fs/cgroup/pod/cpu.max": quota})
+    assert system.cores_of(root, 12) == cores
+
+
+def test_the_lowest_limit_above_counts(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/pod/box",
+        "sys/fs/cgroup/memory.max": "max",
+        "sys/fs/cgroup/pod/memory.max": str(8 * GIB),
+        "sys/fs/cgroup/pod/box/memory.max": str(16 * GIB),
+    }
+    assert system.memory_of(tree(tmp_path, **files), 64 * GIB) == 8 * GIB
+
+
+def test_the_first_version_of_groups(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/box\n1:cpu,cpuacct:/box",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),
+        "sys/fs/cgroup/memory/box/memory.limit_in_bytes": str(4 * GIB),
+        "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_quota_us": "300000",
+        "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_period_us": "100000",
+    }
+    root = tree(tmp_path, **files)
+    assert (system.memory_of(root, 64 * GIB), system.cores_of(root, 12)) == (4 * GIB, 3)
+
+
+def test_numa_nodes(tmp_path: Path) -> None:
+    for name in ("node0", "node1", "possible"):
+        (tmp_path / "sys/devices/system/node" / name).mkdir(parents=True)
+    assert system.numa_of(tmp_path) == 2
+
+
+def test_the_fastest_interface_is_the_network(tmp_path: Path) -> None:
+    interfaces = {"eth0": ("25000", "up"), "eth1": ("100000", "down"), "eth2": ("-1", "up"), "br0": ("200000", "up")}
+    for name, (speed, state) in interfaces.items():
+        folder = f"sys/class/net/{name}"
+        tree(tmp_path, **{f"{folder}/speed": speed, f"{folder}/operstate": state})
+        if name != "br0":
+            (tmp_path / folder / "device").mkdir()
+    network = system.network_of(tmp_path)
+    assert network is not None
+    assert (network.name, network.bandwidth) == ("eth0, 25 Gb/s", 25e9 / 8)
+
+
+def test_infiniband_ports_add_up(tmp_path: Path) -> None:
+    for place, state in enumerate(["4: ACTIVE", "4: ACTIVE", "1: DOWN"]):
+        port = f"sys/class/infiniband/mlx5_{place}/ports/1"
+        tree(tmp_path, **{f"{port}/rate": "400 Gb/sec (4X NDR)", f"{port}/state": state})
+    network = system.network_of(tmp_path)
+    assert network is not None
+    assert (network.name, network.bandwidth) == ("2 x 400 Gb/s InfiniBand", 100e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "found"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.15, "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", 39.39, "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", 39.39, "A100-PCIe-40GB"),
+        ("NVIDIA A100 80GB PCIe", 79.15, "A100-PCIe-80GB"),
+        ("NVIDIA H100 80GB HBM3", 79.11, "H100"),
+        ("NVIDIA H100", 95.0, "H100-96GB-500W"),
+        ("NVIDIA H100 PCIe", 79.11, "H100-PCIe"),
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA B200", 178.35, "B200"),
+        ("NVIDIA GB200", 184.31, "GB200"),
+        ("Tesla V100-SXM2-16GB", 15.77, "V100-16GB"),
+        ("Tesla V100-SXM2-32GB", 31.74, "V100-32GB"),
+        ("Tesla P100-PCIE-16GB", 15.89, "P100-PCIe"),
+        ("Tesla T4", 14.56, "T4"),
+        ("NVIDIA A10G", 22.06, "A10G"),
+        ("NVIDIA L40S", 44.4, "L40S"),
+        ("NVIDIA GeForce RTX 4090", 23.65, "RTX-4090"),
+        ("AMD Instinct MI300X", 191.98, "MI300X"),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5, "cuda"),
+        ("NVIDIA RTX 5000 Ada Generation", 31.6, "cuda"),
+        ("", 16, "cuda"),
+    ],
+)
+def test_names_of_drivers_are_found(name: str, gib: float, found: str) -> None:
+    gpu = Gpu(name=name, memory=round(gib * GIB))
+    known = gpus.matched(gpu)
+    assert known.device.name == found
+    assert gpus.measured(gpu, known).room == gpu.memory - GIB // 2
+
+
+@pytest.mark.parametrize(
+    ("matrix", "count", "device", "link"),
+    [
+        (NVSWITCH, 3, "A100", "NVLink 3"),
+        (HYBRID, 3, "V100", "NVLink 2"),
+        (ISLANDS, 4, "H100", "PCIe 5.0 x16"),
+        (PCIE, 2, "A100", "PCIe 4.0 x16"),
+        (BRIDGE, 2, "RTX-3090", "NVLink bridge, 4 lanes"),
+        ("", 8, "A100", "NVLink 3"),
+        (PCIE, 1, "A100", "NVLink 3"),
+    ],
+)
+def test_links_are_those_of_the_matrix(matrix: str, count: int, device: str, link: str) -> None:
+    assert gpus.link_of(matrix, count, hardware.entry(device)).name == link
+
+
+def test_a_bridge_is_slower_than_a_switch() -> None:
+    assert gpus.link_of(BRIDGE, 2, hardware.entry("RTX-3090")).bandwidth == 4 * 14.0625e9
+
+
+def test_gpus_make_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = [Gpu(name="NVIDIA A100-SXM4-80GB", memory=85_000_000_000)] * 3
+    monkeypatch.setattr(probe, "_gpus", lambda: (*same, Gpu(name="Tesla T4", memory=15_600_000_000)))
+    monkeypatch.setattr(probe, "_topology", lambda: "")
+    found = hardware.this_machine()
+    shape = {group.device.name: (group.nodes, group.per_node, group.link.name) for group in found.groups}
+    assert shape == {"A100-80GB": (1, 3, "NVLink 3"), "T4": (1, 1, "PCIe 3.0 x16")}
+    assert found.groups[0].host.cores == hardware.cores()
+    assert found.groups[0].device.room == 85_000_000_000 - GIB // 2
+
+
+def test_cores_share_the_memory_of_their_host() -> None:
+    group = probe.cpu_group(Host(name="here", cores=4, memory=16 * GIB))
+    assert (group.per_node, group.device.memory, group.device.kind) == (4, 4 * GIB, "cpu")
+    tiny = probe.cpu_group(Host(name="here", cores=64, memory=GIB))
+    assert tiny.device.room == 0
+
+
+def test_this_machine_is_told_in_full() -> None:
+    found = hardware.this_machine()
+    assert found.devices >= 1
+    assert type(found).from_toml(found.to_toml()) == found
