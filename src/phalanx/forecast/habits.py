@@ -29,10 +29,22 @@ class Habits:
         sent: bytes of a gradient when it is reduced.
         state: bytes of the optimizer's state.
         update: bytes moved to step a parameter.
+        speed: of its fused attention, against the best there is.
+        scatter: ranks of ``tp`` each send a share of what goes to the next stage, and gather it there.
+        network: bytes/s of a node that the framework's published runs are taken to have had where they state none.
         gathered: bytes of a parameter when sharded ones are gathered.
         contention: share of an exchange that runs beside computing by which it slows computing down.
         rest: seconds of each step that no part explains: data, logging, synchronisation.
         reserved: reserved memory over allocated.
+        beside: bytes that the process keeps on the device beside tensors: buffers of collectives, workspaces.
+        gradients_stay: whether gradients lie in buffers that stay from step to step.
+        stepping: bytes a parameter needs for the time of the optimizer's step.
+        blocks_gathered: blocks whose sharded parameters are there whole at one time.
+        root_gathered: whether all parameters outside of blocks are gathered from the forward's begin to its end.
+        unscattered: gradients of blocks, not scattered yet, that are there at one time.
+        logits: bytes a logit takes at the peak, loss and gradient included; 0 for what the profile says.
+        norms_kept: bytes an element that each norm keeps beyond its input and output.
+        ahead: how far zero-bubble schedules run ahead of 1F1B, in its activations.
     """
 
     name: str
@@ -50,10 +62,22 @@ class Habits:
     sent: float = 4.0
     state: float = 8.0
     update: float = 28.0
+    speed: float = 1.0
+    scatter: bool = False
+    network: float = 0.0
     gathered: float = 4.0
     contention: float = 0.1
     rest: float = 2e-3
     reserved: float = 1.1
+    beside: float = 0.0
+    gradients_stay: bool = False
+    stepping: float = 0.0
+    blocks_gathered: float = 2.0
+    root_gathered: bool = True
+    unscattered: float = 1.0
+    logits: float = 0.0
+    norms_kept: float = 0.0
+    ahead: float = 1.0
 
 
 PHALANX = Habits(name="phalanx")
