@@ -69,7 +69,8 @@ class _Instead(TorchFunctionMode):
         self._replaced = replaced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._replaced.get(func, func)(*args, **(kwargs or {}))
+        called = self._replaced.get(func) or func
+        return called(*args, **(kwargs or {}))
 
 
 class _Attention(torch.autograd.Function):

@@ -38,12 +38,13 @@ def profile_of(runs: Sequence[Measured], sizes: Sizes, notes: Sequence[str] = ()
         parts.append(_part([run.blocks[index] for run in runs], fit, all(alike), name=name, count=count, again=again))
     last = 1 if after else 0
     parts.append(_part([run.around[last] for run in runs], fit, all(alike)))
+    pieces = [*first.blocks.values(), *first.around]
     return Profile(
         parts=tuple(parts),
         length=sizes.length,
         tied=first.tied,
-        heads=_heads(parts),
-        experts=_experts(parts),
+        heads=_fewest([one.heads for one in pieces]),
+        experts=_fewest([one.experts for one in pieces]),
         lawful=all(alike) and (len(runs) > 2 or sizes.length == 1),
         notes=tuple(said),
     )
@@ -148,11 +149,5 @@ def _saved(each: Sequence[Saved]) -> tuple[Saved, ...]:
     )
 
 
-def _heads(parts: Sequence[Part]) -> int:
-    found = [op.dims[2].factor for part in parts for op in part.forward if op.kind == "attention"]
-    return int(min(found, default=0))
-
-
-def _experts(parts: Sequence[Part]) -> int:
-    found = [op.dims[0].factor for part in parts for op in part.forward if op.expert and op.name == "bmm"]
-    return int(min(found, default=0))
+def _fewest(counts: Sequence[int]) -> int:
+    return min((count for count in counts if count), default=0)

@@ -9,10 +9,12 @@ from typing import Literal
 from torch import nn
 
 from phalanx.profile.costs import Share, Weights
+from phalanx.profile.dealt import experts_in, of_experts
 from phalanx.profile.kinds import Kind, Work, fusible, works
 from phalanx.profile.shares import Around, Shares, shares
 from phalanx.profile.tracer import Trace, Traced
 
+Role = Literal["before", "block", "after"]
 _MANY_ROWS = 1000  # rows from which an embedding is cut also where no head shares its vocabulary
 
 
@@ -45,7 +47,7 @@ class Piece:
     """A part at one size; fields as those of ``Part``."""
 
     name: str
-    role: Literal["before", "block", "after"]
+    role: Role
     forward: tuple[Op, ...]
     backward: tuple[Op, ...]
     weights: tuple[Weights, ...]
@@ -53,6 +55,8 @@ class Piece:
     entry: float
     working: float
     modules: int
+    heads: int
+    experts: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,136 +69,157 @@ class Measured:
     tied: int
 
 
-def measured(run: Traced, module: nn.Module, itemsize: int) -> Measured:
-    """Numbers of a trace; ``itemsize`` is that of the precision computed in."""
-    learn = {name: (one.numel(), one.requires_grad) for name, one in module.named_parameters()}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Units:
+    """What a trace was made with: bytes of a number of the precision computed in, and samples."""
+
+    itemsize: int
+    samples: int
+
+
+def measured(run: Traced, module: nn.Module, units: Units) -> Measured:
+    """Numbers of a trace of ``module``."""
+    known = Known(module)
     order = {like: index for index, like in enumerate(run.blocks)}
     names = {visit.like: visit.name for visit in reversed(run.visits)}
-    blocks: dict[int, Piece] = {}
-    outer = _Outer(run, learn, itemsize)
-    for like, trace in run.blocks.items():
-        blocks[order[like]] = _block(names[like], trace, learn, outer.names, itemsize)
+    outer = _Outer(run, known, units)
+    blocks = {order[like]: _block(names[like], trace, outer, units) for like, trace in run.blocks.items()}
     turns = [(visit.name, order[visit.like], visit.again) for visit in run.visits]
     return Measured(blocks=blocks, turns=turns, around=outer.pieces(), tied=outer.tied)
 
 
-Learn = Mapping[str, tuple[int, bool]]
+class Known:
+    """A model's parameters: elements, whether they learn, experts that they hold, and their first names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.elements = {name: one.numel() for name, one in module.named_parameters()}
+        self.learns = {name: one.requires_grad for name, one in module.named_parameters()}
+        first = {id(one): name for name, one in module.named_parameters()}
+        self.first = {name: first[id(one)] for name, one in module.named_parameters(remove_duplicate=False)}
+
+    def weights(self, named: Iterable[tuple[str, bool, bool]]) -> tuple[Weights, ...]:
+        """Of (name, whether cut, whether of experts), summed up by how they can be divided."""
+        groups: dict[tuple[Share, bool, bool], list[int]] = {}
+        for name, cut, expert in named:
+            key: tuple[Share, bool, bool] = ("inner" if cut else "whole", expert, self.learns[name])
+            groups.setdefault(key, []).append(self.elements[name])
+        return tuple(
+            Weights(
+                elements=sum(each) if learns else 0,
+                frozen=0 if learns else sum(each),
+                share=share,
+                expert=expert,
+                tensors=len(each),
+            )
+            for (share, expert, learns), each in groups.items()
+        )
 
 
-def _block(name: str, trace: Trace, learn: Learn, elsewhere: set[str], itemsize: int) -> Piece:
-    made = [work for step in trace.tape.steps for work in works(step)]
-    around = Around(
+def _around(trace: Trace, units: Units, *, to_loss: bool) -> Around:
+    return Around(
         stream=frozenset(one.memory for one in trace.entries),
         parameters=trace.parameters,
         leaving=trace.leaving,
         gradients=trace.gradients,
+        samples=units.samples,
+        to_loss=to_loss,
     )
-    found = shares(made, around)
-    experts = _experts(made, trace.parameters)
+
+
+def _block(name: str, trace: Trace, outer: _Outer, units: Units) -> Piece:
+    made = [work for step in trace.tape.steps for work in works(step)]
+    found = shares(made, _around(trace, units, to_loss=False))
+    experts = experts_in(made, trace.parameters)
     ops = _ops(made, found, trace, experts)
     cut = {*found.roles, *found.beside}
-    own = {one: f"{name}.{one}" if name else one for one in trace.parameters.values()}
-    mine = [(learn[own[one]], one in cut, one in experts) for one in own if own[one] not in elsewhere]
+    first = {one: outer.known.first[f"{name}.{one}" if name else one] for one in trace.parameters.values()}
+    own = {whole for whole in first.values() if whole.startswith(f"{name}.") and whole not in outer.names}
+    outer.tied += sum(outer.known.elements[whole] for whole in first.values() if whole not in own)
+    mine = [(whole, one in cut, one in experts) for one, whole in first.items() if whole in own]
     saved = [number for number in trace.tape.saved if number not in trace.leaving]
-    kept = _kept(saved, trace, made, found, itemsize)
     return Piece(
         name=name,
         role="block",
         forward=tuple(op for op, work in zip(ops, made, strict=True) if not work.step.backward),
         backward=tuple(op for op, work in zip(ops, made, strict=True) if work.step.backward),
-        weights=_weights(mine),
-        saved=kept,
+        weights=outer.known.weights(mine),
+        saved=_kept(saved, trace, made, found, units.itemsize),
         entry=float(trace.entries[0].elements) if trace.entries else 0.0,
-        working=_working(trace, {0}, saved, itemsize),
+        working=_working(trace, {0}, saved, units.itemsize),
         modules=sum(trace.modules.values()),
+        heads=found.heads,
+        experts=min(experts.values(), default=0),
     )
 
 
 class _Outer:
     """What is around the blocks, as what comes before and what comes after."""
 
-    def __init__(self, run: Traced, learn: Learn, itemsize: int) -> None:
-        self.run, self.trace, self.learn, self.itemsize = run, run.rest, learn, itemsize
+    def __init__(self, run: Traced, known: Known, units: Units) -> None:
+        self.run, self.trace, self.known, self.units = run, run.rest, known, units
         self.turns = len(run.visits)
         self.made = [work for step in self.trace.tape.steps for work in works(step)]
-        self.names, self.tied = self._names(), 0
-
-    def _names(self) -> set[str]:
-        """Parameters that are of no block, or used outside of it."""
-        prefixes = tuple(f"{visit.name}." for visit in self.run.visits)
-        used = {self.trace.parameters.get(one.memory, "") for work in self.made for one in work.step.inputs}
-        return {name for name in self.learn if not name.startswith(prefixes) or name in used}
+        self.found = shares(self.made, _around(self.trace, units, to_loss=True))
+        self.experts = experts_in(self.made, self.trace.parameters)
+        prefixes = tuple(f"{visit.name}." for visit in run.visits)
+        self.names = {name for name in known.elements if not name.startswith(prefixes)} | self._used(self.made)
+        self.tied = 0
 
     def pieces(self) -> list[Piece]:
         """Before and after; one piece if there are no blocks."""
-        around = Around(
-            stream=frozenset(one.memory for one in self.trace.entries),
-            parameters=self.trace.parameters,
-            leaving=self.trace.leaving,
-            gradients=self.trace.gradients,
-            to_loss=True,
-        )
-        found = shares(self.made, around)
-        experts = _experts(self.made, self.trace.parameters)
-        ops = _ops(self.made, found, self.trace, experts)
+        ops = _ops(self.made, self.found, self.trace, self.experts)
         if not self.turns:
-            return [self._piece("block", range(1), ops, found, experts)]
+            return [self._piece("block", range(1), ops, self.names)]
         half = self.turns // 2
-        before = self._piece("before", range(half + 1), ops, found, experts)
-        after = self._piece("after", range(half + 1, self.turns + 1), ops, found, experts)
+        late = self._used([work for work in self.made if work.step.segment > half])
+        early = self._used([work for work in self.made if work.step.segment <= half])
+        self.tied += sum(self.known.elements[name] for name in early & late)
+        before = self._piece("before", range(half + 1), ops, self.names - (late - early))
+        after = self._piece("after", range(half + 1, self.turns + 1), ops, late - early)
         return [before, after]
 
-    def _piece(
-        self,
-        role: Literal["before", "block", "after"],
-        segments: range,
-        ops: list[Op],
-        found: Shares,
-        experts: set[str],
-    ) -> Piece:
-        trace = self.trace
+    def _used(self, made: Iterable[Work]) -> set[str]:
+        held = self.trace.parameters
+        return {held[one.memory] for work in made for one in work.step.inputs if one.memory in held}
+
+    def _piece(self, role: Role, segments: range, ops: list[Op], names: set[str]) -> Piece:
+        trace, known = self.trace, self.known
         saved = [one for one, at in (trace.tape.saved | trace.kept).items() if at in segments]
         here = [(op, work) for op, work in zip(ops, self.made, strict=True) if work.step.segment in segments]
-        last = trace.entries[-1] if role == "after" and trace.entries else None
-        first = [one for one in trace.entries if one.memory in trace.others][: 1 if role != "after" else 0]
+        cut = {*self.found.roles, *self.found.beside, *self._tables()}
+        entry = trace.entries[-1:] if role == "after" else trace.entries[: 0 if self.turns else 1]
         return Piece(
-            name={"block": "(model)"}.get(role, f"({role})"),
+            name="(model)" if role == "block" else f"({role})",
             role=role,
             forward=tuple(op for op, work in here if not work.step.backward),
             backward=tuple(op for op, work in here if work.step.backward),
-            weights=self._weights(role, here, found, experts),
-            saved=_kept(saved, trace, self.made, found, self.itemsize),
-            entry=float(last.elements) if last else float(sum(one.elements for one in first if self.turns == 0)),
-            working=_working(trace, set(segments), saved, self.itemsize),
+            weights=known.weights(
+                (name, name in cut, name in self.experts) for name in known.elements if name in names
+            ),
+            saved=_kept(saved, trace, self.made, self.found, self.units.itemsize),
+            entry=float(sum(one.elements for one in entry)),
+            working=_working(trace, set(segments), saved, self.units.itemsize),
             modules=sum(trace.modules.get(segment, 0) for segment in segments),
+            heads=self.found.heads,
+            experts=min(self.experts.values(), default=0),
         )
 
-    def _weights(self, role: str, here: list[tuple[Op, Work]], found: Shares, experts: set[str]) -> tuple[Weights, ...]:
-        parameters = self.trace.parameters
-        used = {parameters[one.memory] for _, work in here for one in work.step.inputs if one.memory in parameters}
+    def _tables(self) -> set[str]:
+        """Tables of embeddings that are cut: large ones, and those of the vocabulary of a head that is."""
+        held = self.trace.parameters
         rows = {
-            parameters[one.memory]: one.shape[0]
-            for _, work in here
+            held[one.memory]: one.shape[0]
+            for work in self.made
             if work.name == "embedding"
             for one in work.step.inputs
-            if one.memory in parameters
+            if one.memory in held
         }
-        if role == "after":
-            self.tied = sum(self.learn[name][0] for name in used & self.counted)
-            used -= self.counted
-        else:
-            self.counted = set(used)
-            late = {
-                parameters[one.memory] for work in self.made for one in work.step.inputs if one.memory in parameters
-            }
-            used |= {name for name in self.names if name not in late}
-        cut = {*found.roles, *found.beside, *(name for name, count in rows.items() if count >= _MANY_ROWS)}
-        mine = [(self.learn[name], name in cut, name in experts) for name in self.learn if name in used & self.names]
-        return _weights(mine)
+        return {name for name, count in rows.items() if count >= _MANY_ROWS or count in self.found.widths}
 
 
-def _ops(made: Sequence[Work], found: Shares, trace: Trace, experts: set[str]) -> list[Op]:
+def _ops(made: Sequence[Work], found: Shares, trace: Trace, experts: Mapping[str, int]) -> list[Op]:
     weights = _for_weights(made, trace)
+    region = of_experts(made, trace, experts)
     fused = _fused(made, trace)
     return [
         Op(
@@ -203,23 +228,11 @@ def _ops(made: Sequence[Work], found: Shares, trace: Trace, experts: set[str]) -
             share=share,
             weights=work.step.backward and only,
             causal=work.step.causal,
-            expert=_of_experts(work, trace, experts),
+            expert=dealt,
             numbers=(*work.dims, work.traffic, min(less, work.traffic)),
         )
-        for work, share, only, less in zip(made, found.works, weights, fused, strict=True)
+        for work, share, only, less, dealt in zip(made, found.works, weights, fused, region, strict=True)
     ]
-
-
-def _experts(made: Sequence[Work], parameters: Mapping[int, str]) -> set[str]:
-    """Weights that hold one matrix an expert."""
-    operands = [one for work in made if work.kind == "matmul" for one in work.operands]
-    return {parameters[one.memory] for one in operands if one.memory in parameters and len(one.shape) == 3}
-
-
-def _of_experts(work: Work, trace: Trace, experts: set[str]) -> bool:
-    names = {trace.parameters.get(one.memory) for one in work.operands}
-    names |= {trace.gradients.get(one.memory) for one in work.outputs}
-    return bool(names & experts)
 
 
 def _for_weights(made: Sequence[Work], trace: Trace) -> list[bool]:
@@ -323,19 +336,3 @@ def _working(trace: Trace, segments: set[int], saved: Iterable[int], itemsize: i
             here.discard(-number)
             alive -= trace.tape.memories[-number].bytes
     return max(0.0, (most - held) / itemsize)
-
-
-def _weights(mine: Iterable[tuple[tuple[int, bool], bool, bool]]) -> tuple[Weights, ...]:
-    groups: dict[tuple[Share, bool, bool], list[int]] = {}
-    for (elements, learns), cut, expert in mine:
-        groups.setdefault(("inner" if cut else "whole", expert, learns), []).append(elements)
-    return tuple(
-        Weights(
-            elements=sum(each) if learns else 0,
-            frozen=0 if learns else sum(each),
-            share=share,
-            expert=expert,
-            tensors=len(each),
-        )
-        for (share, expert, learns), each in groups.items()
-    )

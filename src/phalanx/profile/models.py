@@ -1,4 +1,7 @@
-"""The modules of the standard models. Shapes: B samples, T tokens, D width, H heads, K width of a head, V vocabulary."""
+"""The modules of the standard models.
+
+Shapes: B samples, T tokens, D width, H heads, K width of a head, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def described(shape: Shape) -> Described:
 
 
 def _next_token(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
-    return F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT.flatten())
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), tokens_BT.flatten())
 
 
 def _two_losses(outputs: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:

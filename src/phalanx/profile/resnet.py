@@ -38,20 +38,17 @@ class ResNet50(nn.Module):
         self.norm = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
         self.pool = nn.MaxPool2d(3, 2, 1)
-        stages: list[nn.Module] = []
+        blocks: list[nn.Module] = []
         channels = 64
-        for blocks, inner, stride in ((3, 64, 1), (4, 128, 2), (6, 256, 2), (3, 512, 2)):
-            row = [
-                Bottleneck(channels if index == 0 else 4 * inner, inner, stride if index == 0 else 1)
-                for index in range(blocks)
-            ]
-            stages.append(nn.Sequential(*row))
+        for count, inner, stride in ((3, 64, 1), (4, 128, 2), (6, 256, 2), (3, 512, 2)):
+            for index in range(count):
+                blocks.append(Bottleneck(4 * inner if index else channels, inner, 1 if index else stride))
             channels = 4 * inner
-        self.stages = nn.Sequential(*stages)
+        self.blocks = nn.Sequential(*blocks)
         self.mean = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(channels, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of the classes."""
         x = self.pool(self.relu(self.norm(self.stem(x))))
-        return self.head(self.mean(self.stages(x)).flatten(1))
+        return self.head(self.mean(self.blocks(x)).flatten(1))

@@ -28,6 +28,7 @@ class Around:
         parameters: memory → name of parameters.
         leaving: memories that other parts read.
         gradients: memory → name of the parameter whose gradient it is.
+        samples: in the run.
         to_loss: whether divided classes may end in the loss.
     """
 
@@ -35,6 +36,7 @@ class Around:
     parameters: Mapping[int, str]
     leaving: frozenset[int]
     gradients: Mapping[int, str]
+    samples: int
     to_loss: bool = False
 
 
@@ -47,12 +49,16 @@ class Shares:
         memories: memory → ``inner`` or ``tokens``; others are whole.
         roles: name of a weight → ``column`` or ``row``.
         beside: names of biases that are cut as the column they are added to.
+        heads: fewest heads of keys in an attention; 0 without.
+        widths: of the columns.
     """
 
     works: list[Share]
     memories: dict[int, Share]
     roles: dict[str, Share]
     beside: set[str]
+    heads: int
+    widths: frozenset[int]
 
 
 def shares(works: Sequence[Work], around: Around) -> Shares:
@@ -82,6 +88,7 @@ class _Run:
     roles: dict[str, Share] = field(default_factory=dict[str, Share])
     beside: set[str] = field(default_factory=set[str])
     kept: frozenset[int] = frozenset()
+    heads: int = 0
 
     def __post_init__(self) -> None:
         self.stream |= self.around.stream
@@ -93,6 +100,7 @@ class _Run:
         if weight is not None and work.kind == "matmul":
             self._product(work, weight, read)
             return
+        self._count_heads(work)
         if read and work.kind == "memory":
             read = self._through(work, read)
         self._made(work.outputs, read, work.step.inputs, stream=work.name == "embedding")
@@ -106,18 +114,35 @@ class _Run:
     def finished(self, works: Sequence[Work]) -> Shares:
         """What is known of the forward, carried through the backward."""
         self.kept = frozenset(self.inner)
-        found = [self._share(work) for work in works]
+        found: list[Share] = [self._share(work) for work in works]
         memories: dict[int, Share] = dict.fromkeys(self.stream, "tokens")
         memories.update(dict.fromkeys(self.inner, "inner"))
-        return Shares(found, memories, self.roles, self.beside)
+        return Shares(found, memories, self.roles, self.beside, self.heads, frozenset(self.widths.values()))
+
+    def _count_heads(self, work: Work) -> None:
+        """Heads of keys: as attention has them, or fewer where they are repeated after their projection."""
+        if work.kind == "attention":
+            heads, width = work.dims[2], work.dims[5]
+        elif work.name in ("bmm", "baddbmm") and all(one.memory in self.inner for one in work.operands):
+            heads = work.dims[0] / self.around.samples
+            width = max(self.widths[name] for name in self._columns_in(work.operands)) / heads
+        else:
+            return
+        keys = [self.widths[name] for name in self._columns_in(work.operands[1:2])]
+        found = int(min([heads, *(size / width for size in keys)]))
+        self.heads = min(found, self.heads or found)
 
     def _product(self, work: Work, weight: str, read: frozenset[str]) -> None:
-        if read:
+        if read and self.around.to_loss:
+            self.spoilt |= read  # pairs are looked for in blocks only
+        elif read:
             self.roles[weight] = "row"
             self.paired |= read
+        if read:
             self._made(work.outputs, frozenset(), work.step.inputs, stream=True)
             return
         wide = work.dims[2] >= FEWEST_CLASSES or not self.around.to_loss
+        wide &= all(len(one.shape) < 3 for one in work.operands if one.memory in self.around.parameters)
         if weight in self.whole or not wide or self.roles.get(weight) == "row":
             self._made(work.outputs, frozenset(), work.step.inputs)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.errors import PhalanxError
 from phalanx.profile.costs import Profile
 from phalanx.profile.laws import Sizes, profile_of
-from phalanx.profile.measured import Measured, measured
+from phalanx.profile.measured import Measured, Units, measured
 from phalanx.profile.refusal import refusal
 from phalanx.profile.tracer import Call, traced
 from phalanx.profile.tracing import Described
@@ -34,29 +34,28 @@ def measured_at_sizes(described: Described) -> Profile:
     length = described.length or _length(leaves)
     sizes = Sizes(samples=_SAMPLES, length=length, shorter=max(1, length // 2))
     wanted = [(_SAMPLES, length), (2 * _SAMPLES, length)] + [(_SAMPLES, sizes.shorter)] * (length > 1)
-    notes: list[str] = []
-    for dtype in (torch.bfloat16, None):
-        try:
-            runs = [_run(call, _form(samples, length, *size), dtype) for size in wanted[:1]]
-        except Exception as error:
-            if dtype is None:
-                raise _refused(error) from error
-            continue
-        break
+    runs: list[Measured] = []
+    dtype: torch.dtype | None = torch.bfloat16
     try:
-        runs += [_run(call, _form(samples, length, *size), dtype) for size in wanted[1:2]]
+        runs.append(_run(call, _Form(samples, length, *wanted[0]), dtype))
+    except Exception:  # a model may mix what it makes itself with its parameters and allow one precision only
+        dtype = None
+    try:
+        for size in wanted[len(runs) : 2]:
+            runs.append(_run(call, _Form(samples, length, *size), dtype))
     except Exception as error:
         raise _refused(error) from error
+    notes: list[str] = []
     try:
-        runs += [_run(call, _form(samples, length, *size), dtype) for size in wanted[2:]]
+        runs += [_run(call, _Form(samples, length, *size), dtype) for size in wanted[2:]]
     except Exception:
         notes.append(f"it runs with samples of {length} tokens only: other lengths are a guess")
     return profile_of(runs, sizes, notes)
 
 
-def _run(call: Call, form: Callable[[Tensor], tuple[int, ...]], dtype: Any) -> Measured:
+def _run(call: Call, form: _Form, dtype: Any) -> Measured:
     itemsize = dtype.itemsize if dtype is not None else _itemsize(call)
-    return measured(traced(call, form, dtype), call.module, itemsize)
+    return measured(traced(call, form, dtype), call.module, Units(itemsize=itemsize, samples=form.to_samples))
 
 
 def _itemsize(call: Call) -> int:
@@ -70,16 +69,22 @@ def _length(leaves: list[Tensor]) -> int:
     return found[0] if found else 1
 
 
-def _form(samples: int, length: int, to_samples: int, to_length: int) -> Callable[[Tensor], tuple[int, ...]]:
-    def form(tensor: Tensor) -> tuple[int, ...]:
-        shape = list(tensor.shape)
-        if shape and shape[0] == samples:
-            shape[0] = to_samples
-        if length > 1 and len(shape) > 1 and shape[1] == length:
-            shape[1] = to_length
-        return tuple(shape)
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Shapes of inputs with other numbers of samples and tokens."""
 
-    return form
+    samples: int
+    length: int
+    to_samples: int
+    to_length: int
+
+    def __call__(self, tensor: Tensor) -> tuple[int, ...]:
+        shape = list(tensor.shape)
+        if shape and shape[0] == self.samples:
+            shape[0] = self.to_samples
+        if self.length > 1 and len(shape) > 1 and shape[1] == self.length:
+            shape[1] = self.to_length
+        return tuple(shape)
 
 
 def _refused(error: Exception) -> Exception:

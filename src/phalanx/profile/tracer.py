@@ -1,4 +1,4 @@
-"""Runs a model once on fake tensors, each distinct block alone and the rest around them, and writes down what happens."""
+"""Runs a model once on fake tensors, each distinct block alone and the rest around them."""
 
 from __future__ import annotations
 
@@ -141,6 +141,9 @@ class _Run:
         """The model and its loss, forward and backward."""
         recorder = self.recorder
         inside = {id(one) for block in self.blocks for one in block.parameters()}
+        within = self._within()
+        around = [child for child in self.module.modules() if child not in within]
+        outside = {id(one) for child in around for one in child._parameters.values()}
         held = {recorder.number(one): name for name, one in self.parameters}
         buffers = frozenset(recorder.number(one) for one in self.module.buffers())
         inputs = [leaf for leaf in tree_leaves((args, kwargs, batch)) if isinstance(leaf, Tensor)]
@@ -148,14 +151,14 @@ class _Run:
         entries = tuple(recorder.see(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         counted = dict[int, int]()
         with ExitStack() as stack:
-            stack.enter_context(_calls(self.module, {*self._within()}, counted, lambda: recorder.segment))
+            stack.enter_context(_calls(self.module, within, counted, lambda: recorder.segment))
             stack.enter_context(_replaced({block: self._stub(block) for block in self.blocks}))
             stack.enter_context(as_on_accelerators(recorder))
             stack.enter_context(recorder)
             with recorder.keeping():
                 value = scalar(loss(self.module(*args, **kwargs)))
             recorder.begin_backward()
-            rest = [(name, one) for name, one in self.parameters if id(one) not in inside or self._shared(one)]
+            rest = [(name, one) for name, one in self.parameters if id(one) not in inside or id(one) in outside]
             rest = [(name, one) for name, one in rest if one.requires_grad]
             wanted = [one for _, one in rest]
             grads = torch.autograd.grad(value, [*wanted, self.anchor], allow_unused=True)
@@ -173,16 +176,6 @@ class _Run:
             modules=counted,
         )
         return Traced(visits=self.visits, blocks=self.traces, rest=trace)
-
-    def _shared(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter of a block is held outside of the blocks, too."""
-        within = self._within()
-        return any(
-            one is parameter
-            for child in self.module.modules()
-            if child not in within
-            for one in child._parameters.values()
-        )
 
     def _within(self) -> set[nn.Module]:
         return {child for block in self.blocks for child in block.modules()}
