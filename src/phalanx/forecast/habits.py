@@ -43,6 +43,7 @@ class Habits:
         root_gathered: whether all parameters outside of blocks are gathered from the forward's begin to its end.
         unscattered: gradients of blocks, not scattered yet, that are there at one time.
         logits: bytes a logit takes at the peak, loss and gradient included; 0 for what the profile says.
+        logits_whole: bytes instead, with ``tp``, where each of its ranks gathers all classes; 0 where they divide them.
         norms_kept: bytes an element that each norm keeps beyond its input and output.
         ahead: how far zero-bubble schedules run ahead of 1F1B, in its activations.
     """
@@ -76,6 +77,7 @@ class Habits:
     root_gathered: bool = True
     unscattered: float = 1.0
     logits: float = 0.0
+    logits_whole: float = 0.0
     norms_kept: float = 0.0
     ahead: float = 1.0
 

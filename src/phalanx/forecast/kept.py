@@ -83,9 +83,10 @@ def _bytes(part: Part, layouts: Layouts, habits: Habits, precision: str) -> _Byt
     norms = sum("norm" in operation.name for operation in part.forward)
     saved = saved + norms * habits.norms_kept * part.entry.at(samples, length) / _divided("tokens", layouts)
     if part.role == "after" and habits.logits:
-        logits = _logits(part, samples, length) / layouts.tp
+        logits = _logits(part, samples, length)
         saved = saved - _of_logits(part.saved, samples, length, size) / layouts.tp
-        working = none + logits * habits.logits
+        gathered = (layouts.tp > 1) & (habits.logits_whole > 0)
+        working = logits * np.where(gathered, habits.logits_whole, habits.logits / layouts.tp)
     return _Bytes(entry=entry, saved=saved, dear=dear, scores=_scores(part, layouts, habits), working=working)
 
 

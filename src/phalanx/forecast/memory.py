@@ -147,7 +147,7 @@ def _cut(layouts: Layouts, share: str, expert: bool) -> Array:
 
 
 def _gathered(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, precision: str) -> Array:
-    """Under ``zero=3``: the parameters of blocks that are there whole, and their gradients before they are scattered."""
+    """Under ``zero=3``: blocks' parameters that are there whole, and gradients that are not scattered yet."""
     size = habits.gathered if precision == "fp32" else min(habits.gathered, itemsize(precision))
     block, outer = np.zeros_like(lie.there), np.zeros_like(lie.there)
     largest = np.zeros_like(lie.there)
