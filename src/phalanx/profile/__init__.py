@@ -1,5 +1,6 @@
 """A model's costs: operations, parameters and saved activations, found without a device."""
 
+from phalanx.profile.config import from_config
 from phalanx.profile.costs import Operation, Part, Profile, Saved, Share, Size, Weights, flops
 from phalanx.profile.standard import Family, Shape, standard
 from phalanx.profile.tracing import Described, trace
@@ -16,6 +17,7 @@ __all__ = [
     "Size",
     "Weights",
     "flops",
+    "from_config",
     "standard",
     "trace",
 ]

@@ -167,7 +167,8 @@ class Decoder(nn.Module):
         self.positions = shape.positions or own[shape.family]
         self.width, self.heads = shape.head_width or shape.hidden // shape.heads, shape.heads
         self.token = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.position = nn.Embedding(shape.length, shape.hidden) if self.positions == "learned" else None
+        rows = max(shape.places, shape.length)
+        self.position = nn.Embedding(rows, shape.hidden) if self.positions == "learned" else None
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = _norm(shape)
@@ -205,7 +206,7 @@ class Bert(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.token = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.position = nn.Embedding(max(shape.length, 512), shape.hidden)
+        self.position = nn.Embedding(max(shape.places, shape.length), shape.hidden)
         self.kind = nn.Embedding(2, shape.hidden)
         self.norm = nn.LayerNorm(shape.hidden)
         self.dropout = nn.Dropout(shape.dropout)

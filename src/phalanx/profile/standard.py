@@ -27,14 +27,13 @@ class Shape:
         ffn: width inside the feed-forward network; 0 for 4 times ``hidden``.
         vocabulary: tokens, or classes.
         length: tokens in a sample.
+        places: rows of a table of learned positions; 0 for ``length``.
         head_width: of one head; 0 for ``hidden / heads``.
         tied: whether the head shares the embedding's weight.
         positions: ``learned``, ``alibi`` or ``rotary``; empty for the family's own.
         dropout: rate after attention and feed-forward network.
         biases: of llama's projections of queries, keys and values (as Qwen2 has).
         image: height and width of an image.
-        experts: of each feed-forward network; 0 without.
-        chosen: experts that a token meets.
     """
 
     family: Family
@@ -45,14 +44,13 @@ class Shape:
     ffn: int = 0
     vocabulary: int = 0
     length: int = 1
+    places: int = 0
     head_width: int = 0
     tied: bool = False
     positions: Literal["", "learned", "alibi", "rotary"] = ""
     dropout: float = 0.0
     biases: bool = False
     image: int = 224
-    experts: int = 0
-    chosen: int = 0
 
     def profile(self) -> Profile:
         """The costs of the model; computed once for each shape."""
