@@ -1,0 +1,32 @@
+"""Which plan is best, why, and how many devices are worth it: enumerate, prune by memory, price, rank, explain."""
+
+from phalanx.planner.cost import Bill, Prices, bill, prices
+from phalanx.planner.explain import Explanation, Neighbour, explain
+from phalanx.planner.nearest import Change, Shortfall, shortfall
+from phalanx.planner.question import Question
+from phalanx.planner.rank import Goal, Ranking, rank
+from phalanx.planner.rules import refuse
+from phalanx.planner.scaling import Curve, Point, scale
+from phalanx.planner.work import config_work
+
+__all__ = [
+    "Bill",
+    "Change",
+    "Curve",
+    "Explanation",
+    "Goal",
+    "Neighbour",
+    "Point",
+    "Prices",
+    "Question",
+    "Ranking",
+    "Shortfall",
+    "bill",
+    "config_work",
+    "explain",
+    "prices",
+    "rank",
+    "refuse",
+    "scale",
+    "shortfall",
+]

@@ -1,0 +1,203 @@
+"""Why the first plan wins, what its neighbours would cost, and how a plan that someone has in mind compares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import RefusedError
+from phalanx.forecast import Forecast, forecast
+from phalanx.planner.neighbours import neighbours
+from phalanx.planner.rank import Ranking
+from phalanx.planner.rules import problems
+from phalanx.planner.search import search
+from phalanx.planner.told import told
+from phalanx.spec import Plan
+from phalanx.units import show_bytes, show_seconds
+
+PARTS: Mapping[str, str] = {
+    "products": "matrix products",
+    "attention": "attention",
+    "memory": "elementwise kernels",
+    "recompute": "recomputing",
+    "launches": "waiting for launches",
+    "exchange": "exchange within the model",
+    "pipeline": "waiting in the pipeline",
+    "replicas": "bringing replicas together",
+    "update": "the optimizer",
+    "rest": "data and logging",
+}
+"""The parts of a step, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Neighbour:
+    """A plan beside the first.
+
+    Attributes:
+        change: what is other in it.
+        forecast: of it.
+        slower: its step over that of the first, less 1.
+        why: in words.
+    """
+
+    change: str
+    forecast: Forecast
+    slower: float
+    why: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "change": self.change,
+            "slower": self.slower,
+            "why": self.why,
+            "forecast": told(self.forecast),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """Of a ranking.
+
+    Attributes:
+        reasons: why the first plan wins, each a sentence.
+        neighbours: of the first plan: the nearest in time first, then those that do not fit.
+        argued: the plan someone has in mind beside the first; ``None`` where nobody asked.
+    """
+
+    reasons: tuple[str, ...]
+    neighbours: tuple[Neighbour, ...]
+    argued: Neighbour | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "reasons": list(self.reasons),
+            "neighbours": [one.to_dict() for one in self.neighbours],
+            "argued": self.argued.to_dict() if self.argued else None,
+        }
+
+
+def explain(ranking: Ranking, because: Plan | None = None, *, keys: Sequence[str] = ()) -> Explanation | None:
+    """Why the first of ``ranking`` wins; ``None`` where nothing fits.
+
+    Args:
+        ranking: of plans.
+        because: a plan to argue.
+        keys: those of it that were stated; the others are chosen as well as they can be.
+
+    Raises:
+        RefusedError: if no plan with the stated keys could run.
+    """
+    best, question = ranking.best, ranking.question
+    if best is None:
+        return None
+    found = [
+        beside(best, forecast(question.work, plan, question.cluster, question.habits), change)
+        for change, plan in neighbours(best.plan, question)
+    ]
+    found.sort(key=lambda one: (not one.forecast.fits, one.forecast.step))
+    return Explanation(
+        reasons=tuple(_reasons(ranking)),
+        neighbours=tuple(found),
+        argued=_argued(ranking, because, keys) if because else None,
+    )
+
+
+def beside(best: Forecast, other: Forecast, change: str) -> Neighbour:
+    """``other`` against ``best``: what makes the difference."""
+    slower = other.step / best.step - 1
+    if not other.fits:
+        why = f"does not fit: {show_bytes(other.reserved - other.room)} too much, most of it {_most(best, other)}"
+    else:
+        why = _difference(best, other)
+    return Neighbour(change=change, forecast=other, slower=slower, why=why)
+
+
+def _most(best: Forecast, other: Forecast) -> str:
+    """The part of memory that grew most; the largest where none grew."""
+    grown = {name: size - best.memory[name] for name, size in other.memory.items()}
+    name = max(grown, key=lambda one: grown[one])
+    return name if grown[name] > 0 else max(other.memory, key=lambda one: other.memory[one])
+
+
+def _difference(best: Forecast, other: Forecast) -> str:
+    """The largest parts of the step that grew, and that shrank."""
+    grown = {name: seconds - best.seconds[name] for name, seconds in other.seconds.items()}
+    least = 0.01 * best.step
+    worse = sorted((name for name in grown if grown[name] > least), key=lambda one: -grown[one])[:2]
+    better = [name for name in grown if grown[name] < -least]
+    words = [f"+{show_seconds(grown[name])} {PARTS[name]}" for name in worse]
+    if better:
+        name = min(better, key=lambda one: grown[one])
+        words.append(f"-{show_seconds(-grown[name])} {PARTS[name]}")
+    if words:
+        return ", ".join(words)
+    saved = best.reserved - other.reserved
+    if abs(saved) > 0.01 * best.room:
+        return f"as fast, with {show_bytes(abs(saved))} {'less' if saved > 0 else 'more'} memory"
+    return "no difference that counts"
+
+
+def _reasons(ranking: Ranking) -> list[str]:
+    best, question = ranking.best, ranking.question
+    assert best is not None
+    found = [f"{best.plan} is the fastest of {ranking.search.fitting} plans that fit, of {ranking.search.considered}."]
+    if ranking.goal.by == "cost":
+        found = [f"{best.plan} on {question.cluster} takes the least device time for each sample."]
+    elif ranking.goal.by == "devices":
+        found = [f"{question.cluster} is the smallest cluster within the bounds."]
+    shares = sorted(best.seconds.items(), key=lambda one: -one[1])[:3]
+    spent = ", ".join(f"{PARTS[name]} {seconds / best.step:.0%}" for name, seconds in shares if seconds)
+    found.append(f"Its step: {spent}; model FLOP/s are {best.mfu:.0%} of the peak.")
+    if len(ranking.plans) > 1:
+        second = ranking.plans[1]
+        told = _difference(best, second)
+        found.append(f"The next mesh, {second.plan}, takes {second.step / best.step - 1:.1%} longer: {told}.")
+    if best.plan.recompute != "none":
+        found.append(
+            f"It computes activations again (recompute={best.plan.recompute}) because without it does not fit."
+        )
+    fewer = ranking.fewer
+    if fewer is not None:
+        many = "one device is" if fewer.devices == 1 else f"{fewer.devices} devices are"
+        found.append(
+            f"More devices do not help: {many} as fast or faster ({show_seconds(fewer.forecast.step)} a step, "
+            f"{fewer.forecast.plan}); {_hindrance(best)} is what the others add."
+        )
+    return found
+
+
+def _hindrance(best: Forecast) -> str:
+    apart = ("exchange", "pipeline", "replicas", "launches")
+    return PARTS[max(apart, key=lambda name: best.seconds[name])]
+
+
+def _argued(ranking: Ranking, because: Plan, keys: Sequence[str]) -> Neighbour:
+    best, question = ranking.best, ranking.question
+    assert best is not None
+    held = {name: getattr(because, name) for name in keys}
+    found = search(question, held) if because.precision in (question.precision, "fp32") else None
+    plan = found.best or found.leanest if found else None
+    if plan is None:
+        plan = because
+        wrong = problems(plan, question.work, question.cluster)
+        if wrong:
+            raise RefusedError(wrong)
+    there = forecast(question.work, plan, question.cluster, question.habits)
+    if there.plan == best.plan:
+        return Neighbour(change=str(plan), forecast=there, slower=0.0, why="it is the first plan")
+    return beside(best, there, str(plan))
+
+
+def stated(text: str) -> tuple[Plan, tuple[str, ...]]:
+    """The plan of a text, and which keys it states.
+
+    Raises:
+        SpecError: with everything that is wrong in the text.
+    """
+    plan = Plan.parse(text)
+    keys = tuple(word.partition("=")[0] for word in text.replace(",", " ").split() if "=" in word)
+    return plan, keys

@@ -1,0 +1,154 @@
+"""Orders plans by what is asked for: time, cost, or the fewest devices within a deadline or a budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from phalanx.errors import Problem, SpecError
+from phalanx.forecast import Forecast, forecast
+from phalanx.planner.cost import Bill, bill
+from phalanx.planner.question import Question, doublings
+from phalanx.planner.scaling import Point, curve, point_of
+from phalanx.planner.search import Search, search
+from phalanx.planner.told import told
+
+By = Literal["time", "cost", "devices"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """What the best plan is best in.
+
+    Attributes:
+        by: ``time`` of a step on all devices; ``cost`` of a sample, on as many devices as that takes; ``devices``, the
+            fewest within deadline and budget.
+        deadline: most seconds of the whole training; 0 for any.
+        budget: most that it may cost: money where prices are known, else device-hours; 0 for any.
+    """
+
+    by: By = "time"
+    deadline: float = 0.0
+    budget: float = 0.0
+
+    def check(self, question: Question) -> None:
+        """Raise what is wrong with it for ``question``.
+
+        Raises:
+            SpecError: with every problem found.
+        """
+        problems: list[Problem] = []
+        if (self.deadline or self.budget) and not question.steps:
+            allowed = "optimizer steps of the whole training, which deadline and budget are for"
+            problems.append(Problem(where="--steps", given="nothing", allowed=allowed, fix="--steps 10000"))
+        if self.by == "devices" and not (self.deadline or self.budget):
+            allowed = "a deadline or a budget, for the fewest devices within it"
+            problems.append(Problem(where="--best devices", given="neither", allowed=allowed, fix="--deadline 24h"))
+        if problems:
+            raise SpecError(problems)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Ranking:
+    """Plans of one number of devices, the best first.
+
+    Attributes:
+        question: with the devices that the best plan uses.
+        goal: what they are ordered by.
+        search: what was priced.
+        plans: the best plan of each mesh, at most a few; empty where nothing fits.
+        points: the best on fewer and on all of the devices there are, by devices.
+        bill: of the whole training under the first plan; of one step where its length is not known.
+        met: whether the first plan is within deadline and budget.
+    """
+
+    question: Question
+    goal: Goal
+    search: Search
+    plans: tuple[Forecast, ...]
+    points: tuple[Point, ...]
+    bill: Bill | None
+    met: bool
+
+    @property
+    def best(self) -> Forecast | None:
+        """The first."""
+        return self.plans[0] if self.plans else None
+
+    @property
+    def fewer(self) -> Point | None:
+        """The fastest on fewer devices, where it is as fast as the first plan or faster."""
+        if self.best is None:
+            return None
+        there = [one for one in self.points if one.devices < self.question.cluster.devices]
+        fastest = min(there, key=lambda one: (one.forecast.step, one.devices), default=None)
+        return fastest if fastest and fastest.forecast.step <= self.best.step else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "cluster": str(self.question.cluster),
+            "devices": self.question.cluster.devices,
+            "by": self.goal.by,
+            "deadline": self.goal.deadline or None,
+            "budget": self.goal.budget or None,
+            "met": self.met,
+            "steps": self.question.steps or None,
+            "considered": self.search.considered,
+            "fitting": self.search.fitting,
+            "plans": [told(one) for one in self.plans],
+            "points": [one.to_dict() for one in self.points],
+            "fewer": self.fewer.devices if self.fewer else None,
+            "bill": self.bill.to_dict() if self.bill else None,
+        }
+
+
+def rank(question: Question, goal: Goal | None = None, *, most: int = 6) -> Ranking:
+    """The best plans for ``question``.
+
+    Args:
+        question: what is trained, and on what.
+        goal: what they are ordered by; time where not given.
+        most: plans to tell of.
+
+    Raises:
+        SpecError: if the goal asks for what nobody knows.
+    """
+    goal = goal or Goal()
+    goal.check(question)
+    full = question.cluster.devices
+    counts = [] if question.mixed else [count for count in doublings(full) if count < full]
+    found = search(question)
+    points = list(curve(question, counts)[0])
+    chosen = question
+    if found.best is not None:
+        whole = forecast(question.work, found.best, question.cluster, question.habits)
+        points.append(point_of(question, whole, points))
+    if points and goal.by != "time":
+        point = _chosen(goal, points)
+        chosen = (question.on(point.devices) if point.devices != full else question) or question
+        found = found if chosen is question else search(chosen)
+    plans = [forecast(question.work, plan, chosen.cluster, question.habits) for plan in found.by_mesh(most)]
+    paid = bill(plans[0].step * max(1, question.steps), chosen.cluster, question.prices) if plans else None
+    return Ranking(
+        question=chosen,
+        goal=goal,
+        search=found,
+        plans=tuple(plans),
+        points=tuple(points),
+        bill=paid,
+        met=paid is not None and _within(goal, paid),
+    )
+
+
+def _chosen(goal: Goal, points: list[Point]) -> Point:
+    within = [point for point in points if _within(goal, point.bill)]
+    if goal.by == "cost":
+        return min(within or points, key=lambda one: (one.bill.amount, one.forecast.step))
+    if within:
+        return min(within, key=lambda one: one.devices)
+    return min(points, key=lambda one: one.bill.seconds if goal.deadline else one.bill.amount)
+
+
+def _within(goal: Goal, paid: Bill) -> bool:
+    return (not goal.deadline or paid.seconds <= goal.deadline) and (not goal.budget or paid.amount <= goal.budget)

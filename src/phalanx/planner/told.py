@@ -1,0 +1,34 @@
+"""Forecasts as JSON says them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.forecast import Forecast
+
+
+def told(one: Forecast) -> dict[str, Any]:
+    """A forecast: seconds, bytes, and what follows from them."""
+    return {
+        "plan": str(one.plan),
+        "cluster": one.cluster,
+        "devices": one.plan.devices,
+        "fits": one.fits,
+        "step": one.step,
+        "low": one.low,
+        "high": one.high,
+        "seconds": one.seconds,
+        "memory": one.memory,
+        "allocated": one.allocated,
+        "reserved": one.reserved,
+        "room": one.room,
+        "samples": one.samples,
+        "tokens": one.tokens,
+        "samples_per_second": one.throughput,
+        "tokens_per_second": one.throughput * one.tokens,
+        "flops": one.flops,
+        "mfu": one.mfu,
+        "watts": one.watts or None,
+        "limits": list(one.limits),
+        "notes": list(one.notes),
+    }

@@ -1,0 +1,87 @@
+"""What a job asks for in each step: its model traced, its batch, what its optimizer keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.data import Lane, Loader
+from phalanx.forecast import Work
+from phalanx.profile import Described, trace
+from phalanx.spec import Job
+from phalanx.train.assembly import Parameters, begun, example_of
+from phalanx.train.lossform import read_loss
+
+_ADAM = 8.0  # bytes a parameter
+
+
+def work_of(job: Job, *, batch: int = 0, length: int = 0) -> Work:
+    """The work of ``job``; nothing of the model is computed.
+
+    Args:
+        job: what to train.
+        batch: the global batch in place of the job's; 0 for the job's.
+        length: tokens of a sample in place of those of the data; 0 for those.
+
+    Raises:
+        ProfileError: if the model's operations or shapes depend on values; it names the line.
+        SpecError: if the job's functions give something else than they must.
+    """
+    module, _ = begun(job)
+    example = example_of(job, module, Loader(job.data(), job, Lane(), micro=None))
+
+    def loss(output: Any, batch: Any) -> torch.Tensor:
+        return read_loss(job.loss(output, batch), 1, "the forecast").value
+
+    profile = trace(Described(module=module, args=example.args, kwargs=example.kwargs, batch=example.batch, loss=loss))
+    state = state_bytes(job, module)
+    if state is None:
+        told = "the optimizer could not be tried on small parameters: 8 bytes of state each are taken, as Adam has"
+        profile = replace(profile, notes=(*profile.notes, told))
+    return Work(profile=profile, batch=batch or job.batch, length=length, state=_ADAM if state is None else state)
+
+
+def steps_of(job: Job, batch: int = 0) -> int | None:
+    """Optimizer steps of the whole job; ``None`` for epochs over a stream, whose length nobody knows."""
+    if job.steps is not None:
+        return job.steps
+    data = job.data()
+    if not hasattr(data, "__len__") or job.epochs is None:
+        return None
+    size, each = len(data), batch or job.batch
+    return job.epochs * (size // each if job.drop_last else -(-size // each))
+
+
+def state_bytes(job: Job, module: nn.Module) -> float | None:
+    """Bytes that the job's optimizer keeps for each parameter: it takes one step on small ones of the same names.
+
+    Adam keeps 8, SGD none, with momentum 4. ``None`` if it cannot be tried so.
+    """
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            small = _small(module)
+            optimizer: Any = job.optimizer(Parameters(small))
+            for parameter in small.values():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    except Exception:  # an optimizer of any make
+        return None
+    kept = sum(
+        one.numel() * one.element_size()
+        for state in optimizer.state.values()
+        for one in state.values()
+        if isinstance(one, torch.Tensor) and one.numel() > 1
+    )
+    return kept / sum(parameter.numel() for parameter in small.values())
+
+
+def _small(module: nn.Module) -> Mapping[str, torch.Tensor]:
+    return {
+        name: nn.Parameter(torch.ones([2] * max(1, one.dim())))
+        for name, one in module.named_parameters()
+        if one.requires_grad
+    }
