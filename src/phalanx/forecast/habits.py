@@ -22,7 +22,8 @@ class Habits:
         launches: host launches an operation takes, against an eager one; 0 where graphs launch them.
         overlap: share of the data-parallel reduction that can hide behind backward.
         overlap_tensor: share of tensor parallelism's that can hide behind its products.
-        selective: what selective recompute computes again: ``attention``, ``alternate`` blocks or ``cheap`` operations.
+        selective: what selective recompute computes again: ``attention``, ``alternate`` blocks, ``cheap`` operations, or
+            these and every ``second`` product.
         weights: bytes a parameter takes while computing.
         master: bytes of its copy that the optimizer steps, where there is another.
         gradients: bytes of a gradient while it is summed.
@@ -46,6 +47,8 @@ class Habits:
         logits_whole: bytes instead, with ``tp``, where each of its ranks gathers all classes; 0 where they divide them.
         norms_kept: bytes an element that each norm keeps beyond its input and output.
         ahead: how far zero-bubble schedules run ahead of 1F1B, in its activations.
+        shards_over_cp: whether ranks of ``cp`` share out what those of ``fsdp`` do.
+        stages_whole: whether a pipeline's stages stay gathered through a step, and their gradients whole.
     """
 
     name: str
@@ -56,7 +59,7 @@ class Habits:
     launches: float = 1.0
     overlap: float = 0.0
     overlap_tensor: float = 0.0
-    selective: Literal["attention", "alternate", "cheap"] = "cheap"
+    selective: Literal["attention", "alternate", "cheap", "second"] = "cheap"
     weights: float = 4.0
     master: float = 0.0
     gradients: float = 4.0
@@ -80,6 +83,8 @@ class Habits:
     logits_whole: float = 0.0
     norms_kept: float = 0.0
     ahead: float = 1.0
+    shards_over_cp: bool = False
+    stages_whole: bool = False
 
 
 PHALANX = Habits(name="phalanx")

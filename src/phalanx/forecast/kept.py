@@ -61,7 +61,7 @@ def _recomputed(part: Part, one: _Bytes, layouts: Layouts, habits: Habits) -> tu
         some, again = (everything + one.entry) / 2, everything - one.entry
     else:
         some = one.entry + one.dear
-        again = everything - some
+        again = np.maximum(everything - some, 0.0)
     stays = np.select([layouts.recompute == 2, layouts.recompute == 1], [one.entry, some], everything)
     anew = np.select([layouts.recompute == 2, layouts.recompute == 1], [everything - one.entry, again], 0.0)
     return stays, anew
@@ -72,12 +72,10 @@ def _bytes(part: Part, layouts: Layouts, habits: Habits, precision: str) -> _Byt
     none, size = np.zeros_like(samples), itemsize(precision)
     entry = part.entry.at(samples, length) * size / _divided("tokens", layouts)
     whole = none + 1e-9
-    saved, dear = none, none
+    saved = none
     for one in part.saved:
         plain = none + one.elements.at(samples, length) * (one.itemsize or size)
-        mine = plain / _divided(one.share, layouts)
-        whole, saved = whole + plain, saved + mine
-        dear = dear + (mine if not one.cheap else 0.0)
+        whole, saved = whole + plain, saved + plain / _divided(one.share, layouts)
     shared = np.where(whole > 1, saved / whole, 1.0)
     working = none + part.working.at(samples, length) * size * shared
     norms = sum("norm" in operation.name for operation in part.forward)
@@ -87,7 +85,25 @@ def _bytes(part: Part, layouts: Layouts, habits: Habits, precision: str) -> _Byt
         saved = saved - _of_logits(part.saved, samples, length, size) / layouts.tp
         gathered = (layouts.tp > 1) & (habits.logits_whole > 0)
         working = logits * np.where(gathered, habits.logits_whole, habits.logits / layouts.tp)
+    dear = _results(part, layouts, 2 if habits.selective == "second" else 1) * size
     return _Bytes(entry=entry, saved=saved, dear=dear, scores=_scores(part, layouts, habits), working=working)
+
+
+def _results(part: Part, layouts: Layouts, stride: int) -> Array:
+    """Elements of the results of attention and of every ``stride``-th product, which selective recompute keeps."""
+    found, length, products = np.zeros_like(layouts.micro), layouts.length / layouts.cp, 0
+    for operation in part.forward:
+        if operation.kind == "memory":
+            continue
+        sizes = [size.at(layouts.micro, length) for size in operation.dims]
+        if operation.kind == "attention":
+            elements = sizes[0] * sizes[1] * sizes[3] * sizes[5]
+        else:
+            elements = sizes[0] * sizes[1] * sizes[2] if products % stride == 0 else 0.0
+            products += 1
+        share = {"column": "inner", "row": "tokens"}.get(operation.share, operation.share)
+        found = found + elements / _divided(share, layouts)
+    return found
 
 
 def _divided(share: str, layouts: Layouts) -> Array:

@@ -60,6 +60,7 @@ def memory(profile: Profile, layouts: Layouts, habits: Habits, precision: str, s
     fixed = _fixed(profile, layouts, habits, lie, state, precision)
     active = kept(profile.parts, layouts, habits, lie, precision)
     communication = _gathered(profile, layouts, habits, lie, precision) + _messages(profile, layouts, lie, precision)
+    communication += _staying(profile, layouts, habits, lie, precision)
     there = np.where(lie.there > 0, 0.0, -np.inf)
     every = [_together(active, fixed, communication, layouts, habits, at) for at in range(3)]
     needed = np.stack([one.reserved for one in every]) + there
@@ -112,7 +113,7 @@ def _gradients_stay(layouts: Layouts, habits: Habits) -> Array:
 
 def _fixed(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, state: float, precision: str) -> _Fixed:
     learn, still = _counts(profile, layouts, lie)
-    shards = layouts.fsdp
+    shards = _shards(layouts, habits)
     by = {stage: np.where(layouts.zero >= stage, shards, 1.0) for stage in (1, 2, 3)}
     whole = (learn + still) * habits.weights / by[3]
     whole = np.where(layouts.offload == 2, 0.0, whole)
@@ -126,6 +127,10 @@ def _fixed(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, state
         optimizer=np.where(away, 0.0, learn * state / by[1]),
         update=learn * habits.stepping / by[1],
     )
+
+
+def _shards(layouts: Layouts, habits: Habits) -> Array:
+    return layouts.fsdp * (layouts.cp if habits.shards_over_cp else 1.0)
 
 
 def _counts(profile: Profile, layouts: Layouts, lie: Ranks) -> tuple[Array, Array]:
@@ -161,7 +166,18 @@ def _gathered(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, pr
     around = outer if habits.root_gathered else largest
     gradients = np.maximum(block, largest) * size
     found = (habits.blocks_gathered * block + around) * size + habits.unscattered * gradients
-    return np.where((layouts.zero == 3) & (layouts.fsdp > 1), found, 0.0)
+    there = (layouts.zero == 3) & (_shards(layouts, habits) > 1)
+    return np.where(there & ~(habits.stages_whole & (layouts.pp > 1)), found, 0.0)
+
+
+def _staying(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, precision: str) -> Array:
+    """What is there whole from a step's first micro-batch to its last, where stages are not sharded in between."""
+    if not habits.stages_whole:
+        return np.zeros_like(lie.there)
+    learn, still = _counts(profile, layouts, lie)
+    size = habits.gathered if precision == "fp32" else min(habits.gathered, itemsize(precision))
+    whole = (layouts.zero == 3) & (layouts.pp > 1) & (_shards(layouts, habits) > 1)
+    return np.where(whole, (learn + still) * size + learn * habits.sent, 0.0)
 
 
 def _elements(part: Part, layouts: Layouts) -> Array:
