@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from phalanx.errors import Problem
-from phalanx.parallel.blocks import blocks
+from phalanx.profile.blocks import blocks
 from phalanx.spec import Plan
 
 

@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from phalanx.hardware import return_freed_memory
 from phalanx.parallel.example import Example
 from phalanx.parallel.expert.find import _seen as called_as_experts
-from phalanx.parallel.fakes import fake, quiet
 from phalanx.parallel.holding import Holding
 from phalanx.parallel.sliced.axis import piece
 from phalanx.parallel.tape import Place, Step, Tape
 from phalanx.parallel.tensor.find import dry
+from phalanx.profile.fakes import fake, quiet
 
 LARGE = 4096
 """Elements from which a tensor is not made at once."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from phalanx.parallel.blocks import leave_cache_out, parts
+from phalanx.profile.blocks import leave_cache_out, parts
 from phalanx.spec import Plan
 
 _aten = torch.ops.aten

@@ -38,9 +38,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from phalanx.comm import data_mesh
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel.blocks import blocks
 from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
 from phalanx.parallel.statistics import RunningStatistics
+from phalanx.profile.blocks import blocks
 from phalanx.spec import Plan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -17,7 +17,6 @@ from torch import nn
 from phalanx.comm import Mesh, found_by_first, local
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel import expert, recompute
-from phalanx.parallel.blocks import leave_cache_out, parts
 from phalanx.parallel.context import Entrance, added_late, entrances, open_for_hooks, share_out_tokens
 from phalanx.parallel.example import Example
 from phalanx.parallel.holding import Holding
@@ -27,6 +26,7 @@ from phalanx.parallel.replicas import Replicas, Rows, Sharded, Whole
 from phalanx.parallel.sliced import Axis, Cut, Placed
 from phalanx.parallel.sums import add_up
 from phalanx.parallel.tensor import Places, find, show_slices, split_weights
+from phalanx.profile.blocks import leave_cache_out, parts
 from phalanx.spec import Job, Plan
 from phalanx.units import show_names
 

@@ -20,11 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel.blocks import blocks
 from phalanx.parallel.example import Example
 from phalanx.parallel.sliced import Cut
 from phalanx.parallel.tensor.find import dry
 from phalanx.parallel.tensor.trial import fixed
+from phalanx.profile.blocks import blocks
 from phalanx.spec import Plan
 from phalanx.units import show_names
 

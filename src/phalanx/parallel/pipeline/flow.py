@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from phalanx.parallel.fakes import fake
 from phalanx.parallel.sliced.tensor import METADATA, is_sliced
+from phalanx.profile.fakes import fake
 
 
 class Key(NamedTuple):

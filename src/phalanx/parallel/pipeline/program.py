@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel.blocks import leave_cache_out
 from phalanx.parallel.example import Example
-from phalanx.parallel.fakes import fake
 from phalanx.parallel.pipeline.flops import Flops
 from phalanx.parallel.pipeline.flow import Flow, Key, tensors
 from phalanx.parallel.pipeline.outline import Outline, outline, signature
+from phalanx.profile.blocks import leave_cache_out
+from phalanx.profile.fakes import fake
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

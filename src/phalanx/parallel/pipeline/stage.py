@@ -14,11 +14,11 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel.fakes import fake
 from phalanx.parallel.pipeline.flow import Flow, Key, Mark, tensors
 from phalanx.parallel.pipeline.outline import Outline, drawn, like_arguments, outline, signature
 from phalanx.parallel.pipeline.program import Program, by_values, intercepted, quiet
 from phalanx.parallel.streams import reseed, seed_of
+from phalanx.profile.fakes import fake
 
 Receive = Callable[[list[Tensor]], Sequence[Tensor]]
 """Gives the tensors that these fakes stand for."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from phalanx.parallel.blocks import blocks
+from phalanx.profile.blocks import blocks
 
 
 def units(module: nn.Module, at_least: int, beginning: Iterable[str] = ()) -> dict[nn.Module, str]:

@@ -21,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel.blocks import blocks, leave_cache_out, parts
 from phalanx.parallel.example import Example
-from phalanx.parallel.fakes import faked, fakes, quiet
 from phalanx.parallel.sliced import Axis, Cut, Placed, is_sliced
 from phalanx.parallel.tensor.trial import Trial, fixed, tried
 from phalanx.parallel.tensor.weights import Places
 from phalanx.parallel.tensor.wishes import Wishes, wishes
+from phalanx.profile.blocks import blocks, leave_cache_out, parts
+from phalanx.profile.fakes import faked, fakes, quiet
 
 _FEW_ROWS = 16  # classes a rank below which cutting a head is not worth its three reductions
 _MANY_ROWS = 1000  # rows from which an embedding is cut also where no head shares its vocabulary
