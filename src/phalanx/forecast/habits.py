@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -22,8 +23,8 @@ class Habits:
         launches: host launches an operation takes, against an eager one; 0 where graphs launch them.
         overlap: share of the data-parallel reduction that can hide behind backward.
         overlap_tensor: share of tensor parallelism's that can hide behind its products.
-        selective: what selective recompute computes again: ``attention``, ``alternate`` blocks, ``cheap`` operations, or
-            these and every ``second`` product.
+        selective: what selective recompute computes again: ``attention``, ``alternate`` blocks, ``cheap`` operations,
+            or these and every ``second`` product.
         weights: bytes a parameter takes while computing.
         master: bytes of its copy that the optimizer steps, where there is another.
         gradients: bytes of a gradient while it is summed.
@@ -88,3 +89,58 @@ class Habits:
 
 
 PHALANX = Habits(name="phalanx")
+
+_BESIDE = 0.5 * 2**30
+_HALF = Habits(name="half", weights=2.0, master=4.0, gradients=2.0, gradients_stay=True)
+"""Values and gradients in 16 bits; the optimizer steps a copy in 32."""
+
+_MEGATRON = replace(
+    _HALF,
+    name="megatron-2021",
+    attention="scores",
+    selective="attention",
+    logits=10.0,
+    reserved=1.05,
+    beside=_BESIDE,
+)
+_ALEPH = replace(
+    _HALF,
+    name="aa-megatron-flash",
+    logits=15.5,
+    logits_whole=26.25,
+    scores_kept=25.6,
+    norms_kept=10.3,
+    reserved=1.02,
+    beside=_BESIDE,
+)
+_ZERO_BUBBLE = replace(_HALF, name="zero-bubble", attention="scores", logits=8.0, reserved=1.0)
+_TITAN = Habits(
+    name="torchtitan",
+    selective="second",
+    gathered=2.0,
+    gradients_stay=True,
+    root_gathered=False,
+    shards_over_cp=True,
+    stages_whole=True,
+    logits=13.0,
+    beside=_BESIDE,
+)
+_EVERY = (
+    PHALANX,
+    _MEGATRON,
+    replace(_MEGATRON, name="megatron-deepspeed"),
+    replace(_MEGATRON, name="megatron-core", attention="fused", gradients=4.0),
+    _ALEPH,
+    replace(_ALEPH, name="aa-megatron-flash-rms", norms_kept=3.3),
+    replace(_ALEPH, name="aa-megatron-scores", attention="scores"),
+    Habits(name="llm-foundry", gathered=2.0, logits=6.0, reserved=1.0, beside=_BESIDE),
+    _TITAN,
+    replace(_TITAN, name="torchtitan-compiled", logits=12.0),
+    replace(_HALF, name="internevo", logits=10.0, reserved=1.05, beside=_BESIDE),
+    _ZERO_BUBBLE,
+    replace(_ZERO_BUBBLE, name="zero-bubble-2p", ahead=2.0),
+    Habits(name="nvidia-examples"),
+    replace(_MEGATRON, name="deepspeed-zero3", gathered=2.0, root_gathered=False, blocks_gathered=1.0),
+)
+NAMED: Mapping[str, Habits] = {one.name: one for one in _EVERY}
+"""Habits by name. What they keep in memory was found on half of the published runs, and checked on the other."""
