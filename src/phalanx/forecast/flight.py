@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.forecast.layouts import SCHEDULES, Layouts
-from phalanx.forecast.tables import Array
+from phalanx.forecast.tables import Array, Mask
 from phalanx.profile import Part
 
 
@@ -58,7 +58,7 @@ def _held(part: Part, parts: Sequence[Part], layouts: Layouts) -> Array:
     return np.stack([first, full, last]) * part.count / max(blocks, 1)
 
 
-def _bent(layouts: Layouts) -> Array:
+def _bent(layouts: Layouts) -> Mask:
     """Whether the way through the stages is a V, which ends on the rank where it began."""
     names = [SCHEDULES.index(name) for name in ("zbv", "dualpipev")]
     return np.isin(layouts.schedule, names) & (layouts.pp > 1)
