@@ -18,7 +18,20 @@ import phalanx
 from phalanx.cli.output import STOPPED, print_json, show_error
 from phalanx.errors import PhalanxError
 
-VERBS = ("demo", "train", "forecast", "show", "devices", "prove", "audit", "bench", "worker", "completion")
+VERBS = (
+    "demo",
+    "train",
+    "forecast",
+    "plan",
+    "scale",
+    "show",
+    "devices",
+    "prove",
+    "audit",
+    "bench",
+    "worker",
+    "completion",
+)
 _FAILED = 3
 
 

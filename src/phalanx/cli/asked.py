@@ -81,7 +81,7 @@ def question_of(subject: Subject, on: str, precision: str | None, price: str | N
     """The question about ``subject`` on the cluster that a text describes."""
     from phalanx.hardware import cluster
     from phalanx.planner import Question, prices
-    from phalanx.planner.question import precision_for
+    from phalanx.planner.clusters import precision_for
 
     there = cluster(on)
     chosen: Any = precision or precision_for(there)

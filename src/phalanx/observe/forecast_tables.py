@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -14,6 +15,7 @@ from phalanx.forecast import Forecast
 from phalanx.planner import Bill, Shortfall
 from phalanx.planner.explain import PARTS
 from phalanx.planner.single import Foretold
+from phalanx.spec import Plan
 from phalanx.units import show_bytes, show_count, show_seconds
 
 _WIDTH = 30
@@ -68,6 +70,11 @@ def money(paid: Bill) -> str:
     """A price with its currency, if known."""
     amount = f"{paid.money:,.2f}" if paid.money is not None and paid.money >= 0.005 else f"{paid.money or 0:.2g}"
     return f"{amount} {paid.currency}".strip()
+
+
+def short(plan: Plan) -> str:
+    """A plan without its precision, for tables whose heading says that."""
+    return str(replace(plan, precision="fp32"))
 
 
 def memory_bars(one: Forecast) -> RenderableType:

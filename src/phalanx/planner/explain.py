@@ -126,7 +126,7 @@ def _most(best: Forecast, other: Forecast) -> str:
 def _difference(best: Forecast, other: Forecast) -> str:
     """The largest parts of the step that grew, and that shrank."""
     grown = {name: seconds - best.seconds[name] for name, seconds in other.seconds.items()}
-    least = 0.01 * best.step
+    least = 0.002 * best.step
     worse = sorted((name for name in grown if grown[name] > least), key=lambda one: -grown[one])[:2]
     better = [name for name in grown if grown[name] < -least]
     words = [f"+{show_seconds(grown[name])} {PARTS[name]}" for name in worse]
@@ -163,9 +163,10 @@ def _reasons(ranking: Ranking) -> list[str]:
     fewer = ranking.fewer
     if fewer is not None:
         many = "one device is" if fewer.devices == 1 else f"{fewer.devices} devices are"
-        found.append(
+        found.insert(
+            0,
             f"More devices do not help: {many} as fast or faster ({show_seconds(fewer.forecast.step)} a step, "
-            f"{fewer.forecast.plan}); {_hindrance(best)} is what the others add."
+            f"{fewer.forecast.plan}); {_hindrance(best)} is what the others add.",
         )
     return found
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.forecast import forecast
+from phalanx.planner.clusters import resized
 from phalanx.planner.neighbours import neighbours
-from phalanx.planner.question import Question, resized
+from phalanx.planner.question import Question
 from phalanx.planner.rules import problems
 from phalanx.planner.search import search
 from phalanx.spec import Plan

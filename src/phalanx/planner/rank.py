@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from phalanx.errors import Problem, SpecError
 from phalanx.forecast import Forecast, forecast
+from phalanx.planner.clusters import doublings
 from phalanx.planner.cost import Bill, bill
-from phalanx.planner.question import Question, doublings
+from phalanx.planner.question import Question
 from phalanx.planner.scaling import Point, curve, point_of
 from phalanx.planner.search import Search, search
 from phalanx.planner.told import told

@@ -8,6 +8,7 @@ from math import gcd
 
 from phalanx.errors import Problem, RefusedError
 from phalanx.forecast import Work
+from phalanx.planner.clusters import mixed, resized
 from phalanx.planner.limits import Limits
 from phalanx.spec import Cluster, Plan
 from phalanx.spec.rules import batch_problems, stage_problems
@@ -39,22 +40,21 @@ def problems(plan: Plan, work: Work, cluster: Cluster) -> list[Problem]:
 def crosses(plan: Plan, cluster: Cluster) -> bool:
     """Whether ranks that split one model or shard one state would be unlike devices."""
     inner = plan.tp * plan.cp * plan.ep * plan.fsdp
-    return len({group.device.name for group in cluster.groups}) > 1 and any(
-        group.devices % inner for group in cluster.groups
-    )
+    return mixed(cluster) and any(group.devices % inner for group in cluster.groups)
 
 
 def _devices(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
     if plan.devices == cluster.devices:
         return
-    fix = "dp=" + str(cluster.devices) if cluster.devices > 1 else "single"
+    there = resized(cluster, plan.devices)
+    fix = f"--on {there}" if there and not mixed(cluster) else f'--plan "dp={cluster.devices}"'
     if cluster.devices % plan.devices == 0 and plan.threads == 1:
-        fix = str(replace(plan, dp=plan.dp * (cluster.devices // plan.devices)))
+        fix = f'--plan "{replace(plan, dp=plan.dp * (cluster.devices // plan.devices))}"'
     yield Problem(
         where="plan",
         given=f"{plan}, which is for {plan.devices} devices, on {cluster}, which has {cluster.devices}",
         allowed="a mesh that multiplies to the devices: pp × dp × fsdp × ep × cp × tp = devices",
-        fix=f'--plan "{fix}"',
+        fix=fix,
     )
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.forecast import Forecast, forecast
+from phalanx.planner.clusters import doublings
 from phalanx.planner.cost import Bill, bill
-from phalanx.planner.question import Question, doublings
+from phalanx.planner.question import Question
 from phalanx.planner.search import search
 from phalanx.planner.told import told
 from phalanx.units import show_bytes

@@ -97,7 +97,7 @@ def space(question: Question) -> Space:
     most = int(share.max(initial=1))
     powers = [(2**at,) for at in range(most.bit_length() + 1)]
     columns["share"] = share
-    columns = _crossed(columns, ("micro",), powers, lambda one: one["micro"] < 2 * one["share"])
+    columns = _crossed(columns, ("micro",), powers, _micro_fits)
     share = columns.pop("share")
     columns["micro"] = np.minimum(columns["micro"], share)
     count = len(RECOMPUTES)
@@ -161,6 +161,13 @@ def _crossed(
 def _zero_fits(one: Columns) -> Mask:
     """``fsdp`` shards something, alone nothing; stages of a pipeline have no moment with all gradients."""
     return ((one["fsdp"] > 1) == (one["zero"] > 0)) & ~((one["zero"] == 2) & (one["pp"] > 1))
+
+
+def _micro_fits(one: Columns) -> Mask:
+    """The last one is the whole share; other orders than 1f1b need a micro-batch for every rank to gain."""
+    micros = -(-one["share"] // one["micro"])
+    plain = one["schedule"] == SCHEDULES.index("1f1b")
+    return (one["micro"] < 2 * one["share"]) & (plain | (micros >= one["pp"]))
 
 
 def _schedule_fits(one: Columns, limits: Limits) -> Mask:

@@ -1,0 +1,63 @@
+"""``phalanx plan``: the ranked plans, why the first wins, and why the others lose or do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx.cli.asked import PRECISIONS, budget_of, question_of, span, subject, subject_options
+from phalanx.cli.output import json_option, print_json
+from phalanx.cli.page import html_option
+
+_NO = 1
+
+
+@click.command("plan", short_help="The best plans for a cluster, and why.")
+@subject_options
+@click.option("--on", required=True, metavar="CLUSTER", help="Devices: 8xH100, 4x8xA100@200Gb/s, or a TOML file.")
+@click.option("--precision", type=click.Choice(PRECISIONS), help="Of the computation [what the devices do best].")
+@click.option("--best", type=click.Choice(["time", "cost", "devices"]), default="time", help="What to rank by [time].")
+@click.option("--deadline", metavar="TIME", help="Most the training may take: 90m, 24h, 3d.")
+@click.option("--budget", type=float, help="Most it may cost: money with --price, else device-hours.")
+@click.option("--because", metavar="PLAN", help='Argue this plan; what it does not say is chosen: "fsdp=8".')
+@html_option
+@json_option
+@click.pass_context
+def command(ctx: click.Context, on: str, precision: str | None, html: Path | None, as_json: bool, **given: Any) -> None:
+    """Find the best plans for JOB on CLUSTER: all that can be run are enumerated, those that fit are priced.
+
+    CONFIG is the config.json of a Hugging Face model, or its folder: no code is needed, but --batch. The devices need
+    not be here. --best cost ranks by device time for each sample, on as many of the devices as that takes; --best
+    devices finds the smallest cluster within --deadline and --budget.
+
+    Exit code 0: there is a plan. 1: nothing fits, or nothing within the bounds.
+
+    \b
+    Examples:
+      phalanx plan examples/gpt.py --on 8xH100
+      phalanx plan llama/config.json --on 64xH100 --batch 1024 --seq 8192
+      phalanx plan examples/resnet50.py --on 8xA100 --because "fsdp=8"
+    """
+    from phalanx.planner.advise import advise
+    from phalanx.planner.rank import Goal
+
+    goal = Goal(by=given.pop("best"), deadline=span(given.pop("deadline")), budget=budget_of(given.pop("budget")))
+    because, price = given.pop("because"), given.pop("price")
+    asked = subject(given.pop("what"), **given)
+    advice = advise(question_of(asked, on, precision, price), goal, because)
+    if as_json:
+        print_json({"job": asked.name, **advice.to_dict()})
+    else:
+        from rich.console import Console
+
+        from phalanx.observe.plan_tables import plan_view
+
+        Console().print(plan_view(asked.name, advice), highlight=False)
+    if html:
+        from phalanx.cli.page import write
+        from phalanx.observe.forecast_page import plan_page
+
+        write(html, plan_page(asked.name, advice))
+    ctx.exit(0 if advice.ranking.met else _NO)
