@@ -29,6 +29,10 @@ def profile_of(runs: Sequence[Measured], sizes: Sizes, notes: Sequence[str] = ()
         said.append(
             "what the model computes changes with the samples or the length: other sizes than traced are a guess"
         )
+    pieces = [*first.blocks.values(), *first.around]
+    ops = {op.name for piece in pieces for op in piece.forward}
+    if recurrent := sorted(name for name in ops if any(word in name for word in ("rnn", "lstm", "gru"))):
+        said.append(f"{', '.join(recurrent)} counts as memory traffic only: the products in it are not seen")
     fit = _Fit(sizes, len(runs) > 2)
     before, after = (first.around[0], first.around[1:]) if first.turns else (None, [])
     parts: list[Part] = []
@@ -38,7 +42,6 @@ def profile_of(runs: Sequence[Measured], sizes: Sizes, notes: Sequence[str] = ()
         parts.append(_part([run.blocks[index] for run in runs], fit, all(alike), name=name, count=count, again=again))
     last = 1 if after else 0
     parts.append(_part([run.around[last] for run in runs], fit, all(alike)))
-    pieces = [*first.blocks.values(), *first.around]
     return Profile(
         parts=tuple(parts),
         length=sizes.length,

@@ -82,8 +82,10 @@ class _Form:
         shape = list(tensor.shape)
         if shape and shape[0] == self.samples:
             shape[0] = self.to_samples
-        if self.length > 1 and len(shape) > 1 and shape[1] == self.length:
-            shape[1] = self.to_length
+        if self.length > 1 and len(shape) > 1:
+            mask = len(shape) in (2, 4) and shape[-1] == shape[-2] == self.length
+            for dim in (-1, -2) if mask else (1,):
+                shape[dim] = self.to_length if shape[dim] == self.length else shape[dim]
         return tuple(shape)
 
 

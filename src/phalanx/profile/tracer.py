@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from phalanx.profile.alike import likeness
 from phalanx.profile.blocks import leave_cache_out, parts
+from phalanx.profile.causal import hides_later
 from phalanx.profile.fakes import fake, faked, quiet
 from phalanx.profile.fused import as_on_accelerators
 from phalanx.profile.recorder import Recorder, Seen, Tape
@@ -97,24 +98,31 @@ def traced(call: Call, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.d
     leave_cache_out(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     names = {id(tensor): name for name, tensor in module.named_parameters()}
+    tensors = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+    masks = {id(leaf) for leaf in tensors if hides_later(leaf)}
+    causal_buffers = {name for name, one in module.named_buffers() if hides_later(one)}
     with quiet(), _training(module), faked(module, mode, dtype) as meant:
         parameters = [(names[id(real)], stand_in) for stand_in, real in _stand_ins(module, meant)]
         run = _Run(module, parameters)
 
-        def given(value: Any) -> Any:
-            return tree_map(lambda leaf: _input(mode, leaf, form, dtype) if isinstance(leaf, Tensor) else leaf, value)
+        def given(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            made = fake(mode, torch.empty(form(leaf), dtype=leaf.dtype, device="meta"), dtype=dtype)
+            if id(leaf) in masks:
+                run.recorder.mark_causal(made)
+            return made
 
-        args, kwargs, batch = given((call.args, call.kwargs, call.batch))
+        for name, buffer in module.named_buffers():
+            if name in causal_buffers:
+                run.recorder.mark_causal(buffer)
+        args, kwargs, batch = tree_map(given, (call.args, call.kwargs, call.batch))
         return run.whole(args, kwargs, lambda output: call.loss(output, batch), batch)
 
 
 def _stand_ins(module: nn.Module, meant: dict[int, nn.Parameter]) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     for tensor in module.parameters():
         yield tensor, meant[id(tensor)]
-
-
-def _input(mode: FakeTensorMode, leaf: Tensor, form: Callable[[Tensor], tuple[int, ...]], dtype: Any) -> Tensor:
-    return fake(mode, torch.empty(form(leaf), dtype=leaf.dtype, device="meta"), dtype=dtype)
 
 
 class _Run:
@@ -260,16 +268,19 @@ def _alone(
     block: nn.Module, forward: Callable[..., Any], leaves: list[Any], structure: Any, outside: Recorder
 ) -> tuple[Trace, Any]:
     """One block's forward and backward; its trace, and what its output is made of."""
-    inputs = [leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
     originals = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    outer = [one.detach().requires_grad_(one.requires_grad) for one in originals]
+    tensors = [_Entered.apply(one) if one.requires_grad else one for one in outer]
+    given_in_turn = iter(tensors)
+    inputs = [next(given_in_turn) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     recorder = Recorder()
     named = dict(block.named_parameters())
     held = {recorder.number(one): name for name, one in named.items()}
     given = [recorder.see(one) for one in tensors]
     entry = [one for one in given if one.floating][:1]
     others = {one.memory for one in given} | {recorder.number(one) for one in block.buffers()}
-    for one, original in zip(tensors, originals, strict=True):
+    buffers = list(block.buffers())
+    for one, original in zip([*tensors, *buffers], [*originals, *buffers], strict=True):
         if outside.is_causal(original):
             recorder.mark_causal(one)
     counted = dict[int, int]()
@@ -286,7 +297,7 @@ def _alone(
             for one in ones:
                 recorder.number(one)
         learning = [(name, one) for name, one in named.items() if one.requires_grad]
-        wanted = [one for one in tensors if one.requires_grad]
+        wanted = [one for one in outer if one.requires_grad]
         recorder.begin_backward()
         streams = recorder.seen([ones, [one for one in tensors if one.requires_grad]])
         output = results = None
@@ -305,6 +316,18 @@ def _alone(
         modules=counted,
     )
     return trace, (specs, form)
+
+
+class _Entered(torch.autograd.Function):
+    """What enters a block: no leaf, so that the block may write into it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
 
 
 def _spec(value: Any, inputs: list[Tensor]) -> Any:
