@@ -124,7 +124,7 @@ def test_init_only_reexports() -> None:
 def test_every_package_imported_is_declared_and_explained() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["tensorboard"], *extras["transformers"]]
+    lines = [*project["dependencies"], *extras["tensorboard"], *extras["transformers"], *extras["page"]]
     declared = {re.split(r"[<>=\[~! ]", line)[0] for line in lines}
     called = {"sklearn": "scikit-learn", "tomli_w": "tomli-w"}
     known = {"phalanx", *sys.stdlib_module_names}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -58,7 +60,16 @@ def sentences(curve: Curve) -> list[str]:
         )
     elif curve.points:
         found.append("No number of devices is within the bounds.")
-    found += [f"{devices} devices: {why}." for devices, why in curve.without.items()]
+    for why, counts in _alike(curve.without).items():
+        many = "1 device" if counts == [1] else f"{', '.join(map(str, counts))} devices"
+        found.append(f"{many}: {why}.")
+    return found
+
+
+def _alike(without: Mapping[int, str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for devices, why in without.items():
+        found.setdefault(why, []).append(devices)
     return found
 
 

@@ -10,7 +10,7 @@ from phalanx.forecast import Forecast, forecast
 from phalanx.planner.clusters import doublings
 from phalanx.planner.cost import Bill, bill
 from phalanx.planner.question import Question
-from phalanx.planner.scaling import Point, curve, point_of
+from phalanx.planner.scaling import Point, compared, curve, point_of
 from phalanx.planner.search import Search, search
 from phalanx.planner.told import told
 
@@ -136,7 +136,7 @@ def rank(question: Question, goal: Goal | None = None, *, most: int = 6) -> Rank
         goal=goal,
         search=found,
         plans=tuple(plans),
-        points=tuple(points),
+        points=compared(points),
         bill=paid,
         met=paid is not None and _within(goal, paid),
     )

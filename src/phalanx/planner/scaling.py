@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.forecast import Forecast, forecast
@@ -23,7 +23,7 @@ class Point:
         devices: how many.
         forecast: of it.
         speed_up: over the fewest devices that the model fits on.
-        efficiency: speed-up over the ratio of devices.
+        efficiency: device time of a step where that is least, over that of this one.
         gain: throughput over that of the point before, less 1; 0 for the first.
         bill: of the whole training; of one step where its length is not known.
     """
@@ -157,18 +157,22 @@ def curve(question: Question, counts: Iterable[int]) -> tuple[tuple[Point, ...],
             without[devices] = _why(found.least, found.considered, there)
             continue
         points.append(point_of(there, forecast(there.work, found.best, there.cluster, there.habits), points))
-    return tuple(points), without
+    return compared(points), without
+
+
+def compared(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The points with their efficiency."""
+    least = min((one.devices * one.forecast.step for one in points), default=0.0)
+    return tuple(replace(one, efficiency=least / (one.devices * one.forecast.step)) for one in points)
 
 
 def point_of(question: Question, found: Forecast, before: Sequence[Point]) -> Point:
-    """A forecast beside those on fewer devices."""
-    devices = question.cluster.devices
-    speed_up = before[0].forecast.step / found.step if before else 1.0
+    """A forecast beside those on fewer devices; its efficiency is ``compared`` later."""
     return Point(
-        devices=devices,
+        devices=question.cluster.devices,
         forecast=found,
-        speed_up=speed_up,
-        efficiency=speed_up * before[0].devices / devices if before else 1.0,
+        speed_up=before[0].forecast.step / found.step if before else 1.0,
+        efficiency=1.0,
         gain=before[-1].forecast.step / found.step - 1 if before else 0.0,
         bill=bill(found.step * max(1, question.steps), question.cluster, question.prices),
     )
