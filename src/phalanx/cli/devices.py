@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.cli.output import json_option, print_json
+from phalanx.errors import Problem, SpecError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,10 +19,15 @@ _WIDE = 92
 
 
 @click.command("devices", short_help="What devices can do: peak, memory, bandwidth, links.")
-@click.argument("name", required=False)
+@click.argument("name", metavar="[NAME|JOB|CONFIG]", required=False)
+@click.option("--batch", type=int, default=0, help="With JOB: the global batch, in place of the job's.")
+@click.option("--seq", type=int, default=0, help="With JOB: tokens in a sample, in place of those of the data.")
 @json_option
-def command(name: str | None, as_json: bool) -> None:
+def command(name: str | None, batch: int, seq: int, as_json: bool) -> None:
     """Show the catalog of devices, or all that it says of the device NAME, with the source of every figure.
+
+    Of a JOB, or of the config.json of a model: how it would do on one device of each kind, beside the most that peak
+    and memory bandwidth allow (its roofline), and what bounds it.
 
     Peaks are of dense matrix products. The ridge is the FLOP per byte of memory traffic above which a product is
     bound by arithmetic. The link joins devices of one node, the network nodes: what one device gets of them when
@@ -32,8 +38,18 @@ def command(name: str | None, as_json: bool) -> None:
       phalanx devices
       phalanx devices H100
       phalanx devices A100-80GB --json
+      phalanx devices examples/gpt.py
     """
     from phalanx.hardware import entry, names
+
+    if name and _is_subject(name):
+        _job_on_each(name, batch, seq, as_json)
+        return
+    if batch or seq:
+        option = "--batch" if batch else "--seq"
+        fix = f"phalanx devices examples/gpt.py {option} {batch or seq}"
+        problem = Problem(where=option, given=f"{option} without a job", allowed="only with JOB or CONFIG", fix=fix)
+        raise SpecError([problem])
 
     entries = [entry(name)] if name else [entry(one) for one in names()]
     if as_json:
@@ -47,6 +63,29 @@ def command(name: str | None, as_json: bool) -> None:
         console.print(_card(entries[0]), highlight=False)
     else:
         console.print(_overview(entries, console.width), highlight=False)
+
+
+def _is_subject(what: str) -> bool:
+    from phalanx.planner.work import is_config
+
+    return ".py" in what or ":" in what or is_config(what)
+
+
+def _job_on_each(what: str, batch: int, seq: int, as_json: bool) -> None:
+    from phalanx.cli.asked import subject
+    from phalanx.hardware import names
+    from phalanx.planner.roofline import rooflines
+
+    asked = subject(what, batch=batch, seq=seq, steps=0)
+    lines = rooflines(asked.work, names())
+    if as_json:
+        print_json({"job": asked.name, "devices": [one.to_dict() for one in lines]})
+        return
+    from rich.console import Console
+
+    from phalanx.observe.roofline_tables import roofline_view
+
+    Console().print(roofline_view(asked.name, lines), highlight=False)
 
 
 def _overview(entries: list[Entry], width: int) -> Table:
