@@ -73,6 +73,8 @@ class _Architecture:
     def shape(self, config: Mapping[str, Any], path: str, length: int) -> Shape:
         """The shape that ``config`` describes."""
         keys = {**_USUAL, **self.keys}
+        if self.family != "llama":
+            keys = {name: key for name, key in keys.items() if name not in _GROUPED or name in self.keys}
         missing = [keys[name] for name in _NEEDED if not isinstance(config.get(keys[name]), int)]
         if missing:
             wanted = "whole numbers under these names"
@@ -98,6 +100,7 @@ _USUAL = {
     "head_width": "head_dim",
     "places": "max_position_embeddings",
 }
+_GROUPED = ("kv_heads", "head_width")
 _NEEDED = ("layers", "hidden", "heads", "vocabulary")
 _SHORT = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "ffn": "n_inner", "places": "n_positions"}
 _MPT = {
@@ -116,10 +119,13 @@ _KNOWN: dict[str, _Architecture] = {
     "gemma": _Architecture(family="llama", tied=True),
     "gpt2": _Architecture(family="gpt", keys=_SHORT, tied=True),
     "gpt_neox": _Architecture(family="gpt", fixed={"positions": "rotary"}),
-    "phi": _Architecture(family="gpt", fixed={"positions": "rotary"}),
+    "phi": _Architecture(family="gpt", keys={"kv_heads": "num_key_value_heads"}, fixed={"positions": "rotary"}),
     "opt": _Architecture(family="gpt", keys={"ffn": "ffn_dim"}, tied=True),
     "bloom": _Architecture(
-        family="gpt", keys={"layers": "n_layer", "heads": "n_head"}, tied=True, fixed={"positions": "alibi"}
+        family="gpt",
+        keys={"layers": "n_layer", "heads": "n_head", "ffn": ""},  # always 4 times the width
+        tied=True,
+        fixed={"positions": "alibi"},
     ),
     "mpt": _Architecture(family="mpt", keys=_MPT, tied=True, fixed={"positions": "alibi"}),
     "bert": _Architecture(family="bert", tied=True),

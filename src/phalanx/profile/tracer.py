@@ -169,7 +169,8 @@ class _Run:
             rest = [(name, one) for name, one in self.parameters if id(one) not in inside or id(one) in outside]
             rest = [(name, one) for name, one in rest if one.requires_grad]
             wanted = [one for _, one in rest]
-            grads = torch.autograd.grad(value, [*wanted, self.anchor], allow_unused=True)
+            sought = [*wanted, self.anchor] if value.requires_grad else []
+            grads = torch.autograd.grad(value, sought, allow_unused=True) if sought else ()
             gradients = {
                 recorder.number(grad): name for (name, _), grad in zip(rest, grads, strict=False) if grad is not None
             }

@@ -1,0 +1,299 @@
+"""A model's costs: counted products, what autograd keeps, how both grow, and what tensor parallelism cuts."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from phalanx.demo.jobs import gpt
+from phalanx.errors import ProfileError, SpecError
+from phalanx.parallel import Example
+from phalanx.parallel.tensor import find
+from phalanx.profile import Described, Part, Profile, Shape, Size, flops, standard, trace
+
+IDS = torch.arange(24).view(2, 12) % 60
+GPT = Shape(family="gpt", layers=24, hidden=2048, heads=16, vocabulary=51200, length=2048, tied=True, dropout=0.1)
+LLAMA_70B = Shape(
+    family="llama", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocabulary=128256, length=4096
+)
+RESNET = Shape(family="resnet50", vocabulary=1000)
+
+
+def block(profile: Profile) -> Part:
+    return next(part for part in profile.parts if part.role == "block")
+
+
+def saved_bytes(part: Part, samples: int, length: int, itemsize: int) -> float:
+    """What a part keeps, with what enters it."""
+    each = [one.elements.at(samples, length) * (one.itemsize or itemsize) for one in part.saved]
+    return sum(each) + part.entry.at(samples, length) * itemsize
+
+
+def summed(output: Any, batch: Any) -> torch.Tensor:
+    return output.sum()
+
+
+class TestWork:
+    def test_flops_of_a_gpt(self) -> None:
+        profile = GPT.profile()
+        s, h, layers = GPT.length, GPT.hidden, GPT.layers
+        positions = GPT.length * GPT.hidden
+        # 6 for each parameter and token; causal attention 2 s s h forward, and 5/2 of that backward.
+        expected = 6 * (profile.parameters - positions) * s + layers * 2 * s * s * h * 3.5
+        assert profile.flops(1) == pytest.approx(expected, rel=0.01)
+        assert profile.flops(8) == pytest.approx(8 * profile.flops(1))
+
+    def test_flops_of_resnet_50(self) -> None:
+        profile = RESNET.profile()
+        forward = sum(part.count * flops(op, 1, 1) for part in profile.parts for op in part.forward)
+        assert forward == pytest.approx(2 * 4.09e9, rel=0.01)  # multiply-adds of version 1.5
+        stem = flops(profile.parts[0].forward[0], 1, 1)  # images need no gradient
+        assert profile.flops(1) == pytest.approx(3 * forward - stem, rel=1e-6)
+        assert profile.parameters == 25_557_032
+        assert (profile.blocks, profile.length, profile.heads) == (16, 1, 0)
+
+    def test_a_block_has_six_products_and_their_twelve_backward(self) -> None:
+        part = block(GPT.profile())
+        kinds = [op.kind for op in part.forward]
+        assert (kinds.count("matmul"), kinds.count("attention")) == (4, 1)
+        backward = [op for op in part.backward if op.kind == "matmul"]
+        assert [op.weights for op in backward].count(True) == [op.weights for op in backward].count(False) == 4
+        assert all(op.causal for op in (*part.forward, *part.backward) if op.kind == "attention")
+
+    def test_fused_traffic_is_never_more(self) -> None:
+        for _, op in LLAMA_70B.profile().operations():
+            assert op.fused.at(4, 2048) <= op.traffic.at(4, 2048) * (1 + 1e-9)
+
+    def test_a_run_of_elementwise_operations_reads_and_writes_once(self) -> None:
+        class Chain(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return ((x * 2 + 1).exp() * 3).sum()
+
+        called = Described(module=Chain(), args=(torch.zeros(2, 100),), loss=lambda output, _: output)
+        ops = trace(called).parts[0].forward
+        assert sum(op.traffic.at(1) for op in ops) == pytest.approx(9 * 100, rel=0.02)
+        assert sum(op.fused.at(1) for op in ops) == pytest.approx(100, rel=0.02)
+
+
+class TestMemory:
+    def test_saved_by_a_gpt_block_is_34_bytes_a_token_and_width(self) -> None:
+        # Korthikanti et al. 2022, section 4.1, without the scores, which fused attention does not keep.
+        part = block(GPT.profile())
+        assert saved_bytes(part, 4, 2048, 2) == pytest.approx(34 * 4 * 2048 * GPT.hidden, rel=0.01)
+
+    @pytest.mark.parametrize("recompute", ["whole", "cheap"])
+    def test_saved_is_what_autograd_keeps(self, recompute: str) -> None:
+        model = gpt.gpt_job(layers=2, width=64, heads=4, context=32).model()
+        tokens = torch.zeros(4, 32, dtype=torch.int64)
+        parameters = {one.untyped_storage().data_ptr() for one in model.parameters()}
+        kept: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        first = model.blocks[0]
+        x = torch.zeros(4, 32, 64, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = first(x)
+        assert output.requires_grad
+        part = block(trace(Described(module=model, args=(tokens,), batch=tokens, loss=_tokens)))
+        cheap = sum(one.elements.at(4, 32) * (one.itemsize or 4) for one in part.saved if one.cheap)
+        if recompute == "whole":
+            assert saved_bytes(part, 4, 32, 4) == pytest.approx(sum(kept.values()), rel=0.01)
+        else:  # two norms with their sums, the stream in between, what follows the gelu
+            assert cheap == pytest.approx(4 * 32 * (3 * 64 + 4 * 64 + 4) * 4, rel=0.01)
+
+    def test_working_memory_of_the_head_is_that_of_its_logits(self) -> None:
+        after = LLAMA_70B.profile().parts[-1]
+        logits = LLAMA_70B.vocabulary * 2048
+        assert logits < after.working.at(1, 2048) < 5 * logits
+
+    def test_a_write_in_place_is_followed(self) -> None:
+        part = block(RESNET.profile())
+        assert part.entry == Size(64.0 * 56 * 56, 1.0, 0.0)
+        assert part.working.at(1) > 0
+
+
+class TestLaws:
+    def test_powers_are_exact(self) -> None:
+        part = block(LLAMA_70B.profile())
+        attention = next(op for op in part.forward if op.kind == "attention")
+        assert attention.dims[3] == attention.dims[4] == Size(1.0, 0.0, 1.0)
+        assert part.entry == Size(8192.0, 1.0, 1.0)
+        product = next(op for op in part.forward if op.kind == "matmul")
+        assert product.dims == (Size(1.0), Size(1.0, 1.0, 1.0), Size(8192.0), Size(8192.0))
+
+    def test_other_sizes_are_what_a_trace_of_them_gives(self) -> None:
+        small = Shape(family="llama", layers=2, hidden=64, heads=4, vocabulary=128)
+        at = {length: replace(small, length=length).profile() for length in (64, 256)}
+        assert at[64].flops(3, 256) == pytest.approx(at[256].flops(3, 256), rel=1e-6)
+        both = [saved_bytes(block(one), 3, 256, 2) for one in at.values()]
+        assert both[0] == pytest.approx(both[1], rel=1e-3)
+
+    def test_a_model_of_one_length_is_not_lawful(self) -> None:
+        class Fixed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.token, self.place = nn.Embedding(9, 8), nn.Parameter(torch.zeros(6, 8))
+
+            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+                return self.token(tokens) + self.place
+
+        profile = trace(Described(module=Fixed(), args=(torch.zeros(2, 6, dtype=torch.int64),), loss=summed))
+        assert not profile.lawful
+        assert "6 tokens only" in profile.notes[0]
+
+    def test_70_billion_parameters_in_seconds(self) -> None:
+        began = time.perf_counter()
+        profile = standard(LLAMA_70B).profile()
+        assert time.perf_counter() - began < 10
+        assert profile.parameters == 70_553_706_496
+        assert [part.count for part in profile.parts] == [1, 80, 1]
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 2 * 2**30
+
+
+def _tokens(output: Any, batch: torch.Tensor) -> torch.Tensor:
+    logits = getattr(output, "logits", output)
+    return F.cross_entropy(logits.flatten(0, -2), batch.flatten()[: logits.flatten(0, -2).shape[0]])
+
+
+def _hugging(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    import transformers as hf
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"vocab_size": 64, "intermediate_size": 48, **sizes}
+    if name == "gpt2":
+        return hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=12)), {}
+    if name == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(num_key_value_heads=2, **more)), {}
+    if name == "bert":
+        return hf.BertForMaskedLM(hf.BertConfig(**more)), {}
+    if name == "t5":
+        config = hf.T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=64)
+        return hf.T5ForConditionalGeneration(config), {"decoder_input_ids": IDS}
+    image = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 5, "intermediate_size": 48}
+    return hf.ViTForImageClassification(hf.ViTConfig(**image, **sizes)), {"pixel_values": torch.zeros(2, 1, 8, 8)}
+
+
+class TestShares:
+    @pytest.mark.parametrize("name", ["demo", "gpt2", "llama", "bert", "t5", "vit"])
+    def test_weights_that_can_be_cut_are_those_that_training_cuts(self, name: str) -> None:
+        if name == "demo":
+            module, kwargs = gpt.gpt_job(layers=2, width=32, heads=4, context=12).model(), {}
+            args: tuple[Any, ...] = (IDS,)
+        else:
+            (module, kwargs), args = _hugging(name), ()
+            kwargs = kwargs if name == "vit" else {"input_ids": IDS, **kwargs}
+        batch = torch.zeros(2, dtype=torch.int64) if name == "vit" else IDS
+        profile = trace(Described(module=module, args=args, kwargs=kwargs, batch=batch, loss=_tokens))
+        cuts = find(module, Example(args=args, kwargs=kwargs, batch=batch, loss=_tokens), 2).cuts
+        elements = {key: one.numel() for key, one in module.named_parameters()}
+        cut = sum(part.count * w.elements for part in profile.parts for w in part.weights if w.share == "inner")
+        assert cut == sum(elements[key] for key in cuts)
+        assert profile.parameters == sum(elements.values())
+        assert profile.lawful
+        assert profile.heads == (2 if name == "llama" else 4)
+
+    def test_columns_rows_and_what_lies_between(self) -> None:
+        part = block(LLAMA_70B.profile())
+        products = [op.share for op in part.forward if op.kind == "matmul"]
+        assert products == ["column", "column", "column", "row", "column", "column", "row"]
+        backward = [op.share for op in part.backward if op.kind == "matmul"]
+        assert sorted(backward) == ["column"] * 10 + ["row"] * 4
+        norms = [op.share for op in (*part.forward, *part.backward) if "rms_norm" in op.name]
+        assert norms == ["tokens"] * 4
+        gates = [op.share for op in (*part.forward, *part.backward) if "silu" in op.name]
+        assert gates == ["inner"] * 2
+        assert {one.share for one in part.saved} == {"tokens", "inner"}
+
+    def test_classes_stay_divided_up_to_the_loss(self) -> None:
+        after = GPT.profile().parts[-1]
+        shares = {op.name: op.share for op in after.forward}
+        assert shares["mm"] == "column"
+        assert shares["_log_softmax"] == shares["nll_loss_forward"] == "inner"
+        assert shares["native_layer_norm"] == "tokens"
+
+    def test_a_product_that_leaves_its_block_divided_stays_whole(self) -> None:
+        blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
+        profile = trace(Described(module=blocks, args=(torch.zeros(2, 8),), loss=summed))
+        assert {op.share for _, op in profile.operations() if op.kind == "matmul"} == {"whole"}
+
+    def test_experts(self) -> None:
+        import transformers as hf
+
+        config = hf.MixtralConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=64, num_local_experts=4, num_experts_per_tok=2,
+        )  # fmt: skip
+        described = Described(module=hf.MixtralForCausalLM(config), kwargs={"input_ids": IDS}, batch=IDS, loss=_tokens)
+        profile = trace(described)
+        assert profile.experts == 4
+        part = block(profile)
+        products = [op for op in part.forward if op.expert and op.kind == "matmul"]
+        assert [flops(op, 2, 12) for op in products] == [2.0 * 48 * 96 * 32, 2.0 * 48 * 32 * 48]
+        assert sum(w.elements for w in part.weights if w.expert) == 4 * 3 * 48 * 32
+
+
+class _Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return -y if y.sum().item() > 0 else y  # this line
+
+
+class _Picks(_Asks):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y[y > 0]  # this line
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("module", [_Asks(), _Picks()])
+    def test_control_flow_of_values_names_the_line(self, module: nn.Module) -> None:
+        with pytest.raises(ProfileError, match=r"test_profile\.py:\d+: .*# this line") as caught:
+            trace(Described(module=module, args=(torch.zeros(3, 4),), loss=summed))
+        assert caught.value.exit_code == 2
+        assert "profile=measure" in str(caught.value)
+        assert isinstance(next(module.parameters()), nn.Parameter)
+        assert torch.isfinite(module.linear.weight).all()  # the model is as it was  # pyright: ignore
+
+    def test_shapes_that_make_no_model(self) -> None:
+        with pytest.raises(SpecError, match=r"shape\.heads"):
+            standard(Shape(family="gpt", layers=2, hidden=64, vocabulary=10, length=8))
+        with pytest.raises(SpecError, match="multiple of 3"):
+            standard(Shape(family="gpt", layers=2, hidden=64, heads=3, vocabulary=10, length=8))
+
+
+def test_masks_are_known_to_be_causal_by_their_values() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    x = torch.zeros(3, 10, 32)
+
+    def causal(**how: Any) -> set[bool]:
+        profile = trace(Described(module=layer, args=(x,), kwargs=how, loss=summed))
+        return {op.causal for _, op in profile.operations() if op.kind == "attention"}
+
+    assert causal() == {False}
+    assert causal(src_mask=nn.Transformer.generate_square_subsequent_mask(10)) == {True}
+    assert causal(src_mask=torch.zeros(10, 10)) == {False}
+
+
+def test_bert_and_mpt() -> None:
+    bert = Shape(family="bert", layers=24, hidden=1024, heads=16, vocabulary=30522, length=512).profile()
+    assert bert.parameters == 336_226_108
+    assert bert.tied == 30522 * 1024
+    shape = Shape(family="mpt", layers=32, hidden=4096, heads=32, vocabulary=50432, length=2048, tied=True)
+    assert shape.profile().parameters == 6_649_286_656
+    assert shape.profile() is shape.profile()
