@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phalanx.api import Run, build, fit, prove
+    from phalanx.api import Run, build, fit, forecast, plan, prove
     from phalanx.data import Table
     from phalanx.spec import Cluster, Job, Loss, Plan, RunSpec, Schedule
     from phalanx.train.losses import (
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
-    **dict.fromkeys(("Run", "build", "fit", "prove"), "phalanx.api"),
+    **dict.fromkeys(("Run", "build", "fit", "forecast", "plan", "prove"), "phalanx.api"),
     **dict.fromkeys(("Cluster", "Job", "Loss", "Plan", "RunSpec", "Schedule"), "phalanx.spec"),
     **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.losses"),
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.losses"),
@@ -47,10 +49,12 @@ __all__ = [
     "build",
     "cross_entropy",
     "fit",
+    "forecast",
     "linear_scaling",
     "load_balancing_loss",
     "mse",
     "next_token_loss",
+    "plan",
     "prove",
     "router_z_loss",
 ]
@@ -63,6 +67,16 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_WHERE[name]), name)
     globals()[name] = value
     return value
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Importing the folder forecast must not hide the function of that name.
+        if name not in _WHERE or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

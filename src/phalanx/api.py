@@ -1,4 +1,4 @@
-"""What ``import phalanx as px`` offers: ``fit``, ``build``, ``prove``, and how a finished run is read."""
+"""What ``import phalanx as px`` offers: ``fit``, ``build``, ``prove``, ``forecast``, ``plan``, and a run to read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import Problem, RefusedError, WorkerError
 from phalanx.events import read
-from phalanx.spec import Job, Plan, RunSpec
+from phalanx.spec import Cluster, Job, Plan, RunSpec
 
 if TYPE_CHECKING:
     from phalanx.comm import Place
     from phalanx.data import Loader
+    from phalanx.forecast import Forecast
+    from phalanx.planner import Advice, Question
     from phalanx.train.step import Step
     from phalanx.verify import Proof
 
@@ -165,6 +167,47 @@ def prove(
     from phalanx.verify import prove as compare
 
     return compare(job, _plan(plan, job, None), steps=steps, say=say, watch=watch)
+
+
+def forecast(job: Job, plan: Plan | str, cluster: Cluster | str) -> Forecast:
+    """The memory and time of ``job`` under ``plan`` on ``cluster``, such as ``"8xH100"``; no device need be here.
+
+    Raises:
+        RefusedError: if the plan cannot serve the job on that cluster.
+        ProfileError: if the model's operations or shapes depend on values.
+    """
+    from phalanx.forecast import forecast as priced
+    from phalanx.planner import refuse
+
+    question = _question(job, cluster)
+    chosen = plan if isinstance(plan, Plan) else Plan.parse(plan)
+    refuse(chosen, question.work, question.cluster)
+    return priced(question.work, chosen, question.cluster)
+
+
+def plan(job: Job, cluster: Cluster | str) -> Advice:
+    """The best plans for ``job`` on ``cluster``, such as ``"8xH100"``, the best first, and why.
+
+    ``plan(job, cluster).ranking.best.plan`` is the best ``Plan``; without one (``ranking.best`` is ``None``) the
+    ``shortfall`` says what is missing.
+
+    Raises:
+        RefusedError: if no plan can deal the job out to so many devices.
+        ProfileError: if the model's operations or shapes depend on values.
+    """
+    from phalanx.planner import advise
+
+    return advise(_question(job, cluster))
+
+
+def _question(job: Job, cluster: Cluster | str) -> Question:
+    from phalanx.hardware import cluster as read
+    from phalanx.planner import Question
+    from phalanx.planner.clusters import precision_for
+    from phalanx.train.work import steps_of, work_of
+
+    there = read(cluster) if isinstance(cluster, str) else cluster
+    return Question(work=work_of(job), cluster=there, precision=precision_for(there), steps=steps_of(job) or 0)
 
 
 def _alone(plan: Plan) -> Problem:

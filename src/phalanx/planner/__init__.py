@@ -1,5 +1,6 @@
 """Which plan is best, why, and how many devices are worth it: enumerate, prune by memory, price, rank, explain."""
 
+from phalanx.planner.advise import Advice, advise
 from phalanx.planner.cost import Bill, Prices, bill, prices
 from phalanx.planner.explain import Explanation, Neighbour, explain
 from phalanx.planner.nearest import Change, Shortfall, shortfall
@@ -10,6 +11,7 @@ from phalanx.planner.scaling import Curve, Point, scale
 from phalanx.planner.work import config_work
 
 __all__ = [
+    "Advice",
     "Bill",
     "Change",
     "Curve",
@@ -21,6 +23,7 @@ __all__ = [
     "Question",
     "Ranking",
     "Shortfall",
+    "advise",
     "bill",
     "config_work",
     "explain",
