@@ -153,6 +153,17 @@ class TestLaws:
         assert not profile.lawful
         assert "6 tokens only" in profile.notes[0]
 
+    def test_a_batch_may_hold_one_token_more_than_the_model_reads(self) -> None:
+        model = gpt.gpt_job(layers=2, width=32, heads=4, context=12).model()
+        batch = torch.zeros(2, 13, dtype=torch.int64)
+
+        def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(output.flatten(0, 1), batch[:, 1:].flatten())
+
+        profile = trace(Described(module=model, args=(batch[:, :-1],), batch=batch, loss=loss))
+        assert profile.lawful
+        assert profile.length == 12
+
     def test_70_billion_parameters_in_seconds(self) -> None:
         began = time.perf_counter()
         profile = standard(LLAMA_70B).profile()

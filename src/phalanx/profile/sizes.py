@@ -85,7 +85,9 @@ class _Form:
         if self.length > 1 and len(shape) > 1:
             mask = len(shape) in (2, 4) and shape[-1] == shape[-2] == self.length
             for dim in (-1, -2) if mask else (1,):
-                shape[dim] = self.to_length if shape[dim] == self.length else shape[dim]
+                more = shape[dim] - self.length
+                if more in (0, 1):  # a batch may hold one token more: the last target
+                    shape[dim] = self.to_length + more
         return tuple(shape)
 
 

@@ -353,7 +353,8 @@ def scalar(value: Any) -> Tensor:
 @contextmanager
 def _training(module: nn.Module) -> Iterator[None]:
     before = [(child, child.training) for child in module.modules()]
-    module.train()
+    if not module.training:  # in one that comes in training mode, parts kept out of it stay so
+        module.train()
     try:
         yield
     finally:
