@@ -78,7 +78,7 @@ def _under_way(place: Array, layouts: Layouts, ahead: float) -> Array:
         "gpipe": micros + 0 * place,
         "1f1b": np.minimum(micros, pp - place),
         "interleaved": interleaved,
-        "zero-bubble": np.where(stages > 1, interleaved, flat),
+        "zero-bubble": flat,
         "zbv": np.minimum(micros, pp) + 0 * place,
         "dualpipev": np.minimum(micros, pp + 0.5) + 0 * place,
     }

@@ -32,6 +32,7 @@ class Habits:
         state: bytes of the optimizer's state.
         update: bytes moved to step a parameter.
         speed: of its fused attention, against the best there is.
+        relay: seconds of the host to hand something to another stage.
         scatter: ranks of ``tp`` each send a share of what goes to the next stage, and gather it there.
         network: bytes/s of a node that the framework's published runs are taken to have had where they state none.
         gathered: bytes of a parameter when sharded ones are gathered.
@@ -49,6 +50,9 @@ class Habits:
         norms_kept: bytes an element that each norm keeps beyond its input and output.
         ahead: how far zero-bubble schedules run ahead of 1F1B, in its activations.
         shards_over_cp: whether ranks of ``cp`` share out what those of ``fsdp`` do.
+        gathers_kept: whether products behind sequence parallelism keep what was gathered for them.
+        autocast: whether half precision casts weights where they are read, and leaves the stream in fp32 (not where
+            ``zero=3`` gathers them in it).
         stages_whole: whether a pipeline's stages stay gathered through a step, and their gradients whole.
     """
 
@@ -68,6 +72,7 @@ class Habits:
     state: float = 8.0
     update: float = 28.0
     speed: float = 1.0
+    relay: float = 0.0
     scatter: bool = False
     network: float = 0.0
     gathered: float = 4.0
@@ -86,9 +91,11 @@ class Habits:
     ahead: float = 1.0
     shards_over_cp: bool = False
     stages_whole: bool = False
+    gathers_kept: bool = False
+    autocast: bool = False
 
 
-PHALANX = Habits(name="phalanx")
+PHALANX = Habits(name="phalanx", gathers_kept=True, autocast=True)
 
 _BESIDE = 0.5 * 2**30
 _HALF = Habits(name="half", weights=2.0, master=4.0, gradients=2.0, gradients_stay=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,9 @@ from phalanx.forecast.habits import Habits
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.price import itemsize
 from phalanx.forecast.tables import Array
-from phalanx.profile import Part, Saved
+from phalanx.profile import Part, Profile, Size
+
+_STREAM_NORMS = ("layer_norm", "rms_norm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -20,8 +21,8 @@ class Kept:
     """Bytes on each kind of rank: shape (3, N) each.
 
     Attributes:
-        saved: from forward to backward, of all micro-batches under way.
-        working: beyond that, in the part that needs most; what a block computes anew is among it.
+        saved: the most from forward to backward, of all micro-batches under way, what is computed anew among it.
+        working: beyond that when both together are most.
     """
 
     saved: Array
@@ -30,7 +31,7 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Bytes:
-    """Of one part and one micro-batch: shape (N,) each."""
+    """Of one part and one micro-batch: shape (N,) each; ``dear`` is what selective recompute keeps."""
 
     entry: Array
     saved: Array
@@ -39,15 +40,53 @@ class _Bytes:
     working: Array
 
 
-def kept(parts: Sequence[Part], layouts: Layouts, habits: Habits, lie: Ranks, precision: str) -> Kept:
-    """Activations of every candidate under its recomputation."""
-    saved, working = np.zeros_like(lie.there), np.zeros_like(lie.there)
-    for index, part in enumerate(parts):
-        one = _bytes(part, layouts, habits, precision)
-        stays, anew = _recomputed(part, one, layouts, habits)
-        saved += lie.holds[:, index] * lie.flight[:, index] * stays
-        working = np.maximum(working, np.where(lie.holds[:, index] > 0, one.working + anew, 0.0))
-    return Kept(saved=saved, working=working)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Micro:
+    """One micro-batch on a rank: laws that were not found by tracing two lengths are taken to grow with the tokens."""
+
+    samples: Array
+    tokens: Array
+    scale: Array
+    size: float
+    wider: Array
+
+    @classmethod
+    def of(cls, profile: Profile, layouts: Layouts, habits: Habits, precision: str) -> _Micro:
+        tokens, one = layouts.length / layouts.cp, np.ones_like(layouts.micro)
+        size = itemsize(precision)
+        cast = habits.autocast and precision != "fp32"
+        return cls(
+            samples=layouts.micro,
+            tokens=tokens if profile.lawful else one * profile.length,
+            scale=one if profile.lawful else tokens / profile.length,
+            size=size,
+            wider=np.where(cast & (layouts.zero != 3), 4.0 - size, 0.0),
+        )
+
+    def count(self, law: Size) -> Array:
+        """Elements: shape (N,)."""
+        grown: Array = law.at(self.samples, self.tokens) * self.scale
+        return grown
+
+
+def kept(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, precision: str) -> Kept:
+    """Activations of every candidate under its recomputation, when the part that needs most of them runs backward."""
+    micro = _Micro.of(profile, layouts, habits, precision)
+    every = [_bytes(part, micro, layouts, habits) for part in profile.parts]
+    stays, anew = zip(
+        *(_recomputed(part, one, layouts, habits) for part, one in zip(profile.parts, every, strict=True)), strict=True
+    )
+    under_way = sum((lie.holds[:, at] * lie.flight[:, at] * one for at, one in enumerate(stays)), 0 * lie.there)
+    of_one = [lie.holds[:, at] * one for at, one in enumerate(stays)]
+    saved, together = np.zeros_like(lie.there), np.zeros_like(lie.there)
+    for index, part in enumerate(profile.parts):
+        later = {"before": ("block", "after"), "block": ("after",), "after": ()}[part.role]
+        gone = sum((of_one[at] for at, one in enumerate(profile.parts) if one.role in later), 0 * lie.there)
+        here = np.where(lie.holds[:, index] > 0, under_way - gone + anew[index], 0.0)
+        saved = np.maximum(saved, here)
+        together = np.maximum(together, np.where(lie.holds[:, index] > 0, here + every[index].working, 0.0))
+    saved = np.maximum(saved, under_way)
+    return Kept(saved=saved, working=np.maximum(together - saved, 0.0))
 
 
 def _recomputed(part: Part, one: _Bytes, layouts: Layouts, habits: Habits) -> tuple[Array, Array]:
@@ -62,47 +101,65 @@ def _recomputed(part: Part, one: _Bytes, layouts: Layouts, habits: Habits) -> tu
     else:
         some = one.entry + one.dear
         again = np.maximum(everything - some, 0.0)
-    stays = np.select([layouts.recompute == 2, layouts.recompute == 1], [one.entry, some], everything)
-    anew = np.select([layouts.recompute == 2, layouts.recompute == 1], [everything - one.entry, again], 0.0)
-    return stays, anew
+    chosen = [layouts.recompute == 2, layouts.recompute == 1]
+    return np.select(chosen, [one.entry, some], everything), np.select(chosen, [everything - one.entry, again], 0.0)
 
 
-def _bytes(part: Part, layouts: Layouts, habits: Habits, precision: str) -> _Bytes:
-    samples, length = layouts.micro, layouts.length / layouts.cp
-    none, size = np.zeros_like(samples), itemsize(precision)
-    entry = part.entry.at(samples, length) * size / _divided("tokens", layouts)
-    whole = none + 1e-9
-    saved = none
+def _bytes(part: Part, micro: _Micro, layouts: Layouts, habits: Habits) -> _Bytes:
+    stream = micro.count(part.entry)
+    entry = stream * (micro.size + micro.wider) / _divided("tokens", layouts)
+    saved, whole = np.zeros_like(stream), np.full_like(stream, 1e-9)
     for one in part.saved:
-        plain = none + one.elements.at(samples, length) * (one.itemsize or size)
+        plain = micro.count(one.elements) * (one.itemsize or micro.size)
         whole, saved = whole + plain, saved + plain / _divided(one.share, layouts)
-    shared = np.where(whole > 1, saved / whole, 1.0)
-    working = none + part.working.at(samples, length) * size * shared
-    norms = sum("norm" in operation.name for operation in part.forward)
-    saved = saved + norms * habits.norms_kept * part.entry.at(samples, length) / _divided("tokens", layouts)
+    working = micro.count(part.working) * micro.size * np.where(whole > 1, saved / whole, 1.0)
+    logits = _logits(part, micro) if part.role == "after" else np.zeros_like(stream)
     if part.role == "after" and habits.logits:
-        logits = _logits(part, samples, length)
-        saved = saved - _of_logits(part.saved, samples, length, size) / layouts.tp
+        saved = saved - _cut(part, micro) / layouts.tp
         gathered = (layouts.tp > 1) & (habits.logits_whole > 0)
         working = logits * np.where(gathered, habits.logits_whole, habits.logits / layouts.tp)
-    dear = _results(part, layouts, 2 if habits.selective == "second" else 1) * size
-    return _Bytes(entry=entry, saved=saved, dear=dear, scores=_scores(part, layouts, habits), working=working)
+    dear = _results(part, micro, layouts, 2 if habits.selective == "second" else 1) * micro.size
+    return _Bytes(
+        entry=entry,
+        saved=saved + _by_norms(part, stream, micro, layouts, habits) + _by_casts(part, logits, micro, layouts),
+        dear=dear,
+        scores=_scores(part, micro, layouts, habits),
+        working=working,
+    )
 
 
-def _results(part: Part, layouts: Layouts, stride: int) -> Array:
+def _by_norms(part: Part, stream: Array, micro: _Micro, layouts: Layouts, habits: Habits) -> Array:
+    """Bytes that norms keep beyond the profile's, and what sequence parallelism gathers behind them."""
+    norms = sum(any(name in operation.name for name in _STREAM_NORMS) for operation in part.forward)
+    each = habits.norms_kept + np.where(norms > 1, micro.wider * (norms - 1) / max(norms, 1), 0.0)
+    found = norms * stream * each / _divided("tokens", layouts)
+    if habits.gathers_kept:
+        found = found + norms * stream * micro.size * (1 - 1 / _divided("tokens", layouts))
+    return found
+
+
+def _by_casts(part: Part, logits: Array, micro: _Micro, layouts: Layouts) -> Array:
+    """Under autocast: the loss in fp32, and weights in half precision until backward has read them."""
+    if part.role == "before":
+        return np.zeros_like(logits)
+    cut = sum((one.elements / (layouts.tp if one.share == "inner" else 1.0) for one in part.weights), 0 * logits)
+    return logits * micro.wider / layouts.tp + np.where(micro.wider > 0, cut * micro.size, 0.0)
+
+
+def _results(part: Part, micro: _Micro, layouts: Layouts, stride: int) -> Array:
     """Elements of the results of attention and of every ``stride``-th product, which selective recompute keeps."""
-    found, length, products = np.zeros_like(layouts.micro), layouts.length / layouts.cp, 0
+    found, products = np.zeros_like(layouts.micro), 0
     for operation in part.forward:
         if operation.kind == "memory":
             continue
-        sizes = [size.at(layouts.micro, length) for size in operation.dims]
+        sizes = [size.at(micro.samples, micro.tokens) for size in operation.dims]
         if operation.kind == "attention":
             elements = sizes[0] * sizes[1] * sizes[3] * sizes[5]
         else:
             elements = sizes[0] * sizes[1] * sizes[2] if products % stride == 0 else 0.0
             products += 1
         share = {"column": "inner", "row": "tokens"}.get(operation.share, operation.share)
-        found = found + elements / _divided(share, layouts)
+        found = found + elements * micro.scale / _divided(share, layouts)
     return found
 
 
@@ -114,33 +171,33 @@ def _divided(share: str, layouts: Layouts) -> Array:
     return np.ones_like(layouts.tp)
 
 
-def _scores(part: Part, layouts: Layouts, habits: Habits) -> Array:
+def _scores(part: Part, micro: _Micro, layouts: Layouts, habits: Habits) -> Array:
     """Bytes of attention's scores, softmax and its dropout (Korthikanti et al. 2022, section 4.1)."""
     found = np.zeros_like(layouts.tp)
     if habits.attention == "fused":
         return found
     for operation in part.forward:
         if operation.kind == "attention":
-            batch, heads, _, queries, keys, _ = (
-                size.at(layouts.micro, layouts.length) + found for size in operation.dims
-            )
-            found = found + batch * heads * queries / layouts.cp * keys / layouts.tp * habits.scores_kept
+            batch, heads, _, queries, keys, _ = (size.at(micro.samples, micro.tokens) for size in operation.dims)
+            elements = batch * heads * queries * keys * layouts.cp * micro.scale
+            found = found + elements / layouts.tp * habits.scores_kept
     return found
 
 
-def _logits(part: Part, samples: Array, length: Array) -> Array:
+def _logits(part: Part, micro: _Micro) -> Array:
     """Elements of the widest product's result in the last part."""
-    found = np.zeros_like(samples)
+    found = np.zeros_like(micro.samples)
     for operation in part.forward:
         if operation.kind == "matmul":
-            batch, rows, columns, _ = (size.at(samples, length) + np.zeros_like(samples) for size in operation.dims)
-            found = np.maximum(found, batch * rows * columns)
+            batch, rows, columns, _ = (size.at(micro.samples, micro.tokens) for size in operation.dims)
+            found = np.maximum(found, batch * rows * columns * micro.scale)
     return found
 
 
-def _of_logits(saved: Sequence[Saved], samples: Array, length: Array, size: float) -> Array:
-    found = np.zeros_like(samples)
-    for one in saved:
+def _cut(part: Part, micro: _Micro) -> Array:
+    """Bytes saved that are as wide as the classes."""
+    found = np.zeros_like(micro.samples)
+    for one in part.saved:
         if one.share == "inner":
-            found = found + one.elements.at(samples, length) * (one.itemsize or size)
+            found = found + micro.count(one.elements) * (one.itemsize or micro.size)
     return found

@@ -58,7 +58,7 @@ def memory(profile: Profile, layouts: Layouts, habits: Habits, precision: str, s
     """The memory of every candidate; ``state`` is bytes of optimizer state a parameter."""
     lie = ranks(profile.parts, layouts, habits.ahead)
     fixed = _fixed(profile, layouts, habits, lie, state, precision)
-    active = kept(profile.parts, layouts, habits, lie, precision)
+    active = kept(profile, layouts, habits, lie, precision)
     communication = _gathered(profile, layouts, habits, lie, precision) + _messages(profile, layouts, lie, precision)
     communication += _staying(profile, layouts, habits, lie, precision)
     there = np.where(lie.there > 0, 0.0, -np.inf)
