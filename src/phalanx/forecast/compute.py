@@ -28,8 +28,9 @@ class Times:
         again: recomputing, inside the backward.
         sent_forward: exchanges that stand in the forward's way.
         sent_backward: and in the backward's.
-        by_kind: of computing: shape (kinds, parts, N), see ``KINDS``; without launches.
-        waiting: of computing, where the device waits for the host to launch.
+        waiting_forward: the device waits for the host to launch.
+        waiting_backward: likewise.
+        by_kind: of computing: shape (kinds, parts, N), see ``KINDS``.
     """
 
     forward: Array
@@ -38,47 +39,57 @@ class Times:
     again: Array
     sent_forward: Array
     sent_backward: Array
+    waiting_forward: Array
+    waiting_backward: Array
     by_kind: Array
-    waiting: Array
 
     @property
     def before(self) -> Array:
         """All of the forward."""
-        return self.forward + self.sent_forward
+        return self.forward + self.sent_forward + self.waiting_forward
 
     @property
     def back(self) -> Array:
         """All of the backward."""
-        return self.inputs + self.weights + self.again + self.sent_backward
+        return self.inputs + self.weights + self.again + self.sent_backward + self.waiting_backward
 
 
 def compute(costs: Table, layouts: Layouts, rates: Rates, fabric: Fabric, habits: Habits, precision: str) -> Times:
     """The times of every part under every candidate."""
     priced = price(costs, layouts.shapes, rates, habits, precision)
     count = len(costs.parts)
-    ahead, back = ~costs.backward, costs.backward & ~costs.weights
-    device = [_summed(priced.seconds, costs, rows, count) for rows in (ahead, back, costs.backward & costs.weights)]
-    launched = [
-        _launches(costs, rows, count) * rates.kernels.host * habits.launches for rows in (ahead, costs.backward)
-    ]
-    forward = np.maximum(device[0], launched[0][:, None])
-    slack = np.maximum(launched[1][:, None] - device[1] - device[2], 0.0)
+    late = costs.backward & costs.weights
+    forward, inputs, weights = (
+        _summed(priced.seconds, costs, rows, count) for rows in (~costs.backward, costs.backward & ~late, late)
+    )
     again = _again(costs, priced, layouts, habits, forward)
     joined = _joins(costs, layouts, fabric, precision) * (1 - habits.overlap_tensor)
     around = _around(costs, layouts, fabric, precision, priced)
-    kinds = [_summed(priced.seconds, costs, rows, count) for rows in (costs.matmul, costs.attention, costs.memory)]
-    blocks = np.array([part.role == "block" for part in costs.parts])[:, None]
-    anew = np.where(layouts.recompute == 2, 1.0, 0.0) * blocks
+    anew = np.where(layouts.recompute == 2, 1.0, 0.0) * _blocks(costs)
+    sent_forward = joined[0] + around[0]
+    sent_backward = joined[1] + around[1] + anew * sent_forward
+    each = rates.kernels.host * habits.launches
+    ahead, back = (_launches(costs, rows, count)[:, None] * each for rows in (~costs.backward, costs.backward))
+    rows = _summed(np.ones_like(priced.seconds), costs, costs.row & costs.matmul & ~costs.backward, count)
+    apart = rates.wires.far * rows * (layouts.tp > fabric.per_node / 2)
+    ahead, back = ahead + apart, back + apart
     return Times(
         forward=forward,
-        inputs=device[1] + slack,
-        weights=device[2],
+        inputs=inputs,
+        weights=weights,
         again=again,
-        sent_forward=joined[0] + around[0],
-        sent_backward=joined[1] + around[1] + anew * (joined[0] + around[0]),
-        by_kind=np.stack(kinds),
-        waiting=forward - device[0] + slack,
+        sent_forward=sent_forward,
+        sent_backward=sent_backward,
+        waiting_forward=np.maximum(ahead - forward - sent_forward, 0.0),
+        waiting_backward=np.maximum(back + anew * ahead - inputs - weights - again - sent_backward, 0.0),
+        by_kind=np.stack(
+            [_summed(priced.seconds, costs, rows, count) for rows in (costs.matmul, costs.attention, costs.memory)]
+        ),
     )
+
+
+def _blocks(costs: Table) -> Array:
+    return np.array([part.role == "block" for part in costs.parts], dtype=float)[:, None]
 
 
 def _summed(seconds: Array, costs: Table, rows: npt.NDArray[np.bool_], count: int) -> Array:
@@ -94,7 +105,7 @@ def _launches(costs: Table, rows: npt.NDArray[np.bool_], count: int) -> Array:
 def _again(costs: Table, priced: Priced, layouts: Layouts, habits: Habits, forward: Array) -> Array:
     """What the backward computes anew, of the blocks."""
     count = len(costs.parts)
-    blocks = np.array([part.role == "block" for part in costs.parts])[:, None]
+    blocks = _blocks(costs)
     if habits.selective == "attention":
         some = _summed(priced.seconds, costs, costs.attention & ~costs.backward, count)
     elif habits.selective == "alternate":

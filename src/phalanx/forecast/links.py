@@ -49,8 +49,8 @@ def collective(kind: Collective, size: Array, ranks: Array, stride: Array, fabri
         return np.where(ranks > 1, start + size / speed, 0.0)
     turns = 2.0 if kind == "all-reduce" else 1.0
     sent = turns * size * (ranks - 1) / np.maximum(ranks, 1)
-    inside = fabric.inside * wires.inside / (1 + wires.half_inside / np.maximum(size, 1))
-    network = fabric.node / fabric.per_node * near * wires.between / (1 + wires.half_between / np.maximum(size, 1))
+    inside = fabric.inside * wires.inside * np.ones_like(size)
+    network = fabric.node / fabric.per_node * near * wires.between
     speed = np.where(nodes > 1, np.minimum(inside, network), inside)
     if kind == "all-to-all":  # what goes to other nodes goes there directly
         speed = np.where(nodes > 1, np.minimum(inside, network / near * ranks / np.maximum(ranks - near, 1)), inside)

@@ -69,7 +69,8 @@ def price(costs: Table, shapes: Shapes, rates: Rates, habits: Habits, precision:
     moved = costs.traffic.at(shapes.samples, shapes.length)
     if habits.joined:
         moved += habits.joined * (costs.fused.at(shapes.samples, shapes.length) - moved)
-    moved = (moved / _divided(costs, shapes))[at] * size
+    width = np.where(costs.wide, np.maximum(size, 4.0), size)[:, None]
+    moved = (moved / _divided(costs, shapes) * width)[at]
     seconds[at] = moved / (rates.bandwidth * kernels.stream) + kernels.floor * (moved > 0)
     return Priced(seconds=seconds, flops=flops)
 
@@ -107,17 +108,27 @@ def _dims(costs: Table, shapes: Shapes) -> list[Array]:
     return dims
 
 
+_TILES = ((256.0, 128.0, 1.0), (128.0, 128.0, 0.97), (128.0, 64.0, 0.85), (64.0, 64.0, 0.7))
+"""Rows and columns of the tiles that libraries choose from, and the rate of each against the largest: a smaller one reads
+more for what it computes."""
+
+
 def _products(batch: Array, m: Array, n: Array, k: Array, *, rates: Rates, precision: str) -> Array:
-    """Tiles of the result are dealt to the device's units in rounds; the inner size fills and drains each."""
+    """Tiles of the result are dealt to the device's units in rounds; the inner size fills and drains each.
+
+    As libraries do, the tile is chosen for which all this takes least.
+    """
     kernels = rates.kernels
-    tiles = batch * np.ceil(m / kernels.edge) * np.ceil(n / kernels.edge)
-    rounds = tiles / rates.units
-    rounds += kernels.waves * (np.ceil(rounds) - rounds)
-    tile = 2 * kernels.edge**2 * (k + kernels.depth)
-    computing = rounds * tile / (rates.peak[precision] * kernels.product / rates.units)
+    speed = rates.peak[precision] * kernels.product / rates.units
+    best = np.full(np.broadcast_shapes(m.shape, k.shape), np.inf)
+    for rows, columns, rate in _TILES:
+        for long, wide in {(rows, columns), (columns, rows)}:
+            rounds = batch * np.ceil(m / long) * np.ceil(n / wide) / rates.units
+            rounds += kernels.waves * (np.ceil(rounds) - rounds)
+            np.minimum(best, rounds * (2 * long * wide / (speed * rate)) * (k + kernels.depth), out=best)
     size = 1.0 if precision == "fp8" else itemsize(precision)
     moved = batch * ((m + n) * k * size + m * n * itemsize(precision))
-    return np.maximum(computing, moved / (rates.bandwidth * kernels.stream)) + kernels.floor
+    return np.maximum(best, moved / (rates.bandwidth * kernels.stream)) + kernels.floor
 
 
 def _attention(costs: Table, dims: list[Array], rates: Rates, habits: Habits, precision: str) -> tuple[Array, Array]:
@@ -129,7 +140,7 @@ def _attention(costs: Table, dims: list[Array], rates: Rates, habits: Habits, pr
     if habits.attention == "fused":
         half = costs.half[costs.attention][:, None]
         flops = np.where(backward, 10.0, 4.0) * half * pairs * width
-        share = np.where(backward, kernels.attention_backward, kernels.attention)
+        share = habits.speed * np.where(backward, kernels.attention_backward, kernels.attention)
         narrow = width / (width + 32.0) * (160.0 / 128.0)  # a head of 64 leaves part of each product idle
         blocks = samples * heads * np.ceil(queries / 128.0)
         rounds = blocks / rates.units

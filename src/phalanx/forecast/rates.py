@@ -14,7 +14,6 @@ class Kernels:
 
     Attributes:
         product: share of the peak that large products reach.
-        edge: rows and columns of the tile in which products are computed; what does not fill one is lost.
         waves: share of a last, partly filled round of tiles over the device's units that is lost.
         depth: inner size at which a product reaches half of its rate: filling and draining a tile.
         attention: share of the peak that fused attention reaches forward, with heads of 128.
@@ -25,7 +24,6 @@ class Kernels:
     """
 
     product: float = 0.8
-    edge: float = 128.0
     waves: float = 0.5
     depth: float = 128.0
     attention: float = 0.6
@@ -46,8 +44,7 @@ class Wires:
         hop: seconds for each further rank in a ring inside a node.
         start_between: seconds to start one between nodes.
         hop_between: seconds for each further node.
-        half_inside: bytes at which the in-node bandwidth is half reached.
-        half_between: bytes at which that of the network is.
+        far: seconds that the host waits more for each exchange of ranks on both sockets of a node.
         crowd: share of time added with each doubling of the nodes: jitter, shared switches.
     """
 
@@ -57,8 +54,7 @@ class Wires:
     hop: float = 1e-6
     start_between: float = 30e-6
     hop_between: float = 5e-6
-    half_inside: float = 4e6
-    half_between: float = 8e6
+    far: float = 0.0
     crowd: float = 0.01
 
 

@@ -90,7 +90,7 @@ def step_time(
     backward = np.einsum("kpn,pn->kn", lie.each, times.back)
     weights = np.einsum("kpn,pn->kn", lie.each, times.weights)
     present = lie.there > 0
-    send = _send(costs, layouts, fabric, precision)
+    send = _send(costs, layouts, fabric, habits, precision)
     busy = np.where(present, forward + backward, 0.0)
     worst = busy.argmax(axis=0)
     micros = layouts.micros
@@ -102,9 +102,8 @@ def step_time(
 
     split = {name: of(times.by_kind[at]) for at, name in enumerate(KINDS)}
     exchange = of(times.sent_forward + times.sent_backward)
-    again, waiting = of(times.again), of(times.waiting)
+    again, waiting = of(times.again), of(times.waiting_forward + times.waiting_backward)
     known = sum(split.values(), exchange + again + waiting)
-    compute = of(times.forward + times.inputs + times.weights + times.again)
     late = replicas(costs, times, layouts, fabric, habits, lie)
     return StepTime(
         products=split["products"],
@@ -114,7 +113,7 @@ def step_time(
         launches=waiting,
         exchange=exchange,
         pipeline=np.maximum(total - known, 0.0),
-        replicas=np.where(layouts.zero == 3, _sharded(costs, times, layouts, fabric, habits), late) + 0 * compute,
+        replicas=np.where(layouts.zero == 3, _sharded(costs, times, layouts, fabric, habits), late),
         update=update(costs, layouts, rates, habits, lie),
         rest=np.full_like(total, habits.rest),
     )
@@ -149,13 +148,14 @@ def pipeline(forward: Array, backward: Array, weights: Array, there: Array, layo
     return np.where(pp > 1, found, micros * slowest)
 
 
-def _send(costs: Table, layouts: Layouts, fabric: Fabric, precision: str) -> Array:
+def _send(costs: Table, layouts: Layouts, fabric: Fabric, habits: Habits, precision: str) -> Array:
     """Seconds to hand one activation to the next stage."""
     entry = next((part.entry for part in costs.parts if part.role == "block"), costs.parts[0].entry)
     size = entry.at(layouts.micro, layouts.length) / layouts.cp * itemsize(precision)
-    size = size / np.where(layouts.sequence > 0, layouts.tp, 1.0)
+    size = size / np.where((layouts.sequence > 0) | habits.scatter, layouts.tp, 1.0)
     stride = layouts.tp * layouts.cp * layouts.ep * layouts.fsdp * layouts.dp
-    return np.where(layouts.pp > 1, collective("send", size, np.full_like(size, 2.0), stride, fabric), 0.0)
+    sent = collective("send", size, np.full_like(size, 2.0), stride, fabric) + habits.relay
+    return np.where(layouts.pp > 1, sent, 0.0)
 
 
 def held(costs: Table, layouts: Layouts, lie: Stages) -> Array:

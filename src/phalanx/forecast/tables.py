@@ -60,6 +60,7 @@ class Table:
         memory: neither.
         column: its weight is cut along its outputs. Likewise ``row``, ``inner``, ``tokens``: see ``profile.Share``.
         weights: yields gradients of parameters only.
+        wide: computed in fp32 under any precision: losses and what they need.
         half: 0.5 where attention is causal, else 1.
         expert: it belongs to experts.
         dims: six laws: of products (batch, m, n, k, -, -), of attention as in ``Operation.dims``.
@@ -79,12 +80,16 @@ class Table:
     inner: Mask
     tokens: Mask
     weights: Mask
+    wide: Mask
     half: Array
     expert: Mask
     dims: tuple[Laws, ...]
     traffic: Laws
     fused: Laws
     parts: tuple[Part, ...]
+
+
+_WIDE = ("log_softmax", "nll_loss", "cross_entropy")
 
 
 @lru_cache(maxsize=512)
@@ -112,6 +117,7 @@ def table(profile: Profile) -> Table:
         inner=having("share", "inner"),
         tokens=having("share", "tokens"),
         weights=np.array([operation.weights for operation in operations], dtype=bool),
+        wide=np.array([any(word in operation.name for word in _WIDE) for operation in operations], dtype=bool),
         half=np.array([0.5 if operation.causal else 1.0 for operation in operations]),
         expert=np.array([operation.expert for operation in operations], dtype=bool),
         dims=tuple(
