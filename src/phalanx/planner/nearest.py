@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from phalanx.errors import SpecError
 from phalanx.forecast import forecast
+from phalanx.hardware import cluster, entry, names
 from phalanx.planner.clusters import resized
 from phalanx.planner.neighbours import neighbours
 from phalanx.planner.question import Question
@@ -94,6 +96,7 @@ def _of_question(question: Question, plan: Plan) -> Iterator[Change]:
                 yield from _found(_priced(question, other, f'--plan "{other}"'))
     if not question.mixed:
         yield from _found(_more_devices(question))
+        yield from _found(_larger_devices(question))
     if plan.precision == "fp32" and all("bf16" in group.device.peak for group in question.cluster.groups):
         yield from _found(_best(replace(question, precision="bf16"), "--precision bf16"))
     length = question.work.tokens
@@ -109,10 +112,26 @@ def _more_devices(question: Question) -> Change | None:
     devices = question.cluster.devices
     for _ in range(_DOUBLINGS):
         devices *= 2
-        cluster = resized(question.cluster, devices)
-        if cluster is None:
+        there = resized(question.cluster, devices)
+        if there is None:
             continue
-        found = _best(replace(question, cluster=cluster), f"--on {cluster}")
+        found = _best(replace(question, cluster=there), f"--on {there}")
+        if found:
+            return found
+    return None
+
+
+def _larger_devices(question: Question) -> Change | None:
+    """As many of the device with the least memory on which it fits, of the same kind."""
+    group = question.cluster.groups[0]
+    known = [one.device for one in (entry(name) for name in names()) if one.device.kind == group.device.kind]
+    larger = [device for device in known if device.room > group.device.room and question.precision in device.peak]
+    for device in sorted(larger, key=lambda one: one.room):
+        words = str(question.cluster).replace(group.device.name, device.name)
+        try:
+            found = _best(replace(question, cluster=cluster(words)), f"--on {words}")
+        except SpecError:  # a node of it holds another number
+            continue
         if found:
             return found
     return None
