@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.demo.jobs import gpt
 from phalanx.errors import ProfileError, SpecError
@@ -58,6 +59,23 @@ class TestWork:
         assert profile.flops(1) == pytest.approx(3 * forward - stem, rel=1e-6)
         assert profile.parameters == 25_557_032
         assert (profile.blocks, profile.length, profile.heads) == (16, 1, 0)
+
+    @pytest.mark.parametrize("name", ["demo", "convolutions"])
+    def test_products_are_those_that_torch_counts(self, name: str) -> None:
+        if name == "demo":
+            module: nn.Module = gpt.gpt_job(layers=2, width=64, heads=4, context=32).model()
+            x, batch = torch.zeros(4, 32, dtype=torch.int64), torch.zeros(4, 32, dtype=torch.int64)
+        else:
+            module = nn.Sequential(
+                nn.Conv2d(3, 8, 3, 2, 1), nn.ConvTranspose2d(8, 6, 3, 2), nn.Conv2d(6, 6, 3, groups=3)
+            )
+            x, batch = torch.zeros(4, 3, 16, 16), None
+        loss = _tokens if name == "demo" else summed
+        with FlopCounterMode(display=False) as counter:
+            loss(module(x), batch).backward()
+        profile = trace(Described(module=module, args=(x,), batch=batch, loss=loss))
+        products = [part.count * flops(op, 4, 32) for part, op in profile.operations() if op.kind != "attention"]
+        assert sum(products) == counter.get_total_flops()
 
     def test_a_block_has_six_products_and_their_twelve_backward(self) -> None:
         part = block(GPT.profile())
@@ -253,6 +271,7 @@ class TestShares:
         products = [op for op in part.forward if op.expert and op.kind == "matmul"]
         assert [flops(op, 2, 12) for op in products] == [2.0 * 48 * 96 * 32, 2.0 * 48 * 32 * 48]
         assert sum(w.elements for w in part.weights if w.expert) == 4 * 3 * 48 * 32
+        assert sum(one.elements.at(1, 1) for one in part.saved if one.expert) >= 2 * (96 + 48)
 
 
 class _Asks(nn.Module):

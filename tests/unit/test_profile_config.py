@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from phalanx.errors import SpecError
+from phalanx.errors import MissingExtraError, SpecError
 from phalanx.profile import Shape, from_config
 from phalanx.profile.config import known
 
@@ -83,3 +85,16 @@ def test_what_is_wrong_is_said(config: Any, says: str, tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="No such file"):
         from_config(tmp_path / "nowhere")
+
+
+def test_the_extra_is_named_where_transformers_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"phalanx\[transformers\]"):
+        from_config(written(tmp_path, {"model_type": "t5"}))
+    assert from_config(written(tmp_path, {"model_type": "llama", **SMALL}), length=16).profile().blocks == 2
+
+
+def test_nouns_and_shapes_need_no_torch() -> None:
+    code = "import sys, phalanx.profile; print([one for one in ('torch', 'numpy') if one in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -297,7 +297,8 @@ def _share_out(
 
 
 def _kept(numbers: Iterable[int], trace: Trace, made: Sequence[Work], found: Shares, itemsize: int) -> tuple[Kept, ...]:
-    makers = {one.memory: work for work in made if not work.step.backward for one in work.outputs}
+    makers = {one.memory: index for index, work in enumerate(made) if not work.step.backward for one in work.outputs}
+    region = of_experts(made, trace, experts_in(made, trace.parameters))
     kept: list[Kept] = []
     for number in numbers:
         if number in trace.parameters or number in trace.others:
@@ -309,8 +310,8 @@ def _kept(numbers: Iterable[int], trace: Trace, made: Sequence[Work], found: Sha
                 elements=memory.bytes / memory.itemsize,
                 itemsize=0 if memory.floating and memory.itemsize == itemsize else memory.itemsize,
                 share=found.memories.get(number, "whole"),
-                cheap=maker is None or maker.kind == "memory",
-                expert=False,
+                cheap=maker is None or made[maker].kind == "memory",
+                expert=maker is not None and region[maker],
             )
         )
     return tuple(kept)
