@@ -66,9 +66,7 @@ class TestWork:
             module: nn.Module = gpt.gpt_job(layers=2, width=64, heads=4, context=32).model()
             x, batch = torch.zeros(4, 32, dtype=torch.int64), torch.zeros(4, 32, dtype=torch.int64)
         else:
-            module = nn.Sequential(
-                nn.Conv2d(3, 8, 3, 2, 1), nn.ConvTranspose2d(8, 6, 3, 2), nn.Conv2d(6, 6, 3, groups=3)
-            )
+            module = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ConvTranspose2d(8, 6, 3, 2), nn.Conv2d(6, 9, 3))
             x, batch = torch.zeros(4, 3, 16, 16), None
         loss = _tokens if name == "demo" else summed
         with FlopCounterMode(display=False) as counter:
