@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 from phalanx.profile.recorder import Seen, Step
 
@@ -182,8 +182,3 @@ _MOVED: dict[str, Callable[[Step], float]] = {
     "fill_": _written_over,
     "zero_": _written_over,
 }
-
-
-def operand_of(seen: Any) -> bool:
-    """Whether an argument was a tensor."""
-    return isinstance(seen, Seen)
