@@ -47,6 +47,12 @@ PLANS = (
     "pp=2 micro=4 schedule=zbv",
     "pp=2 micro=4 schedule=dualpipev",
     "pp=4 micro=4",
+    "tp=4",
+    "tp=2 pp=2 micro=4",
+    "fsdp=2 tp=2",
+    "fsdp=2 pp=2 zero=1 micro=4",
+    "dp=2 pp=2 micro=2 recompute=full",
+    "fsdp=2 cp=2 precision=bf16",
 )
 
 

@@ -37,6 +37,8 @@ class Habits:
         network: bytes/s of a node that the framework's published runs are taken to have had where they state none.
         gathered: bytes of a parameter when sharded ones are gathered.
         contention: share of an exchange that runs beside computing by which it slows computing down.
+        prints_reserved: what it prints as its peak is what the allocator reserved.
+        doubt: how much further off than others forecasts of it are.
         rest: seconds of each step that no part explains: data, logging, synchronisation.
         reserved: reserved memory over allocated.
         beside: bytes that the process keeps on the device beside tensors: buffers of collectives, workspaces.
@@ -51,6 +53,7 @@ class Habits:
         ahead: how far zero-bubble schedules run ahead of 1F1B, in its activations.
         shards_over_cp: whether ranks of ``cp`` share out what those of ``fsdp`` do.
         gathers_kept: whether products behind sequence parallelism keep what was gathered for them.
+        logits_gathered: whether the loss sees all classes on every rank of ``tp``, where ``logits`` is 0.
         autocast: whether half precision casts weights where they are read, and leaves the stream in fp32 (not where
             ``zero=3`` gathers them in it).
         stages_whole: whether a pipeline's stages stay gathered through a step, and their gradients whole.
@@ -77,6 +80,8 @@ class Habits:
     network: float = 0.0
     gathered: float = 4.0
     contention: float = 0.1
+    prints_reserved: bool = True
+    doubt: float = 1.0
     rest: float = 2e-3
     reserved: float = 1.1
     beside: float = 0.0
@@ -92,10 +97,11 @@ class Habits:
     shards_over_cp: bool = False
     stages_whole: bool = False
     gathers_kept: bool = False
+    logits_gathered: bool = False
     autocast: bool = False
 
 
-PHALANX = Habits(name="phalanx", gathers_kept=True, autocast=True)
+PHALANX = Habits(name="phalanx", gathers_kept=True, logits_gathered=True, autocast=True)
 
 _BESIDE = 0.5 * 2**30
 _HALF = Habits(name="half", weights=2.0, master=4.0, gradients=2.0, gradients_stay=True)
@@ -132,6 +138,7 @@ _TITAN = Habits(
     logits=13.0,
     beside=_BESIDE,
 )
+_FOUNDRY = Habits(name="llm-foundry", gathered=2.0, logits=6.0, reserved=1.0, beside=_BESIDE)
 _EVERY = (
     PHALANX,
     _MEGATRON,
@@ -139,10 +146,14 @@ _EVERY = (
     replace(_MEGATRON, name="megatron-core", attention="fused", gradients=4.0),
     _ALEPH,
     replace(_ALEPH, name="aa-megatron-flash-rms", norms_kept=3.3),
+    replace(_ALEPH, name="aa-megatron-flash1", speed=0.75),
     replace(_ALEPH, name="aa-megatron-scores", attention="scores"),
-    Habits(name="llm-foundry", gathered=2.0, logits=6.0, reserved=1.0, beside=_BESIDE),
+    replace(_ALEPH, name="aa-megatron-eager", attention="scores", scores=10.0),
+    _FOUNDRY,
+    replace(_FOUNDRY, name="llm-foundry-hopper"),
     _TITAN,
     replace(_TITAN, name="torchtitan-compiled", logits=12.0),
+    replace(_TITAN, name="torchtitan-async", logits=12.0),
     replace(_HALF, name="internevo", logits=10.0, reserved=1.05, beside=_BESIDE),
     _ZERO_BUBBLE,
     replace(_ZERO_BUBBLE, name="zero-bubble-2p", ahead=2.0),

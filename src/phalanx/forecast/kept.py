@@ -111,17 +111,17 @@ def _bytes(part: Part, micro: _Micro, layouts: Layouts, habits: Habits) -> _Byte
     saved, whole = np.zeros_like(stream), np.full_like(stream, 1e-9)
     for one in part.saved:
         plain = micro.count(one.elements) * (one.itemsize or micro.size)
-        whole, saved = whole + plain, saved + plain / _divided(one.share, layouts)
+        share = "whole" if part.role == "after" and one.share == "inner" and habits.logits_gathered else one.share
+        whole, saved = whole + plain, saved + plain / _divided(share, layouts)
     working = micro.count(part.working) * micro.size * np.where(whole > 1, saved / whole, 1.0)
-    logits = _logits(part, micro) if part.role == "after" else np.zeros_like(stream)
     if part.role == "after" and habits.logits:
         saved = saved - _cut(part, micro) / layouts.tp
         gathered = (layouts.tp > 1) & (habits.logits_whole > 0)
-        working = logits * np.where(gathered, habits.logits_whole, habits.logits / layouts.tp)
+        working = _logits(part, micro) * np.where(gathered, habits.logits_whole, habits.logits / layouts.tp)
     dear = _results(part, micro, layouts, 2 if habits.selective == "second" else 1) * micro.size
     return _Bytes(
         entry=entry,
-        saved=saved + _by_norms(part, stream, micro, layouts, habits) + _by_casts(part, logits, micro, layouts),
+        saved=saved + _by_norms(part, stream, micro, layouts, habits) + _by_casts(part, micro, layouts, habits),
         dear=dear,
         scores=_scores(part, micro, layouts, habits),
         working=working,
@@ -138,12 +138,18 @@ def _by_norms(part: Part, stream: Array, micro: _Micro, layouts: Layouts, habits
     return found
 
 
-def _by_casts(part: Part, logits: Array, micro: _Micro, layouts: Layouts) -> Array:
+def _by_casts(part: Part, micro: _Micro, layouts: Layouts, habits: Habits) -> Array:
     """Under autocast: the loss in fp32, and weights in half precision until backward has read them."""
+    found = np.zeros_like(micro.wider)
     if part.role == "before":
-        return np.zeros_like(logits)
-    cut = sum((one.elements / (layouts.tp if one.share == "inner" else 1.0) for one in part.weights), 0 * logits)
-    return logits * micro.wider / layouts.tp + np.where(micro.wider > 0, cut * micro.size, 0.0)
+        return found
+    for one in part.weights:
+        cut = layouts.tp if one.share == "inner" else 1.0
+        found = found + np.where(micro.wider > 0, one.elements / cut * micro.size, 0.0)
+    for one in part.saved:
+        if part.role == "after" and one.share == "inner" and not one.itemsize:
+            found = found + micro.count(one.elements) * micro.wider / (1.0 if habits.logits_gathered else layouts.tp)
+    return found
 
 
 def _results(part: Part, micro: _Micro, layouts: Layouts, stride: int) -> Array:

@@ -98,7 +98,7 @@ def _together(active: Kept, fixed: _Fixed, communication: Array, layouts: Layout
         activations=activations,
         working=working,
         communication=communication[at],
-        apart=together - gradients - activations - working - communication[at],
+        apart=np.minimum(together - gradients - activations - working - communication[at], 0.0),
         reserve=np.ceil(allocated * (habits.reserved - 1) / BLOCK) * BLOCK + habits.beside,
     )
 
@@ -117,7 +117,7 @@ def _fixed(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, state
     by = {stage: np.where(layouts.zero >= stage, shards, 1.0) for stage in (1, 2, 3)}
     whole = (learn + still) * habits.weights / by[3]
     whole = np.where(layouts.offload == 2, 0.0, whole)
-    once = (layouts.zero == 1) & (layouts.micros == 1) & (not habits.gradients_stay)
+    once = (layouts.zero == 1) & (layouts.micros == 1) & (layouts.pp == 1) & (not habits.gradients_stay)
     split = np.where(once, shards, by[2])
     half = 0.0 if precision == "fp32" else habits.master
     away = layouts.offload >= 1

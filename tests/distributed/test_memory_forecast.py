@@ -1,0 +1,69 @@
+"""What is forecast of a rank's memory, against what runs hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small import fit
+
+import phalanx as px
+from phalanx.demo.jobs.gpt import GPT, Size
+from phalanx.forecast.habits import PHALANX
+from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.memory import memory
+from phalanx.observe.summary import summarise
+from phalanx.profile import Described, Profile
+
+SIZE = Size(layers=4, width=64, heads=4, context=64)
+HOST = replace(PHALANX, blocks_gathered=1.0, unscattered=0.0)  # gathers no block ahead
+PARTS = ("parameters", "gradients", "optimizer", "activations")
+
+
+def texts() -> px.Table:
+    tokens = torch.randint(256, (32, SIZE.context + 1), generator=torch.Generator().manual_seed(0))
+    return px.Table(x=tokens[:, :-1].contiguous(), y=tokens[:, 1:].contiguous())
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    tokens = torch.zeros(2, SIZE.context, dtype=torch.int64)
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+    return Described(module=GPT(SIZE), args=(tokens,), batch=tokens, loss=loss).profile()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "single",
+        "single recompute=full",
+        "single precision=bf16",
+        "dp=2 micro=4",
+        "fsdp=2 zero=1 micro=4",
+        "fsdp=2 zero=2",
+        "fsdp=2 zero=3 recompute=full",
+        "fsdp=2 zero=3 precision=bf16",
+        "tp=2",
+        "tp=2 sequence=true",
+        "cp=2",
+        "pp=2 micro=2",
+        "pp=2 micro=2 schedule=gpipe",
+        "pp=2 micro=2 schedule=interleaved",
+    ],
+)
+def test_runs_hold_what_was_forecast(plan: str, profile: Profile, tmp_path: Path) -> None:
+    layouts = Layouts.of([px.Plan.parse(plan)], 16, SIZE.context)
+    found = memory(profile, layouts, HOST, px.Plan.parse(plan).precision, 8.0)
+    forecast = {name: float(getattr(found, name)[0]) for name in PARTS}
+    if "zero=3" in plan:
+        forecast["parameters"] += float(found.communication[0])
+    run = fit(plan, tmp_path, model=lambda: GPT(SIZE), data=texts, inputs=lambda batch: batch["x"], batch=16, epochs=1)
+    measured = max(summarise(run.folder).memory, key=lambda parts: sum(parts.values()))
+    assert {name: measured[name] for name in PARTS} == {
+        name: pytest.approx(value, rel=0.05) for name, value in forecast.items()
+    }

@@ -1,0 +1,198 @@
+"""Memory that is forecast: small cases by hand, the published formula of activations, and what holds for all plans."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.forecast.flight import ranks
+from phalanx.forecast.habits import NAMED, PHALANX, Habits
+from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.memory import Memory, memory
+from phalanx.profile import Operation, Part, Profile, Saved, Shape, Size, Weights
+from phalanx.spec import Plan
+
+PLAIN = Habits(name="plain", reserved=1.0)
+
+
+def needed(profile: Profile, *plans: str, batch: int = 8, habits: Habits = PLAIN, precision: str = "fp32") -> Memory:
+    layouts = Layouts.of([Plan.parse(text) for text in plans], batch, profile.length)
+    return memory(profile, layouts, habits, precision, 8.0)
+
+
+def layer(inputs: int, outputs: int, count: int = 1) -> Part:
+    """A linear layer, of which backward needs the input; 7 numbers a sample come and go."""
+    return Part(
+        name="layer",
+        role="block",
+        count=count,
+        forward=(_product(Size(1.0, 1.0), outputs, inputs),),
+        weights=(Weights(elements=inputs * outputs, share="inner"), Weights(elements=outputs)),
+        entry=Size(float(inputs), 1.0),
+        working=Size(7.0, 1.0),
+    )
+
+
+def _product(rows: Size, columns: int, inner: int) -> Operation:
+    return Operation(kind="matmul", name="mm", dims=(Size(1.0), rows, Size(float(columns)), Size(float(inner))))
+
+
+MLP = Profile(parts=(layer(9, 20), layer(20, 5)))
+NUMBERS = 9 * 20 + 20 + 20 * 5 + 5
+
+
+def test_an_mlp_of_two_layers_by_hand() -> None:
+    found = needed(MLP, "single", batch=32)
+    assert found.parameters[0] == found.gradients[0] == 4 * NUMBERS
+    assert found.optimizer[0] == 8 * NUMBERS
+    assert found.activations[0] == 4 * 32 * (9 + 20)
+    assert found.working[0] == 4 * 32 * 7
+    # One micro-batch: gradients come as activations go, so that the larger of the two counts.
+    assert found.allocated[0] == 12 * NUMBERS + max(4 * NUMBERS, 4 * 32 * (9 + 20 + 7))
+    assert found.reserve[0] == 0
+
+
+def test_gradients_of_the_micro_batch_before_are_there_in_the_next() -> None:
+    found = needed(MLP, "single micro=8", batch=32)
+    assert found.apart[0] == 0
+    assert found.allocated[0] == 16 * NUMBERS + 4 * 8 * (9 + 20 + 7)
+
+
+@pytest.mark.parametrize(
+    ("plan", "parameters", "gradients", "optimizer"),
+    [
+        ("dp=4", 1, 1, 1),
+        ("fsdp=4 zero=1", 1, 4, 4),  # of one micro-batch, whose backward scatters them
+        ("fsdp=4 zero=1 micro=1", 1, 1, 4),
+        ("fsdp=4 zero=2 micro=1", 1, 4, 4),
+        ("fsdp=4 zero=3", 4, 4, 4),
+    ],
+)
+def test_what_each_stage_of_zero_shards(plan: str, parameters: int, gradients: int, optimizer: int) -> None:
+    found = needed(MLP, plan, batch=8)
+    assert found.parameters[0] == 4 * NUMBERS / parameters
+    assert found.gradients[0] == 4 * NUMBERS / gradients
+    assert found.optimizer[0] == 8 * NUMBERS / optimizer
+    largest = 9 * 20 + 20
+    assert found.communication[0] == (4 * 3 * largest if "zero=3" in plan else 0)  # two gathered, one to be scattered
+
+
+def test_sixteen_bits_with_a_copy_that_is_stepped() -> None:
+    half = replace(PLAIN, weights=2.0, master=4.0, gradients=2.0)
+    found = needed(MLP, "fsdp=4 zero=1", precision="bf16", habits=half)
+    assert found.parameters[0] == NUMBERS * (2 + 4 / 4)
+
+
+def test_offloading_leaves_the_optimizer_to_the_host() -> None:
+    found = needed(MLP, "single offload=optimizer")
+    assert (found.optimizer[0], found.parameters[0]) == (0, 4 * NUMBERS)
+
+
+STACK = Profile(parts=(replace(layer(16, 16, count=8), saved=(Saved(elements=Size(30.0, 1.0), share="inner"),)),))
+
+
+@pytest.mark.parametrize(
+    ("plan", "under_way"),
+    [
+        ("pp=4 micro=1 schedule=gpipe", 8 * 2),
+        ("pp=4 micro=1", 4 * 2),
+        ("pp=4 micro=1 schedule=interleaved", (2 * 3 + 4 + 1) * 1),
+        ("pp=4 micro=1 schedule=zero-bubble", 4 * 2),
+        ("pp=4 micro=1 schedule=zbv", 4 * 2),
+        ("pp=4 micro=1 schedule=dualpipev", 4.5 * 2),
+        ("pp=4 micro=4", 2 * 2 * 4),  # no more micro-batches than there are
+    ],
+)
+def test_what_a_schedule_has_under_way(plan: str, under_way: float) -> None:
+    assert needed(STACK, plan).activations[0] == 4 * (16 + 30) * under_way
+
+
+def test_full_recompute_keeps_entries_and_makes_one_block_again() -> None:
+    found = needed(STACK, "single recompute=full")
+    assert found.activations[0] == 4 * 8 * (8 * 16 + 30)
+
+
+def test_blocks_that_do_not_divide_are_fewer_where_the_ends_are() -> None:
+    profile = replace(STACK, parts=(replace(STACK.parts[0], count=30),))
+    layouts = Layouts.of([Plan.parse("pp=8 micro=1")], 8, 1)
+    assert ranks(profile.parts, layouts).holds[:, 0, 0].tolist() == [3, 4, 3]
+
+
+GPT = Shape(family="gpt", layers=2, hidden=6144, heads=64, vocabulary=51200, length=2048, dropout=0.1)
+PAPER = replace(NAMED["megatron-2021"], logits=0.0)
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize(
+    ("plan", "of_one"),
+    [
+        ("", lambda t, scores: 10 + 24 / t + scores / t),
+        ("sequence=true", lambda t, scores: 34 / t + scores / t),
+        ("recompute=selective", lambda t, scores: 10 + 24 / t),
+        ("sequence=true recompute=selective", lambda t, scores: 34 / t),
+        ("recompute=full", lambda t, scores: 2.0),
+    ],
+)
+def test_activations_of_a_layer_are_those_of_the_published_formula(plan: str, of_one: Any, tp: int) -> None:
+    """Korthikanti et al. 2022, table 2: bytes over s b h; measured as what 48 layers keep beyond two."""
+    if tp == 1 and "sequence" in plan:
+        return
+    profile = GPT.profile()
+    deep = replace(profile, parts=tuple(replace(p, count=48) if p.role == "block" else p for p in profile.parts))
+    text = f"tp={tp} micro=4 {plan}"
+    one, many = (needed(each, text, batch=4, habits=PAPER, precision="bf16").activations[0] for each in (profile, deep))
+    assert (many - one) / 46 / (2048 * 4 * 6144) == pytest.approx(of_one(tp, 5 * 64 * 2048 / 6144), rel=0.01)
+
+
+LLAMA = Shape(family="llama", layers=8, hidden=256, heads=8, kv_heads=4, ffn=512, vocabulary=1024, length=128)
+AXES = [
+    " ".join(words)
+    for words in product(
+        ("dp=2", "fsdp=2 zero=1", "fsdp=4 zero=3"),
+        ("", "tp=2", "tp=2 sequence=true"),
+        ("", "pp=2", "pp=4 schedule=interleaved", "pp=2 schedule=gpipe"),
+        ("", "recompute=selective", "recompute=full"),
+        ("micro=1", "micro=2"),
+    )
+]
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_many_at_once_are_as_each_alone(name: str) -> None:
+    profile = LLAMA.profile()
+    together = needed(profile, *AXES, batch=64, habits=NAMED[name], precision="bf16")
+    for index in range(0, len(AXES), 7):
+        alone = needed(profile, AXES[index], batch=64, habits=NAMED[name], precision="bf16")
+        for one in fields(Memory):
+            assert getattr(together, one.name)[index] == pytest.approx(getattr(alone, one.name)[0])
+    parts = sum(getattr(together, one.name) for one in fields(Memory))
+    assert parts == pytest.approx(together.reserved)
+    assert np.all(together.apart <= 0)
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        ("dp=2", "fsdp=2 zero=1"),
+        ("fsdp=2 zero=1", "fsdp=2 zero=2"),
+        ("fsdp=2 zero=2", "fsdp=2 zero=3"),
+        ("fsdp=2", "fsdp=8"),
+        ("tp=2", "tp=4"),
+        ("tp=2", "tp=2 sequence=true"),
+        ("cp=2", "cp=4"),
+        ("micro=4", "micro=2"),
+        ("recompute=none", "recompute=selective"),
+        ("recompute=selective", "recompute=full"),
+        ("pp=2 schedule=gpipe", "pp=2 schedule=1f1b"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_more_shards_never_need_more(less: str, more: str, precision: str) -> None:
+    profile = LLAMA.profile()
+    micro = "" if "micro" in less else "micro=2"
+    pair = needed(profile, f"{less} {micro}", f"{more} {micro}", batch=64, habits=PHALANX, precision=precision)
+    assert pair.reserved[1] <= pair.reserved[0]
