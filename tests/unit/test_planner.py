@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -67,6 +68,14 @@ def test_heads_blocks_and_samples_bound_the_mesh() -> None:
     assert max(plan.tp for plan in made) == 2
     assert max(plan.pp * plan.stages for plan in made if plan.pp > 1) <= 3
     assert max(plan.replicas for plan in made) == 2
+
+
+def test_experts_are_shared_out_where_there_are_any() -> None:
+    asked = question("8xA100", 32)
+    assert {plan.ep for plan in plans(asked)} == {1}
+    profile = replace(asked.work.profile, experts=4)
+    mixture = replace(asked, work=replace(asked.work, profile=profile))
+    assert {plan.ep for plan in plans(mixture)} == {1, 2, 4}
 
 
 def test_arrays_give_what_each_plan_gives_by_itself() -> None:

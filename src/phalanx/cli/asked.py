@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from phalanx.errors import Problem, SpecError
+from phalanx.spec.plan import Precision
 
 if TYPE_CHECKING:
     from phalanx.forecast import Work
     from phalanx.planner import Question
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = get_args(Precision)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
