@@ -1,8 +1,8 @@
 """Profile, cluster and plan in; memory, time and energy out. Pure functions, no processes, no torch."""
 
-from phalanx.forecast.forecast import Forecast, Sweep, Work, forecast, sweep
+from phalanx.forecast.forecast import Forecast, Sweep, Work, forecast, forecasts, sweep
 from phalanx.forecast.habits import PHALANX, Habits
 from phalanx.forecast.memory import Memory
 from phalanx.forecast.step import StepTime
 
-__all__ = ["PHALANX", "Forecast", "Habits", "Memory", "StepTime", "Sweep", "Work", "forecast", "sweep"]
+__all__ = ["PHALANX", "Forecast", "Habits", "Memory", "StepTime", "Sweep", "Work", "forecast", "forecasts", "sweep"]

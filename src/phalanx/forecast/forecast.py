@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from phalanx.forecast.compute import Times, compute
+from phalanx.forecast.crowd import on_cores
 from phalanx.forecast.doubt import interval
 from phalanx.forecast.habits import PHALANX, Habits
 from phalanx.forecast.layouts import Layouts, Whole
@@ -29,12 +30,14 @@ class Work:
         batch: samples in one optimizer step of all devices.
         length: tokens in a sample; 0 for that of the profile.
         state: bytes of optimizer state for each parameter.
+        optimizer: in lower case, such as ``adamw``, with ``-fused`` where one kernel steps a tensor.
     """
 
     profile: Profile
     batch: int
     length: int = 0
     state: float = 8.0
+    optimizer: str = "adamw"
 
     @property
     def tokens(self) -> int:
@@ -177,12 +180,17 @@ def times(work: Work, layouts: Layouts, cluster: Cluster, precision: str, habits
     unlike, alike = _unlike(layouts)
     few = compute(costs, layouts.take(unlike), speeds, fabric, habits, precision)
     each = Times(**{one.name: getattr(few, one.name)[..., alike] for one in fields(few)})
-    return step_time(costs, each, layouts, speeds, fabric, habits, precision)
+    step = step_time(costs, each, layouts, speeds, fabric, habits, precision)
+    if speeds.core is None:
+        return step
+    cores = slowest.host.cores or slowest.per_node
+    return on_cores(step, costs, layouts, speeds.core, cores=cores, optimizer=work.optimizer)
 
 
 def _unlike(layouts: Layouts) -> tuple[Whole, Whole]:
     """One candidate of each kind that ``compute`` tells apart, and for each candidate its kind."""
-    keys = (layouts.micro, layouts.length, layouts.tp, layouts.sequence, layouts.cp, layouts.ep, layouts.recompute)
+    shared = (layouts.tp, layouts.sequence, layouts.cp, layouts.ep, layouts.returned)
+    keys = (layouts.micro, layouts.length, *shared, layouts.recompute)
     codes = np.zeros(len(layouts.tp), dtype=np.int64)
     for key in keys:
         values, found = np.unique(key, return_inverse=True)
@@ -193,25 +201,36 @@ def _unlike(layouts: Layouts) -> tuple[Whole, Whole]:
 
 def forecast(work: Work, plan: Plan, cluster: Cluster, habits: Habits = PHALANX) -> Forecast:
     """One plan's future on ``cluster``."""
-    found = sweep(work, [plan], cluster, habits)
-    seconds = {one.name: float(getattr(found.step, one.name)[0]) for one in fields(StepTime)}
-    parts = {one.name: float(getattr(found.memory, one.name)[0]) for one in fields(Memory)}
-    device = cluster.groups[0].device
-    low, high = interval(sum(seconds.values()), plan, device, habits)
-    return Forecast(
-        plan=plan,
-        cluster=str(cluster),
-        seconds=seconds,
-        low=low,
-        high=high,
-        memory=parts,
-        allocated=float(found.memory.allocated[0]),
-        reserved=float(found.memory.reserved[0]),
-        room=found.room,
-        samples=work.batch,
-        tokens=work.tokens,
-        flops=work.profile.flops(1, work.tokens) * work.batch,
-        peak=device.peak.get(plan.precision, max(device.peak.values())) * plan.devices,
-        watts=(device.power or 0.0) * plan.devices,
-        notes=work.profile.notes,
-    )
+    return forecasts(work, [plan], cluster, habits)[0]
+
+
+def forecasts(
+    work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits = PHALANX
+) -> tuple[Forecast, ...]:
+    """The future of each of ``plans`` on ``cluster``, in their order."""
+    found, device = sweep(work, plans, cluster, habits), cluster.groups[0].device
+    flops = work.profile.flops(1, work.tokens) * work.batch
+    made: list[Forecast] = []
+    for index, plan in enumerate(plans):
+        seconds = {one.name: float(getattr(found.step, one.name)[index]) for one in fields(StepTime)}
+        low, high = interval(seconds, device, habits)
+        made.append(
+            Forecast(
+                plan=plan,
+                cluster=str(cluster),
+                seconds=seconds,
+                low=low,
+                high=high,
+                memory={one.name: float(getattr(found.memory, one.name)[index]) for one in fields(Memory)},
+                allocated=float(found.memory.allocated[index]),
+                reserved=float(found.memory.reserved[index]),
+                room=found.room,
+                samples=work.batch,
+                tokens=work.tokens,
+                flops=flops,
+                peak=device.peak.get(plan.precision, max(device.peak.values())) * plan.devices,
+                watts=(device.power or 0.0) * plan.devices,
+                notes=work.profile.notes,
+            )
+        )
+    return tuple(made)

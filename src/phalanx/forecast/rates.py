@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
+from phalanx.forecast.cores import Core
 from phalanx.spec import Device
 
 
@@ -46,6 +48,8 @@ class Wires:
         hop_between: seconds for each further node.
         far: seconds that the host waits more for each exchange of ranks on both sockets of a node.
         crowd: share of time added with each doubling of the nodes: jitter, shared switches.
+        lines: seconds to start a collective and for each byte, as measured, by ``kind.ranks.start`` and
+            ``kind.ranks.byte``; where there are some, they take the place of all above.
     """
 
     inside: float = 0.75
@@ -56,6 +60,7 @@ class Wires:
     hop_between: float = 5e-6
     far: float = 0.0
     crowd: float = 0.01
+    lines: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +73,7 @@ class Rates:
         units: processors on it that compute a tile each.
         kernels: by how much kernels fall short.
         wires: by how much collectives do.
+        core: constants of a CPU core where it was measured, whose laws then hold in place of those of GPUs.
     """
 
     peak: Mapping[str, float]
@@ -75,8 +81,48 @@ class Rates:
     units: int = 1
     kernels: Kernels = field(default_factory=Kernels)
     wires: Wires = field(default_factory=Wires)
+    core: Core | None = None
+
+
+_AMPERE = Kernels()
+_HOPPER = Kernels()
+_FAMILIES = {"ampere": _AMPERE, "hopper": _HOPPER}
+_WORDS = {
+    "ampere": ("A100", "A10", "A30", "A40", "RTX-3"),
+    "hopper": ("H100", "H200", "GH200", "H800"),
+    "blackwell": ("B200", "GB200", "B300"),
+    "ada": ("L4", "RTX-4"),
+    "volta": ("V100", "T4", "P100"),
+}
+
+
+def family(device: Device) -> str:
+    """The generation that ``device`` is of; its kind where none is known."""
+    for name, words in _WORDS.items():
+        if device.name.startswith(words):
+            return name
+    return device.kind
 
 
 def rates(device: Device) -> Rates:
-    """The rates of a device of the catalog, with the constants of its family."""
-    return Rates(peak=device.peak, bandwidth=device.bandwidth, units=device.processors or 1)
+    """The rates of a device of the catalog, with the constants of its family, or those of the family most like it."""
+    near = {"blackwell": _HOPPER}.get(family(device), _AMPERE)
+    kernels = _FAMILIES.get(family(device), near)
+    return measured(
+        device,
+        Rates(peak=device.peak, bandwidth=device.bandwidth, units=device.processors or 1, kernels=kernels),
+    )
+
+
+def measured(device: Device, known: Rates) -> Rates:
+    """``known``, with the constants that were measured on the machine in place of those of the family."""
+    found = device.measured
+    kernels = {one.name: found[one.name] for one in fields(Kernels) if one.name in found}
+    wires: dict[str, Any] = {one.name: found[one.name] for one in fields(Wires) if one.name in found}
+    wires["lines"] = {name: value for name, value in found.items() if name.endswith((".start", ".byte"))}
+    return replace(
+        known,
+        kernels=replace(known.kernels, **kernels),
+        wires=replace(known.wires, **wires),
+        core=Core.of(found) if device.kind == "cpu" else None,
+    )

@@ -34,7 +34,15 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *threads.check(plan, kind),
         *compiled.check(plan, kind),
         *stage_problems(plan),
+        *_check_precision(plan),
     ]
+
+
+def _check_precision(plan: Plan) -> list[Problem]:
+    if plan.precision not in ("tf32", "fp8"):
+        return []
+    given = f"precision={plan.precision}, which can be forecast but not run yet"
+    return [Problem(where="plan.precision", given=given, allowed="fp32, bf16, fp16", fix="precision=bf16")]
 
 
 def device_kind(plan: Plan, here: int | None = None) -> str:

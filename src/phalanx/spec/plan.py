@@ -13,7 +13,7 @@ import tomli_w
 from phalanx.errors import Problem, SpecError
 from phalanx.spec.fields import is_whole
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Offload = Literal["none", "optimizer", "parameters"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -59,7 +59,8 @@ class Plan:
         sequence: with ``tp``, activations between products are shared out along the tokens too (sequence parallelism).
         attention: with ``cp``, how keys and values meet all queries.
         micro: samples in one forward and backward on one rank; ``None``: the rank's whole share at once.
-        precision: of the computation; parameters, reductions and optimizer state stay fp32.
+        precision: of the computation; parameters, reductions and optimizer state stay fp32. ``tf32`` and ``fp8`` can be
+            forecast, not yet run.
         recompute: activations computed again in backward: ``none``, ``selective`` (all but matrix products and
             attention), ``full`` (all but block inputs).
         offload: what lives in host memory between uses.

@@ -1,0 +1,155 @@
+"""How far off forecasts are: by source, of the choice of a plan, of memory, and of their own intervals."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.verify.published.foretold import Foretold
+from phalanx.verify.published.rows import Row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Errors:
+    """Relative errors of step times.
+
+    Attributes:
+        rows: how many.
+        mean: of their sizes.
+        median: of their sizes.
+        most: nine of ten are no larger.
+        bias: mean with sign.
+    """
+
+    rows: int
+    mean: float
+    median: float
+    most: float
+    bias: float
+
+    @classmethod
+    def of(cls, errors: Sequence[float]) -> Errors:
+        """Of these errors."""
+        if not errors:
+            return cls(rows=0, mean=math.nan, median=math.nan, most=math.nan, bias=math.nan)
+        sizes = sorted(abs(one) for one in errors)
+        return cls(
+            rows=len(sizes),
+            mean=statistics.fmean(sizes),
+            median=statistics.median(sizes),
+            most=sizes[min(len(sizes) - 1, math.ceil(0.9 * len(sizes)) - 1)],
+            bias=statistics.fmean(errors),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Of groups of runs of the same model on as many devices, the plan that forecasts call fastest.
+
+    Attributes:
+        groups: with two measured runs or more.
+        regret: mean of its measured time over the best measured, less 1.
+        best: share of groups in which it is the best measured.
+        random: mean regret of a pick at random.
+    """
+
+    groups: int
+    regret: float
+    best: float
+    random: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accuracy:
+    """All of it, for some rows.
+
+    Attributes:
+        sources: errors of step times by source, see ``source``.
+        rest: of the sources that have no measure of their own.
+        feasible: share of runs whose running out of memory was called right, where half of them do.
+        ran: share of runs that ran which are forecast to fit.
+        choice: of plans.
+        memory: errors of the peak, where stated.
+        inside: share of measured times in the interval that should hold 80 %.
+    """
+
+    sources: dict[str, Errors]
+    rest: Errors
+    feasible: float
+    ran: float
+    choice: Choice
+    memory: Errors
+    inside: float
+
+
+_REST = ("AA-Megatron", "llm-foundry", "torchtitan", "InternEvo", "ZeroBubble-Megatron", "PyTorch (NVIDIA examples)")
+
+
+def source(row: Row) -> str:
+    """What a row is counted under."""
+    text, framework = row.text("source"), row.text("framework").removesuffix("-memory")
+    if framework == "Megatron-LM":
+        for mark, name in (("Table 1", "SC21 Table 1"), ("Table 2", "SC21 Table 2"), ("2205.05198", "Table 5")):
+            if mark in text:
+                return {"Table 5": "sequence-parallel paper, Table 5"}.get(name, name)
+        return "Megatron-LM on H100"
+    if framework == "Megatron-DeepSpeed":
+        return f"{framework}, {'64-512 GPUs' if row.whole('devices') >= 64 else '<= 8 GPUs'}"
+    return "DeepSpeed ZeRO-3 (SC21 Table 2)" if framework == "DeepSpeed" else framework
+
+
+def accuracy(found: Iterable[Foretold]) -> Accuracy:
+    """The accuracy over ``found``."""
+    every = list(found)
+    timed = [one for one in every if one.row.step and not one.row.ran_out]
+    groups = _grouped(timed, lambda one: source(one.row))
+    swept = [one for one in every if one.row.text("framework") == "AA-Megatron"]
+    ran = [one for one in every if not one.row.ran_out]
+    return Accuracy(
+        sources={name: Errors.of([one.error for one in some]) for name, some in groups.items()},
+        rest=Errors.of([one.error for name in _REST for one in groups.get(name, [])]),
+        feasible=_share([one.forecast.fits != one.row.ran_out for one in swept]),
+        ran=_share([one.forecast.fits for one in ran]),
+        choice=choice(timed),
+        memory=Errors.of([one.memory_error for one in every if one.row.peak and not one.row.ran_out]),
+        inside=_share([one.inside for one in timed]),
+    )
+
+
+def choice(timed: Sequence[Foretold]) -> Choice:
+    """What is lost by running the plan that is forecast to be fastest, in place of the fastest measured."""
+    alike = _grouped(timed, _question)
+    regrets: list[float] = []
+    randoms: list[float] = []
+    for some in alike.values():
+        if len({one.row.step for one in some}) < 2:
+            continue
+        best = min(one.row.step for one in some)
+        picked = min(some, key=lambda one: one.forecast.step)
+        regrets.append(picked.row.step / best - 1)
+        randoms.append(statistics.fmean(one.row.step for one in some) / best - 1)
+    return Choice(
+        groups=len(regrets),
+        regret=statistics.fmean(regrets) if regrets else math.nan,
+        best=_share([regret == 0 for regret in regrets]),
+        random=statistics.fmean(randoms) if randoms else math.nan,
+    )
+
+
+def _question(one: Foretold) -> tuple[object, ...]:
+    row = one.row
+    return (source(row), one.subject.shape, row.text("device"), row.text("devices"), row.text("batch"))
+
+
+def _grouped(found: Iterable[Foretold], key: Callable[[Foretold], Hashable]) -> dict[Any, list[Foretold]]:
+    groups: dict[Any, list[Foretold]] = {}
+    for one in found:
+        groups.setdefault(key(one), []).append(one)
+    return groups
+
+
+def _share(truths: Sequence[bool]) -> float:
+    return sum(truths) / len(truths) if truths else math.nan

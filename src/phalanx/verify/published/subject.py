@@ -1,0 +1,178 @@
+"""What a published run is in our nouns: a model of standard modules, a plan, a cluster, and its framework's habits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.forecast import Habits
+from phalanx.forecast.habits import NAMED
+from phalanx.hardware import cluster
+from phalanx.profile import Family, Shape
+from phalanx.spec import Cluster, Plan
+from phalanx.verify.published.rows import Row
+
+_BINNED = {512: 340}
+"""Mean tokens in a sample of BERT's second phase: its loader sorts samples into bins of like length, and pads to those.
+
+Both phases then reach the same share of the peak, in both precisions, as the same kernels must.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """A row as it is forecast.
+
+    Attributes:
+        shape: of the model.
+        plan: how it was split.
+        cluster: on what.
+        habits: of the framework.
+        batch: samples in a step.
+        length: tokens in a sample; 1 for images.
+    """
+
+    shape: Shape
+    plan: Plan
+    cluster: Cluster
+    habits: Habits
+    batch: int
+    length: int
+
+
+def subject(row: Row) -> Subject:
+    """``row`` in our nouns."""
+    habits = NAMED[_habits(row)]
+    return Subject(
+        shape=_shape(row),
+        plan=_plan(row),
+        cluster=_cluster(row, habits),
+        habits=habits,
+        batch=row.whole("batch"),
+        length=_length(row),
+    )
+
+
+def _length(row: Row) -> int:
+    stated = row.whole("seq")
+    return _BINNED.get(stated, stated) if row.text("kind") == "bert" else stated
+
+
+def _shape(row: Row) -> Shape:
+    family = _family(row)
+    if family == "resnet50":
+        return Shape(family=family, image=row.whole("image", 224), vocabulary=1000)
+    positions = row.text("positions")
+    return Shape(
+        family=family,
+        layers=row.whole("layers"),
+        hidden=row.whole("hidden"),
+        heads=row.whole("heads"),
+        kv_heads=row.whole("kv_heads", row.whole("heads")),
+        ffn=row.whole("ffn", 4 * row.whole("hidden")),
+        vocabulary=row.whole("vocab", 50304),
+        length=_length(row),
+        tied=row.truth("tied"),
+        positions=positions if family == "mpt" and positions in ("learned", "alibi") else "",  # pyright: ignore
+        dropout=0.1 if family in ("gpt", "bert") else 0.0,
+    )
+
+
+def _family(row: Row) -> Family:
+    if row.text("kind") in ("bert", "resnet50"):
+        return row.text("kind")  # pyright: ignore[reportReturnType]
+    if row.text("model").startswith("MPT") or "foundry" in row.text("framework"):
+        return "mpt"
+    return "llama" if row.truth("gated") else "gpt"
+
+
+def _plan(row: Row) -> Plan:
+    given: dict[str, Any] = {name: row.whole(name) for name in ("tp", "pp", "cp", "dp", "fsdp")}
+    zero = row.whole("zero", 0)
+    if row.text("framework") == "InternEvo":
+        given["fsdp"] = min(_sharded_over(row), given["dp"])
+        given["dp"] //= given["fsdp"]
+    elif zero in (1, 2) and given["fsdp"] == 1:  # its optimizer state is sharded over the replicas
+        given["dp"], given["fsdp"] = 1, given["dp"]
+    given["zero"] = (zero or 3) if given["fsdp"] > 1 else 0
+    schedule, stages = _schedule(row)
+    recompute = row.text("recompute")
+    return Plan(
+        **given,
+        schedule=schedule,
+        stages=stages,
+        sequence=row.truth("sp") and given["tp"] > 1 and given["cp"] == 1,
+        micro=row.whole("micro", 0) or (1 if row.text("kind") == "transformer" else None),
+        recompute="full" if recompute == "full" else "selective" if recompute.startswith("selective") else "none",
+        precision=row.text("precision") or "bf16",  # pyright: ignore[reportArgumentType]
+    )
+
+
+def _sharded_over(row: Row) -> int:
+    found = re.search(r"sharded over (\d+)", row.text("note"))
+    return int(found.group(1)) if found else row.whole("per_node", 8)
+
+
+_SCHEDULES = (("zbv", "zbv"), ("zb-", "zero-bubble"), ("interleaved", "interleaved"), ("1f1b-i", "interleaved"))
+
+
+def _schedule(row: Row) -> tuple[Any, int]:
+    """The schedule that the note names, or else the framework's own, and stages on each rank."""
+    note, virtual = row.text("note").lower(), row.whole("vpp")
+    if row.whole("pp") == 1:
+        return "1f1b", 1
+    for word, schedule in _SCHEDULES:
+        if word in note:
+            return schedule, max(virtual, 2) if schedule == "interleaved" else 2
+    if "1f1b" in note or row.text("framework") != "ZeroBubble-Megatron":
+        return ("interleaved", virtual) if virtual > 1 else ("1f1b", 1)
+    return "zero-bubble", 2
+
+
+def _cluster(row: Row, habits: Habits) -> Cluster:
+    devices, per_node = row.whole("devices"), row.whole("per_node", 8)
+    name, rate = row.text("device"), row.text("network")
+    here = f"{max(devices // per_node, 1)}x{min(devices, per_node)}x{name}"
+    made = cluster(f"{here}@{rate}" if rate else here)
+    if not rate and habits.network:
+        made = replace(made, network=replace(made.network, bandwidth=habits.network))
+    return made
+
+
+_BY_FRAMEWORK = {
+    "Megatron-LM": "megatron-2021",
+    "Megatron-DeepSpeed": "megatron-deepspeed",
+    "DeepSpeed": "deepspeed-zero3",
+    "llm-foundry": "llm-foundry",
+    "llm-foundry-memory": "llm-foundry",
+    "torchtitan": "torchtitan",
+    "InternEvo": "internevo",
+    "ZeroBubble-Megatron": "zero-bubble",
+    "PyTorch (NVIDIA examples)": "nvidia-examples",
+    "AA-Megatron": "aa-megatron-flash",
+}
+
+
+def _habits(row: Row) -> str:
+    """The name of the habits that a row's framework had, with the kernels and options that its note names."""
+    name, note = _BY_FRAMEWORK.get(row.text("framework"), "phalanx"), row.text("note")
+    hopper = row.text("device").startswith(("H100", "H200"))
+    if name == "megatron-2021" and hopper:
+        return "megatron-core"
+    if name == "llm-foundry" and hopper:
+        return "llm-foundry-hopper"
+    if name == "torchtitan":
+        joined = "torchtitan-compiled" if row.truth("compile") else "torchtitan"
+        return "torchtitan-async" if row.truth("compile") and "async_tp=True" in note else joined
+    if name == "aa-megatron-flash":
+        kernel = note.split(";")[0].lower()
+        for word, kind in _KERNELS:
+            if word in kernel:
+                return f"aa-megatron-{kind}"
+    if name == "zero-bubble" and "zb-2p" in note.lower():
+        return "zero-bubble-2p"
+    return name
+
+
+_KERNELS = (("rms", "flash-rms"), ("attention2", "flash"), ("flash", "flash1"), ("fused", "scores"), ("torch", "eager"))
