@@ -171,6 +171,9 @@ def test_many_at_once_are_as_each_alone(name: str) -> None:
             assert getattr(together, one.name)[index] == pytest.approx(getattr(alone, one.name)[0])
     parts = sum(getattr(together, one.name) for one in fields(Memory))
     assert parts == pytest.approx(together.reserved)
+    peak = together.at_peak()
+    assert sum(peak.values()) == pytest.approx(together.reserved)
+    assert min(size.min() for size in peak.values()) >= 0
     assert np.all(together.apart <= 0)
 
 

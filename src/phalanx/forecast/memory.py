@@ -53,6 +53,21 @@ class Memory:
         """Bytes the allocator holds."""
         return self.allocated + self.reserve
 
+    def at_peak(self) -> dict[str, Array]:
+        """The parts but ``apart``, each as it is when all together are most: they add up to ``reserved``."""
+        moving = self.activations + self.working + self.communication
+        computing = moving >= self.gradients
+        left = 1 + np.where(computing, 0.0, self.apart / np.maximum(moving, 1.0))
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients + np.where(computing, self.apart, 0.0),
+            "optimizer": self.optimizer,
+            "activations": self.activations * left,
+            "working": self.working * left,
+            "communication": self.communication * left,
+            "reserve": self.reserve,
+        }
+
 
 def memory(profile: Profile, layouts: Layouts, habits: Habits, precision: str, state: float) -> Memory:
     """The memory of every candidate; ``state`` is bytes of optimizer state a parameter."""
