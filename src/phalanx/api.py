@@ -65,8 +65,8 @@ def fit(
     """Train ``job`` under ``plan`` and give back the run.
 
     A plan of several processes starts them on this machine, each on a device of its own; inside a worker that torchrun
-    started, this process takes its own part instead, in the folder that rank 0 takes. Without a plan: all CUDA devices
-    under ``dp``, or one process.
+    started, this process takes its own part instead, in the folder that rank 0 takes. Without a plan: the best there is
+    for the CUDA devices here, or one process. The forecast of the run is made beside it and stored in its folder.
 
     Args:
         job: what to train.
@@ -77,12 +77,13 @@ def fit(
         cores: CPU cores that each replica computes with; its share of the machine's where not given.
 
     Raises:
-        RefusedError: if the plan cannot serve the job here.
+        RefusedError: if the plan cannot serve the job here, or is forecast not to fit (``RunSpec.forecast``).
         WorkerError: if a worker failed: the first one's rank, step and traceback. Inside a worker that torchrun
             started, this worker's own error comes as it is.
     """
     import torch
 
+    from phalanx.foresight import Teller, too_little
     from phalanx.launch import default_folder, launch, make_ready, place_from_environment, prepare_run, record
     from phalanx.train import overrides
     from phalanx.train.assembly import refuse
@@ -97,7 +98,6 @@ def fit(
         return _take_part(job, spec, place, cores)
     refuse(job, chosen, chosen.world_size)
     make_ready(chosen)
-    prepare_run(spec)
 
     def work(there: Place, report: Callable[[int], None]) -> dict[str, Any]:
         if cores is not None:
@@ -105,9 +105,13 @@ def fit(
         return train(job, spec, there, report=report)
 
     try:
-        launch(work, chosen.world_size, watch=watch)
+        with Teller(job, spec, threads=cores, watch=watch) as teller:
+            prepare_run(spec)
+            launch(work, chosen.world_size, watch=teller)
     except WorkerError as error:
         record(error, where)
+        if said := too_little(error, where):
+            error.add_note(said)
         raise
     return Run(folder=where)
 

@@ -6,7 +6,7 @@ renamed or removed, within one.
 
 from __future__ import annotations
 
-SCHEMA_VERSION = "1.2"
+SCHEMA_VERSION = "1.3"
 
 # event → field → (type, meaning). A field whose type is a union with None may be null, never absent.
 SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
@@ -26,6 +26,18 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "first_step": (int, "the step this run begins with; above 0 after a resume"),
         "parameters": (int, "elements of all parameters"),
         "notes": (list, "what this plan does not keep of one device's result, in words"),
+    },
+    "forecast": {
+        "cluster": (str, "the devices it is for; since 1.3, as all of this event"),
+        "step": (float, "seconds of an optimizer step"),
+        "low": (float, "four of five plans take more seconds than this and fewer than `high`"),
+        "high": (float, "see `low`"),
+        "seconds": (dict, "of a step, part → seconds"),
+        "memory": (dict, "bytes on the rank that needs most, part → bytes"),
+        "allocated": (float, "bytes of tensors at the peak"),
+        "reserved": (float, "bytes that the allocator then holds"),
+        "room": (float, "bytes that a process can use"),
+        "fits": (bool, "whether there is room"),
     },
     "step": {
         "step": (int, "optimizer step, 0 is the first"),

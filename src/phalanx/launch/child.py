@@ -91,7 +91,7 @@ def _send(descriptor: int, report: str) -> None:
 
 def _settle(wires: Wires, launcher: int) -> None:
     os.setsid()  # own process group: what this worker starts can be ended with it
-    _die_with(launcher)
+    die_with(launcher)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -117,7 +117,7 @@ def _printer(descriptor: int) -> TextIO:
     return os.fdopen(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
-def _die_with(launcher: int) -> None:
+def die_with(launcher: int) -> None:
     """Have the kernel end this process when its launcher ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -125,8 +125,14 @@ def _die_with(launcher: int) -> None:
         os._exit(1)
 
 
+def threads_each(world_size: int) -> int:
+    """Threads that each of so many workers computes with: an even share of the cores, unless the user has said."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cores // world_size)
+
+
 def _set_threads(world_size: int) -> None:
-    """Share the cores among the workers, unless the user has said how many threads each shall have."""
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // world_size))
+        torch.set_num_threads(threads_each(world_size))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import tomli_w
 
 from phalanx.errors import Problem, SpecError
 from phalanx.spec.fields import Kind, is_number, is_whole, misfits
 from phalanx.spec.plan import Plan
+
+Foresight = Literal["refuse", "anyway", "none"]
+"""What is made of a run's forecast."""
 
 _LEAST = {"batch": 1, "epochs": 1, "steps": 1, "checkpoint_every": 0, "keep": 1, "log_every": 1}
 _KINDS = {
@@ -39,6 +42,7 @@ class RunSpec:
         checkpoint_every: optimizer steps between checkpoints; 0: at the end only.
         keep: checkpoints kept; older ones are deleted.
         log_every: optimizer steps between ``step`` events; the first and the last are always written.
+        forecast: ``refuse`` a plan that is forecast not to fit; run it ``anyway``; or ``none``, make no forecast.
     """
 
     job: str
@@ -52,6 +56,7 @@ class RunSpec:
     checkpoint_every: int = 0
     keep: int = 2
     log_every: int = 1
+    forecast: Foresight = "refuse"
 
     def __post_init__(self) -> None:
         problems = misfits("run", {name: getattr(self, name) for name in _KINDS}, _KINDS)
@@ -72,6 +77,11 @@ class RunSpec:
         if not (is_number(self.lr_scale) and self.lr_scale > 0):
             problems.append(
                 Problem(where="run.lr_scale", given=repr(self.lr_scale), allowed="a number above 0", fix="--lr-scale 2")
+            )
+        if self.forecast not in get_args(Foresight):
+            allowed = ", ".join(get_args(Foresight))
+            problems.append(
+                Problem(where="run.forecast", given=repr(self.forecast), allowed=allowed, fix='forecast = "anyway"')
             )
         if problems:
             raise SpecError(problems)

@@ -1,0 +1,64 @@
+"""What the process beside the workers answers: a plan's forecast on this machine, or which plan is best here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.foresight.here import cluster_for
+from phalanx.launch.aside import Say
+from phalanx.spec import Job, Plan
+
+_LIGHT = 0.05  # of the room: what a plan may hold without activations for its run to begin at once
+_GPU = 4 * 2**30  # bytes that any CUDA device in use for training has
+_STATE = 16.0  # bytes of a parameter, its gradient and Adam's state in fp32
+
+
+def answer(job: Job, plan: Plan, threads: int | None, say: Say) -> None:
+    """Tell ``light`` where the run may begin while this goes on, then the forecast or why there is none."""
+    try:
+        if _light(job, plan):
+            say({"light": True})
+        say(_forecast(job, plan, threads))
+    except Exception as error:  # a job of any make: a run never fails for want of a forecast
+        say({"missing": one_line(error)})
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong, in one line."""
+    said = (error.problems[0].given if hasattr(error, "problems") else str(error)).strip()  # pyright: ignore
+    text = said.splitlines()[0] if said else type(error).__name__
+    return text if isinstance(error, PhalanxError) else f"{type(error).__name__}: {text}" if said else text
+
+
+def _light(job: Job, plan: Plan) -> bool:
+    """Whether what is there without activations is so little that only they could be too much."""
+    import torch
+
+    from phalanx.hardware import memory_bytes
+    from phalanx.parallel import device_kind
+
+    try:
+        with torch.device("meta"):
+            size = sum(tensor.numel() for tensor in job.model().parameters())
+    except Exception:  # some models cannot be made there
+        return False
+    room = _GPU if device_kind(plan) == "cuda" else memory_bytes() // plan.devices
+    return size * _STATE < _LIGHT * room
+
+
+def _forecast(job: Job, plan: Plan, threads: int | None) -> dict[str, Any]:
+    from phalanx.forecast import forecast
+    from phalanx.planner import Question, shortfall
+    from phalanx.planner.told import told
+    from phalanx.train.work import steps_of, work_of
+
+    work, cluster = work_of(job), cluster_for(plan, threads)
+    found = forecast(work, plan, cluster)
+    answer: dict[str, Any] = {"forecast": told(found), "instead": ""}
+    if not found.fits:
+        question = Question(work=work, cluster=cluster, precision=plan.precision, steps=steps_of(job) or 0)
+        missing = shortfall(question, plan)
+        changes = missing.changes if missing else ()
+        answer["instead"] = next((one.words for one in changes if one.words.startswith("--plan")), "")
+    return answer
