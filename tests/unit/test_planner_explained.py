@@ -91,6 +91,12 @@ class TestExplanation:
         assert not argued.argued.forecast.fits
         assert "does not fit" in argued.argued.why
 
+    def test_keys_that_are_not_searched_are_argued_as_they_stand(self) -> None:
+        argued = advise(question(), because="fsdp=8 offload=optimizer").explanation
+        assert argued is not None
+        assert argued.argued is not None
+        assert str(argued.argued.forecast.plan) == "fsdp=8 precision=bf16 offload=optimizer"
+
     def test_a_plan_in_mind_that_cannot_run_is_refused(self) -> None:
         with pytest.raises(RefusedError, match="divisor of the 40 heads"):
             advise(question(), because="tp=3 dp=2")

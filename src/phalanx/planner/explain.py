@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.errors import RefusedError
 from phalanx.forecast import Forecast, forecast
 from phalanx.planner.neighbours import neighbours
+from phalanx.planner.question import Question
 from phalanx.planner.rank import Ranking
 from phalanx.planner.rules import problems
 from phalanx.planner.search import search
+from phalanx.planner.space import SEARCHED
 from phalanx.planner.told import told
 from phalanx.spec import Plan
 from phalanx.units import show_bytes, show_seconds
@@ -179,11 +181,9 @@ def _hindrance(best: Forecast) -> str:
 def _argued(ranking: Ranking, because: Plan, keys: Sequence[str]) -> Neighbour:
     best, question = ranking.best, ranking.question
     assert best is not None
-    held = {name: getattr(because, name) for name in keys}
-    found = search(question, held) if because.precision in (question.precision, "fp32") else None
-    plan = found.best or found.leanest if found else None
+    plan = _completed(question, because, keys)
     if plan is None:
-        plan = because
+        plan = because if "precision" in keys else replace(because, precision=question.precision)
         wrong = problems(plan, question.work, question.cluster)
         if wrong:
             raise RefusedError(wrong)
@@ -191,6 +191,14 @@ def _argued(ranking: Ranking, because: Plan, keys: Sequence[str]) -> Neighbour:
     if there.plan == best.plan:
         return Neighbour(change=str(plan), forecast=there, slower=0.0, why="it is the first plan")
     return beside(best, there, str(plan))
+
+
+def _completed(question: Question, because: Plan, keys: Sequence[str]) -> Plan | None:
+    """The best plan with the stated keys; ``None`` where none was searched with them."""
+    if set(keys) - {*SEARCHED, "precision"} or ("precision" in keys and because.precision != question.precision):
+        return None
+    found = search(question, {name: getattr(because, name) for name in keys})
+    return found.best or found.leanest
 
 
 def stated(text: str) -> tuple[Plan, tuple[str, ...]]:

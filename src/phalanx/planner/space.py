@@ -23,7 +23,8 @@ Columns = dict[str, Whole]
 _SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 2), ("zbv", 2))
 _FEWEST_TOKENS = 128  # on a rank of cp: below, products are too small to gain
 MESH = ("dp", "fsdp", "tp", "pp", "cp", "ep")
-_OTHERS = ("zero", "schedule", "stages", "sequence", "micro", "recompute")
+SEARCHED = (*MESH, "zero", "schedule", "stages", "sequence", "micro", "recompute")
+"""Keys of a plan that are tried; the others are left at their default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
