@@ -53,7 +53,7 @@ class Habits:
         ahead: how far zero-bubble schedules run ahead of 1F1B, in its activations.
         shards_over_cp: whether ranks of ``cp`` share out what those of ``fsdp`` do.
         gathers_kept: whether products behind sequence parallelism keep what was gathered for them.
-        logits_gathered: whether the loss sees all classes on every rank of ``tp``, where ``logits`` is 0.
+        logits_twice: whether the loss over classes that ``tp`` has cut keeps them twice, where ``logits`` is 0.
         autocast: whether half precision casts weights where they are read, and leaves the stream in fp32 (not where
             ``zero=3`` gathers them in it).
         stages_whole: whether a pipeline's stages stay gathered through a step, and their gradients whole.
@@ -97,11 +97,11 @@ class Habits:
     shards_over_cp: bool = False
     stages_whole: bool = False
     gathers_kept: bool = False
-    logits_gathered: bool = False
+    logits_twice: bool = False
     autocast: bool = False
 
 
-PHALANX = Habits(name="phalanx", gathers_kept=True, logits_gathered=True, autocast=True)
+PHALANX = Habits(name="phalanx", gathers_kept=True, logits_twice=True, autocast=True)
 
 _BESIDE = 0.5 * 2**30
 _HALF = Habits(name="half", weights=2.0, master=4.0, gradients=2.0, gradients_stay=True)

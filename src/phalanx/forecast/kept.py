@@ -11,7 +11,7 @@ from phalanx.forecast.habits import Habits
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.price import itemsize
 from phalanx.forecast.tables import Array
-from phalanx.profile import Part, Profile, Size
+from phalanx.profile import Part, Profile, Saved, Size
 
 _STREAM_NORMS = ("layer_norm", "rms_norm")
 
@@ -111,8 +111,8 @@ def _bytes(part: Part, micro: _Micro, layouts: Layouts, habits: Habits) -> _Byte
     saved, whole = np.zeros_like(stream), np.full_like(stream, 1e-9)
     for one in part.saved:
         plain = micro.count(one.elements) * (one.itemsize or micro.size)
-        share = "whole" if part.role == "after" and one.share == "inner" and habits.logits_gathered else one.share
-        whole, saved = whole + plain, saved + plain / _divided(share, layouts)
+        times = _times(part, one, layouts, habits)
+        whole, saved = whole + plain, saved + plain * times / _divided(one.share, layouts)
     working = micro.count(part.working) * micro.size * np.where(whole > 1, saved / whole, 1.0)
     if part.role == "after" and habits.logits:
         saved = saved - _cut(part, micro) / layouts.tp
@@ -126,6 +126,12 @@ def _bytes(part: Part, micro: _Micro, layouts: Layouts, habits: Habits) -> _Byte
         scores=_scores(part, micro, layouts, habits),
         working=working,
     )
+
+
+def _times(part: Part, one: Saved, layouts: Layouts, habits: Habits) -> Array:
+    """How often something saved is there: a loss over classes that ``tp`` has cut may keep them once more."""
+    twice = habits.logits_twice and part.role == "after" and one.share == "inner"
+    return np.where((layouts.tp > 1) & twice, 2.0, 1.0)
 
 
 def _by_norms(part: Part, stream: Array, micro: _Micro, layouts: Layouts, habits: Habits) -> Array:
@@ -148,7 +154,7 @@ def _by_casts(part: Part, micro: _Micro, layouts: Layouts, habits: Habits) -> Ar
         found = found + np.where(micro.wider > 0, one.elements / cut * micro.size, 0.0)
     for one in part.saved:
         if part.role == "after" and one.share == "inner" and not one.itemsize:
-            found = found + micro.count(one.elements) * micro.wider / (1.0 if habits.logits_gathered else layouts.tp)
+            found = found + micro.count(one.elements) * micro.wider * _times(part, one, layouts, habits) / layouts.tp
     return found
 
 
