@@ -161,4 +161,4 @@ _EVERY = (
     replace(_MEGATRON, name="deepspeed-zero3", gathered=2.0, root_gathered=False, blocks_gathered=1.0),
 )
 NAMED: Mapping[str, Habits] = {one.name: one for one in _EVERY}
-"""Habits by name. What they keep in memory was found on half of the published runs, and checked on the other."""
+"""Habits by name."""
