@@ -168,7 +168,9 @@ def test_larger_than_one_node_fills_nodes() -> None:
     assert sizes == [(1, 1), (1, 4), (1, 8), (4, 8)]
     assert resized(there, 12) is None
     assert str(resized(cluster("2x4xA100@100Gb/s"), 8)) == "2x4xA100-80GB@100Gb/s"
-    assert list(doublings(6)) == [1, 2, 4, 6]
+    assert list(doublings(there, 24)) == [1, 2, 4, 8, 16, 24]
+    assert list(doublings(cluster("GB200"), 288)) == [1, 2, 4, 8, 16, 32, 64, 72, 144, 288]
+    assert str(resized(cluster("2xcpu"), 8)) == "4x2xcpu"
 
 
 def test_a_large_model_on_many_devices_is_ranked_in_seconds() -> None:

@@ -27,15 +27,23 @@ def precision_for(cluster: Cluster) -> Precision:
     return "fp32"
 
 
-def resized(cluster: Cluster, devices: int) -> Cluster | None:
-    """A cluster of that many devices of the first kind of ``cluster``; ``None`` if they do not fill whole nodes.
+def full_node(cluster: Cluster) -> int:
+    """Devices of a full node of the first kind of ``cluster``; 0 where any number fits.
 
-    A full node has as many devices as its host has slots, or as the nodes of ``cluster`` where these are several.
+    As many as its host has slots, or as the nodes of ``cluster`` have where these are several or nobody knows.
     """
     group = cluster.groups[0]
-    full = group.per_node if group.nodes > 1 else (group.host.slots or max(devices, group.per_node))
+    if group.nodes > 1:
+        return group.per_node
+    return group.host.slots or (group.per_node if group.per_node > 1 else 0)
+
+
+def resized(cluster: Cluster, devices: int) -> Cluster | None:
+    """A cluster of that many devices of the first kind of ``cluster``; ``None`` if they do not fill whole nodes."""
+    full = full_node(cluster) or devices
     if devices > full and devices % full:
         return None
+    group = cluster.groups[0]
     nodes, per_node = (devices // full, full) if devices > full else (1, devices)
     network = cluster.network
     if network.name:
@@ -46,10 +54,11 @@ def resized(cluster: Cluster, devices: int) -> Cluster | None:
     return Cluster(groups=(replace(group, nodes=nodes, per_node=per_node),), network=network)
 
 
-def doublings(most: int) -> Iterator[int]:
-    """1, 2, 4, ... and ``most``."""
+def doublings(cluster: Cluster, most: int) -> Iterator[int]:
+    """1, 2, 4, ... devices of one node, 1, 2, 4, ... full nodes, and ``most``."""
+    full = full_node(cluster) or most
     count = 1
     while count < most:
         yield count
-        count *= 2
+        count = full if count < full < 2 * count else 2 * count
     yield most

@@ -118,7 +118,7 @@ def rank(question: Question, goal: Goal | None = None, *, most: int = 6) -> Rank
     goal = goal or Goal()
     goal.check(question)
     full = question.cluster.devices
-    counts = [] if question.mixed else [count for count in doublings(full) if count < full]
+    counts = [] if question.mixed else [count for count in doublings(question.cluster, full) if count < full]
     found = search(question)
     points = list(curve(question, counts)[0])
     chosen = question

@@ -139,7 +139,7 @@ def scale(question: Question, up_to: int, *, share: float = 0.5, budget: float =
         budget: most that the training may cost: money where prices are known, else device-hours; 0 for any.
         deadline: most seconds it may take; 0 for any.
     """
-    points, without = curve(question, doublings(up_to))
+    points, without = curve(question, doublings(question.cluster, up_to))
     return Curve(points=points, without=without, share=share, steps=question.steps, budget=budget, deadline=deadline)
 
 
