@@ -112,6 +112,8 @@ def _again(costs: Table, priced: Priced, layouts: Layouts, habits: Habits, forwa
         some = forward / 2
     else:
         some = _summed(priced.seconds, costs, costs.memory & ~costs.backward, count)
+        if habits.selective == "second":
+            some = some + _summed(priced.seconds, costs, costs.matmul & ~costs.backward, count) / 2
     recompute = layouts.recompute
     return blocks * np.where(recompute == 2, forward, np.where(recompute == 1, some, 0.0))
 

@@ -8,10 +8,11 @@ import numpy as np
 
 from phalanx.forecast.compute import KINDS, Times
 from phalanx.forecast.habits import Habits
-from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.layouts import SCHEDULES, Layouts
 from phalanx.forecast.links import Fabric, collective
 from phalanx.forecast.price import itemsize
 from phalanx.forecast.rates import Rates
+from phalanx.forecast.schedule import Pipeline, duration
 from phalanx.forecast.tables import Array, Table
 
 
@@ -82,9 +83,16 @@ def stages(costs: Table, layouts: Layouts) -> Stages:
 
 
 def step_time(
-    costs: Table, times: Times, layouts: Layouts, rates: Rates, fabric: Fabric, habits: Habits, precision: str
+    costs: Table,
+    times: Times,
+    layouts: Layouts,
+    rates: Rates,
+    fabric: Fabric,
+    habits: Habits,
+    precision: str,
+    events: bool = False,
 ) -> StepTime:
-    """The step of every candidate."""
+    """The step of every candidate; with ``events`` pipelines are run event by event, else priced by formula."""
     lie = stages(costs, layouts)
     forward = np.einsum("kpn,pn->kn", lie.each, times.before)
     backward = np.einsum("kpn,pn->kn", lie.each, times.back)
@@ -94,7 +102,8 @@ def step_time(
     busy = np.where(present, forward + backward, 0.0)
     worst = busy.argmax(axis=0)
     micros = layouts.micros
-    total = pipeline(forward, backward, weights, lie.there, layouts, send)
+    run = simulated if events else pipeline
+    total = run(forward, backward, weights, lie.there, layouts, send)
 
     def of(seconds: Array) -> Array:
         held = np.take_along_axis(lie.each, worst[None, None, :], axis=0)[0]
@@ -125,8 +134,6 @@ def pipeline(forward: Array, backward: Array, weights: Array, there: Array, layo
     1F1B and interleaving: Narayanan et al. 2021, section 2.2; zero bubble: Qi et al. 2024, table 2; each with ranks
     that take different times: the slowest is never idle but for the way of one micro-batch through the others.
     """
-    from phalanx.forecast.layouts import SCHEDULES
-
     micros, pp, v = layouts.micros, layouts.pp, np.maximum(layouts.stages, 1)
     there_now = there > 0
     one = forward + backward + 2 * send * np.where(pp > 1, v, 0)
@@ -146,6 +153,29 @@ def pipeline(forward: Array, backward: Array, weights: Array, there: Array, layo
     for name in ("zero-bubble", "zbv", "dualpipev"):
         found = np.where(kind == SCHEDULES.index(name), zero, found)
     return np.where(pp > 1, found, micros * slowest)
+
+
+def simulated(forward: Array, backward: Array, weights: Array, there: Array, layouts: Layouts, send: Array) -> Array:
+    """As ``pipeline``, by running every candidate's schedule event by event; what is alike is run once."""
+    known: dict[Pipeline, float] = {}
+    found = np.zeros_like(layouts.pp)
+    for at, ranks in enumerate(layouts.pp.astype(int)):
+        where = [0, *[1] * (ranks - 2), 2][:ranks]
+        chunks = max(int(layouts.stages[at]), 1)
+        one = Pipeline(
+            schedule=SCHEDULES[int(layouts.schedule[at])] if ranks > 1 else "gpipe",
+            ranks=int(ranks),
+            chunks=chunks if ranks > 1 else 1,
+            micros=int(layouts.micros[at]),
+            forward=tuple(float(forward[kind, at] + chunks * send[at]) for kind in where),
+            inputs=tuple(float(backward[kind, at] - weights[kind, at] + chunks * send[at]) for kind in where),
+            weights=tuple(float(weights[kind, at]) for kind in where),
+            send=0.0,
+        )
+        if one not in known:
+            known[one] = duration(one)
+        found[at] = known[one]
+    return found
 
 
 def _send(costs: Table, layouts: Layouts, fabric: Fabric, habits: Habits, precision: str) -> Array:
@@ -201,8 +231,10 @@ def _sharded(costs: Table, times: Times, layouts: Layouts, fabric: Fabric, habit
             gather + scatter - habits.overlap * times.back[index], (gather + scatter) * (1 - habits.overlap)
         )
         busy = habits.contention * np.minimum(2 * gather + scatter, times.before[index] + times.back[index])
-        exposed += share * (ahead + back + busy)
-    return exposed * layouts.micros
+        each = layouts.micros * (ahead + back + busy)
+        whole = habits.stages_whole & (layouts.pp > 1)  # then it is done once a step, before and after everything
+        exposed += share * np.where(whole, gather + scatter, each)
+    return exposed
 
 
 def update(costs: Table, layouts: Layouts, rates: Rates, habits: Habits, lie: Stages) -> Array:
