@@ -26,6 +26,7 @@ VERBS = (
     "scale",
     "show",
     "devices",
+    "calibrate",
     "prove",
     "audit",
     "bench",

@@ -75,8 +75,19 @@ class Layouts:
     def shapes(self) -> Shapes:
         """How one micro-batch is computed on a rank."""
         return Shapes(
-            samples=self.micro, length=self.length, tp=self.tp, sequence=self.sequence, cp=self.cp, ep=self.ep
+            samples=self.micro,
+            length=self.length,
+            tp=self.tp,
+            sequence=self.sequence,
+            cp=self.cp,
+            ep=self.ep,
+            returned=self.returned,
         )
+
+    @property
+    def returned(self) -> Array:
+        """1 where a CPU's freed memory goes back to the kernel: all that shards or splits the model; else 0."""
+        return (self.fsdp * self.tp * self.pp * self.cp * self.ep > 1).astype(float)
 
     def take(self, rows: npt.NDArray[Any]) -> Layouts:
         """The candidates at ``rows``: indices, or a mask."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +41,8 @@ def collective(kind: Collective, size: Array, ranks: Array, stride: Array, fabri
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009; Thakur et al., 2005 (latency terms).
     """
     wires = fabric.wires
+    if wires.lines:
+        return _measured(kind, size, ranks, wires.lines)
     near = np.clip(np.floor(fabric.per_node / stride), 1, ranks)
     nodes = np.ceil(ranks / near)
     if kind == "send":
@@ -59,3 +62,19 @@ def collective(kind: Collective, size: Array, ranks: Array, stride: Array, fabri
     start = np.where(nodes > 1, wires.start_between, wires.start)
     crowded = 1 + wires.crowd * np.log2(np.maximum(nodes, 1))
     return np.where(ranks > 1, start + hops + sent / speed * crowded, 0.0)
+
+
+_ALIKE: Mapping[str, str] = {"all-to-all": "all-gather"}
+"""What sends as much, where a kind was not measured."""
+
+
+def _measured(kind: Collective, size: Array, ranks: Array, lines: Mapping[str, float]) -> Array:
+    """Seconds on lines that were measured at some counts of ranks: between them, and beyond in proportion."""
+    name = kind if f"{kind}.2.byte" in lines else _ALIKE.get(kind, kind)
+    counts = sorted(int(key.split(".")[1]) for key in lines if key.startswith(f"{name}.") and key.endswith(".byte"))
+
+    def at(end: str) -> Array:
+        values = [lines[f"{name}.{count}.{end}"] for count in counts]
+        return np.interp(ranks, [1, *counts], [0.0, *values]) * np.maximum(ranks / counts[-1], 1.0)
+
+    return np.where(ranks > 1, at("start") + size * at("byte"), 0.0)

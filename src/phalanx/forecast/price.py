@@ -22,6 +22,7 @@ class Shapes:
         sequence: 1 where the stream between products is cut along the tokens, too; else 0.
         cp: ranks that share a sample's tokens.
         ep: ranks that share the experts.
+        returned: 1 where a CPU gives freed memory back to the kernel, as plans that shard or split have it; else 0.
     """
 
     samples: Array
@@ -30,6 +31,7 @@ class Shapes:
     sequence: Array
     cp: Array
     ep: Array
+    returned: Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,6 +62,8 @@ def price(costs: Table, shapes: Shapes, rates: Rates, habits: Habits, precision:
     seconds = np.zeros_like(dims[0])
     size = itemsize(precision)
     kernels = rates.kernels
+    if rates.core:
+        return _on_a_core(costs, shapes, dims, rates, precision)
     at = costs.matmul
     flops[at] = 2 * dims[0][at] * dims[1][at] * dims[2][at] * dims[3][at]
     seconds[at] = _products(*(one[at] for one in dims[:4]), rates=rates, precision=precision)
@@ -72,6 +76,33 @@ def price(costs: Table, shapes: Shapes, rates: Rates, habits: Habits, precision:
     width = np.where(costs.wide, np.maximum(size, 4.0), size)[:, None]
     moved = (moved / _divided(costs, shapes) * width)[at]
     seconds[at] = moved / (rates.bandwidth * kernels.stream) + kernels.floor * (moved > 0)
+    return Priced(seconds=seconds, flops=flops)
+
+
+def _on_a_core(costs: Table, shapes: Shapes, dims: list[Array], rates: Rates, precision: str) -> Priced:
+    """Every operation by the laws of a CPU core, which the machine's own constants go with."""
+    assert rates.core
+    core, size, returned = rates.core, itemsize(precision), shapes.returned > 0
+    flops, seconds = np.zeros_like(dims[0]), np.zeros_like(dims[0])
+    at = costs.matmul
+    batch, m, n, k = (one[at] for one in dims[:4])
+    flops[at] = 2 * batch * m * n * k
+    products = core.products((batch, m, n, k), rates.peak[precision], precision)
+    folded = costs.convolution[at]
+    products[folded] = core.convolutions(products[folded], costs.backward[at][folded])
+    seconds[at] = products + returned * core.pages(batch * m * n * size)
+    at = costs.attention
+    samples, heads, _, queries, keys, width = (one[at] for one in dims)
+    backward = costs.backward[at][:, None]
+    flops[at] = np.where(backward, 10.0, 4.0) * costs.half[at][:, None] * samples * heads * queries * keys * width
+    share = np.where(backward, core.attention_backward, core.attention)
+    made = np.where(backward, 3.0, 1.0) * samples * heads * queries * width * size
+    seconds[at] = core.floor + flops[at] / (rates.peak[precision] * share) + returned * core.pages(made)
+    at, names = costs.memory, [name for name, one in zip(costs.names, costs.memory, strict=True) if one]
+    elements = (costs.traffic.at(shapes.samples, shapes.length) / _divided(costs, shapes))[at]
+    width = np.where(costs.wide, max(size, 4.0), size)[at][:, None]
+    fresh = returned * core.pages(core.written(elements * width, names))
+    seconds[at] = core.traffic(elements, width, names) + fresh
     return Priced(seconds=seconds, flops=flops)
 
 

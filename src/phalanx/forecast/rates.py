@@ -60,7 +60,7 @@ class Wires:
     hop_between: float = 5e-6
     far: float = 0.0
     crowd: float = 0.01
-    lines: Mapping[str, float] = field(default_factory=dict, hash=False)
+    lines: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

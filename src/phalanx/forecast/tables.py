@@ -66,6 +66,7 @@ class Table:
         dims: six laws: of products (batch, m, n, k, -, -), of attention as in ``Operation.dims``.
         traffic: elements moved by a kernel of its own.
         fused: elements moved where it is joined with its neighbours.
+        names: of the operations.
         parts: the profile's.
     """
 
@@ -86,6 +87,7 @@ class Table:
     dims: tuple[Laws, ...]
     traffic: Laws
     fused: Laws
+    names: tuple[str, ...]
     parts: tuple[Part, ...]
 
 
@@ -126,5 +128,6 @@ def table(profile: Profile) -> Table:
         ),
         traffic=Laws.of([operation.traffic for operation in operations]),
         fused=Laws.of([operation.fused for operation in operations]),
+        names=tuple(operation.name for operation in operations),
         parts=profile.parts,
     )

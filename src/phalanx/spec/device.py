@@ -62,6 +62,8 @@ class Device:
         power: watts it may draw at most; ``None`` where not published.
         launch: seconds the host needs to start one kernel; ``None`` where not known.
         processors: streaming multiprocessors or compute units; ``None`` where not known.
+        measured: constants of its kernels and exchanges by name, as ``phalanx calibrate`` found them on the machine;
+            they stand in place of those of its family. Empty where nobody measured.
     """
 
     name: str
@@ -73,9 +75,10 @@ class Device:
     power: float | None = None
     launch: float | None = None
     processors: int | None = None
+    measured: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
     def __post_init__(self) -> None:
-        problems = _wrong("device", self, _DEVICE) + _wrong_peak(self.peak)
+        problems = _wrong("device", self, _DEVICE) + _wrong_peak(self.peak) + _wrong_measured(self.measured)
         if _DEVICE["kind"].holds(self.kind) and self.kind not in get_args(DeviceKind):
             kind = _DEVICE["kind"]
             problems.append(Problem(where="device.kind", given=repr(self.kind), allowed=kind.allowed, fix=kind.fix))
@@ -198,4 +201,15 @@ def _wrong_peak(peak: object) -> list[Problem]:
         Problem(where=f"device.peak.{name}", given=repr(value), allowed=allowed, fix=fix)
         for name, value in cast(Mapping[str, Any], peak).items()
         if name not in DTYPES or not is_number(value) or value <= 0
+    ]
+
+
+def _wrong_measured(measured: object) -> list[Problem]:
+    allowed, fix = "numbers, 0 or more, by the names of what was measured", "phalanx calibrate"
+    if not isinstance(measured, Mapping):
+        return [Problem(where="device.measured", given=repr(measured), allowed=allowed, fix=fix)]
+    return [
+        Problem(where=f"device.measured.{name}", given=repr(value), allowed=allowed, fix=fix)
+        for name, value in cast(Mapping[str, Any], measured).items()
+        if not is_number(value) or value < 0
     ]

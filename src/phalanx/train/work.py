@@ -42,7 +42,13 @@ def work_of(job: Job, *, batch: int = 0, length: int = 0) -> Work:
     if state is None:
         told = "the optimizer could not be tried on small parameters: 8 bytes of state each are taken, as Adam has"
         profile = replace(profile, notes=(*profile.notes, told))
-    return Work(profile=profile, batch=batch or job.batch, length=length, state=_ADAM if state is None else state)
+    return Work(
+        profile=profile,
+        batch=batch or job.batch,
+        length=length,
+        state=_ADAM if state is None else state,
+        optimizer=optimizer_name(job, module),
+    )
 
 
 def steps_of(job: Job, batch: int = 0) -> int | None:
@@ -77,6 +83,16 @@ def state_bytes(job: Job, module: nn.Module) -> float | None:
         if isinstance(one, torch.Tensor) and one.numel() > 1
     )
     return kept / sum(parameter.numel() for parameter in small.values())
+
+
+def optimizer_name(job: Job, module: nn.Module) -> str:
+    """The job's optimizer as constants are called by it: ``adamw``, ``sgd``, ``adamw-fused``; empty if not known."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            optimizer: Any = job.optimizer(Parameters(_small(module)))
+    except Exception:  # an optimizer of any make
+        return ""
+    return type(optimizer).__name__.lower() + ("-fused" if optimizer.defaults.get("fused") else "")
 
 
 def _small(module: nn.Module) -> Mapping[str, torch.Tensor]:

@@ -1,0 +1,95 @@
+"""``phalanx calibrate``: measures this machine into a cluster file."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from phalanx.cli.output import json_option, print_json
+from phalanx.errors import Problem, RefusedError
+
+if TYPE_CHECKING:
+    from phalanx.spec import Cluster, Job
+
+_COUNTS = (2, 4)
+_STEPS = 40
+
+
+@click.command("calibrate", short_help="Measure this machine into a cluster file.")
+@click.option("-o", "--output", "path", type=click.Path(path_type=Path), help="The file to write [machine.toml].")
+@click.option("--quick", is_flag=True, help="Hardly measure: shows that it works, in seconds.")
+@json_option
+def command(path: Path | None, quick: bool, as_json: bool) -> None:
+    """Measure this machine's cores and what joins its processes, in less than a minute, into a TOML file.
+
+    Forecasts with --on machine.toml then use its constants. Nothing else should run meanwhile.
+
+    \b
+    Examples:
+      phalanx calibrate
+      phalanx calibrate -o laptop.toml
+      phalanx forecast examples/digits.py --plan dp=2 --on machine.toml
+    """
+    from phalanx.hardware import cuda_devices
+    from phalanx.hardware.calibrate import default_path
+
+    if cuda_devices():
+        given = f"{cuda_devices()} CUDA devices"
+        allowed = "a machine without: constants of GPUs are part of Phalanx"
+        fix = "CUDA_VISIBLE_DEVICES= phalanx calibrate"
+        raise RefusedError([Problem(where="calibrate", given=given, allowed=allowed, fix=fix)])
+    found = _calibrated(quick)
+    where = path or default_path()
+    where.write_text(found.to_toml(), encoding="utf-8")
+    device, link = found.groups[0].device, found.groups[0].link
+    if as_json:
+        print_json({"file": str(where), "devices": found.devices, "device": device.name, "measured": device.measured})
+        return
+    from phalanx.units import show_bytes
+
+    click.echo(f"{found.devices} cores, each {device.peak['fp32'] / 1e9:.0f} GFLOP/s in fp32, ", nl=False)
+    click.echo(f"{show_bytes(device.bandwidth)}/s from memory, {device.measured['floor'] * 1e6:.1f} µs an operation")
+    click.echo(f"processes hand on {show_bytes(link.bandwidth)}/s after {link.latency * 1e6:.0f} µs")
+    click.echo(f"written to {where}: use it with --on {where}")
+
+
+def _calibrated(quick: bool) -> Cluster:
+    from phalanx.hardware import cores, this_machine
+    from phalanx.hardware.calibrate import calibrated
+    from phalanx.launch.measure import measure
+
+    sweeps = measure(cores(), _COUNTS, quick=quick)
+    rest = {count: _rest(count, 5 if quick else _STEPS) for count in (1, *_COUNTS)}
+    return calibrated(this_machine(), replace(sweeps, rest=rest))
+
+
+def _rest(processes: int, steps: int) -> float:
+    """Seconds of a step that computes next to nothing."""
+    from phalanx.api import fit
+    from phalanx.observe.summary import summarise
+    from phalanx.spec import Plan, RunSpec
+
+    with tempfile.TemporaryDirectory(prefix="phalanx-calibrate-") as scratch:
+        plan = Plan(dp=processes)
+        run = fit(_nothing(steps), run=RunSpec(job="nothing", plan=plan, folder=Path(scratch) / "run"), cores=1)
+        return summarise(run.folder).step_seconds or 0.0
+
+
+def _nothing(steps: int) -> Job:
+    import torch
+
+    from phalanx.spec import Job
+
+    return Job(
+        model=lambda: torch.nn.Linear(1, 1),
+        data=lambda: torch.utils.data.TensorDataset(torch.ones(64, 1), torch.ones(64, 1)),
+        loss=lambda output, batch: (output - batch[1]).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        batch=16,
+        steps=steps,
+        name="nothing",
+    )

@@ -1,0 +1,86 @@
+"""How long collectives take on this machine: all ranks of the default group take part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+SIZES = (4_096, 65_536, 1_048_576, 8_388_608)  # bytes of the whole tensor on one rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """One measurement.
+
+    Attributes:
+        kind: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or ``send``.
+        ranks: that took part.
+        size: bytes of the whole tensor on one rank.
+        seconds: of one call.
+    """
+
+    kind: str
+    ranks: int
+    size: float
+    seconds: float
+
+
+def exchanges(device: str = "cpu", rounds: int = 7, sizes: tuple[int, ...] = SIZES) -> list[Exchange]:
+    """Every collective at every size. Collective; every rank gets its own times, which differ little."""
+    import torch
+    import torch.distributed as dist
+
+    ranks, found = dist.get_world_size(), list[Exchange]()
+    for size in sizes:
+        count = max(1, size // 4 // ranks) * ranks
+        whole, part = torch.ones(count, device=device), torch.ones(count // ranks, device=device)
+        for kind, work in _works(whole, part).items():
+            seconds = _together(work, device, rounds if size < SIZES[-1] else max(2, rounds // 2))
+            seconds /= 2 if kind == "send" else 1
+            found.append(Exchange(kind=kind, ranks=ranks, size=4.0 * count, seconds=seconds))
+    return found
+
+
+def _works(whole: Any, part: Any) -> dict[str, Callable[[], Any]]:
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    other = whole.clone()
+
+    def hand_on() -> None:
+        # stage by stage, as pipelines do: the even ranks send to the next, and get back
+        peer = rank ^ 1
+        if peer >= ranks:
+            return
+        for sender in (0, 1):
+            (dist.send if rank % 2 == sender else dist.recv)(whole, peer)
+
+    return {
+        "all-reduce": lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX),
+        "all-gather": lambda: gather(whole, part),
+        "reduce-scatter": lambda: scatter(part, whole, op=dist.ReduceOp.MAX),
+        "all-to-all": lambda: dist.all_to_all_single(other, whole),
+        "send": hand_on,
+    }
+
+
+def _together(work: Callable[[], Any], device: str, rounds: int) -> float:
+    """Seconds of a call that all ranks begin together, of the faster rounds."""
+    import torch
+    import torch.distributed as dist
+
+    work()
+    times: list[float] = []
+    for _ in range(rounds):
+        dist.barrier()
+        begun = time.perf_counter()
+        for _ in range(2):
+            work()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begun) / 2)
+    return sorted(times)[len(times) // 4]

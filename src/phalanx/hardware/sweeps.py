@@ -1,0 +1,311 @@
+"""Short sweeps over the operations of training: how long each takes on one device of this machine, by size.
+
+Torch is imported by the functions that need it. Shapes of products are (m, n, k).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["product", "convolution", "attention", "stream", "named", "floor", "optimizer"]
+
+_PRODUCTS = (
+    (32, 256, 64), (64, 64, 64), (8, 1024, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 768, 256),
+    (512, 384, 384), (1024, 384, 384), (768, 256, 1024), (512, 2048, 512), (1024, 1024, 1024),
+)  # fmt: skip
+_CONVOLUTIONS = ((32, 3, 16, 28), (16, 16, 32, 14), (16, 64, 64, 14), (16, 32, 64, 14))  # samples, from, to, side
+_ATTENTIONS = ((8, 4, 64, 32), (4, 4, 128, 64), (4, 6, 256, 64), (8, 8, 128, 32))  # samples, heads, tokens, width
+_STREAMS = (10_000, 30_000, 100_000, 200_000, 400_000, 1_000_000, 3_000_000)  # elements
+_LAYERS = 20
+_ROWS, _WIDTH = 512, 384
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One measurement.
+
+    Attributes:
+        kind: what was measured.
+        name: of the operation, precision or optimizer.
+        sizes: what it was measured at; see the function that did.
+        seconds: of one call.
+        backward: whether it is of the backward.
+    """
+
+    kind: Kind
+    name: str
+    sizes: tuple[float, ...]
+    seconds: float
+    backward: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How long to measure.
+
+    Attributes:
+        rounds: of which the fastest counts: what else runs on the machine only ever adds.
+        seconds: of one round at least.
+    """
+
+    rounds: int = 7
+    seconds: float = 0.004
+
+
+QUICK = Pace(rounds=2, seconds=0.0)
+
+
+def sweep(pace: Pace, device: str = "cpu") -> list[Point]:
+    """Every sweep of one device, in about 5 s at the usual pace, of two passes the faster."""
+    parts = (floors, products, convolutions, attentions, streams, named, optimizers)
+    with _alone():
+        passes = [[point for part in parts for point in part(pace, device)] for _ in range(2)]
+    return [min(pair, key=lambda one: one.seconds) for pair in zip(*passes, strict=True)]
+
+
+def products(pace: Pace, device: str) -> Iterator[Point]:
+    """Products m x k by k x n in fp32 and bf16; sizes: m, n, k."""
+    import torch
+
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        for m, n, k in _PRODUCTS:
+            left, right = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (n, k)))
+            seconds = seconds_of(lambda: torch.nn.functional.linear(left, right), pace, device)  # noqa: B023
+            yield Point(kind="product", name=name, sizes=(m, n, k), seconds=seconds)
+
+
+def convolutions(pace: Pace, device: str) -> Iterator[Point]:
+    """3 x 3 convolutions; sizes: m, n, k of the product each amounts to. Backward: of both gradients together."""
+    import torch
+
+    for samples, inside, out, side in _CONVOLUTIONS:
+        image = torch.randn(samples, inside, side, side, device=device, requires_grad=True)
+        weight = torch.randn(out, inside, 3, 3, device=device, requires_grad=True)
+        sizes = (samples * side * side, out, inside * 9)
+        forward, backward = _both(
+            lambda: torch.nn.functional.conv2d(image, weight, padding=1),  # noqa: B023
+            (image, weight), pace, device,
+        )  # fmt: skip
+        yield Point(kind="convolution", name="fp32", sizes=sizes, seconds=forward)
+        yield Point(kind="convolution", name="fp32", sizes=sizes, seconds=backward, backward=True)
+
+
+def attentions(pace: Pace, device: str) -> Iterator[Point]:
+    """Fused causal attention; sizes: samples, heads, tokens, width of a head."""
+    import torch
+
+    for sizes in _ATTENTIONS:
+        query, key, value = (torch.randn(sizes, device=device, requires_grad=True) for _ in range(3))
+        forward, backward = _both(
+            lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True),  # noqa: B023
+            (query, key, value), pace, device,
+        )  # fmt: skip
+        yield Point(kind="attention", name="fp32", sizes=sizes, seconds=forward)
+        yield Point(kind="attention", name="fp32", sizes=sizes, seconds=backward, backward=True)
+
+
+def streams(pace: Pace, device: str) -> Iterator[Point]:
+    """Sums of two tensors; sizes: elements read and written, bytes written."""
+    import torch
+
+    for count in _STREAMS:
+        left, right = torch.randn(count, device=device), torch.randn(count, device=device)
+        seconds = seconds_of(lambda: left + right, pace, device)  # noqa: B023
+        yield Point(kind="stream", name="add", sizes=(3 * count, 4 * count), seconds=seconds)
+
+
+def named(pace: Pace, device: str) -> Iterator[Point]:
+    """Operations that do more than their traffic; sizes: elements read and written, elements written."""
+    for name, (work, moved, written) in operations(device).items():
+        yield Point(kind="named", name=name, sizes=(moved, written), seconds=seconds_of(work, pace, device))
+
+
+Call = tuple[Callable[[], Any], float, float]
+"""A call of an operation, elements it reads and writes, elements it writes."""
+
+
+def operations(device: str) -> Mapping[str, Call]:
+    """By the framework's name."""
+    return {**_elementwise(device), **_of_rows(device), **_of_images(device)}
+
+
+def _elementwise(device: str) -> dict[str, Call]:
+    import torch
+
+    aten: Any = torch.ops.aten
+    x, g = torch.randn(_ROWS, _WIDTH, device=device), torch.randn(_ROWS, _WIDTH, device=device)
+    whole = float(x.numel())
+    return {
+        "relu": (lambda: aten.relu(x), 2 * whole, whole),
+        "threshold_backward": (lambda: aten.threshold_backward(g, x, 0), 3 * whole, whole),
+        "gelu": (lambda: aten.gelu(x), 2 * whole, whole),
+        "gelu_backward": (lambda: aten.gelu_backward(g, x), 3 * whole, whole),
+        "silu": (lambda: aten.silu(x), 2 * whole, whole),
+        "silu_backward": (lambda: aten.silu_backward(g, x), 3 * whole, whole),
+        "tanh": (lambda: aten.tanh(x), 2 * whole, whole),
+        "native_dropout": (lambda: aten.native_dropout(x, 0.1, True), 2.25 * whole, 1.25 * whole),
+        "clone": (lambda: aten.clone(x.t(), memory_format=torch.contiguous_format), 2 * whole, whole),
+        "stack": (lambda: aten.stack([x, g]), 4 * whole, 2 * whole),
+        "sum": (lambda: aten.sum(x, [0], True), whole + _WIDTH, _WIDTH),
+    }
+
+
+def _of_rows(device: str) -> dict[str, Call]:
+    import torch
+
+    aten: Any = torch.ops.aten
+    x, g = torch.randn(_ROWS, _WIDTH, device=device), torch.randn(_ROWS, _WIDTH, device=device)
+    whole, norm = float(x.numel()), (x, [_WIDTH])
+    scale, table = torch.randn(_WIDTH, device=device), torch.randn(256, _WIDTH, device=device)
+    _, mean, spread = aten.native_layer_norm(*norm, scale, scale, 1e-5)
+    classes = torch.randint(_WIDTH, (_ROWS,), device=device)
+    ids, all_three = classes % 256, [True, True, True]
+    one = mean.sum()
+    return {
+        "native_layer_norm": (
+            lambda: aten.native_layer_norm(*norm, scale, scale, 1e-5),
+            2 * whole + 2 * _ROWS,
+            whole,
+        ),
+        "native_layer_norm_backward": (
+            lambda: aten.native_layer_norm_backward(g, *norm, mean, spread, scale, scale, all_three),
+            3 * whole + 2 * _ROWS,
+            whole,
+        ),
+        "_softmax": (lambda: aten._softmax(x, -1, False), 2 * whole, whole),
+        "_log_softmax": (lambda: aten._log_softmax(x, -1, False), 2 * whole, whole),
+        "_log_softmax_backward_data": (
+            lambda: aten._log_softmax_backward_data(g, x, -1, torch.float32),
+            3 * whole,
+            whole,
+        ),
+        "nll_loss_backward": (
+            lambda: aten.nll_loss_backward(one, x, classes, None, 1, -100, scale[0]),
+            2 * whole,
+            whole,
+        ),
+        "embedding": (lambda: aten.embedding(table, ids), 2 * whole + _ROWS, whole),
+        "embedding_dense_backward": (
+            lambda: aten.embedding_dense_backward(g, ids, 256, -1, False),
+            whole + 257 * _WIDTH,
+            256 * _WIDTH,
+        ),
+    }
+
+
+def _of_images(device: str) -> dict[str, Call]:
+    import torch
+
+    aten: Any = torch.ops.aten
+    images, scale = torch.randn(16, 32, 28, 28, device=device), torch.randn(32, device=device)
+    whole = float(images.numel())
+    pooled, where = aten.max_pool2d_with_indices(images, [2, 2], [2, 2])
+    window = ([2, 2], [2, 2], [0, 0], [1, 1], False)
+    plain = (images, scale, scale, None, None, True, 0.1, 1e-5)
+    mean, spread = aten.native_batch_norm(*plain)[1:]
+    back = (images, images, scale, None, None, mean, spread, True, 1e-5, [True, True, True])
+    return {
+        "native_batch_norm": (lambda: aten.native_batch_norm(*plain), 2 * whole, whole),
+        "native_batch_norm_backward": (lambda: aten.native_batch_norm_backward(*back), 3 * whole, whole),
+        "max_pool2d_with_indices": (
+            lambda: aten.max_pool2d_with_indices(images, [2, 2], [2, 2]),
+            whole + 2 * pooled.numel(),
+            3.0 * pooled.numel(),
+        ),
+        "max_pool2d_with_indices_backward": (
+            lambda: aten.max_pool2d_with_indices_backward(pooled, images, *window, where),
+            2 * whole + 2 * pooled.numel(),
+            whole,
+        ),
+    }
+
+
+def floors(pace: Pace, device: str) -> Iterator[Point]:
+    """A call of one operation, and an eager step of many small layers; sizes: operations of forward and backward."""
+    import torch
+
+    one = torch.ones(1, device=device)
+    yield Point(kind="floor", name="call", sizes=(1.0,), seconds=seconds_of(lambda: one + one, pace, device))
+
+    net = torch.nn.Sequential()
+    for _ in range(_LAYERS):
+        net.extend([torch.nn.Linear(4, 4), torch.nn.ReLU()])
+    net, x = net.to(device), torch.randn(4, 4, device=device)
+
+    def step() -> None:
+        net(x).sum().backward()
+        net.zero_grad()
+
+    yield Point(kind="floor", name="linear", sizes=(6.0 * _LAYERS,), seconds=seconds_of(step, pace, device))
+
+
+def optimizers(pace: Pace, device: str) -> Iterator[Point]:
+    """One step of each; sizes: parameters, tensors."""
+    import torch
+
+    kinds: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "adamw": lambda found: torch.optim.AdamW(found, lr=1e-9),
+        "adamw-fused": lambda found: torch.optim.AdamW(found, lr=1e-9, fused=True),
+        "sgd": lambda found: torch.optim.SGD(found, lr=1e-9, momentum=0.9),
+    }
+    for name, make in kinds.items():
+        for tensors, each in ((20, 1000), (8, 600_000)):
+            held = [torch.nn.Parameter(torch.randn(each, device=device)) for _ in range(tensors)]
+            for one in held:
+                one.grad = torch.randn_like(one)
+            seconds = seconds_of(make(held).step, pace, device)
+            yield Point(kind="optimizer", name=name, sizes=(float(tensors * each), float(tensors)), seconds=seconds)
+
+
+def seconds_of(work: Callable[[], Any], pace: Pace, device: str = "cpu") -> float:
+    """Seconds of one call of ``work``, of the fastest round."""
+    work()
+    begun = time.perf_counter()
+    work()
+    _finish(device)
+    calls = max(1, int(pace.seconds / max(time.perf_counter() - begun, 1e-7)))
+    best = float("inf")
+    for _ in range(pace.rounds):
+        begun = time.perf_counter()
+        for _ in range(calls):
+            work()
+        _finish(device)
+        best = min(best, (time.perf_counter() - begun) / calls)
+    return best
+
+
+def _both(forward: Callable[[], Any], inputs: tuple[Any, ...], pace: Pace, device: str) -> tuple[float, float]:
+    """Seconds of a forward without, and of the backward."""
+    import torch
+
+    made = forward()
+    gradient = torch.randn_like(made)
+    ahead = seconds_of(forward, pace, device)
+    return ahead, seconds_of(lambda: torch.autograd.grad(made, inputs, gradient, retain_graph=True), pace, device)
+
+
+def _finish(device: str) -> None:
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """On one thread, as workers compute; what was set before is set again."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

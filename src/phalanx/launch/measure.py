@@ -1,0 +1,58 @@
+"""Sweeps of this machine in workers like those that train: one alone, as many as there are cores, and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from phalanx.comm import Place, device_for, joined
+from phalanx.hardware import return_freed_memory
+from phalanx.hardware.calibrate import Sweeps
+from phalanx.hardware.exchanges import SIZES, Exchange, exchanges
+from phalanx.hardware.sweeps import QUICK, Pace, Point, sweep
+from phalanx.launch.local import launch
+
+
+def measure(cores: int, counts: Sequence[int], *, quick: bool = False) -> Sweeps:
+    """Every sweep of the CPU; ``rest`` is left empty.
+
+    Args:
+        cores: that compute beside each other.
+        counts: of ranks, 2 or more, to measure collectives of.
+        quick: hardly measure at all, to see that it works.
+    """
+    pace = QUICK if quick else Pace()
+    hasty = replace(pace, rounds=max(2, pace.rounds // 2))
+    kept = _swept(1, pace)[0]
+    returned = _swept(1, hasty, returned=True)[0]
+    beside = _swept(cores, hasty) if cores > 1 else ()
+    groups = tuple(one for count in counts for one in _exchanged(count, quick))
+    return Sweeps(kept=kept, returned=returned, beside=beside, exchanges=groups, rest={})
+
+
+def _swept(workers: int, pace: Pace, *, returned: bool = False) -> tuple[tuple[Point, ...], ...]:
+    """The sweep of so many workers at once."""
+
+    def work(place: Place, report: Callable[[int], None]) -> list[dict[str, Any]]:
+        if returned:
+            return_freed_memory()
+        return [asdict(one) for one in sweep(pace)]
+
+    return tuple(tuple(_point(row) for row in rows) for rows in launch(work, workers))
+
+
+def _exchanged(ranks: int, quick: bool) -> tuple[Exchange, ...]:
+    def work(place: Place, report: Callable[[int], None]) -> list[dict[str, Any]]:
+        import torch
+
+        torch.set_num_threads(1)
+        with joined(place, device_for(place, "cpu")):
+            found = exchanges(rounds=2, sizes=SIZES[:2]) if quick else exchanges()
+        return [asdict(one) for one in found]
+
+    return tuple(Exchange(**row) for row in launch(work, ranks)[0])
+
+
+def _point(row: dict[str, Any]) -> Point:
+    return Point(**{**row, "sizes": tuple(row["sizes"])})
