@@ -234,6 +234,6 @@ def _plan(plan: Plan | str | None, job: Job, place: Place | None) -> Plan:
         return Plan.parse(plan)
     if place is not None:
         return Plan(dp=place.world_size)
-    from phalanx.hardware import cuda_devices
+    from phalanx.foresight import choose
 
-    return Plan(dp=min(max(1, cuda_devices()), job.batch))
+    return choose(job).plan

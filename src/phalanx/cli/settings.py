@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,13 +91,13 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
         for name in (*_OWN, "batch", *([] if {"epochs", "steps"} & set(values) else ["epochs", "steps"])):
             if name not in values and getattr(earlier, name) is not None:
                 values[name], taken[name] = getattr(earlier, name), "run file"
-    plan, plan_from = plan_of(given, earlier, values.get("batch") or job.batch)
+    plan, plan_from, why = _chosen(given, earlier, replace(job, batch=values.get("batch") or job.batch))
     folder = given.folder or default_folder(job.name)
     run = RunSpec(job=given.job, plan=plan, folder=folder, resume=given.resume, **values)
 
     settings = [
         Setting(name="job", value=given.job, source="argument"),
-        Setting(name="plan", value=str(plan), source=plan_from),
+        Setting(name="plan", value=str(plan), source=plan_from, why=why),
         Setting(name="run", value=str(folder), source="argument" if given.folder else "default"),
     ]
     length = next((name for name in ("steps", "epochs") if name in values), "steps" if job.steps else "epochs")
@@ -115,6 +115,17 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
     return run, settings
 
 
+def _chosen(given: Given, earlier: RunSpec | None, job: Job) -> tuple[Plan, str, str]:
+    """The plan, where it came from, and why where the planner was asked."""
+    plan, source = plan_of(given, earlier, job.batch)
+    if source != "default":
+        return plan, source, ""
+    from phalanx.foresight import choose
+
+    choice = choose(job)
+    return choice.plan, choice.source, choice.why
+
+
 def plan_of(given: Given, earlier: RunSpec | None, batch: int) -> tuple[Plan, str]:
     """The plan, and where it came from."""
     if given.plan:
@@ -128,6 +139,6 @@ def plan_of(given: Given, earlier: RunSpec | None, batch: int) -> tuple[Plan, st
 
 def default_plan(batch: int) -> Plan:
     """All CUDA devices as replicas, as far as a batch goes round; one device where there is none."""
-    from phalanx.hardware import cuda_devices
+    from phalanx.foresight import plain
 
-    return Plan(dp=min(max(1, cuda_devices()), batch))
+    return plain(batch)

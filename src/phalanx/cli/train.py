@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 @click.option("--checkpoint-every", type=int, help="Steps between checkpoints [at the end only].")
 @click.option("--keep", type=int, help="Checkpoints to keep [2].")
 @click.option("--log-every", type=int, help="Steps between lines in events.jsonl [1].")
+@click.option("--anyway", "forecast", flag_value="anyway", help="Train even if the plan is forecast not to fit.")
+@click.option("--no-forecast", "forecast", flag_value="none", help="Make no forecast.")
 @click.option("--tensorboard", is_flag=True, help="Write TensorBoard files into the run folder, too.")
 @click.option("--quiet", is_flag=True, help="Show neither plan nor progress.")
 @click.option("--explain", is_flag=True, help="Show where each value came from.")
@@ -40,8 +42,9 @@ if TYPE_CHECKING:
 def command(job: str, tensorboard: bool, quiet: bool, explain: bool, as_json: bool, **options: Any) -> None:
     """Train JOB: a Python file with a function job(), file.py:name, or package.module:name.
 
-    Without --plan and -n it uses all CUDA devices, or one process where there is none. On --resume, what is not given
-    is taken from the run's own run.toml.
+    Without --plan and -n the planner chooses for the CUDA devices here; where there is none it is one process. A plan
+    that is forecast not to fit into memory is refused. On --resume, what is not given is taken from the run's own
+    run.toml.
 
     \b
     Examples:
@@ -57,13 +60,19 @@ def command(job: str, tensorboard: bool, quiet: bool, explain: bool, as_json: bo
     loaded = load_job(job)
     run, settings = settle(given, earlier, loaded)
 
+    from rich.console import Group
+
     from phalanx.api import fit
+    from phalanx.observe.beside_table import beside_table
     from phalanx.observe.seen import seen
     from phalanx.observe.summary import summarise
     from phalanx.observe.tables import settings_table, summary_table
 
     output = _Output(loaded, run, quiet=quiet)
     output.offer_scaling()
+    for setting in settings:
+        if setting.why and not quiet:
+            output.say(f"{setting.why}\n")
     if explain and not as_json:
         output.say(settings_table(settings))
     with _told_how_to_go_on(run), output.follow(tensorboard=tensorboard) as follower:
@@ -73,7 +82,7 @@ def command(job: str, tensorboard: bool, quiet: bool, explain: bool, as_json: bo
         explained = {"settings": [{"name": s.name, "value": s.value, "from": s.source} for s in settings]}
         print_json({**summary.to_dict(), "seen_once": samples.once, **(explained if explain else {})})
     else:
-        output.answer(summary_table(summary, samples))
+        output.answer(Group(summary_table(summary, samples), *beside_table(summary)))
 
 
 class _Output:

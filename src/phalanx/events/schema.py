@@ -80,6 +80,14 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "buffers": (int, "bytes of the model's buffers; since 1.2"),
         "activations": (int, "most bytes saved for backward at a time; since 1.2"),
     },
+    "timing": {
+        "passes": (
+            float,
+            "median seconds of a step's forward and backward on rank 0, with what exchanges they do not hide; only on "
+            "CPU; since 1.3, as all of this event",
+        ),
+        "update": (float, "median seconds of its update"),
+    },
     "timeline": {
         "rank": (int, "rank of the first replica's pipeline; since 1.2"),
         "step": (int, "optimizer step"),

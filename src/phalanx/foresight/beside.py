@@ -10,7 +10,9 @@ from phalanx.events import read
 from phalanx.observe.beside import memory_beside, stored, under_forecast
 from phalanx.units import show_bytes
 
-_OUT_OF_MEMORY = re.compile(r"out of memory|allocate memory|not enough memory|memory ran out|MemoryError", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|allocate memory|not enough memory|memory ran out|MemoryError", re.IGNORECASE
+)
 
 
 def too_little(error: WorkerError, folder: Path) -> str | None:
@@ -28,10 +30,12 @@ def too_little(error: WorkerError, folder: Path) -> str | None:
         return f"{whole}; nothing was measured before memory ran out"
     worst = under_forecast(rows)
     if worst is None:
-        reached = ", ".join(f"{one.part} {show_bytes(one.measured or 0)} of {show_bytes(one.forecast or 0)}" for one in rows)
+        reached = ", ".join(
+            f"{one.part} {show_bytes(one.measured or 0)} of {show_bytes(one.forecast or 0)}" for one in rows
+        )
         return f"{whole}; no part had grown beyond it when memory ran out ({reached}): something else takes the rest"
     missed = show_bytes((worst.measured or 0.0) - (worst.forecast or 0.0))
     return (
-        f"{whole}; {worst.part} were forecast too small: {show_bytes(worst.forecast or 0.0)}, and rank {error.rank} held "
-        f"{show_bytes(worst.measured or 0.0)} when memory ran out, {missed} more"
+        f"{whole}; {worst.part} were forecast too small: {show_bytes(worst.forecast or 0.0)}, and rank {error.rank} "
+        f"held {show_bytes(worst.measured or 0.0)} when memory ran out, {missed} more"
     )

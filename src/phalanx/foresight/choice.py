@@ -1,6 +1,6 @@
 """The plan of a run that nobody gave one: the planner's for the GPUs here, or one process on CPUs.
 
-One process already computes with all cores of a CPU, so that splitting gains little there, and the planner is not asked.
+One process computes with all cores of a CPU as it is, so that splitting gains little there: the planner is not asked.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def plain(batch: int) -> Plan:
 
 
 def choose(job: Job) -> Choice:
-    """The best plan for ``job`` on the CUDA devices here; ``plain`` where there are none or planning does not succeed."""
+    """The best plan for ``job`` on the CUDA devices here; ``plain`` where there are none or none can be made."""
     from phalanx.hardware import cuda_devices
 
     given = plain(job.batch)
@@ -84,7 +84,9 @@ def _best(job: Job, given: Plan) -> dict[str, Any]:
         if _can_run(job, found.plan):
             gain = f"{there.step / found.step:.1f} times as fast as" if there.fits else "it fits, unlike"
             return {"plan": str(found.plan), "why": f"{found.plan} is forecast to be the best: {gain} {given}"}
-    why = f"{given}: no other plan is forecast to save {WORTH:.0%} of a step" if there.fits else f"{given}: nothing fits"
+    why = (
+        f"{given}: no other plan is forecast to save {WORTH:.0%} of a step" if there.fits else f"{given}: nothing fits"
+    )
     return {"plan": str(given), "why": why}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from typing import Any
 
 from phalanx.errors import PhalanxError
@@ -10,6 +12,7 @@ from phalanx.launch.aside import Say
 from phalanx.spec import Job, Plan
 
 _LIGHT = 0.05  # of the room: what a plan may hold without activations for its run to begin at once
+_DELAY = 1.5  # seconds after which a run on CPUs is one that will take a while
 _GPU = 4 * 2**30  # bytes that any CUDA device in use for training has
 _STATE = 16.0  # bytes of a parameter, its gradient and Adam's state in fp32
 
@@ -19,7 +22,8 @@ def answer(job: Job, plan: Plan, threads: int | None, say: Say) -> None:
     try:
         if _light(job, plan):
             say({"light": True})
-        say(_forecast(job, plan, threads))
+            _wait_for_cores(plan)
+        say(forecast_of(job, plan, threads))
     except Exception as error:  # a job of any make: a run never fails for want of a forecast
         say({"missing": one_line(error)})
 
@@ -47,7 +51,20 @@ def _light(job: Job, plan: Plan) -> bool:
     return size * _STATE < _LIGHT * room
 
 
-def _forecast(job: Job, plan: Plan, threads: int | None) -> dict[str, Any]:
+def _wait_for_cores(plan: Plan) -> None:
+    """Leave the cores to a run that may be over in a moment: torch's compiler, which tracing loads, takes seconds."""
+    from phalanx.parallel import device_kind
+
+    if device_kind(plan) == "cpu" and "torch._dynamo" not in sys.modules:
+        time.sleep(_DELAY)
+
+
+def forecast_of(job: Job, plan: Plan, threads: int | None = None) -> dict[str, Any]:
+    """The ``forecast`` of ``job`` under ``plan`` here, as JSON, and the plan to take ``instead`` where it does not fit.
+
+    Raises:
+        ProfileError: if the model's operations or shapes depend on values.
+    """
     from phalanx.forecast import forecast
     from phalanx.planner import Question, shortfall
     from phalanx.planner.told import told

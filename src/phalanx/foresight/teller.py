@@ -11,15 +11,13 @@ from phalanx.errors import Problem, RefusedError
 from phalanx.events import EventLog
 from phalanx.foresight.question import answer
 from phalanx.launch.aside import Aside
-from phalanx.observe.beside import FORECAST, stored
+from phalanx.observe.beside import FORECAST, LATE, stored
 from phalanx.spec import Job, RunSpec
 from phalanx.units import show_bytes
 
-PATIENCE = 0.2
-"""Seconds that the end of a run waits for its forecast; of longer runs a tenth of their time."""
+PATIENCE = 0.1
+"""Share of its time that a run's end waits for its forecast."""
 _LONGEST = 60.0  # seconds that the begin of a run waits, where its model alone is large
-
-_LATE = "the run was over before its forecast was made"
 
 
 @final
@@ -71,9 +69,9 @@ class Teller:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if self._said is None and self._aside and (kind is None or issubclass(kind, Exception)):
-                self._take(self._aside.next(max(PATIENCE, 0.1 * (time.monotonic() - self._began))))
+                self._take(self._aside.next(PATIENCE * (time.monotonic() - self._began)))
             if self._aside and self._run.folder.is_dir() and (self._said or not stored(self._run.folder)):
-                told = self._said or {"missing": _LATE}
+                told = self._said or {"missing": LATE}
                 (self._run.folder / FORECAST).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
         finally:
             self._end()

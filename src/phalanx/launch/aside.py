@@ -1,4 +1,4 @@
-"""A process beside the workers: works something out while they run, tells of it line by line, and never outlives them."""
+"""A process beside the workers: works something out while they run, tells of it in lines, and never outlives them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from phalanx.launch.guard import fork, kill_group
 Say = Callable[[dict[str, Any]], None]
 
 _CHUNK = 65536
-_LEAST_URGENT = 19
+_LESS_URGENT = 5
 
 
 @final
 class Aside:
-    """Runs ``work(say)`` in a forked process of the least urgency, whose output goes nowhere; leaving the block ends it.
+    """Runs ``work(say)`` in a forked process, a little less urgent than others, whose output goes nowhere.
 
-    ``say`` takes what is to be told, as JSON. The process computes on one thread only and ends with its launcher.
+    Leaving the block ends it. ``say`` takes what is to be told, as JSON. The process computes on one thread only and
+    ends with its launcher.
     """
 
     def __init__(self, work: Callable[[Say], None]) -> None:
@@ -90,7 +91,7 @@ def _live(work: Callable[[Say], None], writing: int, launcher: int) -> NoReturn:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        _leave_cores_to_others()
+        os.nice(_LESS_URGENT)
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
@@ -103,13 +104,3 @@ def _live(work: Callable[[Say], None], writing: int, launcher: int) -> NoReturn:
         work(say)
     finally:
         os._exit(0)
-
-
-def _leave_cores_to_others() -> None:
-    with suppress(OSError):
-        os.nice(_LEAST_URGENT)
-    with suppress(OSError, AttributeError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    # each session is scheduled as one group on some kernels, whose urgency is its own
-    with suppress(OSError), open("/proc/self/autogroup", "w") as file:
-        file.write(str(_LEAST_URGENT))

@@ -11,9 +11,13 @@ from typing import Any
 FORECAST = "forecast.json"
 """The file of a run folder that holds its forecast, or says why there is none."""
 
+LATE = "the run was over before its forecast was made"
+"""Why short runs have none."""
+
 COMPUTING = ("products", "attention", "memory", "recompute", "launches")
 """Parts of a forecast step in which a rank computes."""
 
+_SMALL = 0.005  # of a step: parts that are forecast to be less are not told of unless they were measured
 _HELD = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -63,25 +67,18 @@ def step_beside(forecast: Mapping[str, Any], measured: Mapping[str, float]) -> l
 
     Args:
         forecast: of the run, as it is stored.
-        measured: seconds of ``whole`` and of those parts that were timed: ``computing``, ``pipeline``, ``update``.
+        measured: seconds of ``whole`` and of those parts that were timed: ``passes``, which is forward and backward
+            with all that they wait for, ``computing`` and ``pipeline`` within them, ``update`` and ``rest``.
     """
     seconds = forecast["seconds"]
     computing = sum(seconds[name] for name in COMPUTING)
-    parts = {
-        "computing": computing,
-        "exchange": seconds["exchange"],
-        "pipeline": seconds["pipeline"],
-        "replicas": seconds["replicas"],
-        "update": seconds["update"],
-        "rest": seconds["rest"],
-    }
+    within = {"computing": computing, **{name: seconds[name] for name in ("exchange", "pipeline", "replicas")}}
+    parts = {"whole": forecast["step"], "passes": sum(within.values()), **within}
+    parts |= {name: seconds[name] for name in ("update", "rest")}
     return [
-        Beside(what="step", part="whole", forecast=forecast["step"], measured=measured.get("whole")),
-        *(
-            Beside(what="step", part=part, forecast=each, measured=measured.get(part))
-            for part, each in parts.items()
-            if each > 0.005 * forecast["step"] or part in measured
-        ),
+        Beside(what="step", part=part, forecast=each, measured=measured.get(part))
+        for part, each in parts.items()
+        if part == "whole" or part in measured or each > _SMALL * forecast["step"]
     ]
 
 

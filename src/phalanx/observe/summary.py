@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.errors import DataError
 from phalanx.events import read
+from phalanx.observe.beside import Beside, memory_beside, step_beside, stored
 from phalanx.observe.follow import Event
 from phalanx.spec import Plan
 
@@ -42,6 +43,8 @@ class RunSummary:
         peak_bytes: largest memory of each rank: resident set on CPU, allocated on CUDA.
         memory: what each rank's memory holds, part → bytes; empty where the log is older than its schema 1.2.
         idle: the share of a pipeline's time in which its ranks wait or send, in the one step that was timed.
+        forecast: of the run, as ``forecast.json`` has it; or why it is ``missing``; ``None`` where none was asked for.
+        beside: the forecast beside what was measured.
         checkpoint: the newest, relative to the folder.
         notes: what the plan does not keep of one device's result.
         warnings: as the run gave them.
@@ -65,6 +68,8 @@ class RunSummary:
     peak_bytes: tuple[int, ...]
     memory: tuple[dict[str, int], ...]
     idle: float | None
+    forecast: dict[str, Any] | None
+    beside: tuple[Beside, ...]
     checkpoint: str | None
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -72,7 +77,7 @@ class RunSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON."""
-        return asdict(self)
+        return {**asdict(self), "beside": [one.to_dict() for one in self.beside]}
 
 
 def summarise(folder: Path) -> RunSummary:
@@ -99,6 +104,10 @@ def summary_of(events: Iterable[Event], folder: Path) -> RunSummary:
     timed = [event for event in (steps[WARM_UP:] or steps[1:] or steps) if event["seconds"] > 0]
     end = by_name.get("end", [{}])[-1]
     evaluation = by_name.get("evaluate", [None])[-1]
+    seconds = statistics.median(event["seconds"] for event in timed) if timed else None
+    memory = list({event["rank"]: event for event in by_name.get("memory", [])}.values())
+    held = tuple(_parts(event) for event in memory if "parameters" in event)
+    foretold = stored(folder)
     return RunSummary(
         folder=str(folder),
         job=start["job"],
@@ -109,19 +118,48 @@ def summary_of(events: Iterable[Event], folder: Path) -> RunSummary:
         parameters=start["parameters"],
         first_step=start["first_step"],
         step=end.get("step", steps[-1]["step"] + 1 if steps else start["first_step"]),
-        step_seconds=statistics.median(event["seconds"] for event in timed) if timed else None,
+        step_seconds=seconds,
         samples_per_second=statistics.median(event["samples"] / event["seconds"] for event in timed) if timed else None,
         seconds=end.get("seconds"),
         loss=steps[-1]["loss"] if steps else None,
         evaluation=evaluation and {name: evaluation[name] for name in ("step", "loss", "samples", "metrics")},
-        peak_bytes=tuple(event["peak_bytes"] for event in by_name.get("memory", [])),
-        memory=tuple(_parts(event) for event in by_name.get("memory", []) if "parameters" in event),
+        peak_bytes=tuple(event["peak_bytes"] for event in memory),
+        memory=held,
         idle=idle_share([event["actions"] for event in by_name.get("timeline", [])]),
+        forecast=foretold,
+        beside=beside_of(foretold, part, held, seconds),
         checkpoint=by_name["checkpoint"][-1]["path"] if "checkpoint" in by_name else None,
         notes=tuple(start["notes"]),
         warnings=tuple(event["message"] for event in by_name.get("warning", [])),
         finished="end" in by_name,
     )
+
+
+def beside_of(
+    foretold: dict[str, Any] | None, events: Sequence[Event], held: Sequence[dict[str, int]], seconds: float | None
+) -> tuple[Beside, ...]:
+    """The forecast of a run beside what it measured.
+
+    Args:
+        foretold: what is stored of its forecast.
+        events: of the run.
+        held: what each rank's memory held, by part.
+        seconds: of a step, measured.
+    """
+    forecast = (foretold or {}).get("forecast")
+    if not forecast:
+        return ()
+    measured: dict[str, float] = {"whole": seconds} if seconds else {}
+    for event in events:
+        if event["event"] == "timing" and seconds:
+            passes, update = event["passes"], event["update"]
+            measured |= {"passes": passes, "update": update, "rest": max(0.0, seconds - passes - update)}
+    ranks = [event["actions"] for event in events if event["event"] == "timeline"]
+    if (idle := idle_share(ranks)) is not None:
+        moments = [moment for actions in ranks for *_, begin, end in actions for moment in (begin, end)]
+        whole = max(moments) - min(moments)
+        measured |= {"computing": (1 - idle) * whole, "pipeline": idle * whole}
+    return (*step_beside(forecast, measured), *memory_beside(forecast, held))
 
 
 def idle_share(ranks: Sequence[Sequence[Action]]) -> float | None:

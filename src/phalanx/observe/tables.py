@@ -27,12 +27,14 @@ class Setting:
     Attributes:
         name: of the option.
         value: as text.
-        source: ``argument``, ``run file``, ``job`` or ``default``.
+        source: ``argument``, ``run file``, ``job``, ``planner`` or ``default``.
+        why: in a sentence; empty where there is nothing to say.
     """
 
     name: str
     value: str
     source: str
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

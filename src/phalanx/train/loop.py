@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from phalanx.comm import Place, device_for, from_every_rank, joined
 from phalanx.data import Ledger, StepBatch
@@ -21,6 +26,8 @@ from phalanx.train.memory import Measured, Parts
 from phalanx.train.metrics import Metrics
 from phalanx.train.state import restore, save
 from phalanx.train.timeline import Listener, only_step
+
+_LAPS, _WARM_UP = 1000, 3  # steps timed, and those at their beginning that do not count
 
 
 def train(job: Job, run: RunSpec, place: Place, *, report: Callable[[int], None]) -> dict[str, Any]:
@@ -60,9 +67,9 @@ class _Loop:
             report(batch.step)
             if self._assembly.loader.length is None:
                 same_stream(batch)
-            with self._listener.around(batch.step):
+            with self._listener.around(batch.step), self._tells_where_memory_runs_out():
                 metrics = self._measured(batch)
-            recorder.stepped(batch, metrics)
+            recorder.stepped(batch, metrics, step.seconds)
             if job.evaluate_every and step.progress.step % job.evaluate_every == 0:
                 self._evaluate()
             if run.checkpoint_every and step.progress.step % run.checkpoint_every == 0:
@@ -78,6 +85,17 @@ class _Loop:
         for event in self._listener.events():
             recorder.write("timeline", **event)
         return recorder.finish(metrics, self._last_evaluation, self._measured.parts())
+
+    @contextmanager
+    def _tells_where_memory_runs_out(self) -> Generator[None]:
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
+                with suppress(Exception), EventLog(self._run.folder / "events.jsonl") as log:
+                    held = self._measured.parts().to_dict()
+                    log.write("memory", rank=self._recorder.rank, peak_bytes=peak_memory(), **held)
+            raise
 
     def _evaluate(self) -> None:
         if self._evaluation_data is None:
@@ -122,6 +140,7 @@ class _Recorder:
         self._late = assembly.device == "cuda"
         self._waiting: tuple[Metrics, float] | None = None
         self._unwritten: tuple[Metrics, float] | None = None
+        self._laps: deque[tuple[float, float]] = deque(maxlen=_LAPS)
         self._first = self._last = time.perf_counter()
         self._samples_before = assembly.step.progress.samples
         self._progress = assembly.step.progress
@@ -158,12 +177,13 @@ class _Recorder:
         if self._log:
             self._log.write(event, **fields)
 
-    def stepped(self, batch: StepBatch, metrics: Metrics) -> None:
-        """Record one step."""
+    def stepped(self, batch: StepBatch, metrics: Metrics, lap: tuple[float, float]) -> None:
+        """Record one step, with the seconds of its forward and backward and of its update."""
         if self._ledger:
             self._ledger.record(batch)
         if not self._log:
             return
+        self._laps.append(lap)
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         if self._waiting:
@@ -191,6 +211,10 @@ class _Recorder:
         if self._unwritten and metrics is self._unwritten[0]:
             self._write_step(*self._unwritten)
         seconds = self._last - self._first
+        if self._laps and not self._late:  # on CUDA the host has only queued what the device then does
+            warm = list(self._laps)[_WARM_UP:] or list(self._laps)
+            passes, update = (statistics.median(each) for each in zip(*warm, strict=True))
+            self.write("timing", passes=passes, update=update)
         for rank, held in enumerate(from_every_rank({"peak_bytes": peak_memory(), **parts.to_dict()})):
             self.write("memory", rank=rank, **held)
         summary = {

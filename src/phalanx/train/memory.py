@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 from unittest.mock import patch
@@ -75,16 +75,24 @@ class Measured:
         try:
             with saved.everywhere(step.layout.module, outside=not step.plan.compile):
                 metrics = step(batch)
+        except (MemoryError, RuntimeError):  # memory may have run out: by then this much was held
+            with suppress(Exception):
+                self._see_gradients()
+                self._see_all(saved)
+            raise
         finally:
             step.watch = None
-        parts = self._see_fixed()
-        parts.parameters = max(parts.parameters, self._bytes(self._values()) + saved.gathered)
-        parts.activations = max(parts.activations, saved.peak)
+        self._see_all(saved)
         return metrics
 
     def parts(self) -> Parts:
         """What was found so far."""
         return self._parts if self._left < _MEASURED else self._see_fixed()
+
+    def _see_all(self, saved: Saved) -> None:
+        parts = self._see_fixed()
+        parts.parameters = max(parts.parameters, self._bytes(self._values()) + saved.gathered)
+        parts.activations = max(parts.activations, saved.peak)
 
     def _see_fixed(self) -> Parts:
         parts, module = self._parts, self._step.layout.module

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ class Step:
 
     Attributes:
         watch: who looks on; ``None`` for nobody.
+        seconds: that the host took, in the last step, for forward and backward, and for the update.
     """
 
     def __init__(self, job: Job, plan: Plan, layout: Layout, optimizer: torch.optim.Optimizer, course: Course) -> None:
@@ -99,6 +101,7 @@ class Step:
         self._reads_means: bool | None = None
         self._unchecked: Metrics | None = None
         self.watch: Watch | None = None
+        self.seconds = (0.0, 0.0)
 
     def __call__(self, batch: StepBatch) -> Metrics:
         """Forward, backward and update for one global batch.
@@ -108,8 +111,12 @@ class Step:
                 shows is raised one step late on CUDA, and for the last step by ``settle``.
             GradientError: if parameters get no gradient and the job does not allow it.
         """
+        began = time.perf_counter()
         totals = self.backward(batch)
-        return self.update(batch, totals)
+        between = time.perf_counter()
+        metrics = self.update(batch, totals)
+        self.seconds = (between - began, time.perf_counter() - between)
+        return metrics
 
     def backward(self, batch: StepBatch) -> Totals:
         """Forward and backward: afterwards every parameter has the gradient of the global batch, divided by its count.
