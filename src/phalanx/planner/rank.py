@@ -119,7 +119,7 @@ def rank(question: Question, goal: Goal | None = None, *, most: int = 6) -> Rank
     goal.check(question)
     full = question.cluster.devices
     counts = [] if question.mixed else [count for count in doublings(question.cluster, full) if count < full]
-    found = search(question)
+    found = search(question, most=most)
     points = list(curve(question, counts)[0])
     chosen = question
     if found.best is not None:
@@ -128,7 +128,7 @@ def rank(question: Question, goal: Goal | None = None, *, most: int = 6) -> Rank
     if points and goal.by != "time":
         point = _chosen(goal, points)
         chosen = (question.on(point.devices) if point.devices != full else question) or question
-        found = found if chosen is question else search(chosen)
+        found = found if chosen is question else search(chosen, most=most)
     plans = [forecast(question.work, plan, chosen.cluster, question.habits) for plan in found.by_mesh(most)]
     paid = bill(plans[0].step * max(1, question.steps), chosen.cluster, question.prices) if plans else None
     return Ranking(

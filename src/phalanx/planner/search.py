@@ -17,6 +17,10 @@ from phalanx.spec import Plan
 
 Array = npt.NDArray[np.float64]
 _KINDS = 3  # of recompute, three rows in a row
+_NEAR = 2000  # plans among which the first are looked for
+_ALIKE = 12  # of them, at most so many are run because they are nearly as fast as the first
+_SLACK = 2e-3  # by which the formula of a pipeline may say too much
+_ROUNDS = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,13 +64,18 @@ class Search:
         """The fastest plan of each mesh, the fastest first, at most so many."""
         if not len(self.order):
             return []
-        mesh = np.stack([self.space.columns[name][self.order] for name in MESH])
-        _, first = np.unique(mesh, axis=1, return_index=True)
-        return [self.space.plan(int(self.order[at])) for at in np.sort(first)[:most]]
+        first = _first_of_mesh(self.space, self.order)
+        return [self.space.plan(int(self.order[at])) for at in first[:most]]
 
 
-def search(question: Question, held: Mapping[str, Any] | None = None) -> Search:
-    """Price every plan of the question; only those with the values of ``held``, where given."""
+def search(question: Question, held: Mapping[str, Any] | None = None, *, most: int = 1) -> Search:
+    """Price every plan of the question.
+
+    Args:
+        question: what is asked.
+        held: keys of a plan → values that all shall have; all plans where not given.
+        most: meshes whose best plans are to be in the right order among each other.
+    """
     whole = space(question)
     if held:
         whole = whole.take(whole.where(held))
@@ -76,10 +85,7 @@ def search(question: Question, held: Mapping[str, Any] | None = None) -> Search:
     fits: npt.NDArray[np.bool_] = reserved <= room
     kept = np.flatnonzero(fits if held and "recompute" in held else _least_again(fits))
     found = whole.take(kept)
-    if len(kept):
-        seconds: Array = times(work, found.layouts(), question.cluster, precision, question.habits).total
-    else:
-        seconds = np.zeros(0)
+    seconds, order = _priced(question, found, reserved[kept], most)
     at = int(reserved.argmin()) if len(reserved) else -1
     return Search(
         question=question,
@@ -90,8 +96,42 @@ def search(question: Question, held: Mapping[str, Any] | None = None) -> Search:
         space=found,
         seconds=seconds,
         reserved=reserved[kept],
-        order=_order(found, seconds, reserved[kept]),
+        order=order,
     )
+
+
+def _priced(question: Question, found: Space, reserved: Array, most: int) -> tuple[Array, npt.NDArray[np.intp]]:
+    """Seconds of every plan, and the fastest first.
+
+    A formula prices all pipelines; it says hardly ever more than running their events does. Those that come out first
+    are run, until the best of the first ``most`` meshes all have been, and what is nearly as fast as the first.
+    """
+    if not len(found):
+        return np.zeros(0), np.zeros(0, dtype=np.intp)
+    work, precision, habits = question.work, question.precision, question.habits
+    seconds: Array = times(work, found.layouts(), question.cluster, precision, habits).total
+    order = _order(found, seconds, reserved)
+    near = order[:_NEAR]
+    run = found.columns["pp"] == 1
+    for _ in range(_ROUNDS):
+        alike = near[:_ALIKE][seconds[near[:_ALIKE]] < seconds[near[0]] * (1 + _SLACK)]
+        first = np.union1d(near[_first_of_mesh(found, near)[:most]], alike)
+        waiting = first[~run[first]]
+        if not len(waiting):
+            break
+        layouts = found.take(waiting).layouts()
+        seconds[waiting] = times(work, layouts, question.cluster, precision, habits, events=True).total
+        run[waiting] = True
+        near = near[_order(found.take(near), seconds[near], reserved[near])]
+    return seconds, np.concatenate([near, order[_NEAR:]])
+
+
+def _first_of_mesh(found: Space, order: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """Places in ``order`` where a mesh comes first."""
+    mesh = np.zeros(len(order), dtype=np.int64)
+    for name in MESH:
+        mesh = mesh * (int(found.columns[name].max(initial=0)) + 1) + found.columns[name][order]
+    return np.sort(np.unique(mesh, return_index=True)[1])
 
 
 def _least_again(fits: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
