@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -257,7 +257,8 @@ class _Work(Work):
         with step._compute(device):
             result = self._job.loss(output, self._on_device(micro, device))
             read = read_loss(result, micro.samples, step.progress.step)
-        self._read[self._places[id(micro)]] = read
+        # kept to the end of the step: with its graph it would keep a half-done backward's activations, too
+        self._read[self._places[id(micro)]] = replace(read, value=read.value.detach())
         factor = self._factor(read)
         if last and active() and step.layout.held.stages is None:
             self._start_reducing(device)
