@@ -81,13 +81,8 @@ def fit(
         WorkerError: if a worker failed: the first one's rank, step and traceback. Inside a worker that torchrun
             started, this worker's own error comes as it is.
     """
-    import torch
-
-    from phalanx.foresight import Teller, too_little
-    from phalanx.launch import default_folder, launch, make_ready, place_from_environment, prepare_run, record
+    from phalanx.launch import default_folder, place_from_environment
     from phalanx.train import overrides
-    from phalanx.train.assembly import refuse
-    from phalanx.train.loop import train
 
     place = place_from_environment()
     chosen = _plan(plan if plan is not None or run is None else run.plan, job, place)
@@ -96,24 +91,37 @@ def fit(
     job = overrides.apply(job, spec)
     if place is not None:
         return _take_part(job, spec, place, cores)
-    refuse(job, chosen, chosen.world_size)
-    make_ready(chosen)
+    return _start(job, spec, watch, cores)
+
+
+def _start(job: Job, spec: RunSpec, watch: Callable[[], None] | None, cores: int | None) -> Run:
+    """``fit`` where it starts the workers itself."""
+    import torch
+
+    from phalanx.foresight import Teller, too_little
+    from phalanx.launch import launch, make_ready, prepare_run, record
+    from phalanx.train.assembly import refuse
+    from phalanx.train.loop import train
+
+    plan, folder = spec.plan, spec.folder
+    refuse(job, plan, plan.world_size)
+    make_ready(plan)
 
     def work(there: Place, report: Callable[[int], None]) -> dict[str, Any]:
         if cores is not None:
-            torch.set_num_threads(cores * chosen.threads)
+            torch.set_num_threads(cores * plan.threads)
         return train(job, spec, there, report=report)
 
     try:
         with Teller(job, spec, threads=cores, watch=watch) as teller:
             prepare_run(spec)
-            launch(work, chosen.world_size, watch=teller)
+            launch(work, plan.world_size, watch=teller)
     except WorkerError as error:
-        record(error, where)
-        if said := too_little(error, where):
+        record(error, folder)
+        if said := too_little(error, folder):
             error.add_note(said)
         raise
-    return Run(folder=where)
+    return Run(folder=folder)
 
 
 def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None) -> Run:

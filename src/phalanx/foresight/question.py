@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import fields
 from typing import Any
 
 from phalanx.errors import PhalanxError
@@ -62,17 +63,21 @@ def _wait_for_cores(plan: Plan) -> None:
 def forecast_of(job: Job, plan: Plan, threads: int | None = None) -> dict[str, Any]:
     """The ``forecast`` of ``job`` under ``plan`` here, as JSON, and the plan to take ``instead`` where it does not fit.
 
+    ``parts`` of the forecast are those of memory, each at its own peak; ``memory`` has them when all together are most.
+
     Raises:
         ProfileError: if the model's operations or shapes depend on values.
     """
-    from phalanx.forecast import forecast
+    from phalanx.forecast import forecast, sweep
     from phalanx.planner import Question, shortfall
     from phalanx.planner.told import told
     from phalanx.train.work import steps_of, work_of
 
     work, cluster = work_of(job), cluster_for(plan, threads)
     found = forecast(work, plan, cluster)
-    answer: dict[str, Any] = {"forecast": told(found), "instead": ""}
+    each = sweep(work, [plan], cluster).memory
+    parts = {one.name: float(getattr(each, one.name)[0]) for one in fields(each)}
+    answer: dict[str, Any] = {"forecast": {**told(found), "parts": parts}, "instead": ""}
     if not found.fits:
         question = Question(work=work, cluster=cluster, precision=plan.precision, steps=steps_of(job) or 0)
         missing = shortfall(question, plan)

@@ -91,7 +91,7 @@ def memory_beside(forecast: Mapping[str, Any], ranks: Sequence[Mapping[str, int]
     """
     if not ranks:
         return []
-    held = dict(forecast["memory"])
+    held = dict(forecast["parts"])  # each at its own peak, as it is measured
     if "zero=3" in forecast["plan"]:
         held["parameters"] += held["communication"]  # measured parameters are those that were gathered, too
     most = {part: max(rank[part] for rank in ranks) for part in _HELD}
