@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 from small_profiles import LARGE, transformer
 
 from phalanx.errors import RefusedError, SpecError
-from phalanx.forecast import Forecast, Work, forecast
+from phalanx.forecast import Forecast, StepTime, Work, forecast
 from phalanx.hardware import cluster, names
 from phalanx.planner import Bill, Curve, Goal, Point, Question, advise, bill, prices, rank, scale, shortfall
 from phalanx.planner.clusters import precision_for
+from phalanx.planner.explain import PARTS
 from phalanx.planner.neighbours import neighbours
 from phalanx.planner.roofline import rooflines
 from phalanx.planner.rules import problems
@@ -27,6 +28,10 @@ def question(text: str = "8xA100-40GB", batch: int = 32, steps: int = 0, **shape
     there = cluster(text)
     work = Work(profile=transformer(**(shape or {"layers": 12, "width": 5120, "heads": 40})), batch=batch)
     return Question(work=work, cluster=there, precision=precision_for(there), steps=steps)
+
+
+def test_every_part_of_a_step_has_words() -> None:
+    assert {one.name for one in fields(StepTime)} <= PARTS.keys()
 
 
 class TestExplanation:

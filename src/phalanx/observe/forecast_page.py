@@ -90,7 +90,7 @@ def memory_chart(plans: Sequence[Forecast]) -> Chart:
 
 def step_chart(plans: Sequence[Forecast]) -> Chart:
     """Seconds of a step, by part."""
-    data = _stacked({words: [one.seconds[name] for one in plans] for name, words in PARTS.items()}, plans)
+    data = _stacked({PARTS[name]: [one.seconds[name] for one in plans] for name in plans[0].seconds}, plans)
     return {"data": data, "layout": _bars("time of a step", "seconds", len(plans))}
 
 

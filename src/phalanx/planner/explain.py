@@ -27,6 +27,7 @@ PARTS: Mapping[str, str] = {
     "exchange": "exchange within the model",
     "pipeline": "waiting in the pipeline",
     "replicas": "bringing replicas together",
+    "stragglers": "waiting for the slowest rank",
     "update": "the optimizer",
     "rest": "data and logging",
 }
@@ -174,8 +175,8 @@ def _reasons(ranking: Ranking) -> list[str]:
 
 
 def _hindrance(best: Forecast) -> str:
-    apart = ("exchange", "pipeline", "replicas", "launches")
-    return PARTS[max(apart, key=lambda name: best.seconds[name])]
+    apart = ("exchange", "pipeline", "replicas", "launches", "stragglers")
+    return PARTS[max(apart, key=lambda name: best.seconds.get(name, 0.0))]
 
 
 def _argued(ranking: Ranking, because: Plan, keys: Sequence[str]) -> Neighbour:
