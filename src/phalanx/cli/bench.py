@@ -117,7 +117,9 @@ def _measure(job: Job, reference: str, plans: Sequence[Plan], console: Console) 
             folder = Path(scratch) / str(number)
             viewer = progress(console, label=str(plan), lines=frozenset({"start", "warning"}))
             with Follower(folder / "events.jsonl", [viewer]) as follower:
-                run = RunSpec(job=reference, plan=plan, folder=folder)
+                run = RunSpec(
+                    job=reference, plan=plan, folder=folder, forecast="none"
+                )  # cores are for what is measured
                 fit(job, run=run, watch=follower, cores=1 if device_kind(plan) == "cpu" else None)
             summaries.append(summarise(folder))
     return summaries

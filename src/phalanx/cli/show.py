@@ -27,7 +27,8 @@ def command(what: str, plan: Plan | None, devices: int | None, svg: Path | None,
 
     Shown are the mesh, which rank holds which part of which tensor, the stages of a pipeline with their share of the
     work, and its schedule as a timeline with the share of time that ranks are idle. For a run folder RUN: its plan,
-    the memory of each rank by part, and the measured timeline beside the planned one.
+    the memory of each rank by part, its forecast beside what was measured, and the measured timeline beside the planned
+    one.
 
     \b
     Examples:
@@ -81,9 +82,10 @@ def _of_run(folder: Path, plan: Plan | None, devices: int | None) -> Shown:
         told = "no --plan and no -n for a run, which has its own plan"
         given = f"{option} {plan or devices} with the run folder {folder}"
         raise SpecError([Problem(where=option, given=given, allowed=told, fix=f"phalanx show {folder}")])
+    from phalanx.foresight import forecast_here
     from phalanx.observe.show import of_run
 
-    return of_run(folder, lambda: _job_of(folder))
+    return of_run(folder, lambda: _job_of(folder), forecast_here)
 
 
 def _job_of(folder: Path) -> Job:

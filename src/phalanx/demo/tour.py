@@ -132,7 +132,7 @@ class Tour:
     def _train(self, job: Job, reference: str, plan: Plan) -> RunSummary:
         folder = self._folder / f"{job.name}-{plan.kind if plan.kind == 'single' else f'dp{plan.dp}'}"
         viewer = progress(self._console, label=f"{plan!s:<7}", lines=frozenset({"warning"}))
-        run = RunSpec(job=reference, plan=plan, folder=folder, steps=self._steps)
+        run = RunSpec(job=reference, plan=plan, folder=folder, steps=self._steps, forecast="none")
         with Follower(folder / "events.jsonl", [viewer]) as follower:
             fit(job, run=run, watch=follower, cores=1 if self._kind == "cpu" else None)
         return summarise(folder)

@@ -3,6 +3,7 @@
 from phalanx.foresight.beside import too_little
 from phalanx.foresight.choice import Choice, choose, plain
 from phalanx.foresight.here import cluster_for
+from phalanx.foresight.question import forecast_here
 from phalanx.foresight.teller import Teller
 
-__all__ = ["Choice", "Teller", "choose", "cluster_for", "plain", "too_little"]
+__all__ = ["Choice", "Teller", "choose", "cluster_for", "forecast_here", "plain", "too_little"]

@@ -60,6 +60,14 @@ def _wait_for_cores(plan: Plan) -> None:
         time.sleep(_DELAY)
 
 
+def forecast_here(job: Job, plan: Plan) -> dict[str, Any]:
+    """``forecast_of`` for a run that is over: where there is none, why it is ``missing``."""
+    try:
+        return forecast_of(job, plan)
+    except Exception as error:  # a job of any make
+        return {"missing": one_line(error)}
+
+
 def forecast_of(job: Job, plan: Plan, threads: int | None = None) -> dict[str, Any]:
     """The ``forecast`` of ``job`` under ``plan`` here, as JSON, and the plan to take ``instead`` where it does not fit.
 
@@ -82,5 +90,7 @@ def forecast_of(job: Job, plan: Plan, threads: int | None = None) -> dict[str, A
         question = Question(work=work, cluster=cluster, precision=plan.precision, steps=steps_of(job) or 0)
         missing = shortfall(question, plan)
         changes = missing.changes if missing else ()
-        answer["instead"] = next((one.words for one in changes if one.words.startswith("--plan")), "")
+        # a CPU's own memory is the host's: nothing is gained by moving there
+        useful = [one for one in changes if one.plan.offload == "none" or cluster.groups[0].device.kind != "cpu"]
+        answer["instead"] = next((one.words for one in useful if one.words.startswith("--plan")), "")
     return answer

@@ -119,8 +119,8 @@ def problem(found: dict[str, Any], instead: str) -> Problem:
     missing = found["reserved"] - found["room"]
     return Problem(
         where="plan",
-        given=f"{found['plan']}, forecast to need {show_bytes(found['reserved'])} on each of {found['devices']} "
-        f"({show_bytes(found['memory'][part])} of it {part}), {missing:,.0f} bytes more than the "
+        given=f"{found['plan']}, forecast to need {show_bytes(found['reserved'])} of memory on a device "
+        f"({show_bytes(found['memory'][part])} of it {part}): {missing:,.0f} bytes more than the "
         f"{show_bytes(found['room'])} there are",
         allowed="a plan that fits; or --anyway, to try all the same",
         fix=instead or "--anyway",

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.spec import Plan
+
 FORECAST = "forecast.json"
 """The file of a run folder that holds its forecast, or says why there is none."""
 
@@ -92,7 +94,7 @@ def memory_beside(forecast: Mapping[str, Any], ranks: Sequence[Mapping[str, int]
     if not ranks:
         return []
     held = dict(forecast["parts"])  # each at its own peak, as it is measured
-    if "zero=3" in forecast["plan"]:
+    if Plan.parse(forecast["plan"]).zero == 3:
         held["parameters"] += held["communication"]  # measured parameters are those that were gathered, too
     most = {part: max(rank[part] for rank in ranks) for part in _HELD}
     return [Beside(what="memory", part=part, forecast=held[part], measured=float(most[part])) for part in _HELD]

@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.data.shares import share
 from phalanx.errors import PhalanxError
+from phalanx.observe.beside import LATE, stored
 from phalanx.observe.gantt import Timeline
 from phalanx.observe.summary import RunSummary, events_of, summary_of
 from phalanx.parallel import device_kind
@@ -95,6 +96,8 @@ class Shown:
                 "memory": _memory_as_list(measured.summary),
                 "timeline": measured.timeline.to_dict() if measured.timeline else None,
                 "idle_without_messages": measured.free,
+                "forecast": measured.summary.forecast,
+                "beside": [one.to_dict() for one in measured.summary.beside],
             },
             "notes": list(self.notes),
             "missing": list(self.missing),
@@ -119,8 +122,8 @@ def of_job(job: Job, plan: Plan) -> Shown:
     )
 
 
-def of_run(folder: Path, load: Callable[[], Job]) -> Shown:
-    """The run in ``folder``, whose job ``load`` gives.
+def of_run(folder: Path, load: Callable[[], Job], foretell: Callable[[Job, Plan], dict[str, Any]]) -> Shown:
+    """The run in ``folder``, whose job ``load`` gives; ``foretell`` makes its forecast where it was too short for one.
 
     Raises:
         DataError: if it holds no run.
@@ -129,15 +132,19 @@ def of_run(folder: Path, load: Callable[[], Job]) -> Shown:
     start = events[0]
     plan, batch, missing = Plan.parse(start["plan"]), start["batch"], list[str]()
     survey: Survey | None = None
+    foretold: dict[str, Any] | None = None
     try:
-        survey = outlook(replace(load(), batch=batch), plan).survey
+        job = replace(load(), batch=batch)
+        survey = outlook(job, plan).survey
+        if (stored(folder) or {}).get("missing") == LATE:
+            foretold = foretell(job, plan)
     except PhalanxError as error:
         missing.append(f"who holds what is not shown, because the job of the run is not to be had: {_first(error)}")
     if survey and survey.elements != start["parameters"]:
         missing.append(
             f"the job has changed since the run: {survey.elements} parameters now, {start['parameters']} then"
         )
-    measured = _measured(events, plan, summary_of(events, folder))
+    measured = _measured(events, plan, summary_of(events, folder, foretold))
     if not measured.summary.peak_bytes:
         missing.append("no memory is shown: the run has not come to its end")
     elif not measured.summary.memory:

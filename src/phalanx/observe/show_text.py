@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.observe.beside_table import beside_table
 from phalanx.observe.draw import draw
 from phalanx.observe.gantt import MEANINGS, Timeline, drawn_places, lines, lost
 from phalanx.observe.grouped import grouped, runs
@@ -36,6 +37,8 @@ def shown_text(shown: Shown, width: int) -> RenderableType:
     if shown.measured and shown.measured.summary.memory:
         parts += ["", Text("measured memory, each part at its own peak", style="bold")]
         parts.append(memory_table(shown.measured.summary))
+    if shown.measured and (beside := list(beside_table(shown.measured.summary))):
+        parts += ["", Text("forecast beside measurement", style="bold"), *beside]
     if shown.planned:
         parts += ["", *_schedule(shown.planned, shown.measured, known=shown.survey is not None, width=width)]
     said = [*(f"note: {note}" for note in shown.notes), *shown.missing]

@@ -89,8 +89,10 @@ def summarise(folder: Path) -> RunSummary:
     return summary_of(read(folder / "events.jsonl"), folder)
 
 
-def summary_of(events: Iterable[Event], folder: Path) -> RunSummary:
+def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] | None = None) -> RunSummary:
     """The summary of a run's events; ``summarise`` reads them from its folder.
+
+    ``foretold`` takes the place of what is stored of its forecast.
 
     Raises:
         DataError: if there is no ``start`` among them.
@@ -107,7 +109,7 @@ def summary_of(events: Iterable[Event], folder: Path) -> RunSummary:
     seconds = statistics.median(event["seconds"] for event in timed) if timed else None
     memory = list({event["rank"]: event for event in by_name.get("memory", [])}.values())
     held = tuple(_parts(event) for event in memory if "parameters" in event)
-    foretold = stored(folder)
+    foretold = foretold or stored(folder)
     return RunSummary(
         folder=str(folder),
         job=start["job"],
