@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.errors import RefusedError
 from phalanx.forecast import Forecast, forecast
+from phalanx.forecast.forecast import forecasts
 from phalanx.planner.neighbours import neighbours
 from phalanx.planner.question import Question
 from phalanx.planner.rank import Ranking
@@ -97,10 +98,9 @@ def explain(ranking: Ranking, because: Plan | None = None, *, keys: Sequence[str
     best, question = ranking.best, ranking.question
     if best is None:
         return None
-    found = [
-        beside(best, forecast(question.work, plan, question.cluster, question.habits), change)
-        for change, plan in neighbours(best.plan, question)
-    ]
+    near = list(neighbours(best.plan, question))
+    priced = forecasts(question.work, [plan for _, plan in near], question.cluster, question.habits) if near else ()
+    found = [beside(best, one, change) for (change, _), one in zip(near, priced, strict=True)]
     found.sort(key=lambda one: (not one.forecast.fits, one.forecast.step))
     return Explanation(
         reasons=tuple(_reasons(ranking)),

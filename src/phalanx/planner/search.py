@@ -21,6 +21,7 @@ _NEAR = 2000  # plans among which the first are looked for
 _ALIKE = 12  # of them, at most so many are run because they are nearly as fast as the first
 _SLACK = 2e-3  # by which the formula of a pipeline may say too much
 _ROUNDS = 24
+_LONG = 8  # micro-batches for each stage, from which on the ends of a pipeline hardly count and running it takes long
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -112,7 +113,9 @@ def _priced(question: Question, found: Space, reserved: Array, most: int) -> tup
     seconds: Array = times(work, found.layouts(), question.cluster, precision, habits).total
     order = _order(found, seconds, reserved)
     near = order[:_NEAR]
-    run = found.columns["pp"] == 1
+    columns = found.columns
+    micros = -(-found.share // columns["micro"])
+    run = (columns["pp"] == 1) | (micros >= _LONG * columns["pp"] * columns["stages"])
     for _ in range(_ROUNDS):
         alike = near[:_ALIKE][seconds[near[:_ALIKE]] < seconds[near[0]] * (1 + _SLACK)]
         first = np.union1d(near[_first_of_mesh(found, near)[:most]], alike)
