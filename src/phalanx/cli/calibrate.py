@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _COUNTS = (2, 4)
 _STEPS = 40
+_PATIENCE, _BUSY = 10.0, 0.3  # seconds to wait for others to rest, and the share of cores they may take
 
 
 @click.command("calibrate", short_help="Measure this machine into a cluster file.")
@@ -60,8 +61,13 @@ def command(path: Path | None, quick: bool, as_json: bool) -> None:
 def _calibrated(quick: bool) -> Cluster:
     from phalanx.hardware import cores, this_machine
     from phalanx.hardware.calibrate import calibrated
+    from phalanx.hardware.quiet import wait_until_quiet
     from phalanx.launch.measure import measure
 
+    busy = wait_until_quiet(0.0 if quick else _PATIENCE)
+    if busy > _BUSY:
+        told = f"note: other processes keep {busy:.0%} of the cores busy; constants will be off"
+        click.echo(told, err=True)
     sweeps = measure(cores(), _COUNTS, quick=quick)
     rest = {count: _rest(count, 5 if quick else _STEPS) for count in (1, *_COUNTS)}
     return calibrated(this_machine(), replace(sweeps, rest=rest))

@@ -24,8 +24,10 @@ class Core:
     Attributes:
         floor: seconds that an eager operation takes, however small.
         operand: seconds for each element that a product reads or writes beside computing, by precision.
-        convolution: seconds of a convolution over those of the product it amounts to.
-        convolution_backward: likewise of its backward.
+        convolution: share of the peak that convolutions reach.
+        convolution_half: least size of the product a convolution amounts to, at which it reaches half of that.
+        convolution_backward: as ``convolution``, of the backward.
+        convolution_backward_half: as ``convolution_half``, of the backward.
         attention: share of the peak that fused attention reaches forward.
         attention_backward: and backward.
         near: bytes/s of an operation whose traffic fits the cache.
@@ -44,8 +46,10 @@ class Core:
 
     floor: float
     operand: Mapping[str, float] = field(hash=False)
-    convolution: float = 1.0
-    convolution_backward: float = 1.0
+    convolution: float = 0.5
+    convolution_half: float = 0.0
+    convolution_backward: float = 0.5
+    convolution_backward_half: float = 0.0
     attention: float = 0.5
     attention_backward: float = 0.5
     near: float
@@ -79,9 +83,13 @@ class Core:
         each = self.operand.get(precision, self.operand["fp32"])
         return self.floor + batch * (2 * m * n * k / peak + each * (m * n + (m + n) * k))
 
-    def convolutions(self, seconds: Array, backward: Mask) -> Array:
-        """Seconds of convolutions, from those of products as large: shape (rows, N)."""
-        return seconds * np.where(backward, self.convolution_backward, self.convolution)[:, None]
+    def convolutions(self, sizes: tuple[Array, Array, Array, Array], peak: float, backward: Mask) -> Array:
+        """Seconds of convolutions as large as these products; few channels leave part of each vector idle."""
+        batch, m, n, k = sizes
+        share = np.where(backward, self.convolution_backward, self.convolution)[:, None]
+        half = np.where(backward, self.convolution_backward_half, self.convolution_half)[:, None]
+        least = np.minimum(np.minimum(m, n), k)
+        return self.floor + 2 * batch * m * n * k / (peak * share) * (1 + half / least)
 
     def traffic(self, elements: Array, itemsize: Array, names: Sequence[str]) -> Array:
         """Seconds of operations that move ``elements`` of ``itemsize`` bytes, without the pages of their results."""

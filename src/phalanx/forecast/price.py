@@ -89,7 +89,8 @@ def _on_a_core(costs: Table, shapes: Shapes, dims: list[Array], rates: Rates, pr
     flops[at] = 2 * batch * m * n * k
     products = core.products((batch, m, n, k), rates.peak[precision], precision)
     folded = costs.convolution[at]
-    products[folded] = core.convolutions(products[folded], costs.backward[at][folded])
+    sizes = (batch[folded], m[folded], n[folded], k[folded])
+    products[folded] = core.convolutions(sizes, rates.peak[precision], costs.backward[at][folded])
     seconds[at] = products + returned * core.pages(batch * m * n * size)
     at = costs.attention
     samples, heads, _, queries, keys, width = (one[at] for one in dims)

@@ -30,7 +30,10 @@ def core(kept: Sequence[Point], returned: Sequence[Point]) -> dict[str, float]:
     floor = call.seconds
     for name in ("fp32", "bf16"):
         found[f"peak.{name}"], found[f"operand.{name}"] = products(_of(kept, "product", name), floor)
-    found |= _over_products(kept, found, floor)
+    for suffix, backward in (("", False), ("_backward", True)):
+        mine = [one for one in _of(kept, "convolution") if one.backward == backward]
+        share, half = convolutions(mine, found["peak.fp32"], floor)
+        found |= {f"convolution{suffix}": share, f"convolution{suffix}_half": half}
     found |= _attention(kept, found, floor)
     found["near"], found["far"], found["cache"] = streams(_of(kept, "stream"), floor)
     found |= _named(kept, found, floor)
@@ -102,20 +105,15 @@ def slowdown(alone: Sequence[Point], beside: Iterable[Sequence[Point]], kinds: S
     return max(1.0, median(ratios)) if ratios else 1.0
 
 
-def _over_products(points: Sequence[Point], found: dict[str, float], floor: float) -> dict[str, float]:
-    """What convolutions take over the products that they amount to; the backward is two of them."""
-
-    def law(one: Point) -> float:
-        m, n, k = one.sizes
-        elements = m * n + m * k + n * k
-        each = floor + 2 * m * n * k / found["peak.fp32"] + elements * found["operand.fp32"]
-        return each * (2 if one.backward else 1)
-
-    shares = [(one.backward, one.seconds / law(one)) for one in _of(points, "convolution")]
-    return {
-        "convolution": geometric_mean([share for backward, share in shares if not backward]),
-        "convolution_backward": geometric_mean([share for backward, share in shares if backward]),
-    }
+def convolutions(points: Sequence[Point], peak: float, floor: float) -> tuple[float, float]:
+    """Share of ``peak``, and the least size at which half of it is reached; the backward is two products."""
+    sizes = np.array([one.sizes for one in points])
+    flops = 2 * sizes.prod(axis=1) * np.array([2.0 if one.backward else 1.0 for one in points])
+    seconds = np.array([one.seconds for one in points])
+    each, half = _above_zero(np.stack([flops, flops / sizes.min(axis=1)], axis=1), seconds, floor)
+    if not each:
+        return float((flops / seconds).max() / peak), 0.0
+    return 1 / each / peak, half / each
 
 
 def _attention(points: Sequence[Point], found: dict[str, float], floor: float) -> dict[str, float]:

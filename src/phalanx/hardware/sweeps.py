@@ -6,9 +6,12 @@ Torch is imported by the functions that need it. Shapes of products are (m, n, k
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -20,10 +23,18 @@ _PRODUCTS = (
     (32, 256, 64), (64, 64, 64), (8, 1024, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 768, 256),
     (512, 384, 384), (1024, 384, 384), (768, 256, 1024), (512, 2048, 512), (1024, 1024, 1024),
 )  # fmt: skip
-_CONVOLUTIONS = ((32, 3, 16, 28), (16, 16, 32, 14), (16, 64, 64, 14), (16, 32, 64, 14))  # samples, from, to, side
+_CONVOLUTIONS = (
+    (32, 1, 32, 28),
+    (16, 16, 32, 28),
+    (32, 32, 64, 14),
+    (16, 64, 64, 14),
+    (8, 64, 128, 14),
+)  # samples, from, to, side
 _ATTENTIONS = ((8, 4, 64, 32), (4, 4, 128, 64), (4, 6, 256, 64), (8, 8, 128, 32))  # samples, heads, tokens, width
 _STREAMS = (10_000, 30_000, 100_000, 200_000, 400_000, 1_000_000, 3_000_000)  # elements
 _LAYERS = 20
+_CACHES = 8e6  # bytes that no core caches for itself
+_KEPT = 4  # results that are there at once, as in training: each finds memory that was used a while ago
 _ROWS, _WIDTH = 512, 384
 
 
@@ -51,7 +62,7 @@ class Pace:
     """How long to measure.
 
     Attributes:
-        rounds: of which the fastest counts: what else runs on the machine only ever adds.
+        rounds: of which the middle one counts.
         seconds: of one round at least.
     """
 
@@ -63,7 +74,7 @@ QUICK = Pace(rounds=2, seconds=0.0)
 
 
 def sweep(pace: Pace, device: str = "cpu") -> list[Point]:
-    """Every sweep of one device, in about 5 s at the usual pace, of two passes the faster."""
+    """Every sweep of one device, in about 10 s at the usual pace, of two passes the faster."""
     parts = (floors, products, convolutions, attentions, streams, named, optimizers)
     with _alone():
         passes = [[point for part in parts for point in part(pace, device)] for _ in range(2)]
@@ -76,8 +87,11 @@ def products(pace: Pace, device: str) -> Iterator[Point]:
 
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         for m, n, k in _PRODUCTS:
-            left, right = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (n, k)))
-            seconds = seconds_of(lambda: torch.nn.functional.linear(left, right), pace, device)  # noqa: B023
+            left = torch.randn(m, k, device=device).to(dtype)
+            # a step reads each weight once: by the next it has left the caches
+            copies = 1 + int(_CACHES / (n * k * left.element_size()))
+            weights = cycle([torch.randn(n, k, device=device).to(dtype) for _ in range(min(copies, 16))])
+            seconds = seconds_of(lambda: torch.nn.functional.linear(left, next(weights)), pace, device)  # noqa: B023
             yield Point(kind="product", name=name, sizes=(m, n, k), seconds=seconds)
 
 
@@ -265,20 +279,24 @@ def optimizers(pace: Pace, device: str) -> Iterator[Point]:
 
 
 def seconds_of(work: Callable[[], Any], pace: Pace, device: str = "cpu") -> float:
-    """Seconds of one call of ``work``, of the fastest round."""
-    work()
-    begun = time.perf_counter()
-    work()
+    """Seconds of one call of ``work``, in the middle one of several rounds.
+
+    On a CPU they are those of this thread alone, which other processes hardly change.
+    """
+    clock = time.perf_counter if device.startswith("cuda") else time.thread_time
+    results = deque([work()], maxlen=_KEPT)
+    begun = clock()
+    results.append(work())
     _finish(device)
-    calls = max(1, int(pace.seconds / max(time.perf_counter() - begun, 1e-7)))
-    best = float("inf")
+    calls = max(1, int(pace.seconds / max(clock() - begun, 1e-7)))
+    rounds: list[float] = []
     for _ in range(pace.rounds):
-        begun = time.perf_counter()
+        begun = clock()
         for _ in range(calls):
-            work()
+            results.append(work())
         _finish(device)
-        best = min(best, (time.perf_counter() - begun) / calls)
-    return best
+        rounds.append((clock() - begun) / calls)
+    return median(rounds)
 
 
 def _both(forward: Callable[[], Any], inputs: tuple[Any, ...], pace: Pace, device: str) -> tuple[float, float]:
