@@ -71,7 +71,7 @@ def compute(costs: Table, layouts: Layouts, rates: Rates, fabric: Fabric, habits
     each = rates.kernels.host * habits.launches
     ahead, back = (_launches(costs, rows, count)[:, None] * each for rows in (~costs.backward, costs.backward))
     rows = _summed(np.ones_like(priced.seconds), costs, costs.row & costs.matmul & ~costs.backward, count)
-    apart = rates.wires.far * rows * (layouts.tp > fabric.per_node / 2)
+    apart = rates.wires.far * rows * (layouts.tp > fabric.socket)
     ahead, back = ahead + apart, back + apart
     return Times(
         forward=forward,

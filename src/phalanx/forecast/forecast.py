@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -163,11 +163,16 @@ def _of_one_precision(
 ) -> tuple[StepTime, Memory]:
     layouts = Layouts.of(plans, work.batch, work.tokens)
     needed = memory(work.profile, layouts, habits, precision, work.state)
-    return times(work, layouts, cluster, precision, habits), needed
+    return times(work, layouts, cluster, precision, habits, events=True), needed
 
 
-def times(work: Work, layouts: Layouts, cluster: Cluster, precision: str, habits: Habits = PHALANX) -> StepTime:
-    """The step of every candidate of ``layouts``; what several compute alike is priced once."""
+def times(
+    work: Work, layouts: Layouts, cluster: Cluster, precision: str, habits: Habits = PHALANX, events: bool = False
+) -> StepTime:
+    """The step of every candidate of ``layouts``; what several compute alike is priced once.
+
+    With ``events`` pipelines are run event by event, which takes milliseconds each; else they are priced by formula.
+    """
     costs = table(work.profile)
     slowest = min(cluster.groups, key=lambda group: group.device.peak.get(precision, 0.0))
     speeds = rates(slowest.device)
@@ -176,11 +181,14 @@ def times(work: Work, layouts: Layouts, cluster: Cluster, precision: str, habits
         node=cluster.network.bandwidth,
         per_node=slowest.per_node,
         wires=speeds.wires,
+        socket=max(slowest.host.slots, slowest.per_node) // 2 or 1,
     )
+    if speeds.core:  # what reduces takes the cores from what computes
+        habits = replace(habits, overlap=0.0)
     unlike, alike = _unlike(layouts)
     few = compute(costs, layouts.take(unlike), speeds, fabric, habits, precision)
     each = Times(**{one.name: getattr(few, one.name)[..., alike] for one in fields(few)})
-    step = step_time(costs, each, layouts, speeds, fabric, habits, precision)
+    step = step_time(costs, each, layouts, speeds, fabric, habits, precision, events)
     if speeds.core is None:
         return step
     cores = slowest.host.cores or slowest.per_node
@@ -204,9 +212,7 @@ def forecast(work: Work, plan: Plan, cluster: Cluster, habits: Habits = PHALANX)
     return forecasts(work, [plan], cluster, habits)[0]
 
 
-def forecasts(
-    work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits = PHALANX
-) -> tuple[Forecast, ...]:
+def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits = PHALANX) -> tuple[Forecast, ...]:
     """The future of each of ``plans`` on ``cluster``, in their order."""
     found, device = sweep(work, plans, cluster, habits), cluster.groups[0].device
     flops = work.profile.flops(1, work.tokens) * work.batch
@@ -221,7 +227,7 @@ def forecasts(
                 seconds=seconds,
                 low=low,
                 high=high,
-                memory={one.name: float(getattr(found.memory, one.name)[index]) for one in fields(Memory)},
+                memory={name: float(size[index]) for name, size in found.memory.at_peak().items()},
                 allocated=float(found.memory.allocated[index]),
                 reserved=float(found.memory.reserved[index]),
                 room=found.room,

@@ -22,6 +22,7 @@ class Fabric:
         inside: bytes/s of one device to its neighbours in the node, in one direction.
         node: bytes/s of one node to others, in one direction.
         per_node: devices in a node.
+        socket: devices on one socket of it.
         wires: by how much collectives fall short.
     """
 
@@ -29,6 +30,7 @@ class Fabric:
     node: float
     per_node: int
     wires: Wires
+    socket: int = 4
 
 
 def collective(kind: Collective, size: Array, ranks: Array, stride: Array, fabric: Fabric) -> Array:

@@ -15,7 +15,7 @@ from functools import lru_cache
 _GREEDY = ("zero-bubble", "zbv", "dualpipev")
 _V_SHAPED = ("zbv", "dualpipev")
 _FEW = 4
-"""Micro-batches for each stage after which a schedule repeats itself: what more of them take is the slowest rank's share."""
+"""Micro-batches for each stage after which a schedule repeats itself: more of them take the slowest rank's time each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,6 +30,7 @@ class StepTime:
         pipeline: waiting for other stages, and for what they send.
         replicas: reducing gradients and gathering parameters, as far as computing does not hide it.
         update: the optimizer.
+        stragglers: waiting for the slowest of many nodes.
         rest: per step: data, logging, synchronisation.
     """
 
@@ -42,6 +43,7 @@ class StepTime:
     pipeline: Array
     replicas: Array
     update: Array
+    stragglers: Array
     rest: Array
 
     @property
@@ -124,8 +126,15 @@ def step_time(
         pipeline=np.maximum(total - known, 0.0),
         replicas=np.where(layouts.zero == 3, _sharded(costs, times, layouts, fabric, habits), late),
         update=update(costs, layouts, rates, habits, lie),
+        stragglers=_stragglers(split, again, layouts, fabric),
         rest=np.full_like(total, habits.rest),
     )
+
+
+def _stragglers(split: dict[str, Array], again: Array, layouts: Layouts, fabric: Fabric) -> Array:
+    """All wait for the slowest in every step, and of more nodes the slowest is slower."""
+    nodes = np.maximum(layouts.devices / fabric.per_node, 1.0)
+    return fabric.wires.jitter * np.log2(nodes) * sum(split.values(), again)
 
 
 def pipeline(forward: Array, backward: Array, weights: Array, there: Array, layouts: Layouts, send: Array) -> Array:
@@ -208,7 +217,7 @@ def replicas(costs: Table, times: Times, layouts: Layouts, fabric: Fabric, habit
     rest = np.where(sharded, count / layouts.fsdp, count)
     reduce = collective("all-reduce", rest * habits.sent, layouts.dp, inner * layouts.fsdp, fabric)
     last = np.einsum("kpn,pn->kn", lie.each, times.back).max(axis=0)
-    grads = np.where(sharded, scatter, 0.0) + reduce
+    grads, gather = (np.where(sharded, scatter, 0.0) + reduce) / habits.reach, gather / habits.reach
     return np.maximum(grads - habits.overlap * last, grads * (1 - habits.overlap)) + np.where(sharded, gather, 0.0)
 
 
@@ -225,6 +234,7 @@ def _sharded(costs: Table, times: Times, layouts: Layouts, fabric: Fabric, habit
         scatter += collective(
             "all-reduce", count / layouts.fsdp * habits.sent, layouts.dp, inner * layouts.fsdp, fabric
         )
+        gather, scatter = gather / habits.reach, scatter / habits.reach
         share = np.where(part.role == "block", part.count / np.maximum(layouts.pp, 1), 1.0)
         ahead = np.maximum(gather - habits.overlap * times.before[index], gather * (1 - habits.overlap))
         back = np.maximum(
