@@ -128,7 +128,7 @@ def measured(job: px.Job, plan: Plan) -> float:
     """Seconds of a step, of the faster ones: others' work on the machine only ever adds."""
     wait_until_quiet(PATIENCE)
     with tempfile.TemporaryDirectory(prefix="forecast-here-") as scratch:
-        spec = RunSpec(job=job.name, plan=plan, folder=Path(scratch) / "run")
+        spec = RunSpec(job=job.name, plan=plan, folder=Path(scratch) / "run", forecast="none")
         run = fit(replace(job, steps=STEPS, epochs=None), run=spec, cores=1)
         times = sorted(event["seconds"] for event in run.events("step"))
         return times[len(times) // 10]

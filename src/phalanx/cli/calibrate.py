@@ -81,7 +81,8 @@ def _rest(processes: int, steps: int) -> float:
 
     with tempfile.TemporaryDirectory(prefix="phalanx-calibrate-") as scratch:
         plan = Plan(dp=processes)
-        run = fit(_nothing(steps), run=RunSpec(job="nothing", plan=plan, folder=Path(scratch) / "run"), cores=1)
+        spec = RunSpec(job="nothing", plan=plan, folder=Path(scratch) / "run", forecast="none")
+        run = fit(_nothing(steps), run=spec, cores=1)
         return summarise(run.folder).step_seconds or 0.0
 
 

@@ -35,7 +35,8 @@ def too_little(error: WorkerError, folder: Path) -> str | None:
         )
         return f"{whole}; no part had grown beyond it when memory ran out ({reached}): something else takes the rest"
     missed = show_bytes((worst.measured or 0.0) - (worst.forecast or 0.0))
+    told, held = show_bytes(worst.forecast or 0.0), show_bytes(worst.measured or 0.0)
     return (
-        f"{whole}; {worst.part} were forecast too small: {show_bytes(worst.forecast or 0.0)}, and rank {error.rank} "
-        f"held {show_bytes(worst.measured or 0.0)} when memory ran out, {missed} more"
+        f"{whole}; too small was its part for {worst.part}: {told}, where rank {error.rank} held {held} when memory "
+        f"ran out, {missed} more"
     )

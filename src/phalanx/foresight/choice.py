@@ -52,7 +52,7 @@ def choose(job: Job) -> Choice:
     with Aside(lambda say: _tell(job, given, say)) as aside:
         heard = aside.next(PATIENCE)
     if heard is None:
-        why = f"planning took more than {PATIENCE:.0f} s"
+        why = f"planning took more than {PATIENCE:g} s"
     elif "missing" in heard:
         why = f"no plan was made: {heard['missing']}"
     else:
