@@ -1,0 +1,127 @@
+"""How a model was trained on growing numbers of devices, and the forecast for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from phalanx.forecast import PHALANX, Forecast, Work, forecast
+from phalanx.forecast.habits import NAMED
+from phalanx.hardware import cluster
+from phalanx.profile import Profile, Shape
+from phalanx.spec import Plan
+
+Model = Literal["alexnet", "vgg16", "resnet50", "resnet101", "bert-large"]
+
+_STANDARD: Mapping[str, Shape] = {
+    "resnet50": Shape(family="resnet50", vocabulary=1000),
+    "bert-large": Shape(
+        family="bert", layers=24, hidden=1024, heads=16, ffn=4096, vocabulary=30522, length=128, places=512, dropout=0.1
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One model on growing numbers of equal devices, data-parallel.
+
+    Attributes:
+        name: as a chart shows it.
+        model: what is trained.
+        device: name in the catalog.
+        per_node: devices in a full node.
+        network: what a node can send, such as ``50Gb/s``; empty for the catalog's.
+        counts: numbers of devices, the first of which speed-ups are over.
+        share: samples of a device in one step; 0 where ``batch`` is fixed.
+        batch: samples of all devices in one step; 0 where ``share`` is fixed.
+        micro: samples in one forward; 0 for all of a device's.
+        precision: computed in.
+        optimizer: in lower case.
+        state: bytes of optimizer state for each parameter.
+        habits: name of the framework's habits; Phalanx's own where not given.
+    """
+
+    name: str
+    model: Model
+    device: str
+    per_node: int
+    network: str = ""
+    counts: tuple[int, ...]
+    share: int = 0
+    batch: int = 0
+    micro: int = 0
+    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    optimizer: str = "sgd"
+    state: float = 4.0
+    habits: str = PHALANX.name
+
+    def samples(self, devices: int) -> int:
+        """In one step of that many devices."""
+        return self.batch or self.share * devices
+
+    def place(self, devices: int) -> str:
+        """The cluster of that many devices, as ``hardware.cluster`` reads it."""
+        nodes, inside = max(1, devices // self.per_node), min(devices, self.per_node)
+        rate = f"@{self.network}" if self.network else ""
+        return f"{nodes}x{inside}x{self.device}{rate}"
+
+    def forecast(self, devices: int) -> Forecast:
+        """The future of one step on that many devices."""
+        work = Work(
+            profile=profile(self.model), batch=self.samples(devices), state=self.state, optimizer=self.optimizer
+        )
+        plan = Plan(dp=devices, precision=self.precision, micro=self.micro or None)
+        return forecast(work, plan, cluster(self.place(devices)), NAMED[self.habits])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """The forecasts of a setting.
+
+    Attributes:
+        setting: what was forecast.
+        forecasts: one for each of its counts.
+    """
+
+    setting: Setting
+    forecasts: tuple[Forecast, ...]
+
+    @classmethod
+    def of(cls, setting: Setting) -> Curve:
+        """The forecasts for all counts of ``setting``."""
+        return cls(setting=setting, forecasts=tuple(setting.forecast(count) for count in setting.counts))
+
+    def speed_up(self, devices: int) -> float:
+        """Throughput on one of the counts over that on the first."""
+        return self.forecasts[self.setting.counts.index(devices)].throughput / self.forecasts[0].throughput
+
+    def efficiency(self, devices: int) -> float:
+        """Speed-up over what as many more devices could give at most; 1 is linear."""
+        return self.speed_up(devices) * self.setting.counts[0] / devices
+
+    def range(self, devices: int) -> tuple[float, float]:
+        """The efficiencies at both ends of the interval of the step on one of the counts, the first being right."""
+        found = self.forecasts[self.setting.counts.index(devices)]
+        at = self.efficiency(devices)
+        return at * found.step / found.high, at * found.step / found.low
+
+
+@cache
+def profile(model: Model) -> Profile:
+    """The costs of a model; traced once."""
+    if model in _STANDARD:
+        return _STANDARD[model].profile()
+    if model == "resnet101":
+        return _deeper(profile("resnet50"), 17)
+    from phalanx.verify.published.networks import described  # brings torch
+
+    return described(model).profile()
+
+
+def _deeper(found: Profile, blocks: int) -> Profile:
+    """With so many blocks more in the longest run of equal ones: all that ResNet-101 has beyond ResNet-50."""
+    longest = max(found.parts, key=lambda part: part.count)
+    parts = [replace(part, count=part.count + blocks) if part is longest else part for part in found.parts]
+    return replace(found, parts=tuple(parts))
