@@ -19,6 +19,8 @@ LATE = "the run was over before its forecast was made"
 COMPUTING = ("products", "attention", "memory", "recompute", "launches")
 """Parts of a forecast step in which a rank computes."""
 
+_AFTER = ("update", "rest")  # forward and backward
+
 _SMALL = 0.005  # of a step: parts that are forecast to be less are not told of unless they were measured
 _HELD = ("parameters", "gradients", "optimizer", "activations")
 
@@ -74,9 +76,10 @@ def step_beside(forecast: Mapping[str, Any], measured: Mapping[str, float]) -> l
     """
     seconds = forecast["seconds"]
     computing = sum(seconds[name] for name in COMPUTING)
-    within = {"computing": computing, **{name: seconds[name] for name in ("exchange", "pipeline", "replicas")}}
+    waiting = {name: each for name, each in seconds.items() if name not in (*COMPUTING, *_AFTER)}
+    within = {"computing": computing, **waiting}
     parts = {"whole": forecast["step"], "passes": sum(within.values()), **within}
-    parts |= {name: seconds[name] for name in ("update", "rest")}
+    parts |= {name: seconds[name] for name in _AFTER}
     return [
         Beside(what="step", part=part, forecast=each, measured=measured.get(part))
         for part, each in parts.items()

@@ -11,15 +11,13 @@ from rich.text import Text
 
 from phalanx.observe.beside import LATE, Beside
 from phalanx.observe.summary import RunSummary
+from phalanx.planner.explain import PARTS
 from phalanx.units import show_bytes, show_seconds
 
 _WORDS = {
     "whole": "time per step",
     "passes": "  forward and backward",
     "computing": "    computing",
-    "exchange": "    exchange within the model",
-    "pipeline": "    waiting in the pipeline",
-    "replicas": "    bringing replicas together",
     "update": "  update",
     "rest": "  data and logging",
 }
@@ -49,7 +47,9 @@ def _why(summary: RunSummary) -> str:
 
 
 def _name(row: Beside) -> str:
-    return _WORDS[row.part] if row.what == "step" else f"memory: {row.part}"
+    if row.what == "memory":
+        return f"memory: {row.part}"
+    return _WORDS.get(row.part) or f"    {PARTS.get(row.part, row.part)}"
 
 
 def _shown(row: Beside, number: float | None) -> str:
