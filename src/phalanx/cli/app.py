@@ -27,6 +27,7 @@ VERBS = (
     "show",
     "devices",
     "calibrate",
+    "validate",
     "prove",
     "audit",
     "bench",

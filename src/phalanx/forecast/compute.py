@@ -11,7 +11,7 @@ from phalanx.forecast.habits import Habits
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.links import Fabric, collective
 from phalanx.forecast.price import Priced, itemsize, price
-from phalanx.forecast.rates import Rates
+from phalanx.forecast.setting import Setting
 from phalanx.forecast.tables import Array, Table
 
 KINDS = ("products", "attention", "memory")
@@ -54,9 +54,10 @@ class Times:
         return self.inputs + self.weights + self.again + self.sent_backward + self.waiting_backward
 
 
-def compute(costs: Table, layouts: Layouts, rates: Rates, fabric: Fabric, habits: Habits, precision: str) -> Times:
+def compute(costs: Table, layouts: Layouts, setting: Setting) -> Times:
     """The times of every part under every candidate."""
-    priced = price(costs, layouts.shapes, rates, habits, precision)
+    rates, fabric, habits, precision = setting.rates, setting.fabric, setting.habits, setting.precision
+    priced = price(costs, layouts.shapes, setting)
     count = len(costs.parts)
     late = costs.backward & costs.weights
     forward, inputs, weights = (

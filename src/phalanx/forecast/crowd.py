@@ -8,7 +8,8 @@ import numpy as np
 
 from phalanx.forecast.cores import Core
 from phalanx.forecast.layouts import Layouts
-from phalanx.forecast.step import Stages, StepTime, held, stages
+from phalanx.forecast.stages import Stages, held, stages
+from phalanx.forecast.step import StepTime
 from phalanx.forecast.tables import Array, Table
 
 _ADDED = 12.0  # bytes moved to add a parameter's gradient to that of the micro-batches before

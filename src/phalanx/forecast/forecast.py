@@ -15,6 +15,7 @@ from phalanx.forecast.layouts import Layouts, Whole
 from phalanx.forecast.links import Fabric
 from phalanx.forecast.memory import Memory, memory
 from phalanx.forecast.rates import rates
+from phalanx.forecast.setting import Setting
 from phalanx.forecast.step import StepTime, step_time
 from phalanx.forecast.tables import Array, table
 from phalanx.profile import Profile
@@ -145,7 +146,7 @@ def sweep(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits = 
         step, needed = _of_one_precision(work, [plans[index] for index in indices], cluster, habits, precision)
         steps.append(step)
         memories.append(needed)
-    order = np.argsort(np.concatenate([np.array(indices) for indices in at.values()]))
+    order = np.argsort(np.concatenate([np.array(indices) for indices in at.values()])).astype(np.int64)
     return Sweep(
         plans=tuple(plans),
         step=StepTime(**{one.name: _joined(steps, one.name, order) for one in fields(StepTime)}),
@@ -154,8 +155,9 @@ def sweep(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits = 
     )
 
 
-def _joined(parts: Sequence[StepTime | Memory], name: str, order: Array) -> Array:
-    return np.concatenate([getattr(part, name) for part in parts])[order]
+def _joined(parts: Sequence[StepTime | Memory], name: str, order: Whole) -> Array:
+    together: Array = np.concatenate([getattr(part, name) for part in parts])
+    return together[order]
 
 
 def _of_one_precision(
@@ -185,10 +187,18 @@ def times(
     )
     if speeds.core:  # what reduces takes the cores from what computes
         habits = replace(habits, overlap=0.0)
+    link = slowest.host.link
+    setting = Setting(
+        rates=speeds,
+        fabric=fabric,
+        habits=habits,
+        precision=precision,
+        host=link.bandwidth if link else speeds.bandwidth,
+    )
     unlike, alike = _unlike(layouts)
-    few = compute(costs, layouts.take(unlike), speeds, fabric, habits, precision)
+    few = compute(costs, layouts.take(unlike), setting)
     each = Times(**{one.name: getattr(few, one.name)[..., alike] for one in fields(few)})
-    step = step_time(costs, each, layouts, speeds, fabric, habits, precision, events)
+    step = step_time(costs, each, layouts, setting, events)
     if speeds.core is None:
         return step
     cores = slowest.host.cores or slowest.per_node
@@ -234,9 +244,23 @@ def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habit
                 samples=work.batch,
                 tokens=work.tokens,
                 flops=flops,
-                peak=device.peak.get(plan.precision, max(device.peak.values())) * plan.devices,
-                watts=(device.power or 0.0) * plan.devices,
+                peak=_peak(cluster, plan),
+                watts=_watts(cluster, plan),
                 notes=work.profile.notes,
             )
         )
     return tuple(made)
+
+
+def _peak(cluster: Cluster, plan: Plan) -> float:
+    """FLOP/s of the plan's devices: of several kinds in proportion."""
+    each = [
+        (group.devices, group.device.peak.get(plan.precision, max(group.device.peak.values())))
+        for group in cluster.groups
+    ]
+    return plan.devices * sum(count * peak for count, peak in each) / sum(count for count, _ in each)
+
+
+def _watts(cluster: Cluster, plan: Plan) -> float:
+    each = [(group.devices, group.device.power or 0.0) for group in cluster.groups]
+    return plan.devices * sum(count * watts for count, watts in each) / sum(count for count, _ in each)

@@ -37,8 +37,8 @@ def collective(kind: Collective, size: Array, ranks: Array, stride: Array, fabri
     """Seconds of one collective.
 
     ``size`` is the bytes of the whole tensor on one rank (what an all-gather ends with, a reduce-scatter begins with,
-    a send sends). The group's ranks stand ``stride`` apart. A ring sends size x (ranks - 1)/ranks over the slowest of its
-    links (twice for an all-reduce); of the network each rank in a node has its own share.
+    a send sends). The group's ranks stand ``stride`` apart. A ring sends size x (ranks - 1)/ranks over the slowest of
+    its links (twice for an all-reduce); of the network each rank in a node has its own share.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009; Thakur et al., 2005 (latency terms).
     """

@@ -8,6 +8,7 @@ import numpy as np
 
 from phalanx.forecast.habits import Habits
 from phalanx.forecast.rates import Rates
+from phalanx.forecast.setting import Setting
 from phalanx.forecast.tables import Array, Mask, Table
 
 
@@ -55,8 +56,9 @@ def itemsize(precision: str) -> float:
     return _ITEMSIZE[precision]
 
 
-def price(costs: Table, shapes: Shapes, rates: Rates, habits: Habits, precision: str) -> Priced:
+def price(costs: Table, shapes: Shapes, setting: Setting) -> Priced:
     """Every operation of ``costs`` under every candidate of ``shapes``."""
+    rates, habits, precision = setting.rates, setting.habits, setting.precision
     dims = _dims(costs, shapes)
     flops = np.zeros_like(dims[0])
     seconds = np.zeros_like(dims[0])
@@ -141,8 +143,8 @@ def _dims(costs: Table, shapes: Shapes) -> list[Array]:
 
 
 _TILES = ((256.0, 128.0, 1.0), (128.0, 128.0, 0.97), (128.0, 64.0, 0.85), (64.0, 64.0, 0.7))
-"""Rows and columns of the tiles that libraries choose from, and the rate of each against the largest: a smaller one reads
-more for what it computes."""
+"""Rows and columns of the tiles that libraries choose from, and the rate of each against the largest: a smaller one
+reads more for what it computes."""
 
 
 def _products(batch: Array, m: Array, n: Array, k: Array, *, rates: Rates, precision: str) -> Array:

@@ -148,14 +148,22 @@ def rates(device: Device) -> Rates:
 
 
 def measured(device: Device, known: Rates) -> Rates:
-    """``known``, with the constants that were measured on the machine in place of those of the family."""
+    """``known``, with what was measured on the machine in place of the constants of the family.
+
+    A CPU core has laws and constants of its own; of other devices, constants go by their names in ``Kernels`` and
+    ``Wires``.
+    """
     found = device.measured
-    kernels = {one.name: found[one.name] for one in fields(Kernels) if one.name in found}
-    wires: dict[str, Any] = {one.name: found[one.name] for one in fields(Wires) if one.name in found}
-    wires["lines"] = {name: value for name, value in found.items() if name.endswith((".start", ".byte"))}
+    lines = {name: value for name, value in found.items() if name.endswith((".start", ".byte"))}
+    if device.kind == "cpu":
+        kernels = replace(known.kernels, host=0.0) if found else known.kernels
+        return replace(known, kernels=kernels, wires=replace(known.wires, lines=lines), core=Core.of(found))
     return replace(
         known,
-        kernels=replace(known.kernels, **kernels),
-        wires=replace(known.wires, **wires),
-        core=Core.of(found) if device.kind == "cpu" else None,
+        kernels=replace(known.kernels, **_named(Kernels, found)),
+        wires=replace(known.wires, lines=lines, **_named(Wires, found)),
     )
+
+
+def _named(kind: type[Kernels] | type[Wires], found: Mapping[str, float]) -> dict[str, Any]:
+    return {one.name: found[one.name] for one in fields(kind) if one.name in found}

@@ -1,4 +1,4 @@
-"""A pipeline's step as events: each rank runs its stages' micro-batches in the order of its schedule, as their inputs come.
+"""A pipeline's step as events: each rank runs its stages' micro-batches in the order of its schedule, as inputs come.
 
 Orders: GPipe (Huang et al. 2019), 1F1B and interleaved 1F1B (Narayanan et al. 2021), zero bubble and its V (Qi et al.
 2024), DualPipe's V (DeepSeek 2025). The zero-bubble ones are run greedily: a rank takes a backward for its inputs where
@@ -15,7 +15,7 @@ from functools import lru_cache
 _GREEDY = ("zero-bubble", "zbv", "dualpipev")
 _V_SHAPED = ("zbv", "dualpipev")
 _FEW = 4
-"""Micro-batches for each stage after which a schedule repeats itself: more of them take the slowest rank's time each."""
+"""Micro-batches for each stage after which a schedule repeats itself: each more takes the slowest rank's time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

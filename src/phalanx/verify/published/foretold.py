@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.errors import PhalanxError
 from phalanx.forecast import Forecast, Work, forecasts
 from phalanx.profile import Profile
 from phalanx.verify.published.rows import Row
@@ -57,20 +58,47 @@ class Foretold:
         }
 
 
-def foretell(rows: Sequence[Row], profile: Callable[[Subject], Profile] | None = None) -> tuple[Foretold, ...]:
-    """A forecast for every row, in their order; ``profile`` gives a model's costs where they are known already."""
-    subjects = [subject(row) for row in rows]
-    alike: dict[Any, list[int]] = {}
-    for index, one in enumerate(subjects):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What came of the rows of a table.
+
+    Attributes:
+        found: rows with their forecasts, in order.
+        refused: rows that cannot be forecast, and why.
+    """
+
+    found: tuple[Foretold, ...]
+    refused: dict[str, str]
+
+
+def foretell(rows: Sequence[Row], profile: Callable[[Subject], Profile] | None = None) -> Outcome:
+    """A forecast for every row; ``profile`` gives a model's costs where they are known already."""
+    subjects: dict[str, Subject] = {}
+    refused: dict[str, str] = {}
+    alike: dict[Any, list[Row]] = {}
+    for row in rows:
+        try:
+            one = subjects[row.id] = subject(row)
+        except PhalanxError as error:
+            refused[row.id] = str(error)
+            continue
         key = (one.shape, str(one.cluster.groups), one.cluster.network, one.habits.name, one.batch)
-        alike.setdefault(key, []).append(index)
-    found: dict[int, Forecast] = {}
-    for indices in alike.values():
-        first = subjects[indices[0]]
-        costs = profile(first) if profile else first.shape.profile()
-        work = Work(profile=costs, batch=first.batch, length=first.length)
-        plans = [subjects[index].plan for index in indices]
-        found.update(zip(indices, forecasts(work, plans, first.cluster, first.habits), strict=True))
-    return tuple(
-        Foretold(row=row, subject=subjects[index], forecast=found[index]) for index, row in enumerate(rows)
+        alike.setdefault(key, []).append(row)
+    found: dict[str, Forecast] = {}
+    for some in alike.values():
+        first = subjects[some[0].id]
+        try:
+            costs = profile(first) if profile else first.shape.profile()
+            work = Work(profile=costs, batch=first.batch, length=first.length)
+            plans = [subjects[row.id].plan for row in some]
+            made = forecasts(work, plans, first.cluster, first.habits)
+        except PhalanxError as error:
+            refused |= {row.id: str(error) for row in some}
+            continue
+        found |= {row.id: forecast for row, forecast in zip(some, made, strict=True)}
+    return Outcome(
+        found=tuple(
+            Foretold(row=row, subject=subjects[row.id], forecast=found[row.id]) for row in rows if row.id in found
+        ),
+        refused=refused,
     )

@@ -1,0 +1,84 @@
+"""The accuracy of forecasts as a page of the reference: every measure, misses included, and what causes the largest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.verify.published.accuracy import Accuracy, accuracy, source
+from phalanx.verify.published.foretold import Foretold
+from phalanx.verify.published.measures import measures
+
+_HEAD = """# Accuracy of forecasts
+
+Written by `phalanx validate measured.csv --page docs/reference/accuracy.md`, where `measured.csv` is a table of
+{rows} published training runs, {oom} of which ran out of memory. Each becomes a model of standard modules, traced as a
+user's own is, a plan, a cluster and the habits of its framework. Constants (of a family of devices, of collectives, of
+a framework) were fitted on one half of the rows, by a hash of their id. *Held out* is the other half. What frameworks
+keep in memory was found with both halves in sight.
+
+"""
+
+_CAUSES = """
+## What causes the largest misses
+
+- **Rows that do not name their schedule** (ZeroBubble-Megatron): four schedules were measured for each configuration;
+  the forecast is of the framework's own (zero bubble), so that 1F1B rows come out 10 to 25 % too fast.
+- **Megatron-LM on H100**: micro-batch, chunks and recomputation are not stated; two rows state a pipeline of one stage
+  for a model that does not fit on it.
+- **DeepSpeed ZeRO-3** on 384 to 2,240 GPUs: gathers parameter by parameter; one constant of its own stands for that.
+- **8-bit products with a scale for each row** (torchtitan) cost more than is known here; so do very long samples over
+  `cp`.
+- **BERT's second phase** is forecast for a mean length of its binned samples, which the source does not state.
+"""
+
+
+def write_page(path: Path, found: Sequence[Foretold]) -> None:
+    """Write the page into ``path``."""
+    path.write_text(page(found), encoding="utf-8")
+
+
+def page(found: Sequence[Foretold]) -> str:
+    """The page as Markdown."""
+    held = accuracy([one for one in found if not one.row.calibrated])
+    fitted = accuracy([one for one in found if one.row.calibrated])
+    head = _HEAD.format(rows=f"{len(found):,}", oom=sum(one.row.ran_out for one in found))
+    return head + _bars(held, fitted) + _sources(held, fitted) + _largest(found) + _CAUSES
+
+
+def _bars(held: Accuracy, fitted: Accuracy) -> str:
+    lines = [
+        "| measure | asked | held out | fitted | reached | best peers |",
+        "| --- | --- | ---: | ---: | --- | --- |",
+    ]
+    for one, other in zip(measures(held), measures(fitted), strict=True):
+        reached = "yes" if one.reached else "**no**"
+        lines.append(f"| {one.name} | {one.asked} | {one.shown} | {other.shown} | {reached} | {one.peer or '–'} |")
+    return "\n".join(lines) + "\n"
+
+
+def _sources(held: Accuracy, fitted: Accuracy) -> str:
+    lines = [
+        "\n## Step time by source\n",
+        "| source | rows | mean | median | nine of ten | bias | mean, fitted half |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, errors in held.sources.items():
+        other = f"{100 * fitted.sources[name].mean:.1f} %" if name in fitted.sources else "–"
+        shown = " | ".join(f"{100 * value:.1f} %" for value in (errors.mean, errors.median, errors.most))
+        lines.append(f"| {name} | {errors.rows} | {shown} | {100 * errors.bias:+.1f} % | {other} |")
+    return "\n".join(lines) + "\n"
+
+
+def _largest(found: Sequence[Foretold]) -> str:
+    timed = [one for one in found if one.row.step and not one.row.ran_out]
+    worst = sorted(timed, key=lambda one: -abs(one.error))[:12]
+    lines = [
+        "\n## The largest errors\n",
+        "| row | source | plan | measured | forecast | error |",
+        "| --- | --- | --- | ---: | ---: | ---: |",
+    ]
+    for one in worst:
+        times = f"{one.row.step:.3g} s | {one.forecast.step:.3g} s | {100 * one.error:+.0f} %"
+        lines.append(f"| {one.row.id} | {source(one.row)} | `{one.subject.plan}` | {times} |")
+    return "\n".join(lines) + "\n"
