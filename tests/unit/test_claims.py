@@ -66,11 +66,13 @@ class TestStated:
         assert Point(setting=GOYAL.settings[0], devices=256, speed_up=28.8, source="").efficiency == pytest.approx(0.9)
 
     def test_hours_of_a_training(self) -> None:
-        hours = Speed(setting=GOYAL.settings[0], devices=8, stated="", samples=256 * 3600, unit=3600, word="hours")
+        hours = Speed(
+            setting=GOYAL.settings[0], devices=8, stated="", value=1, samples=256 * 3600, unit=3600, word="hours"
+        )
         assert hours.foretold(0.5) == pytest.approx(0.5)
 
     def test_samples_per_second(self) -> None:
-        assert Speed(setting=SMALL, devices=8, stated="", word="images/s").foretold(0.5) == pytest.approx(1024)
+        assert Speed(setting=SMALL, devices=8, stated="", value=1, word="images/s").foretold(0.5) == pytest.approx(1024)
 
 
 @pytest.mark.parametrize(

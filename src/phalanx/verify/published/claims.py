@@ -39,6 +39,7 @@ class Speed:
         setting: beside whose forecast it stands.
         devices: on how many.
         stated: as the source says it.
+        value: the same as a number, in ``word``.
         samples: of the whole training where ``stated`` is its time; 0 where it is samples per second.
         unit: seconds in the unit of the time; 1 where it is samples per second.
         word: the unit in words.
@@ -47,6 +48,7 @@ class Speed:
     setting: Setting
     devices: int
     stated: str
+    value: float
     samples: int = 0
     unit: float = 1.0
     word: str
@@ -143,9 +145,25 @@ GOYAL = Claim(
         Point(setting=_GOYAL, devices=352, speed_up=44 / 1.12, source="Goyal 2017, iteration 12 % longer"),
     ),
     speeds=(
-        Speed(setting=_GOYAL, devices=8, stated="29 hours", samples=90 * _IMAGES, unit=3600, word="hours, 90 epochs"),
-        Speed(setting=_GOYAL, devices=256, stated="1 hour", samples=90 * _IMAGES, unit=3600, word="hours, 90 epochs"),
-        Speed(setting=_GOYAL, devices=352, stated="about 30 s", samples=_IMAGES, word="seconds, 1 epoch"),
+        Speed(
+            setting=_GOYAL,
+            devices=8,
+            stated="29 hours",
+            value=29,
+            samples=90 * _IMAGES,
+            unit=3600,
+            word="hours, 90 epochs",
+        ),
+        Speed(
+            setting=_GOYAL,
+            devices=256,
+            stated="1 hour",
+            value=1,
+            samples=90 * _IMAGES,
+            unit=3600,
+            word="hours, 90 epochs",
+        ),
+        Speed(setting=_GOYAL, devices=352, stated="about 30 s", value=30, samples=_IMAGES, word="seconds, 1 epoch"),
     ),
 )
 
@@ -208,7 +226,7 @@ TPUS = Claim(
     ),
     settings=(_TPU,),
     points=(Point(setting=_TPU, devices=1024, speed_up=32.9, source="MLPerf v0.6, time to accuracy"),),
-    speeds=(Speed(setting=_TPU, devices=1024, stated="over 1,050,000", word="images/s"),),
+    speeds=(Speed(setting=_TPU, devices=1024, stated="over 1,050,000", value=1.05e6, word="images/s"),),
 )
 
 _BERT = Setting(
@@ -269,9 +287,9 @@ BERT = Claim(
         Point(setting=_BERT, devices=1024, speed_up=1993 / 44, source="DeepSpeed, both phases"),
     ),
     speeds=(
-        Speed(setting=_BERT, devices=16, stated="3,379 (DGX-2H)", word="samples/s"),
-        Speed(setting=_BERT, devices=1024, stated="188,088 (DGX-2H)", word="samples/s"),
-        Speed(setting=_ABCI, devices=2048, stated="over 1,730,000", word="images/s"),
+        Speed(setting=_BERT, devices=16, stated="3,379 (DGX-2H)", value=3379, word="samples/s"),
+        Speed(setting=_BERT, devices=1024, stated="188,088 (DGX-2H)", value=188088, word="samples/s"),
+        Speed(setting=_ABCI, devices=2048, stated="over 1,730,000", value=1.73e6, word="images/s"),
     ),
 )
 

@@ -92,9 +92,12 @@ def _verdict(found: Mapping[Setting, Curve]) -> str:
         for point in measured
         for low, high in [found[point.setting].range(point.devices)]
     ]
+    speeds = [(one, *_foretold(one)) for claim in CLAIMS for one in claim.speeds]
+    held = sum(low <= one.value <= high for one, low, _, high in speeds)
     return "\n" + _wrapped(
         f"The {len(measured)} measured efficiencies and their forecasts are {mean:.0f} percentage points apart on"
-        f" average, and at most {abs(apart[most]):.0f} ({where}); {sum(inside)} lie in the range."
+        f" average, and at most {abs(apart[most]):.0f} ({where}); {sum(inside)} lie in the range. Of the {len(speeds)}"
+        f" measured speeds and times, {held} do."
     )
 
 
@@ -131,11 +134,17 @@ def _speed_ups(claim: Claim, curves: Sequence[Curve]) -> str:
 def _speeds(speeds: Sequence[Speed]) -> str:
     lines = ["| model | devices | figure | measured | forecast | range |", "| --- | ---: | --- | ---: | ---: | ---: |"]
     for one in speeds:
-        found = one.setting.forecast(one.devices)
-        low, high = sorted((one.foretold(found.low), one.foretold(found.high)))
-        shown = f"{_three(one.foretold(found.step))} | {_three(low)} to {_three(high)}"
+        low, middle, high = _foretold(one)
+        shown = f"{_three(middle)} | {_three(low)} to {_three(high)}"
         lines.append(f"| {one.setting.name} | {one.devices:,} | {one.word} | {one.stated} | {shown} |")
     return "\n".join(lines) + "\n"
+
+
+def _foretold(speed: Speed) -> tuple[float, float, float]:
+    """The forecast of a speed, between both ends of its range."""
+    found = speed.setting.forecast(speed.devices)
+    low, high = sorted((speed.foretold(found.low), speed.foretold(found.high)))
+    return low, speed.foretold(found.step), high
 
 
 def _wrapped(text: str) -> str:
