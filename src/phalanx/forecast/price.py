@@ -69,6 +69,8 @@ def price(costs: Table, shapes: Shapes, setting: Setting) -> Priced:
     at = costs.matmul
     flops[at] = 2 * dims[0][at] * dims[1][at] * dims[2][at] * dims[3][at]
     seconds[at] = _products(*(one[at] for one in dims[:4]), rates=rates, precision=precision)
+    if precision != "fp32":
+        seconds[costs.convolution] /= kernels.convolution
     at = costs.attention
     flops[at], seconds[at] = _attention(costs, [one[at] for one in dims], rates, habits, precision)
     at = costs.memory

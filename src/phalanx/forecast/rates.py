@@ -18,6 +18,7 @@ class Kernels:
         product: share of the peak that large products reach.
         waves: share of a last, partly filled round of tiles over the device's units that is lost.
         depth: inner size at which a product reaches half of its rate: filling and draining a tile.
+        convolution: rate of convolutions against products of their size, on units for matrices (fp32 has none).
         attention: share of the peak that fused attention reaches forward, with heads of 128.
         attention_backward: and backward.
         stream: share of the memory bandwidth that elementwise kernels reach.
@@ -28,6 +29,7 @@ class Kernels:
     product: float = 0.8
     waves: float = 0.5
     depth: float = 128.0
+    convolution: float = 0.57
     attention: float = 0.6
     attention_backward: float = 0.5
     stream: float = 0.8
