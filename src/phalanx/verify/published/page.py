@@ -43,17 +43,18 @@ def page(found: Sequence[Foretold]) -> str:
     held = accuracy([one for one in found if not one.row.calibrated])
     fitted = accuracy([one for one in found if one.row.calibrated])
     head = _HEAD.format(rows=f"{len(found):,}", oom=sum(one.row.ran_out for one in found))
-    return head + _bars(held, fitted) + _sources(held, fitted) + _largest(found) + _CAUSES
+    return head + _bars(accuracy(found), held, fitted) + _sources(held, fitted) + _largest(found) + _CAUSES
 
 
-def _bars(held: Accuracy, fitted: Accuracy) -> str:
+def _bars(every: Accuracy, held: Accuracy, fitted: Accuracy) -> str:
     lines = [
-        "| measure | asked | held out | fitted | reached | best peers |",
-        "| --- | --- | ---: | ---: | --- | --- |",
+        "| measure | asked | all rows | held out | fitted | reached on all, held out | best peers |",
+        "| --- | --- | ---: | ---: | ---: | --- | --- |",
     ]
-    for one, other in zip(measures(held), measures(fitted), strict=True):
-        reached = "yes" if one.reached else "**no**"
-        lines.append(f"| {one.name} | {one.asked} | {one.shown} | {other.shown} | {reached} | {one.peer or '–'} |")
+    for one, two, three in zip(measures(every), measures(held), measures(fitted), strict=True):
+        reached = ", ".join("yes" if each.reached else "**no**" for each in (one, two))
+        shown = f"{one.shown} | {two.shown} | {three.shown}"
+        lines.append(f"| {one.name} | {one.asked} | {shown} | {reached} | {one.peer or '–'} |")
     return "\n".join(lines) + "\n"
 
 
