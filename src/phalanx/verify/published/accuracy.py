@@ -120,17 +120,21 @@ def accuracy(found: Iterable[Foretold]) -> Accuracy:
 
 
 def choice(timed: Sequence[Foretold]) -> Choice:
-    """What is lost by running the plan that is forecast to be fastest, in place of the fastest measured."""
-    alike = _grouped(timed, _question)
+    """What is lost by running the plan that is forecast to be fastest, in place of the fastest measured.
+
+    Rows of one plan (of several runs, or of schedules that the source does not name) count as one, with their mean.
+    """
     regrets: list[float] = []
     randoms: list[float] = []
-    for some in alike.values():
-        if len({one.row.step for one in some}) < 2:
+    for some in _grouped(timed, _question).values():
+        plans = _grouped(some, lambda one: (one.subject.plan, one.subject.habits.name)).values()
+        times = [statistics.fmean(one.row.step for one in same) for same in plans]
+        if len(times) < 2:
             continue
-        best = min(one.row.step for one in some)
-        picked = min(some, key=lambda one: one.forecast.step)
-        regrets.append(picked.row.step / best - 1)
-        randoms.append(statistics.fmean(one.row.step for one in some) / best - 1)
+        forecasts = [same[0].forecast.step for same in plans]
+        picked = times[forecasts.index(min(forecasts))]
+        regrets.append(picked / min(times) - 1)
+        randoms.append(statistics.fmean(times) / min(times) - 1)
     return Choice(
         groups=len(regrets),
         regret=statistics.fmean(regrets) if regrets else math.nan,
