@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _LARGE = 2e8  # elements: some seconds of random numbers
 _LIGHT = 0.05  # of the room: what a plan may hold without activations for its run to begin at once
-_DELAY = 1.5  # seconds after which a run on CPUs is one that will take a while
+_DELAY = 3.0  # seconds after which a run on CPUs is one that will take a while
 _GPU = 4 * 2**30  # bytes that any CUDA device in use for training has
 _STATE = 16.0  # bytes of a parameter, its gradient and Adam's state in fp32
 
