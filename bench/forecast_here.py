@@ -1,7 +1,7 @@
 """Forecast beside measured step time on this machine: every kind of plan, three models, 1, 2 and 4 processes.
 
-``python bench/forecast_here.py [--on machine.toml] [--rounds N] [--only WORD] [--write]``; without ``--on`` it calibrates
-first. The measured time of a plan is that of its fastest round: other work on the machine only ever adds.
+``python bench/forecast_here.py [--on machine.toml] [--rounds N] [--only WORD] [--write]``; without ``--on`` it
+calibrates first. The measured time of a plan is that of its fastest round: other work on the machine only ever adds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import platform
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,17 +19,21 @@ from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
 
+import torch
+
 import phalanx as px
 from forecast_models import JOBS
-from phalanx.api import fit
+from phalanx.comm import Place, device_for, joined
 from phalanx.errors import PhalanxError
 from phalanx.forecast import Forecast, Work, forecast
-from phalanx.hardware import cluster
+from phalanx.hardware import cluster, cores
 from phalanx.hardware.quiet import wait_until_quiet
-from phalanx.spec import Cluster, Plan, RunSpec
+from phalanx.launch import launch
+from phalanx.spec import Cluster, Plan
+from phalanx.train.assembly import build
 from phalanx.train.work import work_of
 
-STEPS = 12
+STEPS, WARM_UP = 10, 3
 PATIENCE = 3.0  # seconds to wait before each run until nothing else computes
 PAGE = Path(__file__).parent.parent / "docs/reference/accuracy-here.md"
 PLANS = (
@@ -47,18 +52,27 @@ class Case:
         job: its name.
         plan: it.
         foretold: what the forecast says.
-        measured: seconds of a step in each round.
+        clock: seconds of a step in each round.
+        core: seconds of each core that a step uses, in each round.
+        busy: whether ``core`` stands for the time of a step.
     """
 
     job: str
     plan: Plan
     foretold: Forecast
-    measured: tuple[float, ...]
+    clock: tuple[float, ...]
+    core: tuple[float, ...]
+    busy: bool
 
     @property
     def error(self) -> float:
         """How far the forecast is above what was measured, as a share of it."""
-        return self.foretold.step / min(self.measured) - 1
+        return self.foretold.step / self.measured - 1
+
+    @property
+    def measured(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.core) if self.busy else min(self.clock)
 
 
 def main() -> int:
@@ -66,18 +80,19 @@ def main() -> int:
     parser.add_argument("--on", default="")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
+    parser.add_argument("--busy", action="store_true", help="other work runs: seconds of a core, not of the clock")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         there = cluster(given.on or _calibrated(Path(folder) / "machine.toml"))
-    found = cases(there, given.rounds, given.only)
+    found = cases(there, given.rounds, given.only, busy=given.busy)
     print(table(found))
     if given.write:
         PAGE.write_text(page(found), encoding="utf-8")
     return 0
 
 
-def cases(there: Cluster, rounds: int, only: str) -> list[Case]:
+def cases(there: Cluster, rounds: int, only: str, *, busy: bool) -> list[Case]:
     """Every plan of every job, its rounds apart from each other in time."""
     asked: list[tuple[px.Job, Plan, Forecast]] = []
     for name, make in JOBS.items():
@@ -86,7 +101,7 @@ def cases(there: Cluster, rounds: int, only: str) -> list[Case]:
         for plan in plans(job.batch):
             if only in f"{name} {plan} n{plan.devices}":
                 asked.append((job, plan, forecast(work, plan, there)))
-    times: dict[int, list[float]] = {}
+    times: dict[int, list[tuple[float, float]]] = {}
     for turn in range(rounds):
         for index, (job, plan, foretold) in enumerate(asked):
             if turn and index not in times:
@@ -97,9 +112,16 @@ def cases(there: Cluster, rounds: int, only: str) -> list[Case]:
                 times.pop(index, None)
                 print(f"{job.name} {plan}: {str(error).splitlines()[0][:110]}", file=sys.stderr)
                 continue
-            print(f"{job.name:8} {plan!s:44} {foretold.step:.4f} {times[index][-1]:.4f}", file=sys.stderr, flush=True)
+            print(f"{job.name:8} {plan!s:44} {foretold.step:.4f} {times[index][-1]}", file=sys.stderr, flush=True)
     return [
-        Case(job=job.name, plan=plan, foretold=foretold, measured=tuple(times[index]))
+        Case(
+            job=job.name,
+            plan=plan,
+            foretold=foretold,
+            clock=tuple(one for one, _ in times[index]),
+            core=tuple(one for _, one in times[index]),
+            busy=busy,
+        )
         for index, (job, plan, foretold) in enumerate(asked)
         if index in times
     ]
@@ -124,14 +146,26 @@ def plans(batch: int) -> list[Plan]:
             and not one.startswith(("tp=1", "cp=1", "pp=1"))]  # fmt: skip
 
 
-def measured(job: px.Job, plan: Plan) -> float:
-    """Seconds of a step, of the faster ones: others' work on the machine only ever adds."""
+def measured(job: px.Job, plan: Plan) -> tuple[float, float]:
+    """Seconds of a step by the clock, of the faster ones, and of a core: what all processes use, over the cores."""
     wait_until_quiet(PATIENCE)
-    with tempfile.TemporaryDirectory(prefix="forecast-here-") as scratch:
-        spec = RunSpec(job=job.name, plan=plan, folder=Path(scratch) / "run", forecast="none")
-        run = fit(replace(job, steps=STEPS, epochs=None), run=spec, cores=1)
-        times = sorted(event["seconds"] for event in run.events("step"))
-        return times[len(times) // 10]
+    asked = replace(job, steps=STEPS, epochs=None)
+
+    def work(place: Place, report: Callable[[int], None]) -> list[tuple[float, float]]:
+        torch.set_num_threads(1)
+        with joined(place, device_for(place, "cpu")):
+            assembly, times = build(asked, plan, place), list[tuple[float, float]]()
+            batches = iter(assembly.loader)
+            for _ in range(STEPS):
+                begun, used = time.perf_counter(), time.process_time()
+                assembly.step(next(batches))
+                times.append((time.perf_counter() - begun, time.process_time() - used))
+        return times[WARM_UP:]
+
+    ranks = launch(work, plan.world_size)
+    clock = sorted(one for one, _ in ranks[0])[(STEPS - WARM_UP) // 5]
+    used = sum(statistics.median(one for _, one in rank) for rank in ranks)
+    return clock, used / min(cores(), plan.world_size)
 
 
 def _calibrated(path: Path) -> str:
@@ -150,7 +184,7 @@ def table(found: Sequence[Case]) -> str:
     for one in found:
         parts = sorted(one.foretold.seconds.items(), key=lambda item: -item[1])[:3]
         text = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in parts)
-        times = f"{1e3 * one.foretold.step:.1f} | {1e3 * min(one.measured):.1f}"
+        times = f"{1e3 * one.foretold.step:.1f} | {1e3 * one.measured:.1f}"
         lines.append(f"| {one.job} | `{one.plan}` | {times} | {100 * one.error:+.0f} % | {text} |")
     return "\n".join([*lines, "", *medians(found)])
 
@@ -180,12 +214,20 @@ def page(found: Sequence[Case]) -> str:
     """The page of the documentation."""
     cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
                 if line.startswith("model name")), platform.machine())  # fmt: skip
+    told = (
+        "Other work ran meanwhile: measured are the seconds of each core that a step uses, its processes together"
+        if found[0].busy
+        else "Measured is a step by the clock, of all rounds the fastest"
+    )
     head = [
-        "# Forecasts of this machine's own runs", "",
-        "Generated by `python bench/forecast_here.py --write`, which calibrates first; do not edit.", "",
-        f"{date.today():%B %Y}, {cpu}, 2 cores, one thread a process. A measured time is the fastest step but one of a run of "
-        f"{STEPS} steps, of {len(found[0].measured)} runs the fastest. With 4 processes two share a core.", "",
-    ]  # fmt: skip
+        "# Forecasts of this machine's own runs",
+        "",
+        "Generated by `python bench/forecast_here.py --write`, which calibrates first; do not edit.",
+        "",
+        f"{date.today():%B %Y}, {cpu}, {cores()} cores, one thread a process; {STEPS - WARM_UP} steps of each plan, "
+        f"{len(found[0].clock)} rounds. {told}. With 4 processes two share a core.",
+        "",
+    ]
     return "\n".join([*head, *medians(found), "", "## Every plan", "", table(found).split("\n\n")[0], ""])
 
 

@@ -8,7 +8,7 @@ from torch import nn
 import phalanx as px
 from workloads import GPT, loss
 
-_SAMPLES = 512
+_SAMPLES = 4096  # so that no epoch begins in a short run
 
 
 def gpt() -> px.Job:

@@ -12,6 +12,9 @@ from phalanx.forecast.stages import Stages, held, stages
 from phalanx.forecast.step import StepTime
 from phalanx.forecast.tables import Array, Table
 
+_PACKED = {0: (8.0, 0.0), 1: (24.0, 10.0), 2: (24.0, 10.0), 3: (32.0, 14.0)}
+"""Bytes a parameter that are copied into and out of buckets each step, and fresh bytes for them, by ZeRO stage."""
+
 _ADDED = 12.0  # bytes moved to add a parameter's gradient to that of the micro-batches before
 
 
@@ -26,6 +29,7 @@ def on_cores(step: StepTime, costs: Table, layouts: Layouts, core: Core, *, core
         step,
         update=update,
         memory=step.memory + added,
+        replicas=step.replicas + _packing(whole, layouts, core),
         rest=core.fixed(layouts.devices) if core.rest else step.rest,
     )
     return crowded(known, layouts.devices, cores, core)
@@ -56,6 +60,16 @@ def crowded(step: StepTime, processes: Array, cores: int, core: Core) -> StepTim
         pipeline=np.maximum(path - beside * turns, 0.0),
         update=step.update * traffic * turns,
     )
+
+
+def _packing(whole: Array, layouts: Layouts, core: Core) -> Array:
+    """Seconds to copy gradients and parameters between tensors and what is sent."""
+    sharded = layouts.fsdp > 1
+    found = np.zeros_like(whole)
+    for zero, (copied, fresh) in _PACKED.items():
+        seconds = whole * (copied / core.far + fresh * core.fresh)
+        found = np.where(np.where(sharded, layouts.zero, 0) == zero, seconds, found)
+    return np.where(layouts.dp * layouts.fsdp > 1, found, 0.0)
 
 
 def _tensors(costs: Table, lie: Stages) -> Array:

@@ -7,6 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send")
+WHOLE = ("all-reduce",)
+"""What replicas that hold the whole model need."""
+
 SIZES = (4_096, 65_536, 1_048_576, 8_388_608)  # bytes of the whole tensor on one rank
 
 
@@ -27,8 +31,10 @@ class Exchange:
     seconds: float
 
 
-def exchanges(device: str = "cpu", rounds: int = 7, sizes: tuple[int, ...] = SIZES) -> list[Exchange]:
-    """Every collective at every size. Collective; every rank gets its own times, which differ little."""
+def exchanges(
+    kinds: tuple[str, ...] = KINDS, *, device: str = "cpu", rounds: int = 7, sizes: tuple[int, ...] = SIZES
+) -> list[Exchange]:
+    """Collectives of ``kinds`` at every size. Collective; every rank gets its own times, which differ little."""
     import torch
     import torch.distributed as dist
 
@@ -36,7 +42,9 @@ def exchanges(device: str = "cpu", rounds: int = 7, sizes: tuple[int, ...] = SIZ
     for size in sizes:
         count = max(1, size // 4 // ranks) * ranks
         whole, part = torch.ones(count, device=device), torch.ones(count // ranks, device=device)
-        for kind, work in _works(whole, part).items():
+        works = _works(whole, part)
+        for kind in kinds:
+            work = works[kind]
             seconds = _together(work, device, rounds if size < SIZES[-1] else max(2, rounds // 2))
             seconds /= 2 if kind == "send" else 1
             found.append(Exchange(kind=kind, ranks=ranks, size=4.0 * count, seconds=seconds))

@@ -26,7 +26,7 @@ def core(kept: Sequence[Point], returned: Sequence[Point]) -> dict[str, float]:
         returned: the same where it goes back to the kernel.
     """
     call, step = (_of(kept, "floor", name)[0] for name in ("call", "linear"))
-    found: dict[str, float] = {"floor": step.seconds / step.sizes[0], "host": 0.0}
+    found: dict[str, float] = {"floor": step.seconds / step.sizes[0]}
     floor = call.seconds
     for name in ("fp32", "bf16"):
         found[f"peak.{name}"], found[f"operand.{name}"] = products(_of(kept, "product", name), floor)

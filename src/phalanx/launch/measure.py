@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.comm import Place, device_for, joined
 from phalanx.hardware import return_freed_memory
 from phalanx.hardware.calibrate import Sweeps
-from phalanx.hardware.exchanges import SIZES, Exchange, exchanges
+from phalanx.hardware.exchanges import KINDS, SIZES, WHOLE, Exchange, exchanges
 from phalanx.hardware.sweeps import QUICK, Pace, Point, sweep
 from phalanx.launch.local import launch
 
@@ -25,8 +25,8 @@ def measure(cores: int, counts: Sequence[int], *, quick: bool = False) -> Sweeps
     pace = QUICK if quick else Pace()
     hasty = replace(pace, rounds=max(2, pace.rounds // 2))
     kept = _swept(1, pace)[0]
-    returned = _swept(1, hasty, returned=True)[0]
-    beside = _swept(cores, hasty) if cores > 1 else ()
+    returned = kept if quick else _swept(1, hasty, returned=True)[0]
+    beside = _swept(cores, hasty) if cores > 1 and not quick else ()
     groups = tuple(one for count in counts for one in _exchanged(count, quick))
     return Sweeps(kept=kept, returned=returned, beside=beside, exchanges=groups, rest={})
 
@@ -48,9 +48,12 @@ def _exchanged(ranks: int, quick: bool) -> tuple[Exchange, ...]:
 
         torch.set_num_threads(1)
         with joined(place, device_for(place, "cpu")):
-            found = exchanges(rounds=2, sizes=SIZES[:2]) if quick else exchanges()
+            found = exchanges(WHOLE, **few)
+            return_freed_memory()  # as plans have it that shard or split, whose exchanges the others are
+            found += exchanges(tuple(kind for kind in KINDS if kind not in WHOLE), **few)
         return [asdict(one) for one in found]
 
+    few: dict[str, Any] = {"rounds": 2, "sizes": SIZES[:2]} if quick else {}
     return tuple(Exchange(**row) for row in launch(work, ranks)[0])
 
 
