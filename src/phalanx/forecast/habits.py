@@ -37,6 +37,7 @@ class Habits:
         network: bytes/s of a node that the framework's published runs are taken to have had where they state none.
         gathered: bytes of a parameter when sharded ones are gathered.
         contention: share of an exchange that runs beside computing by which it slows computing down.
+        gathers_ahead: whether values stepped in shards are gathered behind the next forward.
         reach: share of what collectives can do that its gathering and reducing over replicas does: buckets, waiting.
         prints_reserved: what it prints as its peak is what the allocator reserved.
         doubt: how much further off than others forecasts of it are.
@@ -81,6 +82,7 @@ class Habits:
     network: float = 0.0
     gathered: float = 4.0
     contention: float = 0.1
+    gathers_ahead: bool = False
     reach: float = 1.0
     prints_reserved: bool = True
     doubt: float = 1.0
@@ -183,7 +185,17 @@ _EVERY = (
     PHALANX,
     _MEGATRON,
     replace(_MEGATRON, name="megatron-deepspeed", launches=7.5, relay=0.75e-3, rest=1e-3, reach=1.0),
-    replace(_MEGATRON, name="megatron-core", attention="fused", gradients=4.0, sent=4.0, overlap=0.9, reach=1.0),
+    replace(
+        _MEGATRON,
+        name="megatron-core",
+        attention="fused",
+        gradients=4.0,
+        sent=2.0,
+        overlap=0.9,
+        overlap_tensor=0.5,
+        gathers_ahead=True,
+        reach=1.0,
+    ),
     _ALEPH,
     replace(_ALEPH, name="aa-megatron-flash-rms", norms_kept=3.3, joined=0.369),
     replace(_ALEPH, name="aa-megatron-flash1", speed=0.79),

@@ -15,12 +15,12 @@ from phalanx.forecast.tables import Array, Table
 def replicas(costs: Table, times: Times, layouts: Layouts, setting: Setting) -> Array:
     """Seconds of a step in which replicas are brought together, beyond what computing hides."""
     lie = stages(costs, layouts)
-    last = np.einsum("kpn,pn->kn", lie.each, times.back).max(axis=0)
-    late = _reduced(held(costs, layouts, lie), last, layouts, setting)
+    first, last = (np.einsum("kpn,pn->kn", lie.each, each).max(axis=0) for each in (times.before, times.back))
+    late = _reduced(held(costs, layouts, lie), first, last, layouts, setting)
     return np.where(layouts.zero == 3, _sharded(costs, times, layouts, setting), late)
 
 
-def _reduced(count: Array, last: Array, layouts: Layouts, setting: Setting) -> Array:
+def _reduced(count: Array, first: Array, last: Array, layouts: Layouts, setting: Setting) -> Array:
     """Gradients are reduced once a step (``zero`` 0 to 2), behind the last micro-batch's backward; then what was
     stepped in shards is gathered."""
     fabric, habits = setting.fabric, setting.habits
@@ -30,6 +30,8 @@ def _reduced(count: Array, last: Array, layouts: Layouts, setting: Setting) -> A
     rest = np.where(sharded, count / layouts.fsdp, count)
     reduce = collective("all-reduce", rest * habits.sent, layouts.dp, inner * layouts.fsdp, fabric)
     sent = (np.where(sharded, scatter, 0.0) + reduce) / habits.reach
+    if habits.gathers_ahead:
+        gather = _beyond(gather, first, habits.overlap)
     return _beyond(sent, last, habits.overlap) + np.where(sharded, gather, 0.0)
 
 

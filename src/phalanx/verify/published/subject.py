@@ -114,6 +114,9 @@ def _sharded_over(row: Row) -> int:
     return int(found.group(1)) if found else row.whole("per_node", 8)
 
 
+_CHUNKS = 4
+"""Stages of a rank in Megatron's runs on H100, which interleave and do not state how many."""
+
 _SCHEDULES = (("zbv", "zbv"), ("zb-", "zero-bubble"), ("interleaved", "interleaved"), ("1f1b-i", "interleaved"))
 
 
@@ -122,6 +125,8 @@ def _schedule(row: Row) -> tuple[Any, int]:
     note, virtual = row.text("note").lower(), row.whole("vpp")
     if row.whole("pp") == 1:
         return "1f1b", 1
+    if row.text("framework") == "Megatron-LM" and _is_hopper(row) and not row.text("vpp"):
+        return "interleaved", _CHUNKS
     for word, schedule in _SCHEDULES:
         if word in note:
             return schedule, max(virtual, 2) if schedule == "interleaved" else 2
@@ -157,7 +162,7 @@ _BY_FRAMEWORK = {
 def _habits(row: Row) -> str:
     """The name of the habits that a row's framework had, with the kernels and options that its note names."""
     name, note = _BY_FRAMEWORK.get(row.text("framework"), "phalanx"), row.text("note")
-    hopper = row.text("device").startswith(("H100", "H200"))
+    hopper = _is_hopper(row)
     if name == "megatron-2021" and hopper:
         return "megatron-core"
     if name == "llm-foundry" and hopper:
@@ -173,6 +178,10 @@ def _habits(row: Row) -> str:
     if name == "zero-bubble" and "zb-2p" in note.lower():
         return "zero-bubble-2p"
     return name
+
+
+def _is_hopper(row: Row) -> bool:
+    return row.text("device").startswith(("H100", "H200"))
 
 
 _KERNELS = (("rms", "flash-rms"), ("attention2", "flash"), ("flash", "flash1"), ("fused", "scores"), ("torch", "eager"))
