@@ -25,7 +25,7 @@ _CAUSES = """
 - **Rows that do not name their schedule** (ZeroBubble-Megatron): four schedules were measured for each configuration;
   the forecast is of the framework's own (zero bubble), so that 1F1B rows come out 10 to 25 % too fast.
 - **Megatron-LM on H100**: micro-batch, chunks and recomputation are not stated; two rows state a pipeline of one stage
-  for a model that does not fit on it.
+  for a model that does not fit on it. Its habits were set by hand with all eleven rows in sight.
 - **DeepSpeed ZeRO-3** on 384 to 2,240 GPUs: gathers parameter by parameter; one constant of its own stands for that.
 - **8-bit products with a scale for each row** (torchtitan) cost more than is known here; so do very long samples over
   `cp`.
