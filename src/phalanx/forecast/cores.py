@@ -14,6 +14,7 @@ import numpy as np
 from phalanx.forecast.tables import Array, Mask
 
 _PIECE = 2.0**20  # from this size on, freed memory goes back to the kernel: hardware/allocator.py
+_CAST = 6.0  # bytes read and written to cast an element
 _MADE = 0.4  # share of its traffic that an operation writes, where nobody measured it
 
 
@@ -98,6 +99,10 @@ class Core:
         seconds = moved * (away / self.far + (1 - away) / self.near)
         paces = np.array([self.pace.get(name, 0.0) for name in names])
         return np.where(elements > 0, self.floor + seconds + elements * paces[:, None], 0.0)
+
+    def casts(self, elements: Array) -> Array:
+        """Seconds to cast elements between 32 and 16 bits, as autocast does around products."""
+        return elements * _CAST / self.far
 
     def written(self, moved: Array, names: Sequence[str]) -> Array:
         """The share of ``moved`` that operations of these names write."""

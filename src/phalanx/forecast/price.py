@@ -95,6 +95,8 @@ def _on_a_core(costs: Table, shapes: Shapes, dims: list[Array], rates: Rates, pr
     folded = costs.convolution[at]
     sizes = (batch[folded], m[folded], n[folded], k[folded])
     products[folded] = core.convolutions(sizes, rates.peak[precision], costs.backward[at][folded])
+    if size < 4:
+        products += core.casts(batch * (m + n) * k)
     seconds[at] = products + returned * core.pages(batch * m * n * size)
     at = costs.attention
     samples, heads, _, queries, keys, width = (one[at] for one in dims)
@@ -105,7 +107,7 @@ def _on_a_core(costs: Table, shapes: Shapes, dims: list[Array], rates: Rates, pr
     seconds[at] = core.floor + flops[at] / (rates.peak[precision] * share) + returned * core.pages(made)
     at, names = costs.memory, [name for name, one in zip(costs.names, costs.memory, strict=True) if one]
     elements = (costs.traffic.at(shapes.samples, shapes.length) / _divided(costs, shapes))[at]
-    width = np.where(costs.wide, max(size, 4.0), size)[at][:, None]
+    width = np.full((int(at.sum()), 1), 4.0)  # between products, autocast leaves the stream in fp32
     fresh = returned * core.pages(core.written(elements * width, names))
     seconds[at] = core.traffic(elements, width, names) + fresh
     return Priced(seconds=seconds, flops=flops)
