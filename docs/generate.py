@@ -98,6 +98,10 @@ def page(name: str) -> tuple[Path, str]:
 def _values(kind: str, name: str) -> str:
     if name == "zero":
         return "`1`, `2`, `3`"
+    if name == "shares":
+        return "`auto`, or numbers, 1 or more, joined by commas"
+    if name in ("server", "staleness"):
+        return "a number, 0 or more"
     if kind == "str":
         return "names of modules"
     return "`true`, `false`" if kind == "bool" else "a number, 1 or more"

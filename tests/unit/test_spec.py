@@ -71,7 +71,7 @@ def test_a_sharded_plan_shards_everything_unless_told() -> None:
         ("dp=4 zero=1", "plan.zero", "fsdp=4 zero=1"),
         ("fsdp=2 zero=0", "plan.zero", "dp=2"),
         ("threads=2 dp=2", "plan.threads", "dp=2"),
-        ("precision=bf8", "plan.precision", "precision=bf16"),
+        ("precision=bf61", "plan.precision", "precision=bf16"),
         ("offload=parameters", "plan.offload", "fsdp=2 zero=3 offload=parameters"),
         ("micro=0", "plan.micro", "micro=8"),
         ("compile=yes", "plan.compile", "compile=true"),

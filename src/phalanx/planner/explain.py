@@ -17,6 +17,7 @@ from phalanx.planner.search import search
 from phalanx.planner.space import SEARCHED
 from phalanx.planner.told import told
 from phalanx.spec import Plan
+from phalanx.spec.plan import words
 from phalanx.units import show_bytes, show_seconds
 
 PARTS: Mapping[str, str] = {
@@ -209,5 +210,5 @@ def stated(text: str) -> tuple[Plan, tuple[str, ...]]:
         SpecError: with everything that is wrong in the text.
     """
     plan = Plan.parse(text)
-    keys = tuple(word.partition("=")[0] for word in text.replace(",", " ").split() if "=" in word)
+    keys = tuple(word.partition("=")[0] for word in words(text) if "=" in word)
     return plan, keys

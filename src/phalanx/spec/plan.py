@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from dataclasses import dataclass, fields
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import tomli_w
 
 from phalanx.errors import Problem, SpecError
 from phalanx.spec.fields import is_whole
-
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
-Recompute = Literal["none", "selective", "full"]
-Offload = Literal["none", "optimizer", "parameters"]
-Device = Literal["auto", "cpu", "cuda"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
-Attention = Literal["ring", "alltoall", "gather"]
-
-AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
-"""The dimensions of the mesh, from the one whose ranks are farthest apart to the one whose ranks are neighbours."""
-
-DATA_AXES = ("dp", "fsdp", "ep")
-"""Those whose ranks hold different samples."""
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "precision": get_args(Precision),
-    "recompute": get_args(Recompute),
-    "offload": get_args(Offload),
-    "device": get_args(Device),
-    "schedule": get_args(Schedule),
-    "attention": get_args(Attention),
-}
-_STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2, "dualpipev": 2}
-TRUTHS = ("compile", "sequence")
-"""Keys that are true or false."""
+from phalanx.spec.keys import (
+    AXES,
+    CHOICES,
+    DATA_AXES,
+    STAGES,
+    TEXTS,
+    TRUTHS,
+    Attention,
+    Device,
+    Offload,
+    Outer,
+    Precision,
+    Recompute,
+    Schedule,
+    Sync,
+)
+from phalanx.spec.sense import problems_of, show
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +59,16 @@ class Plan:
         offload: what lives in host memory between uses.
         compile: ``torch.compile`` each block.
         device: ``auto`` takes CUDA devices where there are any.
+        sync: how ranks of ``dp`` are brought together: ``each`` sums gradients in every step; ``local`` lets each step
+            by itself and averages parameters; ``diloco`` hands the average of what they learnt to an outer optimizer.
+            ``local`` and ``diloco`` can be forecast, not yet run.
+        every: steps from one averaging to the next, with ``local`` and ``diloco``.
+        outer: optimizer of ``diloco``; ``nesterov`` where not given, ``none`` for others.
+        server: parameter servers beside the ranks of ``dp``, on the hosts' processors; they hold the optimizer. Can be
+            forecast, not yet run.
+        staleness: with ``server``, steps that a worker may be ahead of the slowest; 0, where not given, is synchronous.
+        shares: of the global batch, for each rank of ``dp``: weights such as ``3,1``; ``auto`` by speed, as far as
+            memory goes; empty: even. Can be forecast, not yet run.
     """
 
     dp: int = 1
@@ -87,13 +90,23 @@ class Plan:
     offload: Offload = "none"
     compile: bool = False
     device: Device = "auto"
+    sync: Sync = "each"
+    every: int = 1
+    outer: Outer = None  # pyright: ignore[reportAssignmentType]  # a word from __post_init__ on
+    server: int = 0
+    staleness: int | None = None
+    shares: str = ""
 
     def __post_init__(self) -> None:
         if self.zero is None:  # pyright: ignore[reportUnnecessaryComparison]
             object.__setattr__(self, "zero", 3 if is_whole(self.fsdp, 2) else 0)
         if self.stages is None:  # pyright: ignore[reportUnnecessaryComparison]
-            object.__setattr__(self, "stages", _STAGES.get(self.schedule, 1))
-        problems = _problems(self)
+            object.__setattr__(self, "stages", STAGES.get(self.schedule, 1))
+        if self.outer is None:  # pyright: ignore[reportUnnecessaryComparison]
+            object.__setattr__(self, "outer", "nesterov" if self.sync == "diloco" else "none")
+        if self.staleness is None and is_whole(self.server, 1):
+            object.__setattr__(self, "staleness", 0)
+        problems = problems_of(self)
         if problems:
             raise SpecError(problems)
 
@@ -122,6 +135,23 @@ class Plan:
         """Whether a replica of the model is more than one rank."""
         return max(self.tp, self.pp, self.cp, self.ep) > 1
 
+    @property
+    def bound(self) -> str:
+        """What bounds the difference from one device where steps are not those of one, in words; empty where they are.
+
+        Whoever reads it should be told ``exact: no`` with it.
+        """
+        if self.sync != "each":
+            return f"replicas step by themselves, for at most {self.every} steps before they are brought together"
+        if self.staleness:
+            return f"a worker's parameters lack at most {self.staleness} steps of each other worker"
+        return ""
+
+    @property
+    def exact(self) -> bool:
+        """Whether each step is that of one device with the whole global batch."""
+        return not self.bound
+
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where ``rank`` stands along each dimension of the mesh."""
         found: dict[str, int] = {}
@@ -149,7 +179,7 @@ class Plan:
 
     def __str__(self) -> str:
         default = Plan()
-        words = [f"{name}={_show(value)}" for name, value in _given(self).items() if value != getattr(default, name)]
+        words = [f"{name}={show(value)}" for name, value in _given(self).items() if value != getattr(default, name)]
         return " ".join(words) or "single"
 
     @classmethod
@@ -161,7 +191,7 @@ class Plan:
         """
         values: dict[str, Any] = {}
         problems: list[Problem] = []
-        for word in text.replace(",", " ").split():
+        for word in words(text):
             if word == "single":
                 continue
             key, equals, value = word.partition("=")
@@ -207,7 +237,7 @@ class Plan:
         values: dict[str, Any] = {}
         problems: list[Problem] = []
         for key, value in table.items():
-            parsed, problem = _parse_value(key, _show(value))
+            parsed, problem = _parse_value(key, show(value))
             if problem:
                 problems.append(problem)
             else:
@@ -215,17 +245,22 @@ class Plan:
         return _build(values, problems)
 
 
+def words(text: str) -> list[str]:
+    """The words of a plan's text: spaces part them, and commas but for those before a digit (``shares=3,1``)."""
+    return re.sub(r"\s*,\s*(?!\s|\d)", " ", re.sub(r"\s*,\s*(?=\d)", ",", text)).split()
+
+
 def _given(plan: Plan) -> dict[str, Any]:
     values = {field.name: getattr(plan, field.name) for field in fields(plan)}
     if plan.fsdp > 1 and plan.zero == 3:
         values["zero"] = 0  # the default of a sharded plan goes without saying
-    if plan.stages == _STAGES[plan.schedule]:
+    if plan.stages == STAGES[plan.schedule]:
         values["stages"] = Plan().stages
+    if plan.sync == "diloco" and plan.outer == "nesterov":
+        values["outer"] = Plan().outer
+    if plan.server and plan.staleness == 0:
+        values["staleness"] = None
     return values
-
-
-def _show(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _build(values: dict[str, Any], problems: list[Problem]) -> Plan:
@@ -250,7 +285,7 @@ def _parse_value(key: str, text: str) -> tuple[Any, Problem | None]:
         return None, Problem(
             where=f"plan.{key}", given=f"unknown key {key!r}", allowed=", ".join(names), fix=f"{_nearest(key)}={text}"
         )
-    if key in _CHOICES or key == "split":
+    if key in CHOICES or key in TEXTS:
         return text, None  # Plan itself checks choices
     if key in TRUTHS:
         if text not in ("true", "false"):
@@ -262,96 +297,3 @@ def _parse_value(key: str, text: str) -> tuple[Any, Problem | None]:
         return None, Problem(
             where=f"plan.{key}", given=repr(text), allowed="a whole number", fix=f"{key}={3 if key == 'zero' else 2}"
         )
-
-
-def _problems(plan: Plan) -> list[Problem]:
-    """Everything that is wrong in the plan by itself, without a job or a machine."""
-    found: list[Problem] = []
-
-    def wrong(name: str, allowed: str, fix: str) -> None:
-        found.append(
-            Problem(where=f"plan.{name}", given=f"{name}={_show(getattr(plan, name))}", allowed=allowed, fix=fix)
-        )
-
-    for name in (*AXES, "threads", "stages"):
-        if not is_whole(getattr(plan, name), 1):
-            wrong(name, "a whole number, 1 or more", f"{name}=2")
-    if plan.micro is not None and not is_whole(plan.micro, 1):
-        wrong("micro", "a whole number of samples, 1 or more", "micro=8")
-    for name, choices in _CHOICES.items():
-        if getattr(plan, name) not in choices:
-            near = difflib.get_close_matches(str(getattr(plan, name)), choices, n=1, cutoff=0.0)
-            wrong(name, ", ".join(choices), f"{name}={near[0] if near else choices[0]}")
-    for name in TRUTHS:
-        if not isinstance(getattr(plan, name), bool):
-            wrong(name, "true or false", f"{name}=true")
-    if not is_whole(plan.zero, 0) or plan.zero > 3:
-        wrong("zero", "1, 2 or 3", "fsdp=2 zero=3")
-    if found:
-        return found
-
-    if plan.zero and plan.fsdp == 1:
-        wrong(
-            "zero",
-            "only together with fsdp=2 or more: zero says what fsdp shards",
-            f"fsdp={max(2, plan.dp)} zero={plan.zero}",
-        )
-    if plan.zero == 0 and plan.fsdp > 1:
-        wrong("zero", "1, 2 or 3 with fsdp; ranks that each hold everything are dp", f"dp={plan.dp * plan.fsdp}")
-    if plan.threads > 1 and plan.world_size > 1:
-        wrong("threads", "threads alone: it is the one-process way; with dp or fsdp leave it out", f"dp={plan.threads}")
-    found += _misplaced(plan)
-    if plan.offload == "parameters" and plan.zero != 3:
-        wrong(
-            "offload",
-            "parameters only with zero=3, which is what gathers them when needed",
-            f"fsdp={max(2, plan.fsdp, plan.dp)} zero=3 offload=parameters",
-        )
-    return found
-
-
-def _misplaced(plan: Plan) -> list[Problem]:
-    """Keys that say how a dimension of the mesh works, where the plan has no such dimension."""
-    found: list[Problem] = []
-    default = {field.name: field.default for field in fields(Plan)}
-    needs = {"schedule": "pp", "split": "pp", "sequence": "tp", "attention": "cp"}
-    for name, axis in needs.items():
-        value = getattr(plan, name)
-        if value != default[name] and getattr(plan, axis) == 1:
-            given = f"{name}={_show(value)} without {axis}"
-            found.append(
-                Problem(
-                    where=f"plan.{name}",
-                    given=given,
-                    allowed=f"only together with {axis}=2 or more",
-                    fix=f"{axis}=2 {name}={_show(value)}",
-                )
-            )
-    if plan.stages != _STAGES[plan.schedule] and (plan.pp == 1 or plan.schedule != "interleaved"):
-        found.append(
-            Problem(
-                where="plan.stages",
-                given=f"stages={plan.stages} with schedule={plan.schedule}",
-                allowed=f"{_STAGES[plan.schedule]}; only schedule=interleaved takes any number",
-                fix=f"pp={max(2, plan.pp)} schedule=interleaved stages={max(2, plan.stages)}",
-            )
-        )
-    if plan.threads > 1 and plan.splits_model:
-        found.append(
-            Problem(
-                where="plan.threads",
-                given=f"threads={plan.threads} with a model split over ranks",
-                allowed="threads alone: it is the one-process way",
-                fix=f"dp={plan.threads}",
-            )
-        )
-    if plan.sequence and plan.cp > 1:
-        found.append(
-            Problem(
-                where="plan.sequence",
-                given=f"sequence=true with cp={plan.cp}",
-                allowed="one of the two: both share out the tokens",
-                fix=f"tp={plan.tp} cp={plan.cp}",
-            )
-        )
-    return found

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from phalanx.errors import Problem
 from phalanx.spec.plan import Plan
+from phalanx.spec.shares import dealt, weights
 
 
 def batch_problems(plan: Plan, batch: int) -> list[Problem]:
@@ -20,6 +21,37 @@ def batch_problems(plan: Plan, batch: int) -> list[Problem]:
             fix=f"dp={batch}" if batch > 1 else "single",
         )
     ]
+
+
+def share_problems(plan: Plan, batch: int) -> list[Problem]:
+    """Weights that give a rank of ``dp`` too few samples of the global ``batch``: each of its ranks needs one."""
+    each, inner = weights(plan.shares), plan.fsdp * plan.ep
+    if not each or batch < plan.replicas or min(dealt(batch, each)) >= inner:
+        return []
+    counts = ",".join(map(str, dealt(batch, each)))
+    return [
+        Problem(
+            where="plan.shares",
+            given=f"shares={plan.shares}, which deals a global batch of {batch} out as {counts}",
+            allowed=f"{inner} samples or more for each rank of dp"
+            if inner > 1
+            else "a sample or more for each rank of dp",
+            fix=str(replace(plan, shares="auto")),
+        )
+    ]
+
+
+def unready(plan: Plan) -> list[Problem]:
+    """What of ``plan`` can be forecast, but not run yet."""
+    found: list[Problem] = []
+    plain = {"sync": "each", "every": 1, "outer": "none", "server": 0, "staleness": None, "shares": ""}
+    for name in ("sync", "server", "shares"):
+        value = getattr(plan, name)
+        if value != plain[name]:
+            given = f"{name}={value}, which can be forecast but not run yet"
+            allowed = "replicas with even shares whose gradients are summed in every step"
+            found.append(Problem(where=f"plan.{name}", given=given, allowed=allowed, fix=str(replace(plan, **plain))))
+    return found
 
 
 def stage_problems(plan: Plan) -> list[Problem]:
