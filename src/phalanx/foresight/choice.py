@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.errors import RefusedError
 from phalanx.foresight.here import cluster_for
-from phalanx.foresight.question import one_line, without_values
+from phalanx.foresight.question import one_line
 from phalanx.launch.aside import Aside, Say
 from phalanx.spec import Job, Plan
 
@@ -73,7 +73,7 @@ def _best(job: Job, given: Plan) -> dict[str, Any]:
     from phalanx.planner import Question, rank
     from phalanx.train.work import work_of
 
-    work, cluster = work_of(without_values(job)), cluster_for(given)
+    work, cluster = work_of(job), cluster_for(given)
     there = forecast(work, given, cluster)
     # in the precision of the plain plan: another would train other numbers
     ranking = rank(Question(work=work, cluster=cluster, precision=given.precision))

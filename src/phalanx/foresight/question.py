@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.foresight.here import cluster_for
 from phalanx.launch.aside import Say
 from phalanx.spec import Job, Plan
 
-if TYPE_CHECKING:
-    from torch import nn
-
-_LARGE = 2e8  # elements: some seconds of random numbers
 _LIGHT = 0.05  # of the room: what a plan may hold without activations for its run to begin at once
 _DELAY = 3.0  # seconds after which a run on CPUs is one that will take a while
 _GPU = 4 * 2**30  # bytes that any CUDA device in use for training has
@@ -44,30 +40,11 @@ def _light(job: Job, plan: Plan) -> bool:
     """Whether what is there without activations is so little that only they could be too much."""
     from phalanx.hardware import memory_bytes
     from phalanx.parallel import device_kind
+    from phalanx.train.work import size_of
 
-    size = _size(job)
+    size = size_of(job)
     room = _GPU if device_kind(plan) == "cuda" else memory_bytes() // plan.devices
     return size is not None and size * _STATE < _LIGHT * room
-
-
-def _size(job: Job) -> int | None:
-    """Elements of the model's parameters, which are not made; ``None`` where it cannot be made without."""
-    try:
-        return sum(tensor.numel() for tensor in _on_meta(job).parameters())
-    except Exception:  # some models need values
-        return None
-
-
-def _on_meta(job: Job) -> nn.Module:
-    import torch
-
-    with torch.device("meta"):
-        return job.model()
-
-
-def without_values(job: Job) -> Job:
-    """``job``; its model is made without values if drawing them would take long, and it can be made so."""
-    return replace(job, model=lambda: _on_meta(job)) if (_size(job) or 0) > _LARGE else job
 
 
 def _wait_for_cores(plan: Plan) -> None:
@@ -99,7 +76,7 @@ def forecast_of(job: Job, plan: Plan, threads: int | None = None) -> dict[str, A
     from phalanx.planner.told import told
     from phalanx.train.work import steps_of, work_of
 
-    work, cluster = work_of(without_values(job)), cluster_for(plan, threads)
+    work, cluster = work_of(job), cluster_for(plan, threads)
     found = forecast(work, plan, cluster)
     each = sweep(work, [plan], cluster).memory
     parts = {one.name: float(getattr(each, one.name)[0]) for one in fields(each)}

@@ -31,6 +31,7 @@ def work_of(job: Job, *, batch: int = 0, length: int = 0) -> Work:
         ProfileError: if the model's operations or shapes depend on values; it names the line.
         SpecError: if the job's functions give something else than they must.
     """
+    job = without_values(job)
     module, _ = begun(job)
     example = example_of(job, module, Loader(job.data(), job, Lane(), micro=None))
 
@@ -49,6 +50,27 @@ def work_of(job: Job, *, batch: int = 0, length: int = 0) -> Work:
         state=_ADAM if state is None else state,
         optimizer=optimizer_name(job, module),
     )
+
+
+_LARGE = 2e8  # elements: some seconds of random numbers
+
+
+def without_values(job: Job) -> Job:
+    """``job``; its model is made without values if drawing them would take long, and it can be made so."""
+    return replace(job, model=lambda: _on_meta(job)) if (size_of(job) or 0) > _LARGE else job
+
+
+def size_of(job: Job) -> int | None:
+    """Elements of the model's parameters, which are not made; ``None`` where it cannot be made without."""
+    try:
+        return sum(tensor.numel() for tensor in _on_meta(job).parameters())
+    except Exception:  # some models need values
+        return None
+
+
+def _on_meta(job: Job) -> nn.Module:
+    with torch.device("meta"):
+        return job.model()
 
 
 def steps_of(job: Job, batch: int = 0) -> int | None:
