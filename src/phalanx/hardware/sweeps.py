@@ -65,14 +65,18 @@ class Pace:
         rounds: of which the middle one counts.
         seconds: of one round at least.
         passes: over all sweeps, of which the mean counts.
+        shapes: of each kind of operation at most.
+        parameters: of each tensor that optimizers step.
     """
 
     rounds: int = 7
     seconds: float = 0.004
     passes: int = 2
+    shapes: int = 100
+    parameters: int = 600_000
 
 
-QUICK = Pace(rounds=1, seconds=0.0, passes=1)
+QUICK = Pace(rounds=1, seconds=0.0, passes=1, shapes=3, parameters=10_000)
 
 
 def sweep(pace: Pace, device: str = "cpu") -> list[Point]:
@@ -88,7 +92,7 @@ def products(pace: Pace, device: str) -> Iterator[Point]:
     import torch
 
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        for m, n, k in _PRODUCTS:
+        for m, n, k in _PRODUCTS[: pace.shapes]:
             left = torch.randn(m, k, device=device).to(dtype)
             # a step reads each weight once: by the next it has left the caches
             copies = 1 + int(_CACHES / (n * k * left.element_size()))
@@ -101,7 +105,7 @@ def convolutions(pace: Pace, device: str) -> Iterator[Point]:
     """3 x 3 convolutions; sizes: m, n, k of the product each amounts to. Backward: of both gradients together."""
     import torch
 
-    for samples, inside, out, side in _CONVOLUTIONS:
+    for samples, inside, out, side in _CONVOLUTIONS[: pace.shapes]:
         image = torch.randn(samples, inside, side, side, device=device, requires_grad=True)
         weight = torch.randn(out, inside, 3, 3, device=device, requires_grad=True)
         sizes = (samples * side * side, out, inside * 9)
@@ -117,7 +121,7 @@ def attentions(pace: Pace, device: str) -> Iterator[Point]:
     """Fused causal attention; sizes: samples, heads, tokens, width of a head."""
     import torch
 
-    for sizes in _ATTENTIONS:
+    for sizes in _ATTENTIONS[: pace.shapes]:
         query, key, value = (torch.randn(sizes, device=device, requires_grad=True) for _ in range(3))
         forward, backward = _both(
             lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True),  # noqa: B023
@@ -131,7 +135,7 @@ def streams(pace: Pace, device: str) -> Iterator[Point]:
     """Sums of two tensors; sizes: elements read and written, bytes written."""
     import torch
 
-    for count in _STREAMS:
+    for count in _STREAMS[: pace.shapes]:
         left, right = torch.randn(count, device=device), torch.randn(count, device=device)
         seconds = seconds_of(lambda: left + right, pace, device)  # noqa: B023
         yield Point(kind="stream", name="add", sizes=(3 * count, 4 * count), seconds=seconds)
@@ -272,7 +276,7 @@ def optimizers(pace: Pace, device: str) -> Iterator[Point]:
         "sgd": lambda found: torch.optim.SGD(found, lr=1e-9, momentum=0.9),
     }
     for name, make in kinds.items():
-        for tensors, each in ((20, 1000), (8, 600_000)):
+        for tensors, each in ((20, 1000), (8, pace.parameters)):
             held = [torch.nn.Parameter(torch.randn(each, device=device)) for _ in range(tensors)]
             for one in held:
                 one.grad = torch.randn_like(one)
