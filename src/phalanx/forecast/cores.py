@@ -94,11 +94,14 @@ class Core:
 
     def traffic(self, elements: Array, itemsize: Array, names: Sequence[str]) -> Array:
         """Seconds of operations that move ``elements`` of ``itemsize`` bytes, without the pages of their results."""
-        moved = elements * itemsize
-        away = moved**2 / (moved**2 + self.cache**2)
-        seconds = moved * (away / self.far + (1 - away) / self.near)
+        seconds = self.moving(elements * itemsize)
         paces = np.array([self.pace.get(name, 0.0) for name in names])
         return np.where(elements > 0, self.floor + seconds + elements * paces[:, None], 0.0)
+
+    def moving(self, moved: Array) -> Array:
+        """Seconds to read and write so many bytes in one operation."""
+        away = moved**2 / (moved**2 + self.cache**2)
+        return moved * (away / self.far + (1 - away) / self.near)
 
     def casts(self, elements: Array) -> Array:
         """Seconds to cast elements between 32 and 16 bits, as autocast does around products."""

@@ -23,8 +23,9 @@ def on_cores(step: StepTime, costs: Table, layouts: Layouts, core: Core, *, core
     lie = stages(costs, layouts)
     whole = held(costs, layouts, lie)
     stepped = whole / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
-    update = core.stepping(optimizer, stepped, _tensors(costs, lie), layouts.returned)
-    added = (layouts.micros - 1) * whole * _ADDED / core.far
+    tensors = np.maximum(_tensors(costs, lie), 1.0)
+    update = core.stepping(optimizer, stepped, tensors, layouts.returned)
+    added = (layouts.micros - 1) * tensors * core.moving(_ADDED * whole / tensors)
     known = replace(
         step,
         update=update,
@@ -69,7 +70,7 @@ def _packing(whole: Array, layouts: Layouts, core: Core) -> Array:
     for zero, (copied, fresh) in _PACKED.items():
         seconds = whole * (copied / core.far + fresh * core.fresh)
         found = np.where(np.where(sharded, layouts.zero, 0) == zero, seconds, found)
-    return np.where(layouts.dp * layouts.fsdp > 1, found, 0.0)
+    return np.where(layouts.summed * layouts.fsdp > 1, found, 0.0)
 
 
 def _tensors(costs: Table, lie: Stages) -> Array:

@@ -92,11 +92,14 @@ def _on_a_core(costs: Table, shapes: Shapes, dims: list[Array], rates: Rates, pr
     batch, m, n, k = (one[at] for one in dims[:4])
     flops[at] = 2 * batch * m * n * k
     products = core.products((batch, m, n, k), rates.peak[precision], precision)
+    cast = batch * (m + n) * k
     folded = costs.convolution[at]
     sizes = (batch[folded], m[folded], n[folded], k[folded])
-    products[folded] = core.convolutions(sizes, rates.peak[precision], costs.backward[at][folded])
+    # measured in fp32, which 16 bits hardly beat on cores; a number is cast once for all windows that it is in
+    products[folded] = core.convolutions(sizes, rates.peak["fp32"], costs.backward[at][folded])
+    cast[folded] = 2 * np.median(np.stack([(m * n)[folded], (m * k)[folded], (n * k)[folded]]), axis=0)
     if size < 4:
-        products += core.casts(batch * (m + n) * k)
+        products += core.casts(cast)
     seconds[at] = products + returned * core.pages(batch * m * n * size)
     at = costs.attention
     samples, heads, _, queries, keys, width = (one[at] for one in dims)
