@@ -220,9 +220,9 @@ def page(found: Sequence[Case]) -> str:
     cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
                 if line.startswith("model name")), platform.machine())  # fmt: skip
     told = (
-        "Other work ran meanwhile, so that the clock says little: measured are the seconds of each core that a step "
-        "uses, its processes together, the median of its steps. They hold no waiting: that of pipelines is left out of the "
-        "forecast beside them, that for exchanges is not"
+        "Other work ran meanwhile, so the clock says little: measured are the seconds of each core that a step "
+        "uses, its processes together, the median of its steps. They hold no waiting: what pipelines wait is left out "
+        "of the forecast beside them, what exchanges wait is not"
         if found[0].busy
         else "Measured is a step by the clock, of all rounds the fastest"
     )
