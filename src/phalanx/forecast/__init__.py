@@ -1,8 +1,9 @@
 """Profile, cluster and plan in; memory, time and energy out. Pure functions, no processes, no torch."""
 
-from phalanx.forecast.forecast import Forecast, Sweep, Work, forecast, forecasts, sweep
+from phalanx.forecast.forecast import Forecast, Sweep, forecast, forecasts, sweep
 from phalanx.forecast.habits import PHALANX, Habits
 from phalanx.forecast.memory import Memory
 from phalanx.forecast.step import StepTime
+from phalanx.forecast.work import Work
 
 __all__ = ["PHALANX", "Forecast", "Habits", "Memory", "StepTime", "Sweep", "Work", "forecast", "forecasts", "sweep"]

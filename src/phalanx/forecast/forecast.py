@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from phalanx.forecast.compute import Times, compute
-from phalanx.forecast.crowd import on_cores
+from phalanx.forecast.alone import Scene
+from phalanx.forecast.assumed import assumed
 from phalanx.forecast.doubt import interval
 from phalanx.forecast.habits import PHALANX, Habits
 from phalanx.forecast.layouts import Layouts, Whole
-from phalanx.forecast.links import Fabric
-from phalanx.forecast.memory import Memory, memory
-from phalanx.forecast.rates import rates
-from phalanx.forecast.setting import Setting
-from phalanx.forecast.step import StepTime, step_time
-from phalanx.forecast.tables import Array, table
-from phalanx.profile import Profile
+from phalanx.forecast.memory import Memory
+from phalanx.forecast.step import StepTime
+from phalanx.forecast.tables import Array
+from phalanx.forecast.unequal import deal, memory_of, step_of
+from phalanx.forecast.work import Work
 from phalanx.spec import Cluster, Plan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What a job asks for in each step.
-
-    Attributes:
-        profile: of its model.
-        batch: samples in one optimizer step of all devices.
-        length: tokens in a sample; 0 for that of the profile.
-        state: bytes of optimizer state for each parameter.
-        optimizer: in lower case, such as ``adamw``, with ``-fused`` where one kernel steps a tensor.
-    """
-
-    profile: Profile
-    batch: int
-    length: int = 0
-    state: float = 8.0
-    optimizer: str = "adamw"
-
-    @property
-    def tokens(self) -> int:
-        """In one sample."""
-        return self.length or self.profile.length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,13 +95,15 @@ class Sweep:
         plans: they.
         step: seconds by part.
         memory: bytes by part.
-        room: bytes a process can use.
+        room: bytes a process can use, on the kind of device that comes nearest to them.
+        samples: in a step, of a rank of ``dp`` on each kind of device; 0 where none lies there: shape (kinds, N).
     """
 
     plans: tuple[Plan, ...]
     step: StepTime
     memory: Memory
-    room: float
+    room: Array
+    samples: Array
 
     @property
     def fits(self) -> Array:
@@ -140,81 +116,49 @@ def sweep(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits = 
     at: dict[str, list[int]] = {}
     for index, plan in enumerate(plans):
         at.setdefault(plan.precision, []).append(index)
-    steps: list[StepTime] = []
-    memories: list[Memory] = []
-    for precision, indices in at.items():
-        step, needed = _of_one_precision(work, [plans[index] for index in indices], cluster, habits, precision)
-        steps.append(step)
-        memories.append(needed)
+    parts = [_of_one_precision(work, [plans[index] for index in indices], cluster, habits) for indices in at.values()]
     order = np.argsort(np.concatenate([np.array(indices) for indices in at.values()])).astype(np.int64)
     return Sweep(
         plans=tuple(plans),
-        step=StepTime(**{one.name: _joined(steps, one.name, order) for one in fields(StepTime)}),
-        memory=Memory(**{one.name: _joined(memories, one.name, order) for one in fields(Memory)}),
-        room=min(float(group.device.room) for group in cluster.groups),
+        step=StepTime(
+            **{one.name: _joined([part.step for part in parts], one.name, order) for one in fields(StepTime)}
+        ),
+        memory=Memory(
+            **{one.name: _joined([part.memory for part in parts], one.name, order) for one in fields(Memory)}
+        ),
+        room=_joined(parts, "room", order),
+        samples=_joined(parts, "samples", order),
     )
 
 
-def _joined(parts: Sequence[StepTime | Memory], name: str, order: Whole) -> Array:
-    together: Array = np.concatenate([getattr(part, name) for part in parts])
-    return together[order]
+def _joined(parts: Sequence[Sweep | StepTime | Memory], name: str, order: Whole) -> Array:
+    together: Array = np.concatenate([getattr(part, name) for part in parts], axis=-1)
+    return together[..., order]
 
 
-def _of_one_precision(
-    work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits, precision: str
-) -> tuple[StepTime, Memory]:
-    layouts = Layouts.of(plans, work.batch, work.tokens)
-    needed = memory(work.profile, layouts, habits, precision, work.state)
-    return times(work, layouts, cluster, precision, habits, events=True), needed
+def _of_one_precision(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits) -> Sweep:
+    scene = Scene(work=work, cluster=cluster, precision=plans[0].precision, habits=habits)
+    out = deal(scene, Layouts.of(plans, work.batch, work.tokens))
+    needed, room = memory_of(scene, out)
+    each = np.stack([one.samples * one.fsdp * one.ep for one in out.layouts])
+    return Sweep(
+        plans=tuple(plans),
+        step=step_of(scene, out, events=True),
+        memory=needed,
+        room=room,
+        samples=np.where(out.there, each, 0.0),
+    )
 
 
 def times(
     work: Work, layouts: Layouts, cluster: Cluster, precision: str, habits: Habits = PHALANX, events: bool = False
 ) -> StepTime:
-    """The step of every candidate of ``layouts``; what several compute alike is priced once.
+    """The step of every candidate of ``layouts``, on the kind of device that takes longest.
 
     With ``events`` pipelines are run event by event, which takes milliseconds each; else they are priced by formula.
     """
-    costs = table(work.profile)
-    slowest = min(cluster.groups, key=lambda group: group.device.peak.get(precision, 0.0))
-    speeds = rates(slowest.device)
-    fabric = Fabric(
-        inside=slowest.link.bandwidth if slowest.link else slowest.device.bandwidth / 4,
-        node=cluster.network.bandwidth,
-        per_node=slowest.per_node,
-        wires=speeds.wires,
-        socket=max(slowest.host.slots, slowest.per_node) // 2 or 1,
-    )
-    if speeds.core:  # what reduces takes the cores from what computes
-        habits = replace(habits, overlap=0.0)
-    link = slowest.host.link
-    setting = Setting(
-        rates=speeds,
-        fabric=fabric,
-        habits=habits,
-        precision=precision,
-        host=link.bandwidth if link else speeds.bandwidth,
-    )
-    unlike, alike = _unlike(layouts)
-    few = compute(costs, layouts.take(unlike), setting)
-    each = Times(**{one.name: getattr(few, one.name)[..., alike] for one in fields(few)})
-    step = step_time(costs, each, layouts, setting, events)
-    if speeds.core is None:
-        return step
-    cores = slowest.host.cores or slowest.per_node
-    return on_cores(step, costs, layouts, speeds.core, cores=cores, optimizer=work.optimizer)
-
-
-def _unlike(layouts: Layouts) -> tuple[Whole, Whole]:
-    """One candidate of each kind that ``compute`` tells apart, and for each candidate its kind."""
-    shared = (layouts.tp, layouts.sequence, layouts.cp, layouts.ep, layouts.returned)
-    keys = (layouts.micro, layouts.length, *shared, layouts.recompute)
-    codes = np.zeros(len(layouts.tp), dtype=np.int64)
-    for key in keys:
-        values, found = np.unique(key, return_inverse=True)
-        codes = codes * len(values) + found
-    _, first, alike = np.unique(codes, return_index=True, return_inverse=True)
-    return first.astype(np.int64), alike.astype(np.int64)
+    scene = Scene(work=work, cluster=cluster, precision=precision, habits=habits)
+    return step_of(scene, deal(scene, layouts), events)
 
 
 def forecast(work: Work, plan: Plan, cluster: Cluster, habits: Habits = PHALANX) -> Forecast:
@@ -240,13 +184,13 @@ def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habit
                 memory={name: float(size[index]) for name, size in found.memory.at_peak().items()},
                 allocated=float(found.memory.allocated[index]),
                 reserved=float(found.memory.reserved[index]),
-                room=found.room,
+                room=float(found.room[index]),
                 samples=work.batch,
                 tokens=work.tokens,
                 flops=flops,
                 peak=_peak(cluster, plan),
                 watts=_watts(cluster, plan),
-                notes=work.profile.notes,
+                notes=(*work.profile.notes, *assumed(plan, cluster, found.samples[:, index].tolist())),
             )
         )
     return tuple(made)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,13 @@ from phalanx.forecast.price import Shapes
 from phalanx.forecast.tables import Array
 from phalanx.spec import Plan
 
+Texts = npt.NDArray[np.str_]
 Whole = npt.NDArray[np.int64]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
 RECOMPUTES = ("none", "selective", "full")
+SYNCS = ("each", "local", "diloco")
+OUTERS = ("none", "nesterov", "sgd")
+DILOCO, NESTEROV = SYNCS.index("diloco"), OUTERS.index("nesterov")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -34,10 +38,17 @@ class Layouts:
         schedule: index in ``SCHEDULES``.
         recompute: index in ``RECOMPUTES``.
         sequence: 1 where the stream is cut along the tokens with ``tp``.
-        micro: samples in one forward of a rank.
+        asked: most samples in one forward of a rank; 0 for its whole share.
         batch: samples in one step of all.
+        samples: of them those of a rank, on the device that is looked at.
         length: tokens of a sample.
         offload: 0 none, 1 optimizer, 2 parameters.
+        sync: index in ``SYNCS``.
+        every: steps from one averaging to the next.
+        outer: index in ``OUTERS``.
+        server: parameter servers; 0 for none.
+        staleness: steps that one of their workers may be ahead of another.
+        shares: texts of uneven shares, as plans have them.
     """
 
     dp: Array
@@ -51,10 +62,17 @@ class Layouts:
     schedule: Array
     recompute: Array
     sequence: Array
-    micro: Array
+    asked: Array
     batch: Array
+    samples: Array
     length: Array
     offload: Array
+    sync: Array
+    every: Array
+    outer: Array
+    server: Array
+    staleness: Array
+    shares: Texts
 
     @property
     def replicas(self) -> Array:
@@ -67,9 +85,25 @@ class Layouts:
         return self.replicas * self.tp * self.pp * self.cp
 
     @property
+    def inner(self) -> Array:
+        """Devices of one replica, stages apart."""
+        return self.fsdp * self.ep * self.cp * self.tp
+
+    @property
+    def summed(self) -> Array:
+        """Ranks of ``dp`` whose gradients are summed in every step."""
+        return np.where((self.sync > 0) | (self.server > 0), 1.0, self.dp)
+
+    @property
+    def micro(self) -> Array:
+        """Samples in one forward of a rank."""
+        share = np.ceil(self.samples - 1e-9)
+        return np.where(self.asked > 0, np.minimum(self.asked, share), share)
+
+    @property
     def micros(self) -> Array:
         """Micro-batches of a rank in one step."""
-        return np.ceil(self.batch / self.replicas / self.micro - 1e-9)
+        return np.ceil(self.samples / self.micro - 1e-9)
 
     @property
     def shapes(self) -> Shapes:
@@ -93,6 +127,10 @@ class Layouts:
         """The candidates at ``rows``: indices, or a mask."""
         return Layouts(**{one.name: getattr(self, one.name)[rows] for one in fields(self)})
 
+    def having(self, samples: Array) -> Layouts:
+        """The same where a rank takes other ``samples``."""
+        return replace(self, samples=samples)
+
     @classmethod
     def of(cls, plans: Sequence[Plan], batch: float, length: float) -> Layouts:
         """The layouts of ``plans`` for a global batch; without ``micro`` a rank takes its whole share at once."""
@@ -101,8 +139,6 @@ class Layouts:
             return np.array([float(getattr(plan, name)) for plan in plans])
 
         replicas = np.array([float(plan.replicas) for plan in plans])
-        micro = np.array([float(plan.micro or 0) for plan in plans])
-        share = np.ceil(batch / replicas)
         return cls(
             dp=each("dp") * each("threads"),
             fsdp=each("fsdp"),
@@ -115,8 +151,15 @@ class Layouts:
             schedule=np.array([float(SCHEDULES.index(plan.schedule)) for plan in plans]),
             recompute=np.array([float(RECOMPUTES.index(plan.recompute)) for plan in plans]),
             sequence=each("sequence"),
-            micro=np.where(micro > 0, np.minimum(micro, share), share),
+            asked=np.array([float(plan.micro or 0) for plan in plans]),
             batch=np.full(len(plans), float(batch)),
+            samples=batch / replicas,
             length=np.full(len(plans), float(length)),
             offload=np.array([float(("none", "optimizer", "parameters").index(plan.offload)) for plan in plans]),
+            sync=np.array([float(SYNCS.index(plan.sync)) for plan in plans]),
+            every=each("every"),
+            outer=np.array([float(OUTERS.index(plan.outer)) for plan in plans]),
+            server=each("server"),
+            staleness=np.array([float(plan.staleness or 0) for plan in plans]),
+            shares=np.array([plan.shares for plan in plans]),
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from phalanx.forecast.apart import kept_apart
 from phalanx.forecast.flight import Ranks, ranks
 from phalanx.forecast.habits import Habits
 from phalanx.forecast.kept import Kept, kept
@@ -75,7 +76,7 @@ def memory(profile: Profile, layouts: Layouts, habits: Habits, precision: str, s
     fixed = _fixed(profile, layouts, habits, lie, state, precision)
     active = kept(profile, layouts, habits, lie, precision)
     communication = _gathered(profile, layouts, habits, lie, precision) + _messages(profile, layouts, lie, precision)
-    communication += _staying(profile, layouts, habits, lie, precision)
+    communication += _staying(profile, layouts, habits, lie, precision) + _in_flight(profile, layouts, habits, lie)
     there = np.where(lie.there > 0, 0.0, -np.inf)
     every = [_together(active, fixed, communication, layouts, habits, at) for at in range(3)]
     needed = np.stack([one.reserved for one in every]) + there
@@ -122,7 +123,7 @@ def _gradients_stay(layouts: Layouts, habits: Habits) -> Array:
     """Whether gradients are there in a forward: kept from step to step, or of the micro-batch before."""
     if habits.gradients_stay:
         return np.ones_like(layouts.pp, dtype=bool)
-    buckets = (layouts.dp > 1) & (layouts.zero == 0) & (layouts.pp == 1)
+    buckets = (layouts.summed > 1) & (layouts.zero == 0) & (layouts.pp == 1)
     return (layouts.micros > 1) | buckets
 
 
@@ -135,13 +136,21 @@ def _fixed(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, state
     once = (layouts.zero == 1) & (layouts.micros == 1) & (layouts.pp == 1) & (not habits.gradients_stay)
     split = np.where(once, shards, by[2])
     half = 0.0 if precision == "fp32" else habits.master
-    away = layouts.offload >= 1
+    away = (layouts.offload >= 1) | (layouts.server > 0)
+    outer = kept_apart(layouts)
     return _Fixed(
         parameters=whole + np.where(away, 0.0, learn * half / by[1]),
         gradients=np.where(layouts.offload == 2, 0.0, learn * habits.gradients / split),
-        optimizer=np.where(away, 0.0, learn * state / by[1]),
-        update=learn * habits.stepping / by[1],
+        optimizer=np.where(away, 0.0, learn * state / by[1]) + learn * outer / by[1],
+        update=np.where(layouts.server > 0, 0.0, learn * habits.stepping / by[1]),
     )
+
+
+def _in_flight(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks) -> Array:
+    """Gradients on their way to servers, and parameters from them, while the next ones are computed."""
+    learn, still = _counts(profile, layouts, lie)
+    there = (layouts.server > 0) & (layouts.staleness > 0)
+    return np.where(there, learn * habits.sent + (learn + still) * habits.weights, 0.0)
 
 
 def _shards(layouts: Layouts, habits: Habits) -> Array:

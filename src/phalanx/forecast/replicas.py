@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from phalanx.forecast.apart import averaged, served
 from phalanx.forecast.compute import Times
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.links import collective
@@ -16,8 +17,11 @@ def replicas(costs: Table, times: Times, layouts: Layouts, setting: Setting) -> 
     """Seconds of a step in which replicas are brought together, beyond what computing hides."""
     lie = stages(costs, layouts)
     first, last = (np.einsum("kpn,pn->kn", lie.each, each).max(axis=0) for each in (times.before, times.back))
-    late = _reduced(held(costs, layouts, lie), first, last, layouts, setting)
-    return np.where(layouts.zero == 3, _sharded(costs, times, layouts, setting), late)
+    count = held(costs, layouts, lie)
+    late = _reduced(count, first, last, layouts, setting)
+    found = np.where(layouts.zero == 3, _sharded(costs, times, layouts, setting), late)
+    found = found + averaged(count, layouts, setting)
+    return np.where(layouts.server > 0, served(count, layouts.micros * (first + last), layouts, setting), found)
 
 
 def _reduced(count: Array, first: Array, last: Array, layouts: Layouts, setting: Setting) -> Array:
@@ -28,7 +32,7 @@ def _reduced(count: Array, first: Array, last: Array, layouts: Layouts, setting:
     scatter = collective("reduce-scatter", count * habits.sent, layouts.fsdp, inner, fabric)
     gather = collective("all-gather", count * habits.weights, layouts.fsdp, inner, fabric) / habits.reach
     rest = np.where(sharded, count / layouts.fsdp, count)
-    reduce = collective("all-reduce", rest * habits.sent, layouts.dp, inner * layouts.fsdp, fabric)
+    reduce = collective("all-reduce", rest * habits.sent, layouts.summed, inner * layouts.fsdp, fabric)
     sent = (np.where(sharded, scatter, 0.0) + reduce) / habits.reach
     if habits.gathers_ahead:
         gather = _beyond(gather, first, habits.overlap)
@@ -48,7 +52,7 @@ def _sharded(costs: Table, times: Times, layouts: Layouts, setting: Setting) -> 
         gather = collective("all-gather", count * habits.gathered, layouts.fsdp, inner, fabric)
         scatter = collective("reduce-scatter", count * habits.sent, layouts.fsdp, inner, fabric)
         rest = count / layouts.fsdp * habits.sent
-        scatter += collective("all-reduce", rest, layouts.dp, inner * layouts.fsdp, fabric)
+        scatter += collective("all-reduce", rest, layouts.summed, inner * layouts.fsdp, fabric)
         gather, scatter = gather / habits.reach, scatter / habits.reach
         ahead = _beyond(gather, times.before[index], habits.overlap)
         back = _beyond(gather + scatter, times.back[index], habits.overlap)
@@ -73,4 +77,5 @@ def update(costs: Table, layouts: Layouts, setting: Setting) -> Array:
     stepped = count * setting.habits.update / (setting.rates.bandwidth * setting.rates.kernels.stream)
     copied = count * (setting.habits.sent + setting.habits.weights) / setting.host
     passed = 2 * layouts.micros * count * setting.habits.weights / setting.host
+    stepped = np.where(layouts.server > 0, 0.0, stepped)  # servers do it
     return stepped + np.where(layouts.offload > 0, copied, 0.0) + np.where(layouts.offload == 2, passed, 0.0)

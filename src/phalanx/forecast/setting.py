@@ -19,6 +19,7 @@ class Setting:
         habits: of the framework.
         precision: computed in.
         host: bytes/s between a device and the memory of its host.
+        processor: bytes/s at which a host steps the parameters of a server on it.
     """
 
     rates: Rates
@@ -26,3 +27,4 @@ class Setting:
     habits: Habits
     precision: str
     host: float = 25e9
+    processor: float = 100e9

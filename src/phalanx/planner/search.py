@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.forecast.alone import Scene
 from phalanx.forecast.forecast import times
-from phalanx.forecast.memory import memory
+from phalanx.forecast.unequal import deal, memory_of
 from phalanx.planner.question import Question
 from phalanx.planner.space import MESH, Space, space
 from phalanx.spec import Plan
@@ -81,13 +82,14 @@ def search(question: Question, held: Mapping[str, Any] | None = None, *, most: i
     if held:
         whole = whole.take(whole.where(held))
     work, precision = question.work, question.precision
-    room = min(float(group.device.room) for group in question.cluster.groups)
-    reserved = memory(work.profile, whole.layouts(), question.habits, precision, work.state).reserved
+    scene = Scene(work=work, cluster=question.cluster, precision=precision, habits=question.habits)
+    needed, room = memory_of(scene, deal(scene, whole.layouts()))
+    reserved = needed.reserved
     fits: npt.NDArray[np.bool_] = reserved <= room
     kept = np.flatnonzero(fits if held and "recompute" in held else _least_again(fits))
     found = whole.take(kept)
     seconds, order = _priced(question, found, reserved[kept], most)
-    at = int(reserved.argmin()) if len(reserved) else -1
+    at = int((reserved - room).argmin()) if len(reserved) else -1
     return Search(
         question=question,
         considered=len(whole),

@@ -14,6 +14,7 @@ from phalanx.planner.limits import Limits
 from phalanx.planner.question import Question
 from phalanx.spec import Plan
 from phalanx.spec.plan import Precision
+from phalanx.spec.shares import AUTO
 
 Whole = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -23,7 +24,7 @@ Columns = dict[str, Whole]
 _SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 2), ("zbv", 2))
 _FEWEST_TOKENS = 128  # on a rank of cp: below, products are too small to gain
 MESH = ("dp", "fsdp", "tp", "pp", "cp", "ep")
-SEARCHED = (*MESH, "zero", "schedule", "stages", "sequence", "micro", "recompute")
+SEARCHED = (*MESH, "zero", "schedule", "stages", "sequence", "micro", "recompute", "shares")
 """Keys of a plan that are tried; the others are left at their default."""
 
 
@@ -50,9 +51,23 @@ class Space:
 
     def layouts(self) -> Layouts:
         """For the forecast."""
-        each = {name: column.astype(float) for name, column in self.columns.items()}
-        full = np.ones(len(self))
-        return Layouts(**each, batch=full * self.batch, length=full * self.tokens, offload=full * 0)
+        each = {name: column.astype(float) for name, column in self.columns.items() if name not in ("micro", "shares")}
+        full, none = np.ones(len(self)), np.zeros(len(self))
+        micro = self.columns["micro"]
+        return Layouts(
+            **each,
+            asked=np.where(micro >= self.share, 0, micro).astype(float),
+            batch=full * self.batch,
+            samples=self.batch / (each["dp"] * each["fsdp"] * each["ep"]),
+            length=full * self.tokens,
+            offload=none,
+            sync=none,
+            every=full,
+            outer=none,
+            server=none,
+            staleness=none,
+            shares=np.where(self.columns["shares"] > 0, AUTO, ""),
+        )
 
     def plan(self, index: int) -> Plan:
         """One of them."""
@@ -60,6 +75,7 @@ class Space:
         given["schedule"] = SCHEDULES[given["schedule"]]
         given["recompute"] = RECOMPUTES[given["recompute"]]
         given["sequence"] = bool(given["sequence"])
+        given["shares"] = AUTO if given["shares"] else ""
         given["micro"] = None if given["micro"] >= self.share[index] else given["micro"]
         return Plan(**given, precision=self.precision)
 
@@ -69,6 +85,8 @@ class Space:
         for name, value in held.items():
             if name not in self.columns:
                 continue
+            if name == "shares":
+                value = value == AUTO
             if name in ("schedule", "recompute"):
                 value = (SCHEDULES if name == "schedule" else RECOMPUTES).index(value)
             found &= self.columns[name] == int(value)
@@ -94,6 +112,7 @@ def space(question: Question) -> Space:
     choices = [(SCHEDULES.index(name), stages) for name, stages in _SCHEDULES]
     columns = _crossed(columns, ("schedule", "stages"), choices, lambda one: _schedule_fits(one, limits))
     columns["sequence"] = ((columns["tp"] > 1) & (columns["cp"] == 1) & limits.attends).astype(np.int64)
+    columns = _crossed(columns, ("shares",), [(0,), (1,)], lambda one: _shares_fit(one, question))
     share = -(-limits.batch // (columns["dp"] * columns["fsdp"] * columns["ep"]))
     most = int(share.max(initial=1))
     powers = [(2**at,) for at in range(most.bit_length() + 1)]
@@ -162,6 +181,12 @@ def _crossed(
 def _zero_fits(one: Columns) -> Mask:
     """``fsdp`` shards something, alone nothing; stages of a pipeline have no moment with all gradients."""
     return ((one["fsdp"] > 1) == (one["zero"] > 0)) & ~((one["zero"] == 2) & (one["pp"] > 1))
+
+
+def _shares_fit(one: Columns, question: Question) -> Mask:
+    """Shares by speed are worth a try where devices differ, for whole replicas."""
+    uneven = (one["dp"] > 1) & (one["pp"] == 1) & question.mixed
+    return (one["shares"] == 0) | uneven
 
 
 def _micro_fits(one: Columns) -> Mask:

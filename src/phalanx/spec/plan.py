@@ -142,9 +142,9 @@ class Plan:
         Whoever reads it should be told ``exact: no`` with it.
         """
         if self.sync != "each":
-            return f"replicas step by themselves, for at most {self.every} steps before they are brought together"
+            return f"replicas step by themselves, and are brought together after {_steps(self.every)}"
         if self.staleness:
-            return f"a worker's parameters lack at most {self.staleness} steps of each other worker"
+            return f"a worker's parameters lack at most {_steps(self.staleness)} of each other worker"
         return ""
 
     @property
@@ -243,6 +243,10 @@ class Plan:
             else:
                 values[key] = parsed
         return _build(values, problems)
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' if count > 1 else ''}"
 
 
 def words(text: str) -> list[str]:

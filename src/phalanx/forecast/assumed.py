@@ -1,0 +1,48 @@
+"""What a forecast of replicas kept together in another way, or of unlike devices, takes for granted, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from phalanx.spec import Cluster, Plan
+
+
+def assumed(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> tuple[str, ...]:
+    """Sentences for the reader; ``samples`` are those of a rank of ``dp`` on each kind of device of ``cluster``."""
+    return tuple(_assumed(plan, cluster, samples))
+
+
+def _assumed(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> Iterator[str]:
+    if plan.bound:
+        yield f"exact: no. {plan.bound[0].upper()}{plan.bound[1:]}."
+    if plan.every > 1:
+        yield (
+            f"Averaging parameters in fp32, which nothing hides, is spread over {plan.every} steps: that in which it is "
+            "done takes longer, the others less."
+        )
+    if plan.sync == "diloco":
+        copies = (
+            "a copy of the parameters and the outer momentum"
+            if plan.outer == "nesterov"
+            else "a copy of the parameters"
+        )
+        yield f"The outer optimizer keeps {copies} in fp32 on each device."
+    if plan.server:
+        yield (
+            "Servers are processes on the hosts, spread over the nodes; they take no device, and how fast the hosts' "
+            "processors step parameters is assumed. Workers and servers of a node share its adapters."
+        )
+    yield from _by_kind(plan, cluster, samples)
+
+
+def _by_kind(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> Iterator[str]:
+    unlike = len(samples) > 1
+    if plan.shares and unlike:
+        each = [
+            f"{count:g} on {group.device.name}" for group, count in zip(cluster.groups, samples, strict=True) if count
+        ]
+        yield f"Samples of a rank of dp: {', '.join(each)}. The step is that of the kind that takes longest."
+    elif plan.shares == "auto":
+        yield "Devices are alike, so that shares=auto is even."
+    elif unlike:
+        yield "Shares are even: every device is as slow as the slowest, and holds what the smallest has room for."

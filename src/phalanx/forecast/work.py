@@ -1,0 +1,31 @@
+"""What a job asks for in each step, as far as forecasts need to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.profile import Profile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a job asks for in each step.
+
+    Attributes:
+        profile: of its model.
+        batch: samples in one optimizer step of all devices.
+        length: tokens in a sample; 0 for that of the profile.
+        state: bytes of optimizer state for each parameter.
+        optimizer: in lower case, such as ``adamw``, with ``-fused`` where one kernel steps a tensor.
+    """
+
+    profile: Profile
+    batch: int
+    length: int = 0
+    state: float = 8.0
+    optimizer: str = "adamw"
+
+    @property
+    def tokens(self) -> int:
+        """In one sample."""
+        return self.length or self.profile.length
