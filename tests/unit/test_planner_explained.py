@@ -251,7 +251,7 @@ class TestRules:
             ("2xA100", "ep=2", "plan.ep", "ep=1"),
             ("16xA100", "pp=16", "plan.pp", "pp=12"),
             ("8xV100", "dp=8 precision=bf16", "plan.precision", "precision=fp16"),
-            ("8xA100+8xV100", "fsdp=16", "plan", '--plan "dp=2 fsdp=8"'),
+            ("8xA100+8xV100", "fsdp=16", "plan", '--plan "dp=2 fsdp=8 shares=auto"'),
         ],
     )
     def test_what_cannot_be_names_what_can(self, text: str, plan: str, where: str, fix: str) -> None:

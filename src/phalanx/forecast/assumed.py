@@ -17,8 +17,8 @@ def _assumed(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> Iterator
         yield f"exact: no. {plan.bound[0].upper()}{plan.bound[1:]}."
     if plan.every > 1:
         yield (
-            f"Averaging parameters in fp32, which nothing hides, is spread over {plan.every} steps: that in which it is "
-            "done takes longer, the others less."
+            f"Averaging parameters in fp32, which nothing hides, is spread over {plan.every} steps: that which does it "
+            "takes longer, the others less."
         )
     if plan.sync == "diloco":
         copies = (

@@ -11,6 +11,7 @@ from phalanx.planner.question import Question
 from phalanx.planner.rules import problems
 from phalanx.spec import Plan
 from phalanx.spec.plan import Recompute
+from phalanx.spec.shares import AUTO
 
 _MESH = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 
@@ -46,6 +47,10 @@ def _changes(plan: Plan, question: Question) -> Iterator[tuple[str, dict[str, An
     if plan.pp > 1:
         for schedule in ("1f1b", "interleaved", "zero-bubble", "zbv"):
             yield f"schedule={schedule}", {"schedule": schedule, "stages": None}
+    if plan.shares:
+        yield "even shares", {"shares": ""}
+    elif question.mixed:
+        yield f"shares={AUTO}", {"shares": AUTO}
     if plan.tp > 1:
         yield f"sequence={str(not plan.sequence).lower()}", {"sequence": not plan.sequence}
 
@@ -63,6 +68,8 @@ def _tidy(plan: Plan, changes: dict[str, Any]) -> Plan:
         changes = {**changes, "zero": 1}
     if given["tp"] == 1 or given["cp"] > 1:
         changes = {**changes, "sequence": False}
+    if given["dp"] == 1 or given["pp"] > 1:
+        changes = {**changes, "shares": ""}
     if given["cp"] == 1:
         changes = {**changes, "attention": "ring"}
     return replace(plan, **changes)

@@ -11,7 +11,8 @@ from phalanx.forecast import Work
 from phalanx.planner.clusters import mixed, resized
 from phalanx.planner.limits import Limits
 from phalanx.spec import Cluster, Plan
-from phalanx.spec.rules import batch_problems, stage_problems
+from phalanx.spec.rules import batch_problems, share_problems, stage_problems
+from phalanx.spec.shares import AUTO, weights
 
 
 def refuse(plan: Plan, work: Work, cluster: Cluster) -> None:
@@ -30,6 +31,7 @@ def problems(plan: Plan, work: Work, cluster: Cluster) -> list[Problem]:
     return [
         *_devices(plan, cluster),
         *batch_problems(plan, work.batch),
+        *share_problems(plan, work.batch),
         *stage_problems(plan),
         *_model(plan, Limits.of(work)),
         *_nodes(plan, cluster),
@@ -47,8 +49,8 @@ def _devices(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
     if plan.devices == cluster.devices:
         return
     there = resized(cluster, plan.devices)
-    fix = f"--on {there}" if there and not mixed(cluster) else f'--plan "dp={cluster.devices}"'
-    if cluster.devices % plan.devices == 0 and plan.threads == 1:
+    fix = f"--on {there}" if there and not mixed(cluster) else f'--plan "dp={cluster.devices}{_by_speed(cluster)}"'
+    if cluster.devices % plan.devices == 0 and plan.threads == 1 and not weights(plan.shares):
         fix = f'--plan "{replace(plan, dp=plan.dp * (cluster.devices // plan.devices))}"'
     yield Problem(
         where="plan",
@@ -56,6 +58,10 @@ def _devices(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
         allowed="a mesh that multiplies to the devices: pp × dp × fsdp × ep × cp × tp = devices",
         fix=fix,
     )
+
+
+def _by_speed(cluster: Cluster) -> str:
+    return f" shares={AUTO}" if mixed(cluster) else ""
 
 
 def _model(plan: Plan, limits: Limits) -> Iterator[Problem]:
@@ -86,13 +92,14 @@ def _nodes(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
     if plan.devices != cluster.devices or not crosses(plan, cluster):
         return
     whole = gcd(*(group.devices for group in cluster.groups))
-    inner = gcd(plan.tp * plan.cp * plan.ep, whole)
-    able = f"dp={cluster.devices // whole} fsdp={whole}" if whole > 1 else f"dp={cluster.devices}"
+    replicas = f"dp={cluster.devices} shares={AUTO}"
+    able = f"dp={cluster.devices // whole} fsdp={whole} shares={AUTO}" if whole > 1 else replicas
+    named = " or ".join(dict.fromkeys((able, replicas)))
     yield Problem(
         where="plan",
         given=f"{plan} on {cluster}: ranks that share one model or its state would be unlike devices",
-        allowed=f"tp × cp × ep × fsdp that divides each kind's devices (such as {inner} or {whole}); "
-        "dp and pp may join unlike ones",
+        allowed=f"{named}, which give each kind samples by its speed; or any plan whose tp × cp × ep × fsdp divides "
+        f"{whole}, with even shares at the pace of the slowest: only dp and pp may join unlike devices",
         fix=f'--plan "{able}"',
     )
 
