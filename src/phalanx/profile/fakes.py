@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
+from phalanx.profile.forms import Forms
 
-def fake(
-    mode: FakeTensorMode, tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None
-) -> Tensor:
+Mode = FakeTensorMode | Forms
+"""What stand-ins are: fakes with a device of their own, or tensors of the meta device."""
+
+
+def fake(mode: Mode, tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """A fake of ``tensor``; one on the meta device becomes a fake of the CPU, as the model will be.
 
     With ``dtype`` a tensor of fp32 becomes one of that type.
@@ -23,7 +26,7 @@ def fake(
     target = device or (torch.device("cpu") if tensor.device.type == "meta" else tensor.device)
     kind = dtype if dtype is not None and tensor.dtype == torch.float32 else tensor.dtype
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="meta")
-    made = FakeTensor(mode, meta, target)
+    made = FakeTensor(mode, meta, target) if isinstance(mode, FakeTensorMode) else meta
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad) if tensor.requires_grad else made
@@ -47,9 +50,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def faked(
-    module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None
-) -> Iterator[dict[int, nn.Parameter]]:
+def faked(module: nn.Module, mode: Mode, dtype: torch.dtype | None = None) -> Iterator[dict[int, nn.Parameter]]:
     """``module`` with fakes in place of its parameters and buffers, inside the mode; afterwards as it was.
 
     Gives id of the fake → the parameter it stands for. A parameter that is used in two places is one fake. With

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import Problem, SpecError
 from phalanx.profile.resnet import ResNet50
@@ -25,17 +26,28 @@ def described(shape: Shape) -> Described:
     """
     if problems := _problems(shape):
         raise SpecError(problems)
-    with torch.device("meta"):
+    with torch.device("meta"), _Undrawn():
         if shape.family == "resnet50":
-            images = torch.empty(1, 3, shape.image, shape.image)
-            labels = torch.empty(1, dtype=torch.int64)
-            return Described(module=ResNet50(shape.vocabulary), args=(images,), batch=labels, loss=F.cross_entropy)
+            images, labels = torch.empty(1, 3, shape.image, shape.image), torch.empty(1, dtype=torch.int64)
+            module = ResNet50(shape.vocabulary)
+            return Described(module=module, args=(images,), batch=labels, loss=F.cross_entropy, meta=True)
         tokens = torch.empty(1, shape.length, dtype=torch.int64)
         if shape.family == "bert":
             batch = (torch.empty(1, shape.length, dtype=torch.int64), torch.empty(1, dtype=torch.int64))
-            return Described(module=Bert(shape), args=(tokens, tokens.clone()), batch=batch, loss=_two_losses)
+            args = (tokens, tokens.clone())
+            return Described(module=Bert(shape), args=args, batch=batch, loss=_two_losses, meta=True)
         batch = torch.empty(1, shape.length, dtype=torch.int64)
-        return Described(module=Decoder(shape), args=(tokens,), batch=batch, loss=_next_token)
+        return Described(module=Decoder(shape), args=(tokens,), batch=batch, loss=_next_token, meta=True)
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves weights as they are: drawing them, which loads torch's compiler, is nothing on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named: dict[str, Any] = kwargs or {}
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            return args[0] if args else named["tensor"]
+        return func(*args, **named)
 
 
 def _next_token(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:

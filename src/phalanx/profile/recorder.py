@@ -106,6 +106,10 @@ class Recorder(TorchDispatchMode):
         self._causal: set[int] = set()
         self._counting: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it torch would load its compiler
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
@@ -118,6 +122,8 @@ class Recorder(TorchDispatchMode):
         if not outputs:
             return made
         name = func._schema.name.partition("::")[2]
+        if name in _NORMS:
+            self._keep_fp32(made[1:3])
         if name not in _EMPTY and not _same_memory(func, inputs, outputs):
             given = tuple(self._as_seen(one) for one in args)
             self.add(name, inputs, outputs, given=given)
@@ -197,6 +203,12 @@ class Recorder(TorchDispatchMode):
         """Note that ``mask`` hides later positions."""
         self._causal.add(self.number(mask))
 
+    def _keep_fp32(self, statistics: Iterable[Tensor]) -> None:
+        """Accelerators keep the mean and the scale of a norm in fp32 whatever it computes in; CPUs do not."""
+        for one in statistics:
+            if one.is_floating_point() and one.itemsize < _FP32:
+                self.tape.memories[self.number(one)] = Memory(one.numel() * _FP32, _FP32, True)
+
     def _freed(self, key: int, number: int) -> None:
         self._numbers.pop(key, None)
         self._watches.pop(key, None)
@@ -223,6 +235,14 @@ class Recorder(TorchDispatchMode):
         return [self._as_seen(one) for one in value] if isinstance(value, list | tuple) else value
 
 
+_FP32 = 4  # bytes
+_NORMS = {
+    "native_layer_norm",
+    "native_group_norm",
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_batch_norm_with_update",
+}
 _EMPTY = {
     "empty",
     "empty_like",

@@ -28,6 +28,7 @@ def measured_at_sizes(described: Described) -> Profile:
         kwargs=dict(described.kwargs),
         batch=described.batch,
         loss=described.loss,
+        meta=described.meta,
     )
     leaves = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
     samples = next((one.shape[0] for one in leaves if one.dim()), 1)

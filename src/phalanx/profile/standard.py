@@ -54,13 +54,7 @@ class Shape:
 
     def profile(self) -> Profile:
         """The costs of the model; computed once for each shape."""
-        few = min(self.layers, _ENOUGH)
-        found = _profile(replace(self, layers=few))
-        if few == self.layers:
-            return found
-        # all blocks of these models are alike: what is added to a few is a count
-        parts = [replace(part, count=self.layers) if part.role == "block" else part for part in found.parts]
-        return replace(found, parts=tuple(parts))
+        return _profile(self)
 
 
 def standard(shape: Shape) -> Described:
@@ -79,4 +73,9 @@ _ENOUGH = 2
 
 @cache
 def _profile(shape: Shape) -> Profile:
-    return standard(shape).profile()
+    if shape.layers <= _ENOUGH:
+        return standard(shape).profile()
+    found = _profile(replace(shape, layers=_ENOUGH))
+    # all blocks of these models are alike: what is added to a few is a count
+    parts = [replace(part, count=shape.layers) if part.role == "block" else part for part in found.parts]
+    return replace(found, parts=tuple(parts))

@@ -16,6 +16,7 @@ from phalanx.profile.alike import likeness
 from phalanx.profile.blocks import leave_cache_out, parts
 from phalanx.profile.causal import hides_later
 from phalanx.profile.fakes import fake, faked, quiet
+from phalanx.profile.forms import Forms
 from phalanx.profile.fused import as_on_accelerators
 from phalanx.profile.recorder import Recorder, Seen, Tape
 
@@ -79,6 +80,7 @@ class Call:
         kwargs: named ones.
         batch: what the loss is called with beside the output.
         loss: from the output and the batch to a scalar.
+        meta: whether tensors of the meta device will do in place of fakes.
     """
 
     module: nn.Module
@@ -86,6 +88,7 @@ class Call:
     kwargs: dict[str, Any]
     batch: Any
     loss: Callable[[Any, Any], Any]
+    meta: bool = False
 
 
 def traced(call: Call, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.dtype | None) -> Traced:
@@ -96,7 +99,7 @@ def traced(call: Call, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.d
     """
     module = call.module
     leave_cache_out(module)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = Forms() if call.meta else FakeTensorMode(allow_non_fake_inputs=True)
     names = {id(tensor): name for name, tensor in module.named_parameters()}
     tensors = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
     masks = {id(leaf) for leaf in tensors if hides_later(leaf)}

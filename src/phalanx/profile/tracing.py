@@ -23,6 +23,8 @@ class Described:
         batch: what the loss is called with beside the output.
         loss: from the output and the batch to a scalar tensor, or to something whose ``sum`` is one.
         length: tokens in one sample; 0 to find it from the inputs.
+        meta: whether the model makes its tensors on torch's default device and never asks where one is: tensors of the
+            meta device then do in place of fakes, and torch's compiler, which takes a second to load, is not needed.
     """
 
     module: nn.Module
@@ -31,6 +33,7 @@ class Described:
     batch: Any = None
     loss: Callable[[Any, Any], Any]
     length: int = 0
+    meta: bool = False
 
     def profile(self) -> Profile:
         """The model's costs. See ``trace``."""
