@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 _GREEDY = ("zero-bubble", "zbv", "dualpipev")
@@ -43,6 +43,7 @@ class Pipeline:
     send: float
 
 
+@lru_cache(maxsize=4096)
 def duration(pipeline: Pipeline) -> float:
     """Seconds from the first forward to the last backward."""
     few = _FEW * pipeline.ranks
@@ -127,47 +128,87 @@ def _ordered(pipeline: Pipeline, orders: Sequence[Sequence[tuple[bool, int, int]
 
 def _greedy(pipeline: Pipeline, micros: int) -> float:
     """Ranks choose what is ready, the earliest event first."""
-    ranks, chunks = pipeline.ranks, pipeline.chunks
-    stages = ranks * chunks
-    held = [_holder(pipeline.schedule, ranks, stage) for stage in range(stages)]
-    most = [_most(pipeline, rank) for rank in range(ranks)]
-    clocks, under_way, owed = [0.0] * ranks, [0] * ranks, [0] * ranks
-    ready: list[dict[tuple[int, int, int], float]] = [{} for _ in range(ranks)]
-    for micro in range(micros):
-        ready[held[0]][1, micro, 0] = 0.0
-    left = 2 * stages * micros
-    while left or any(owed):
-        rank = min(
-            (one for one in range(ranks) if ready[one] or owed[one]), key=lambda one: _next(one, clocks, ready, owed)
+    stages = pipeline.ranks * pipeline.chunks
+    held = [_holder(pipeline.schedule, pipeline.ranks, stage) for stage in range(stages)]
+    ranks = [_Rank.of(pipeline, rank) for rank in range(pipeline.ranks)]
+    ranks[held[0]].ready.update(((1, micro, 0), 0.0) for micro in range(micros))
+    soon = [one.soon() for one in ranks]
+    while (first := min(soon)) < _NEVER:
+        at = soon.index(first)
+        rank = ranks[at]
+        key = rank.choice()
+        if key is None:
+            rank.work_off()
+        else:
+            rank.run(key)
+            forward, micro, stage = key
+            after = (1, micro, stage + 1) if forward and stage < stages - 1 else (0, micro, stage - 1 + forward)
+            if after[2] >= 0:
+                to = held[after[2]]
+                ranks[to].ready[after] = rank.clock + (pipeline.send if to != at else 0.0)
+                soon[to] = ranks[to].soon()
+        soon[at] = rank.soon()
+    return max(one.clock for one in ranks)
+
+
+_NEVER = float("inf")
+
+
+@dataclass(kw_only=True, slots=True)
+class _Rank:
+    """One rank as it runs; ``ready`` is (1 for a forward, micro-batch, stage) → when what it needs is there."""
+
+    forward: float
+    inputs: float
+    weights: float
+    most: int
+    clock: float = 0.0
+    under_way: int = 0
+    owed: int = 0
+    ready: dict[tuple[int, int, int], float] = field(default_factory=dict["tuple[int, int, int]", float])
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, rank: int) -> _Rank:
+        chunks = pipeline.chunks
+        return cls(
+            forward=pipeline.forward[rank] / chunks,
+            inputs=pipeline.inputs[rank] / chunks,
+            weights=pipeline.weights[rank] / chunks,
+            most=_most(pipeline, rank),
         )
-        now = clocks[rank]
-        may = {key: at for key, at in ready[rank].items() if key[0] == 0 or under_way[rank] < most[rank]}
-        if not may and owed[rank]:
-            clocks[rank] += pipeline.weights[rank] / chunks
-            owed[rank] -= 1
-            continue
-        if not may:
-            may = dict(ready[rank])
-        first = min(may, key=lambda key: (max(may[key], now), key))
-        if may[first] > now and owed[rank]:
-            clocks[rank] += pipeline.weights[rank] / chunks
-            owed[rank] -= 1
-            continue
-        at = ready[rank].pop(first)
-        forward, micro, stage = first
-        begin = max(now, at)
-        takes = pipeline.forward[rank] if forward else pipeline.inputs[rank]
-        clocks[rank] = end = begin + takes / chunks
-        left -= 1
-        under_way[rank] += 1 if forward else -1
-        owed[rank] += not forward
-        if forward and stage < stages - 1:
-            ready[held[stage + 1]][1, micro, stage + 1] = end + (pipeline.send if held[stage + 1] != rank else 0.0)
-        elif forward:
-            ready[rank][0, micro, stage] = end
-        elif stage:
-            ready[held[stage - 1]][0, micro, stage - 1] = end + (pipeline.send if held[stage - 1] != rank else 0.0)
-    return max(clocks)
+
+    def soon(self) -> float:
+        """When it can do something next."""
+        if self.owed:
+            return self.clock
+        return max(self.clock, min(self.ready.values())) if self.ready else _NEVER
+
+    def choice(self) -> tuple[int, int, int] | None:
+        """What it does next: of what is ready first, backwards before forwards; ``None`` for weights' gradients."""
+        found: tuple[float, tuple[int, int, int]] | None = None
+        for any_number in (False, True):
+            full = self.under_way >= self.most and not any_number
+            for key, at in self.ready.items():
+                if key[0] and full:
+                    continue
+                one = (at if at > self.clock else self.clock, key)
+                if found is None or one < found:
+                    found = one
+            if found or self.owed:
+                break
+        return None if found is None or (found[0] > self.clock and self.owed) else found[1]
+
+    def run(self, key: tuple[int, int, int]) -> None:
+        """A forward, or a backward for inputs."""
+        forward = key[0]
+        self.clock = max(self.clock, self.ready.pop(key)) + (self.forward if forward else self.inputs)
+        self.under_way += 1 if forward else -1
+        self.owed += not forward
+
+    def work_off(self) -> None:
+        """One of the gradients of weights that wait."""
+        self.clock += self.weights
+        self.owed -= 1
 
 
 def _most(pipeline: Pipeline, rank: int) -> int:
@@ -176,14 +217,6 @@ def _most(pipeline: Pipeline, rank: int) -> int:
     if pipeline.schedule in _V_SHAPED:
         return ranks * chunks
     return ranks - rank if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
-
-
-def _next(
-    rank: int, clocks: Sequence[float], ready: Sequence[dict[tuple[int, int, int], float]], owed: Sequence[int]
-) -> float:
-    if owed[rank] or not ready[rank]:
-        return clocks[rank]
-    return max(clocks[rank], min(ready[rank].values()))
 
 
 def _holder(schedule: str, ranks: int, stage: int) -> int:
