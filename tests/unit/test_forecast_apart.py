@@ -1,0 +1,223 @@
+"""Replicas kept together in other ways than by summing gradients, and unlike devices: numbers by hand, and laws."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_profiles import transformer
+
+from phalanx.forecast import Forecast, Habits, Work, forecast
+from phalanx.forecast.apart import averaged, served
+from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.links import Fabric
+from phalanx.forecast.memory import memory
+from phalanx.forecast.rates import Kernels, Rates, Wires
+from phalanx.forecast.setting import Setting
+from phalanx.hardware import cluster
+from phalanx.planner import Question, rank
+from phalanx.planner.rules import problems
+from phalanx.planner.space import space
+from phalanx.spec import Cluster, Plan
+
+PLAIN = Habits(name="plain", reserved=1.0)
+GIANT = np.array([1e9])
+WIRES = Wires(inside=1.0, between=1.0, start=0.0, hop=0.0, start_between=0.0, hop_between=0.0, crowd=0.0)
+WORK = Work(profile=transformer(layers=12, width=1024, heads=16, vocabulary=30000), batch=64)
+MIXED = "8xA100+8xV100-32GB"
+
+
+def setting(per_node: int = 8) -> Setting:
+    """A link of 100 GB/s, a network of 10 GB/s a node, 20 GB/s to the host; memory moves 1 TB/s, a host's 0.1 TB/s."""
+    fabric = Fabric(inside=100e9, node=10e9, per_node=per_node, wires=WIRES)
+    rates = Rates(peak={"fp32": 1e12}, bandwidth=1e12, kernels=Kernels(stream=1.0))
+    return Setting(rates=rates, fabric=fabric, habits=PLAIN, precision="fp32", host=20e9, processor=100e9)
+
+
+def layouts(*texts: str, batch: int = 64) -> Layouts:
+    return Layouts.of([Plan.parse(text) for text in texts], batch, 1)
+
+
+def told(text: str, on: str | Cluster = MIXED, work: Work = WORK) -> Forecast:
+    return forecast(work, Plan.parse(f"{text} precision=fp16"), cluster(on) if isinstance(on, str) else on)
+
+
+class TestAveraging:
+    @pytest.mark.parametrize(
+        ("text", "seconds"),
+        [
+            ("dp=4", 0.0),
+            # a ring of 4 sends 2 x 3/4 of 4 GB at 100 GB/s
+            ("dp=4 sync=local", 0.06),
+            ("dp=4 sync=local every=10", 0.006),
+            # and 28 bytes a parameter move at 1 TB/s to step a copy, 8 more for the momentum
+            ("dp=4 sync=diloco every=10 outer=sgd", 0.0088),
+            ("dp=4 sync=diloco every=10", 0.0096),
+            # ranks of fsdp average a half each
+            ("dp=4 fsdp=2 sync=local every=10", 0.003),
+        ],
+    )
+    def test_is_spread_over_the_steps_between(self, text: str, seconds: float) -> None:
+        assert averaged(GIANT, layouts(text), setting())[0] == pytest.approx(seconds)
+
+    def test_takes_the_place_of_summing_gradients(self) -> None:
+        each, often, seldom = (
+            told(text, "4x8xA100@100Gb/s") for text in ("dp=32", "dp=32 sync=local every=4", "dp=32 sync=local every=8")
+        )
+        assert each.seconds["replicas"] > often.seconds["replicas"] > 0
+        assert often.seconds["replicas"] == pytest.approx(2 * seldom.seconds["replicas"])
+        assert often.seconds["products"] == each.seconds["products"]
+        assert (each.notes, often.notes[1]) == (
+            (),
+            "exact: no. Replicas step by themselves, and are brought together after 4 steps.",
+        )
+
+    @pytest.mark.parametrize(
+        ("text", "beyond"),
+        [
+            ("dp=4 sync=local every=4", 0),
+            ("dp=4 sync=diloco every=4 outer=sgd", 4),
+            ("dp=4 sync=diloco every=4", 8),
+            ("dp=4 fsdp=2 sync=diloco every=4", 4),
+        ],
+    )
+    def test_an_outer_optimizer_takes_memory(self, text: str, beyond: float) -> None:
+        profile = WORK.profile
+        plain = text.partition(" sync")[0]
+        there, without = (memory(profile, layouts(one), PLAIN, "fp32", 8.0).optimizer[0] for one in (text, plain))
+        assert there - without == pytest.approx(beyond * profile.parameters)
+
+
+class TestServers:
+    @pytest.mark.parametrize(
+        ("text", "computing", "seconds"),
+        [
+            # 4 workers push 4 GB each into a server's 20 GB/s, 76 bytes a parameter move at 0.1 TB/s, and back
+            ("dp=4 server=1", 1.0, 0.8 + 0.76 + 0.8),
+            ("dp=4 server=1", 9.0, 0.8 + 0.76 + 0.8),
+            ("dp=4 server=2", 1.0, 0.4 + 0.76 + 0.4),
+            # no worker is faster than its own link: 4 GB at 20 GB/s
+            ("dp=4 server=8", 1.0, 0.2 + 0.76 + 0.2),
+            # without waiting each gradient is a step of 28 bytes: 4 of them take 1.12 s, and a turn 2.72 s
+            ("dp=4 server=1 staleness=1", 1.0, (1.0 + 2.72) / 2 - 1.0),
+            ("dp=4 server=1 staleness=3", 1.0, 1.12 - 1.0),
+            ("dp=4 server=1 staleness=1", 3.0, 0.0),
+            # over the network each of 8 workers of a node has an eighth of 10 GB/s
+            ("dp=32 server=1", 1.0, 12.8 + 4.12 + 12.8),
+            ("dp=32 server=4", 1.0, 3.2 + 1.03 + 3.2),
+            ("dp=32 server=8", 1.0, 3.2 + 1.03 + 3.2),
+        ],
+    )
+    def test_take_what_links_and_hosts_allow(self, text: str, computing: float, seconds: float) -> None:
+        found = served(GIANT, np.array([computing]), layouts(text), setting())
+        assert found[0] == pytest.approx(seconds, abs=1e-12)
+
+    def test_hold_the_optimizer(self) -> None:
+        profile = WORK.profile
+        dp, waits, runs = (
+            memory(profile, layouts(text), PLAIN, "fp32", 8.0)
+            for text in ("dp=8", "dp=8 server=1", "dp=8 server=1 staleness=2")
+        )
+        assert dp.optimizer[0] == 8 * profile.parameters
+        assert waits.optimizer[0] == runs.optimizer[0] == 0
+        assert waits.communication[0] == 0
+        assert runs.communication[0] == 8 * profile.parameters
+        found = told("dp=8 server=1", "8xA100")
+        assert found.seconds["update"] == 0 < found.seconds["replicas"]
+        assert found.plan.exact
+
+    def test_more_staleness_hides_more(self) -> None:
+        steps = [told(f"dp=32 server=4 staleness={count}", "4x8xA100").step for count in (1, 2, 4, 64)]
+        assert steps == sorted(steps, reverse=True)
+        assert steps[0] > steps[1]
+
+
+class TestShares:
+    def test_even_ones_go_at_the_pace_of_the_slowest(self) -> None:
+        even, slow = told("dp=16"), told("dp=16", "2x8xV100-32GB")
+        assert even.seconds["products"] == slow.seconds["products"]
+        assert even.room == slow.room
+        assert "as slow as the slowest" in even.notes[-1]
+
+    def test_the_step_is_the_longest_of_share_times_time(self) -> None:
+        alike = {kind: f"2x8x{kind}" for kind in ("A100", "V100-32GB")}
+        for fast, slow in ((6, 2), (7, 1), (3, 5)):
+            found = told(f"dp=16 shares={','.join([str(fast)] * 8 + [str(slow)] * 8)}")
+            quick = told("dp=16", alike["A100"], replace(WORK, batch=16 * fast))
+            late = told("dp=16", alike["V100-32GB"], replace(WORK, batch=16 * slow))
+            busy = max(quick, late, key=lambda one: one.step - one.seconds["replicas"])
+            for part in ("products", "attention", "memory"):
+                assert found.seconds[part] == busy.seconds[part]
+            assert f"{fast} on A100-80GB, {slow} on V100-32GB" in found.notes[-1]
+
+    def test_weights_matter_on_like_devices_too(self) -> None:
+        found, even = told("dp=2 shares=3,1", "2xA100"), told("dp=2", "2xA100", replace(WORK, batch=96))
+        assert found.seconds["products"] == even.seconds["products"]
+        assert (
+            told("dp=2 shares=1,1", "2xA100").step
+            == told("dp=2", "2xA100").step
+            == told("dp=2 shares=auto", "2xA100").step
+        )
+
+    @pytest.mark.parametrize("rest", ["", " micro=1", " micro=4 recompute=full"])
+    def test_auto_is_as_good_as_any_weights(self, rest: str) -> None:
+        steps = [told(f"dp=2 shares={fast},{64 - fast}{rest}", "A100+V100-32GB").step for fast in range(1, 64)]
+        found = told(f"dp=2 shares=auto{rest}", "A100+V100-32GB")
+        assert found.step <= 1.01 * min(steps)
+        assert found.step < 0.9 * told(f"dp=2{rest}", "A100+V100-32GB").step
+
+    def test_auto_shards_within_a_kind(self) -> None:
+        assert told("dp=2 fsdp=8 shares=auto").step < told("dp=2 fsdp=8").step
+
+    def test_auto_gives_nobody_more_than_fits(self) -> None:
+        whole = cluster("A100+V100-32GB")
+        free = told("dp=2 shares=auto", whole)
+        fast = whole.groups[0]
+        device = replace(fast.device, memory=8 * 2**30, kept=0)
+        small = replace(whole, groups=(replace(fast, device=device), *whole.groups[1:]))
+        found = told("dp=2 shares=auto", small)
+        count = int(found.notes[-1].split(" on ")[0].rpartition(" ")[2])
+        assert found.fits
+        assert found.step > free.step
+        assert told(f"dp=2 shares={count},{64 - count}", small).fits
+        assert not told(f"dp=2 shares={count + 1},{63 - count}", small).fits
+
+    def test_a_batch_as_small_as_the_replicas_is_dealt_one_by_one(self) -> None:
+        found = told("dp=16 shares=auto", MIXED, replace(WORK, batch=16))
+        assert "1 on A100-80GB, 1 on V100-32GB" in found.notes[-1]
+
+
+class TestPlanner:
+    @pytest.fixture
+    def question(self) -> Question:
+        return Question(work=WORK, cluster=cluster(MIXED), precision="fp16")
+
+    def test_tries_shares_by_speed_where_devices_differ(self, question: Question) -> None:
+        found = space(question)
+        made = [found.plan(index) for index in range(len(found))]
+        assert {plan.shares for plan in made} == {"", "auto"}
+        assert {plan.pp for plan in made if plan.shares} == {1}
+        assert all(Plan.parse(str(plan)) == plan for plan in made)
+        alike = space(replace(question, cluster=cluster("2x8xA100")))
+        assert not alike.columns["shares"].any()
+
+    def test_takes_them_and_says_how_many_samples_each_kind_gets(self, question: Question) -> None:
+        large = replace(WORK, batch=512)
+        best = rank(replace(question, work=large)).best
+        assert best is not None
+        assert best.plan.shares == "auto"
+        assert best.step == pytest.approx(forecast(large, best.plan, question.cluster).step)
+        assert "on A100-80GB" in best.notes[-1]
+
+    def test_names_the_plans_that_can_use_unlike_devices(self, question: Question) -> None:
+        (problem,) = problems(Plan.parse("fsdp=16 precision=fp16"), WORK, question.cluster)
+        assert problem.fix == '--plan "dp=2 fsdp=8 shares=auto"'
+        assert "dp=16 shares=auto" in problem.allowed
+        named = Plan.parse(problem.fix.partition('"')[2].rstrip('"'))
+        assert problems(replace(named, precision="fp16"), WORK, question.cluster) == []
+
+    def test_says_which_shares_leave_a_rank_without_samples(self, question: Question) -> None:
+        (problem,) = problems(Plan.parse("dp=2 fsdp=8 shares=20,1 precision=fp16"), WORK, question.cluster)
+        assert problem.where == "plan.shares"
+        assert "61,3" in problem.given
