@@ -294,7 +294,7 @@ class TestRefusals:
         with pytest.raises(ProfileError, match=r"test_profile\.py:\d+: .*# this line") as caught:
             trace(Described(module=module, args=(torch.zeros(3, 4),), loss=summed))
         assert caught.value.exit_code == 2
-        assert "profile=measure" in str(caught.value)
+        assert "--profile measure" in str(caught.value)
         assert isinstance(next(module.parameters()), nn.Parameter)
         assert torch.isfinite(module.linear.weight).all()  # the model is as it was  # pyright: ignore
 
@@ -325,3 +325,13 @@ def test_bert_and_mpt() -> None:
     shape = Shape(family="mpt", layers=32, hidden=4096, heads=32, vocabulary=50432, length=2048, tied=True)
     assert shape.profile().parameters == 6_649_286_656
     assert shape.profile() is shape.profile()
+
+    def test_shapes_that_depend_on_values_are_profiled_with_values(self) -> None:
+        module = _Picks()
+        before = module.linear.weight.detach().clone()
+        described = Described(module=module, args=(torch.ones(4, 4),), loss=summed, values=True)
+        profile = trace(described)
+        assert profile.parameters == sum(one.numel() for one in module.parameters())
+        assert any(one.kind == "matmul" for part in profile.parts for one in part.forward)
+        assert torch.equal(module.linear.weight, before)
+        assert module.linear.weight.grad is None

@@ -35,6 +35,14 @@ class Subject:
     steps: int
 
 
+profile_option = click.option(
+    "--profile",
+    type=click.Choice(["trace", "measure"]),
+    default="trace",
+    help="Run the model on stand-ins, or, where its shapes depend on values, a step on samples of the data.",
+)
+
+
 def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The argument WHAT, and the options that say more of the work."""
     options = [
@@ -42,6 +50,7 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--batch", type=int, default=0, help="Global batch, in place of the job's."),
         click.option("--seq", type=int, default=0, help="Tokens in a sample, in place of those of the data."),
         click.option("--steps", type=int, default=0, help="Optimizer steps of the whole training."),
+        profile_option,
         click.option("--price", metavar="NUMBER|FILE", help="Of a device for an hour, or a TOML file of prices."),
     ]
     for option in reversed(options):
@@ -49,7 +58,7 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def subject(what: str, *, batch: int, seq: int, steps: int) -> Subject:
+def subject(what: str, *, batch: int, seq: int, steps: int, profile: str = "trace") -> Subject:
     """The work of a job, or of the ``config.json`` of a model.
 
     Raises:
@@ -66,6 +75,9 @@ def subject(what: str, *, batch: int, seq: int, steps: int) -> Subject:
     from phalanx.planner.work import config_work, is_config
 
     if is_config(what):
+        if profile != "trace":
+            allowed = "trace: a configuration has no data to measure with"
+            raise SpecError([Problem(where="--profile", given=profile, allowed=allowed, fix="--profile trace")])
         path = Path(what)
         name = path.parent.name if path.suffix == ".json" and path.parent.name else path.stem
         return Subject(name=name, work=config_work(what, batch=batch, length=seq), steps=steps)
@@ -75,7 +87,7 @@ def subject(what: str, *, batch: int, seq: int, steps: int) -> Subject:
     from phalanx.train.work import steps_of, work_of
 
     found = steps or steps_of(job, batch) or 0
-    return Subject(name=job.name, work=work_of(job, batch=batch, length=seq), steps=found)
+    return Subject(name=job.name, work=work_of(job, batch=batch, length=seq, values=profile == "measure"), steps=found)
 
 
 def question_of(subject: Subject, on: str, precision: str | None, price: str | None) -> Question:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from phalanx.cli.asked import Subject, profile_option, subject
 from phalanx.cli.output import json_option, print_json
 from phalanx.errors import Problem, SpecError
 
@@ -22,8 +23,9 @@ _WIDE = 92
 @click.argument("name", metavar="[NAME|JOB|CONFIG]", required=False)
 @click.option("--batch", type=int, default=0, help="With JOB: the global batch, in place of the job's.")
 @click.option("--seq", type=int, default=0, help="With JOB: tokens in a sample, in place of those of the data.")
+@profile_option
 @json_option
-def command(name: str | None, batch: int, seq: int, as_json: bool) -> None:
+def command(name: str | None, batch: int, seq: int, profile: str, as_json: bool) -> None:
     """Show the catalog of devices, or all that it says of the device NAME, with the source of every figure.
 
     Of a JOB, or of the config.json of a model: how it would do on one device of each kind, beside the most that peak
@@ -43,11 +45,11 @@ def command(name: str | None, batch: int, seq: int, as_json: bool) -> None:
     from phalanx.hardware import entry, names
 
     if name and _is_subject(name):
-        _job_on_each(name, batch, seq, as_json)
+        _job_on_each(subject(name, batch=batch, seq=seq, steps=0, profile=profile), as_json)
         return
-    if batch or seq:
-        option = "--batch" if batch else "--seq"
-        fix = f"phalanx devices examples/gpt.py {option} {batch or seq}"
+    if batch or seq or profile != "trace":
+        option, value = ("--batch", batch) if batch else ("--seq", seq) if seq else ("--profile", profile)
+        fix = f"phalanx devices examples/gpt.py {option} {value}"
         problem = Problem(where=option, given=f"{option} without a job", allowed="only with JOB or CONFIG", fix=fix)
         raise SpecError([problem])
 
@@ -71,12 +73,10 @@ def _is_subject(what: str) -> bool:
     return ".py" in what or ":" in what or is_config(what)
 
 
-def _job_on_each(what: str, batch: int, seq: int, as_json: bool) -> None:
-    from phalanx.cli.asked import subject
+def _job_on_each(asked: Subject, as_json: bool) -> None:
     from phalanx.hardware import names
     from phalanx.planner.roofline import rooflines
 
-    asked = subject(what, batch=batch, seq=seq, steps=0)
     lines = rooflines(asked.work, names())
     if as_json:
         print_json({"job": asked.name, "devices": [one.to_dict() for one in lines]})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,8 +14,19 @@ from torch.utils._pytree import tree_map
 
 from phalanx.profile.forms import Forms
 
-Mode = FakeTensorMode | Forms
-"""What stand-ins are: fakes with a device of their own, or tensors of the meta device."""
+
+class Values:
+    """Stand-ins are copies with values, so that a model whose shapes depend on them runs; they are computed."""
+
+    def __enter__(self) -> Values:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+Mode = FakeTensorMode | Forms | Values
+"""What stand-ins are: fakes with a device of their own, tensors of the meta device, or copies."""
 
 
 def fake(mode: Mode, tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -23,6 +34,8 @@ def fake(mode: Mode, tensor: Tensor, device: torch.device | None = None, dtype: 
 
     With ``dtype`` a tensor of fp32 becomes one of that type.
     """
+    if isinstance(mode, Values):
+        return _copied(tensor)
     target = device or (torch.device("cpu") if tensor.device.type == "meta" else tensor.device)
     kind = dtype if dtype is not None and tensor.dtype == torch.float32 else tensor.dtype
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device="meta")
@@ -30,6 +43,25 @@ def fake(mode: Mode, tensor: Tensor, device: torch.device | None = None, dtype: 
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad) if tensor.requires_grad else made
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy; of what has no values small random ones."""
+    if tensor.device.type == "meta":
+        made = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+        made = made.normal_(std=0.02) if made.is_floating_point() else made
+    else:
+        made = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad) if tensor.requires_grad else made
+
+
+def resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """``tensor`` of another shape, with its own values again and again, or fewer of them."""
+    times = [-(-wanted // max(have, 1)) for wanted, have in zip(shape, tensor.shape, strict=True)]
+    more = tensor.detach().repeat(*times) if times else tensor.detach()
+    return more[tuple(slice(0, wanted) for wanted in shape)].clone()
 
 
 def fakes(mode: FakeTensorMode, value: Any) -> Any:

@@ -28,7 +28,7 @@ def refusal(error: Exception) -> ProfileError:
                 where="job.model",
                 given=given,
                 allowed="models whose operations and shapes follow from the forms of their inputs alone",
-                fix="profile=measure",
+                fix="--profile measure",
             )
         ]
     )

@@ -29,6 +29,7 @@ def measured_at_sizes(described: Described) -> Profile:
         batch=described.batch,
         loss=described.loss,
         meta=described.meta,
+        values=described.values,
     )
     leaves = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
     samples = next((one.shape[0] for one in leaves if one.dim()), 1)
@@ -36,7 +37,7 @@ def measured_at_sizes(described: Described) -> Profile:
     sizes = Sizes(samples=_SAMPLES, length=length, shorter=max(1, length // 2))
     wanted = [(_SAMPLES, length), (2 * _SAMPLES, length)] + [(_SAMPLES, sizes.shorter)] * (length > 1)
     runs: list[Measured] = []
-    dtype: torch.dtype | None = torch.bfloat16
+    dtype: torch.dtype | None = None if call.values else torch.bfloat16
     try:
         runs.append(_run(call, _Form(samples, length, *wanted[0]), dtype))
     except Exception:  # a model may mix what it makes itself with its parameters and allow one precision only

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from phalanx.profile.alike import likeness
 from phalanx.profile.blocks import leave_cache_out, parts
 from phalanx.profile.causal import hides_later
-from phalanx.profile.fakes import fake, faked, quiet
+from phalanx.profile.fakes import Values, fake, faked, quiet, resized
 from phalanx.profile.forms import Forms
 from phalanx.profile.fused import as_on_accelerators
 from phalanx.profile.recorder import Recorder, Seen, Tape
@@ -81,6 +81,7 @@ class Call:
         batch: what the loss is called with beside the output.
         loss: from the output and the batch to a scalar.
         meta: whether tensors of the meta device will do in place of fakes.
+        values: whether to compute, with copies of what there is.
     """
 
     module: nn.Module
@@ -89,6 +90,7 @@ class Call:
     batch: Any
     loss: Callable[[Any, Any], Any]
     meta: bool = False
+    values: bool = False
 
 
 def traced(call: Call, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.dtype | None) -> Traced:
@@ -99,7 +101,7 @@ def traced(call: Call, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.d
     """
     module = call.module
     leave_cache_out(module)
-    mode = Forms() if call.meta else FakeTensorMode(allow_non_fake_inputs=True)
+    mode = Values() if call.values else Forms() if call.meta else FakeTensorMode(allow_non_fake_inputs=True)
     names = {id(tensor): name for name, tensor in module.named_parameters()}
     tensors = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
     masks = {id(leaf) for leaf in tensors if hides_later(leaf)}
@@ -111,7 +113,8 @@ def traced(call: Call, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.d
         def given(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            made = fake(mode, torch.empty(form(leaf), dtype=leaf.dtype, device="meta"), dtype=dtype)
+            sized = resized(leaf, form(leaf)) if call.values else leaf.new_empty(form(leaf), device="meta")
+            made = fake(mode, sized, dtype=dtype)
             if id(leaf) in masks:
                 run.recorder.mark_causal(made)
             return made

@@ -25,6 +25,7 @@ class Described:
         length: tokens in one sample; 0 to find it from the inputs.
         meta: whether the model makes its tensors on torch's default device and never asks where one is: tensors of the
             meta device then do in place of fakes, and torch's compiler, which takes a second to load, is not needed.
+        values: whether to compute with the values that there are, for a model whose shapes depend on them.
     """
 
     module: nn.Module
@@ -34,6 +35,7 @@ class Described:
     loss: Callable[[Any, Any], Any]
     length: int = 0
     meta: bool = False
+    values: bool = False
 
     def profile(self) -> Profile:
         """The model's costs. See ``trace``."""

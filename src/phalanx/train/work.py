@@ -19,26 +19,34 @@ from phalanx.train.lossform import read_loss
 _ADAM = 8.0  # bytes a parameter
 
 
-def work_of(job: Job, *, batch: int = 0, length: int = 0) -> Work:
-    """The work of ``job``; nothing of the model is computed.
+def work_of(job: Job, *, batch: int = 0, length: int = 0, values: bool = False) -> Work:
+    """The work of ``job``; nothing of the model is computed, unless ``values`` are asked for.
 
     Args:
         job: what to train.
         batch: the global batch in place of the job's; 0 for the job's.
         length: tokens of a sample in place of those of the data; 0 for those.
+        values: run the model on samples of the data, for shapes that depend on values.
 
     Raises:
         ProfileError: if the model's operations or shapes depend on values; it names the line.
         SpecError: if the job's functions give something else than they must.
     """
-    job = without_values(job)
-    module, _ = begun(job)
+    if values:
+        module = job.model()
+    else:
+        job = without_values(job)
+        module, _ = begun(job)
     example = example_of(job, module, Loader(job.data(), job, Lane(), micro=None))
 
     def loss(output: Any, batch: Any) -> torch.Tensor:
         return read_loss(job.loss(output, batch), 1, "the forecast").value
 
-    profile = trace(Described(module=module, args=example.args, kwargs=example.kwargs, batch=example.batch, loss=loss))
+    given = {"args": example.args, "kwargs": example.kwargs, "batch": example.batch}
+    profile = trace(Described(module=module, loss=loss, values=values, **given))
+    if values:
+        told = "its costs are those of one step on samples of the data: others may choose other shapes"
+        profile = replace(profile, notes=(*profile.notes, told))
     state = state_bytes(job, module)
     if state is None:
         told = "the optimizer could not be tried on small parameters: 8 bytes of state each are taken, as Adam has"
