@@ -1,0 +1,163 @@
+"""Step times: products and collectives keep to what hardware can do, and plans change what they should."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from small_profiles import LARGE, transformer
+
+from phalanx.forecast import Forecast, Work, forecast
+from phalanx.forecast.doubt import interval
+from phalanx.forecast.habits import PHALANX
+from phalanx.forecast.links import Fabric, collective
+from phalanx.forecast.price import Shapes, price
+from phalanx.forecast.rates import Wires, rates
+from phalanx.forecast.setting import Setting
+from phalanx.forecast.step import StepTime
+from phalanx.forecast.tables import Array, table
+from phalanx.hardware import cluster, entry
+from phalanx.profile import Operation, Part, Profile, Size
+from phalanx.spec import Cluster, Plan
+
+SMALL, BIG = transformer(length=128), transformer(**LARGE)  # type: ignore[arg-type]
+FABRIC = Fabric(inside=300e9, node=200e9, per_node=8, wires=Wires())
+GIB = np.array([2.0**30])
+
+
+def told(plan: str, on: str = "8xA100-80GB", profile: Profile = BIG, batch: int = 64) -> Forecast:
+    return forecast(Work(profile=profile, batch=batch), Plan.parse(f"{plan} precision=bf16"), cluster(on))
+
+
+def product(m: float, n: float, k: float, device: str = "A100-80GB") -> tuple[float, float]:
+    """Seconds of a matrix product in bf16, and its FLOP."""
+    dims = (Size(1.0), Size(m), Size(n), Size(k))
+    part = Part(name="one", role="block", forward=(Operation(kind="matmul", name="mm", dims=dims),))
+    one = np.ones(1)
+    shapes = Shapes(
+        **{each.name: one * (each.name not in ("sequence", "returned")) for each in fields(Shapes)},
+    )
+    setting = Setting(rates=rates(entry(device).device), fabric=FABRIC, habits=PHALANX, precision="bf16")
+    priced = price(table(Profile(parts=(part,))), shapes, setting)
+    return float(priced.seconds[0, 0]), float(priced.flops[0, 0])
+
+
+def sent(kind: str, size: Array = GIB, ranks: float = 8, stride: float = 1, fabric: Fabric = FABRIC) -> float:
+    return float(collective(kind, size, np.array([ranks]), np.array([stride]), fabric)[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["A100-80GB", "H100"])
+def test_no_product_is_faster_than_the_peak(device: str) -> None:
+    peak = entry(device).device.peak["bf16"]
+    for size in (16, 100, 512, 4096, 16384):
+        seconds, flops = product(size, size, size, device)
+        assert flops == 2 * size**3
+        assert seconds > flops / peak
+    large, flops = product(16384, 16384, 16384, device)
+    assert flops / large > 0.5 * peak
+
+
+def test_products_take_longer_the_larger_they_are() -> None:
+    for grown in ((2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        for size in (64, 300, 2048):
+            before = product(size, size, size)[0]
+            assert product(*(size * factor for factor in grown))[0] >= before
+
+
+def test_collectives_keep_to_the_bandwidth_of_the_links() -> None:
+    ring = 2.0**30 * 7 / 8
+    for kind in ("all-gather", "reduce-scatter", "all-to-all"):
+        assert sent(kind) > ring / FABRIC.inside
+    assert sent("send", ranks=2) > 2.0**30 / FABRIC.inside
+    assert sent("all-gather", ranks=32) > 2.0**30 * 31 / 32 / FABRIC.node
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
+    for ranks in (2, 8, 32):
+        both = sent("reduce-scatter", ranks=ranks) + sent("all-gather", ranks=ranks)
+        assert sent("all-reduce", ranks=ranks) == pytest.approx(both, rel=0.01)
+
+
+def test_small_collectives_take_their_latency_and_lone_ranks_nothing() -> None:
+    few = np.array([8.0])
+    assert sent("all-reduce", few) >= FABRIC.wires.start
+    assert sent("all-reduce", few, ranks=8) > sent("all-reduce", few, ranks=2)
+    assert sent("all-reduce", few, ranks=64) > sent("all-reduce", few, ranks=8)
+    for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"):
+        assert sent(kind, ranks=1) == 0
+
+
+def test_between_nodes_it_takes_longer_and_fewer_ranks_of_a_node_have_less_of_its_network() -> None:
+    assert sent("all-reduce", ranks=16) > sent("all-reduce", ranks=8)
+    assert sent("all-reduce", ranks=8, stride=8) > sent("all-reduce", ranks=8, stride=1)
+    assert sent("send", ranks=2, stride=8) > sent("send", ranks=2, stride=1)
+    wide = replace(FABRIC, node=2 * FABRIC.node)
+    assert sent("all-reduce", ranks=32, fabric=wide) < sent("all-reduce", ranks=32)
+
+
+def test_full_recompute_adds_a_forward() -> None:
+    """A backward is two forwards, so that matrix products take a third more."""
+    plain, full = (told(f"fsdp=8 zero=3 recompute={kind}", profile=SMALL) for kind in ("none", "full"))
+    assert plain.seconds["recompute"] == 0
+    computed = ("products", "attention", "memory")
+    assert [full.seconds[name] for name in computed] == pytest.approx([plain.seconds[name] for name in computed])
+    blocks = replace(SMALL, parts=(SMALL.parts[1],))  # embedding and head are never computed again
+    plain, full = (told(f"fsdp=8 zero=3 recompute={kind}", profile=blocks) for kind in ("none", "full"))
+    share = full.seconds["recompute"] / sum(plain.seconds[name] for name in computed)
+    assert 0.2 < share < 0.5
+    selective = told("fsdp=8 zero=3 recompute=selective", profile=SMALL).seconds["recompute"]
+    assert 0 < selective < full.seconds["recompute"]
+
+
+def test_sequence_parallelism_sends_as_many_bytes_and_moves_fewer() -> None:
+    """Korthikanti et al. 2022, section 4.2.2: an all-reduce is a reduce-scatter and an all-gather."""
+    plain, cut = (told(f"tp=8 micro=1 sequence={flag}") for flag in ("false", "true"))
+    assert cut.seconds["exchange"] == pytest.approx(plain.seconds["exchange"], rel=0.05)
+    assert cut.seconds["memory"] < plain.seconds["memory"]
+    assert cut.seconds["products"] == plain.seconds["products"]
+
+
+def test_gathering_parameters_costs_no_more_than_it_sends() -> None:
+    one, two, three = (told(f"fsdp=8 zero={zero} micro=8") for zero in (1, 2, 3))
+    size = np.array([2.0 * BIG.parameters])
+    fabric = Fabric(inside=300e9, node=200e9, per_node=8, wires=rates(entry("A100-80GB").device).wires)
+    gathered = sent("all-gather", size, fabric=fabric) * 2 + sent("reduce-scatter", 2 * size, fabric=fabric)
+    for found in (one, two, three):
+        assert 0 < found.seconds["replicas"] < 3 * gathered
+    assert three.seconds["products"] == one.seconds["products"] == two.seconds["products"]
+    assert three.reserved < two.reserved <= one.reserved
+
+
+def test_offloading_costs_time_and_saves_memory() -> None:
+    here, away = (told(f"fsdp=8 zero=3 micro=1 offload={what}") for what in ("none", "optimizer"))
+    assert away.seconds["update"] > here.seconds["update"]
+    assert away.step > here.step
+    assert away.reserved < here.reserved
+
+
+def test_more_devices_take_less_time_and_more_device_time() -> None:
+    steps = [told(f"dp={count} micro=1", f"{max(1, count // 8)}x{min(8, count)}xA100-80GB", SMALL) for count in (1, 8)]
+    assert steps[1].step < steps[0].step < 8 * steps[1].step
+
+
+def test_a_mixed_cluster_has_the_peak_and_the_watts_of_all_its_devices() -> None:
+    kinds = [cluster(text).groups[0] for text in ("1x4xA100-80GB", "1x4xH100")]
+    both = Cluster(groups=tuple(kinds), network=cluster("2x4xH100").network)
+    found = forecast(Work(profile=SMALL, batch=64), Plan.parse("dp=8 precision=bf16"), both)
+    assert found.peak == pytest.approx(sum(group.devices * group.device.peak["bf16"] for group in kinds))
+    assert found.watts == pytest.approx(sum(group.devices * (group.device.power or 0) for group in kinds))
+    alone = [told("dp=8", f"8x{name}", SMALL).step for name in ("A100-80GB", "H100")]
+    assert min(alone) <= found.step
+
+
+def test_the_interval_holds_the_forecast_and_is_wider_where_nothing_was_measured() -> None:
+    for on in ("8xA100-80GB", "8xH100", "8xL4"):
+        found = told("dp=8 micro=1", on, SMALL)
+        assert found.low < found.step < found.high
+        assert found.low * found.high == pytest.approx(found.step**2)
+    parts = dict.fromkeys((one.name for one in fields(StepTime)), 1.0)
+    known, unknown = (interval(parts, entry(name).device, PHALANX) for name in ("A100-80GB", "L4"))
+    assert unknown[0] < known[0] < known[1] < unknown[1]
+    doubtful = interval(parts, entry("A100-80GB").device, replace(PHALANX, doubt=2 * PHALANX.doubt))
+    assert doubtful[0] < known[0] < known[1] < doubtful[1]
