@@ -112,7 +112,7 @@ class TestWrongUse:
         assert "Traceback" not in result.output
 
     def test_everything_wrong_in_a_plan_at_once(self) -> None:
-        result = invoke("prove", "job.py", "--plan", "dp=0 precision=fp8")
+        result = invoke("prove", "job.py", "--plan", "dp=0 precision=fp7")
         assert result.exit_code == 2
         assert "2 things are wrong" in result.stderr
 
@@ -241,7 +241,7 @@ class TestCompletion:
         [
             ("fs", ["fsdp="]),
             ("fsdp=2 z", ["fsdp=2 zero="]),
-            ("precision=", ["precision=fp32", "precision=bf16", "precision=fp16"]),
+            ("precision=", [f"precision={name}" for name in ("fp32", "tf32", "bf16", "fp16", "fp8")]),
             ("dp=2 recompute=s", ["dp=2 recompute=selective"]),
             ("dp=2 d", ["dp=2 device="]),
             ("zero=", ["zero=1", "zero=2", "zero=3"]),
