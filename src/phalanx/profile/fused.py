@@ -35,7 +35,7 @@ def as_on_accelerators(recorder: Recorder) -> Iterator[None]:
         enable_gqa: bool = False,
     ) -> Tensor:
         causal = is_causal or (attn_mask is not None and recorder.is_causal(attn_mask))
-        return _Attention.apply(recorder, query, key, value, attn_mask, causal)  # pyright: ignore[reportReturnType]
+        return _Attention.apply((recorder, causal), query, key, value, attn_mask)  # pyright: ignore[reportReturnType]
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
@@ -76,8 +76,9 @@ class _Instead(TorchFunctionMode):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, recorder: Recorder, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+        ctx: Any, how: tuple[Recorder, bool], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
+        recorder, causal = how
         # As fused kernels lay it out: heads beside each other, so that joining them copies nothing.
         *lead, heads, queries, _ = query.shape if query.dim() > 2 else (1, *query.shape)
         output = query.new_empty((*lead, queries, heads, value.shape[-1])).transpose(-2, -3)
@@ -104,7 +105,7 @@ class _Attention(torch.autograd.Function):
         read = recorder.seen((query, key, value, mask, output, sums, grads))
         given = (recorder.see(query), recorder.see(key), recorder.see(value))
         recorder.add(ATTENTION_BACKWARD, read, recorder.seen((made, mask_grad)), given=given, causal=ctx.causal)
-        return None, *made, mask_grad, None
+        return None, *made, mask_grad
 
 
 class _RMSNorm(torch.autograd.Function):
