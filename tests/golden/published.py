@@ -1,0 +1,23 @@
+"""Writes how far off forecasts of ``published.csv`` are, by source: ``python tests/golden/published.py``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from phalanx.verify.published import Outcome, accuracy, foretell, read
+
+HERE = Path(__file__).resolve().parent
+ROWS, NUMBERS = HERE / "published.csv", HERE / "published.json"
+
+
+def numbers(outcome: Outcome) -> dict[str, float]:
+    """Mean error of step times by source, and the share of runs of which it was not foretold whether they fit."""
+    found = accuracy(outcome.found)
+    sources = {name: round(errors.mean, 4) for name, errors in found.sources.items()}
+    wrong = [one.forecast.fits == one.row.ran_out for one in outcome.found]
+    return {**sources, "fits or not": round(sum(wrong) / len(wrong), 4)}
+
+
+if __name__ == "__main__":
+    NUMBERS.write_text(json.dumps(numbers(foretell(read(ROWS))), indent=2) + "\n", encoding="utf-8")
