@@ -139,6 +139,11 @@ class TestShares:
         assert even.room == slow.room
         assert "as slow as the slowest" in even.notes[-1]
 
+    def test_doubt_is_that_of_the_kind_least_known(self) -> None:
+        found, turned = told("dp=16"), told("dp=16", "8xV100-32GB+8xA100")
+        assert found.high / found.step == pytest.approx(turned.high / turned.step)
+        assert found.step / found.low == pytest.approx(turned.step / turned.low)
+
     def test_the_step_is_the_longest_of_share_times_time(self) -> None:
         alike = {kind: f"2x8x{kind}" for kind in ("A100", "V100-32GB")}
         for fast, slow in ((6, 2), (7, 1), (3, 5)):

@@ -168,19 +168,19 @@ def forecast(work: Work, plan: Plan, cluster: Cluster, habits: Habits = PHALANX)
 
 def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits = PHALANX) -> tuple[Forecast, ...]:
     """The future of each of ``plans`` on ``cluster``, in their order."""
-    found, device = sweep(work, plans, cluster, habits), cluster.groups[0].device
+    found = sweep(work, plans, cluster, habits)
     flops = work.profile.flops(1, work.tokens) * work.batch
     made: list[Forecast] = []
     for index, plan in enumerate(plans):
         seconds = {one.name: float(getattr(found.step, one.name)[index]) for one in fields(StepTime)}
-        low, high = interval(seconds, device, habits)
+        spans = [interval(seconds, group.device, habits) for group in cluster.groups]
         made.append(
             Forecast(
                 plan=plan,
                 cluster=str(cluster),
                 seconds=seconds,
-                low=low,
-                high=high,
+                low=min(low for low, _ in spans),
+                high=max(high for _, high in spans),
                 memory={name: float(size[index]) for name, size in found.memory.at_peak().items()},
                 allocated=float(found.memory.allocated[index]),
                 reserved=float(found.memory.reserved[index]),
