@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from small_profiles import LARGE, transformer
 
+from phalanx.errors import RefusedError
 from phalanx.forecast import Forecast, Work, forecast
 from phalanx.forecast.doubt import interval
 from phalanx.forecast.habits import PHALANX
@@ -161,3 +162,8 @@ def test_the_interval_holds_the_forecast_and_is_wider_where_nothing_was_measured
     assert unknown[0] < known[0] < known[1] < unknown[1]
     doubtful = interval(parts, entry("A100-80GB").device, replace(PHALANX, doubt=2 * PHALANX.doubt))
     assert doubtful[0] < known[0] < known[1] < doubtful[1]
+
+
+def test_a_precision_that_devices_lack_is_refused() -> None:
+    with pytest.raises(RefusedError, match="precision=bf16 on V100-16GB"):
+        told("dp=8", on="8xV100")

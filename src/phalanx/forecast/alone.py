@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from phalanx.errors import Problem, RefusedError
 from phalanx.forecast.compute import Times, compute
 from phalanx.forecast.crowd import on_cores
 from phalanx.forecast.habits import PHALANX, Habits
@@ -44,7 +45,14 @@ def alone(scene: Scene, layouts: Layouts, group: Group, events: bool = False) ->
     """The step of every candidate of ``layouts`` on devices like those of ``group``; alike ones are priced once.
 
     With ``events`` pipelines are run event by event, which takes milliseconds each; else they are priced by formula.
+
+    Raises:
+        RefusedError: if those devices do not compute in the precision.
     """
+    if scene.precision not in group.device.peak:
+        given = f"precision={scene.precision} on {group.device.name}"
+        allowed = ", ".join(group.device.peak)
+        raise RefusedError([Problem(where="plan.precision", given=given, allowed=allowed, fix="precision=fp32")])
     costs, setting = table(scene.work.profile), _setting(scene, group)
     unlike, alike = _unlike(layouts)
     few = compute(costs, layouts.take(unlike), setting)
