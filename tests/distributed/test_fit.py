@@ -26,7 +26,7 @@ def test_a_run_folder_holds_what_happened(tmp_path: Path) -> None:
     assert [event["step"] for event in run.events("evaluate")] == [4, 8]
     assert [event["rank"] for event in run.events("memory")] == [0, 1]
     assert events[0]["event"] == "start"
-    assert events[-1]["event"] == "end"
+    assert [event["event"] for event in events if event["event"] != "forecast"][-1] == "end"  # it comes when it comes
     assert str(run.plan) == "dp=2"
     assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
     assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step-00000006", "step-00000008"]

@@ -43,6 +43,7 @@ def cramped(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(cluster, groups=(replace(group, device=replace(group.device, memory=ROOM, kept=0)),))
 
     monkeypatch.setattr("phalanx.foresight.question.cluster_for", with_little_room)
+    monkeypatch.setattr("phalanx.foresight.question._LIGHT", 0.0)  # a run so short would else be over before
 
 
 @pytest.mark.parametrize("text", ["single", "dp=2", "fsdp=2 zero=3", "pp=2 micro=8"])

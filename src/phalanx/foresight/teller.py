@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self, final
 
 from phalanx.errors import Problem, RefusedError
@@ -17,6 +19,7 @@ from phalanx.units import show_bytes
 
 PATIENCE = 0.1
 """Share of its time that a run's end waits for its forecast."""
+_TAIL = 4096  # bytes of the log that hold its last events
 _LONGEST = 60.0  # seconds that the begin of a run waits, where its model alone is large
 
 
@@ -104,6 +107,8 @@ class Teller:
         if found is None or self._logged or not self._log.exists() or self._log.stat().st_size <= self._size:
             return
         self._logged = True
+        if _over(self._log):  # the run's last word stays the last
+            return
         names = ("cluster", "step", "low", "high", "seconds", "memory", "allocated", "reserved", "room", "fits")
         with EventLog(self._log) as log:
             log.write("forecast", **{name: found[name] for name in names})
@@ -111,6 +116,12 @@ class Teller:
     def _end(self) -> None:
         if self._aside:
             self._aside.close()
+
+
+def _over(log: Path) -> bool:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL))
+        return re.search(rb'"event": ?"end"', file.read()) is not None
 
 
 def problem(found: dict[str, Any], instead: str) -> Problem:
