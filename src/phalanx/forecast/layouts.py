@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +12,13 @@ import numpy.typing as npt
 from phalanx.forecast.price import Shapes
 from phalanx.forecast.tables import Array
 from phalanx.spec import Plan
+from phalanx.spec.keys import Offload, Recompute, Schedule
 
 Texts = npt.NDArray[np.str_]
 Whole = npt.NDArray[np.int64]
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
-RECOMPUTES = ("none", "selective", "full")
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+RECOMPUTES: tuple[str, ...] = get_args(Recompute)
+OFFLOADS: tuple[str, ...] = get_args(Offload)
 SYNCS = ("each", "local", "diloco")
 OUTERS = ("none", "nesterov", "sgd")
 DILOCO, NESTEROV = SYNCS.index("diloco"), OUTERS.index("nesterov")
@@ -155,7 +157,7 @@ class Layouts:
             batch=np.full(len(plans), float(batch)),
             samples=batch / replicas,
             length=np.full(len(plans), float(length)),
-            offload=np.array([float(("none", "optimizer", "parameters").index(plan.offload)) for plan in plans]),
+            offload=np.array([float(OFFLOADS.index(plan.offload)) for plan in plans]),
             sync=np.array([float(SYNCS.index(plan.sync)) for plan in plans]),
             every=each("every"),
             outer=np.array([float(OUTERS.index(plan.outer)) for plan in plans]),

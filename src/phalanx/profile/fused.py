@@ -31,8 +31,7 @@ def as_on_accelerators(recorder: Recorder) -> Iterator[None]:
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **_: Any,  # scale and grouped heads change values, not costs
     ) -> Tensor:
         causal = is_causal or (attn_mask is not None and recorder.is_causal(attn_mask))
         return _Attention.apply((recorder, causal), query, key, value, attn_mask)  # pyright: ignore[reportReturnType]
