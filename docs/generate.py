@@ -100,7 +100,13 @@ def _values(kind: str, name: str) -> str:
         return "`1`, `2`, `3`"
     if name == "shares":
         return "`auto`, or numbers, 1 or more, joined by commas"
-    if name in ("server", "staleness"):
+    if name == "staleness":
+        return "a number, 0 or more; `unbounded`"
+    if name == "compress":
+        return "`none`, `fp16`, `bf16`, `int8`, `powersgd`, `powersgd:4`, `topk`, `topk:0.01`"
+    if name in ("outer_lr", "outer_momentum"):
+        return "a number"
+    if name in ("server", "after", "backup"):
         return "a number, 0 or more"
     if kind == "str":
         return "names of modules"

@@ -28,6 +28,7 @@ class Place:
         local_world_size: workers on this machine; 0 where all of the run's are here.
         store: the key-value store the workers meet at: ``tcp://host:port`` of one already served, or ``env://``
             where a launcher such as torchrun serves it.
+        host: the address at which other workers reach this one.
     """
 
     rank: int = 0
@@ -35,6 +36,7 @@ class Place:
     local_rank: int = 0
     local_world_size: int = 0
     store: str = ""
+    host: str = "127.0.0.1"
 
     @property
     def workers_here(self) -> int:

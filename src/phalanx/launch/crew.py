@@ -31,7 +31,7 @@ import threading
 import time
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import IO, Any, final
+from typing import IO, Any, Protocol, final
 
 import torch.distributed as dist
 
@@ -51,6 +51,19 @@ _SOON = 0.002  # between looks at a worker that has reported and is about to end
 
 _CHUNK = 65536
 _NO_STEP = -1
+
+
+class Hosts(Protocol):
+    """Machines, or what stands in for them, that workers are put on; the launcher stays where it is."""
+
+    @property
+    def meeting(self) -> str:
+        """The launcher's address, which every worker reaches."""
+        ...
+
+    def enter(self, rank: int) -> str:
+        """Called by the worker ``rank`` as the first thing it does: puts it on its machine. Returns its address."""
+        ...
 
 
 @final
@@ -161,7 +174,7 @@ class Crew:
         failures: in the order they became known, up to the moment the launch began to end the workers.
     """
 
-    def __init__(self, target: Target, world_size: int) -> None:
+    def __init__(self, target: Target, world_size: int, hosts: Hosts | None = None) -> None:
         self.workers: list[Worker] = []
         self.failures: list[Failure] = []
         self._target: Target | None = target
@@ -170,7 +183,9 @@ class Crew:
         for rank in range(world_size):
             self._steps[rank] = _NO_STEP
         # bound before the fork, so that its port is known; served after it, so that no server thread is forked
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * world_size))
+        self._hosts = hosts
+        self._address = hosts.meeting if hosts else "127.0.0.1"
+        self._listener = socket.create_server((self._address, 0), backlog=max(128, 2 * world_size))
         self._port: int = self._listener.getsockname()[1]
         self._store: object = None
         self._guardian: Guardian | None = None
@@ -200,7 +215,7 @@ class Crew:
                 "fewer ranks, such as -n 1; or a higher limit of processes (ulimit -u) or open files (ulimit -n)"
             ) from self._trouble
         self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            "127.0.0.1",
+            self._address,
             self._port,
             is_master=True,
             wait_for_workers=False,
@@ -305,11 +320,14 @@ class Crew:
                 wires = Wires(
                     report=report, stdout=stdout, stderr=stderr, steps=self._steps, crash=crash, foreign=tuple(foreign)
                 )
-                meeting = f"tcp://127.0.0.1:{self._port}"
-                size = self._world_size
-                place = Place(rank=rank, world_size=size, local_rank=rank, store=meeting, local_world_size=size)
                 assert self._target is not None
-                live(self._target, place, wires, launcher)
+                live(self._target, self._place(rank), wires, launcher)
             guardian.add(pid)
             launchers.pop_all()  # from here on the worker object's
             return Worker(rank, pid, reading, crash)
+
+    def _place(self, rank: int) -> Place:
+        """Of a worker, in its own process."""
+        size, meeting = self._world_size, f"tcp://{self._address}:{self._port}"
+        host = self._hosts.enter(rank) if self._hosts else self._address
+        return Place(rank=rank, world_size=size, local_rank=rank, store=meeting, local_world_size=size, host=host)

@@ -14,7 +14,7 @@ import torch
 
 from phalanx.errors import RunError
 from phalanx.launch.child import Target
-from phalanx.launch.crew import Crew
+from phalanx.launch.crew import Crew, Hosts
 from phalanx.launch.failure import first, memory_kills, worker_error
 from phalanx.launch.guard import Interrupts
 
@@ -22,7 +22,9 @@ _TICK = 0.05  # seconds between looks at the workers while nothing is heard of t
 _WATCH = 0.1  # seconds between calls of watch
 
 
-def launch(target: Target, world_size: int, *, watch: Callable[[], None] | None = None) -> list[Any]:
+def launch(
+    target: Target, world_size: int, *, watch: Callable[[], None] | None = None, hosts: Hosts | None = None
+) -> list[Any]:
     """Run ``target(place, report_step)`` in ``world_size`` forked workers and return their results in rank order.
 
     The first failure ends all workers within 3 s. So do Ctrl-C and SIGTERM, which then go on as ``KeyboardInterrupt``
@@ -34,6 +36,7 @@ def launch(target: Target, world_size: int, *, watch: Callable[[], None] | None 
             worker begins, which costs next to nothing. Its result must be JSON.
         world_size: workers; one is forked too, so that every fault looks alike.
         watch: called in this process about ten times a second, and once more when all workers are done.
+        hosts: where workers are put; all on this machine where not given.
 
     Raises:
         WorkerError: a worker failed; the first that did is named, with its own traceback.
@@ -42,7 +45,7 @@ def launch(target: Target, world_size: int, *, watch: Callable[[], None] | None 
     _refuse_where_cuda_runs()
     kills_before = memory_kills()
     with Interrupts() as interrupts:
-        crew = Crew(target, world_size)
+        crew = Crew(target, world_size, hosts)
         try:
             crew.start()
             next_watch = 0.0

@@ -12,6 +12,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpi
 Attention = Literal["ring", "alltoall", "gather"]
 Sync = Literal["each", "local", "diloco"]
 Outer = Literal["none", "nesterov", "sgd"]
+Compensate = Literal["none", "rate", "delay"]
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 """The dimensions of the mesh, from the one whose ranks are farthest apart to the one whose ranks are neighbours."""
@@ -28,6 +29,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "attention": get_args(Attention),
     "sync": get_args(Sync),
     "outer": get_args(Outer),
+    "compensate": get_args(Compensate),
 }
 """Keys that take one of a few words."""
 
@@ -37,5 +39,17 @@ STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2, "
 TRUTHS = ("compile", "sequence")
 """Keys that are true or false."""
 
-TEXTS = ("split", "shares")
+TEXTS = ("split", "shares", "compress")
 """Keys that take a text of their own."""
+
+NUMBERS = ("outer_lr", "outer_momentum")
+"""Keys that take a number which need not be whole."""
+
+UNBOUNDED = "unbounded"
+"""How a plan's text says a staleness without end, ``math.inf``."""
+
+APART = (
+    *("sync", "every", "after", "fragments", "outer", "outer_lr", "outer_momentum"),
+    *("server", "staleness", "compensate", "backup", "compress", "shares"),
+)
+"""Keys of other ways to keep replicas together than summing whole gradients over even shares in every step."""

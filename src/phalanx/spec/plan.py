@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from dataclasses import dataclass, fields
@@ -12,15 +13,19 @@ from typing import Any, Literal
 import tomli_w
 
 from phalanx.errors import Problem, SpecError
+from phalanx.spec.apart import bounds, outer_defaults
 from phalanx.spec.fields import is_whole
 from phalanx.spec.keys import (
     AXES,
     CHOICES,
     DATA_AXES,
+    NUMBERS,
     STAGES,
     TEXTS,
     TRUTHS,
+    UNBOUNDED,
     Attention,
+    Compensate,
     Device,
     Offload,
     Outer,
@@ -63,10 +68,21 @@ class Plan:
             by itself and averages parameters; ``diloco`` hands the average of what they learnt to an outer optimizer.
             ``local`` and ``diloco`` can be forecast, not yet run.
         every: steps from one averaging to the next, with ``local`` and ``diloco``.
+        after: steps with gradients summed in each of them before ``local`` or ``diloco`` begins (post-local SGD).
+        fragments: parts of the model that ``local`` and ``diloco`` average in turn, each while the next steps compute;
+            1 averages all of it at once.
         outer: optimizer of ``diloco``; ``nesterov`` where not given, ``none`` for others.
+        outer_lr: learning rate of the outer optimizer; 0.7 for ``nesterov`` and 1 for ``sgd`` where not given.
+        outer_momentum: of ``nesterov``; 0.9 where not given.
         server: parameter servers beside the ranks of ``dp``, on the hosts' processors; they hold the optimizer. Can be
             forecast, not yet run.
-        staleness: with ``server``, steps that a worker may be ahead of the slowest; 0, where not given, is synchronous.
+        staleness: with ``server``, updates that the parameters a gradient is of may lack; 0, where not given, is
+            synchronous, ``unbounded`` (``math.inf``) makes nobody wait.
+        compensate: with ``staleness``, what is done against it: ``rate`` divides a gradient by its staleness, ``delay``
+            corrects it to first order for what the parameters have moved by since (DC-ASGD).
+        backup: with ``server``, workers that a step does not wait for: it ends when the others' gradients are in.
+        compress: how gradients (or averaged parameters) are sent between ranks of ``dp`` or to servers: ``none``,
+            ``fp16``, ``bf16``, ``int8``, ``powersgd:RANK``, ``topk:SHARE``. Can be forecast, not yet run.
         shares: of the global batch, for each rank of ``dp``: weights such as ``3,1``; ``auto`` by speed, as far as
             memory goes; empty: even. Can be forecast, not yet run.
     """
@@ -93,8 +109,15 @@ class Plan:
     sync: Sync = "each"
     every: int = 1
     outer: Outer = None  # pyright: ignore[reportAssignmentType]  # a word from __post_init__ on
+    after: int = 0
+    fragments: int = 1
+    outer_lr: float = None  # pyright: ignore[reportAssignmentType]  # a number from __post_init__ on
+    outer_momentum: float = None  # pyright: ignore[reportAssignmentType]  # a number from __post_init__ on
     server: int = 0
-    staleness: int | None = None
+    staleness: float | None = None
+    compensate: Compensate = "none"
+    backup: int = 0
+    compress: str = "none"
     shares: str = ""
 
     def __post_init__(self) -> None:
@@ -104,6 +127,9 @@ class Plan:
             object.__setattr__(self, "stages", STAGES.get(self.schedule, 1))
         if self.outer is None:  # pyright: ignore[reportUnnecessaryComparison]
             object.__setattr__(self, "outer", "nesterov" if self.sync == "diloco" else "none")
+        for name, value in outer_defaults(self.outer).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         if self.staleness is None and is_whole(self.server, 1):
             object.__setattr__(self, "staleness", 0)
         problems = problems_of(self)
@@ -141,11 +167,7 @@ class Plan:
 
         Whoever reads it should be told ``exact: no`` with it.
         """
-        if self.sync != "each":
-            return f"replicas step by themselves, and are brought together after {_steps(self.every)}"
-        if self.staleness:
-            return f"a worker's parameters lack at most {_steps(self.staleness)} of each other worker"
-        return ""
+        return "; ".join(bounds(self))
 
     @property
     def exact(self) -> bool:
@@ -245,10 +267,6 @@ class Plan:
         return _build(values, problems)
 
 
-def _steps(count: int) -> str:
-    return f"{count} step{'s' if count > 1 else ''}"
-
-
 def words(text: str) -> list[str]:
     """The words of a plan's text: spaces part them, and commas but for those before a digit (``shares=3,1``)."""
     return re.sub(r"\s*,\s*(?!\s|\d)", " ", re.sub(r"\s*,\s*(?=\d)", ",", text)).split()
@@ -264,6 +282,9 @@ def _given(plan: Plan) -> dict[str, Any]:
         values["outer"] = Plan().outer
     if plan.server and plan.staleness == 0:
         values["staleness"] = None
+    for name, value in outer_defaults(plan.outer).items():
+        if values[name] == value:
+            values[name] = getattr(Plan(), name)
     return values
 
 
@@ -295,9 +316,20 @@ def _parse_value(key: str, text: str) -> tuple[Any, Problem | None]:
         if text not in ("true", "false"):
             return None, Problem(where=f"plan.{key}", given=repr(text), allowed="true or false", fix=f"{key}=true")
         return text == "true", None
+    if key in NUMBERS:
+        return _number(key, text)
+    if key == "staleness" and text == UNBOUNDED:
+        return math.inf, None
     try:
         return int(text), None
     except ValueError:
         return None, Problem(
             where=f"plan.{key}", given=repr(text), allowed="a whole number", fix=f"{key}={3 if key == 'zero' else 2}"
         )
+
+
+def _number(key: str, text: str) -> tuple[float | None, Problem | None]:
+    try:
+        return float(text), None
+    except ValueError:
+        return None, Problem(where=f"plan.{key}", given=repr(text), allowed="a number", fix=f"{key}=0.7")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.errors import Problem
+from phalanx.spec.keys import APART
 from phalanx.spec.plan import Plan
 from phalanx.spec.shares import dealt, weights
 
@@ -44,8 +45,8 @@ def share_problems(plan: Plan, batch: int) -> list[Problem]:
 def unready(plan: Plan) -> list[Problem]:
     """What of ``plan`` can be forecast, but not run yet."""
     found: list[Problem] = []
-    plain = {"sync": "each", "every": 1, "outer": "none", "server": 0, "staleness": None, "shares": ""}
-    for name in ("sync", "server", "shares"):
+    plain = {name: getattr(Plan(), name) for name in APART}
+    for name in ("sync", "server", "shares", "compress"):
         value = getattr(plan, name)
         if value != plain[name]:
             given = f"{name}={value}, which can be forecast but not run yet"
