@@ -115,7 +115,7 @@ def _start(job: Job, spec: RunSpec, watch: Callable[[], None] | None, cores: int
     try:
         with Teller(job, spec, threads=cores, watch=watch) as teller:
             prepare_run(spec)
-            launch(work, plan.world_size, watch=teller)
+            launch(work, plan.processes, watch=teller, reserves=_RESERVES if plan.server else 0)
     except WorkerError as error:
         record(error, folder)
         if said := too_little(error, folder):
@@ -230,6 +230,8 @@ def _alone(plan: Plan) -> Problem:
         fix=f"torchrun --nproc-per-node {plan.world_size} script.py",
     )
 
+
+_RESERVES = 3  # killed workers and servers that a run with servers replaces
 
 _group = ExitStack()  # the process group that ``build`` joins stays until the process ends
 atexit.register(_group.close)

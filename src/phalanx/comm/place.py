@@ -29,6 +29,7 @@ class Place:
         store: the key-value store the workers meet at: ``tcp://host:port`` of one already served, or ``env://``
             where a launcher such as torchrun serves it.
         host: the address at which other workers reach this one.
+        generation: how often the process of this rank has been replaced.
     """
 
     rank: int = 0
@@ -37,6 +38,7 @@ class Place:
     local_world_size: int = 0
     store: str = ""
     host: str = "127.0.0.1"
+    generation: int = 0
 
     @property
     def workers_here(self) -> int:

@@ -47,7 +47,7 @@ class Wires:
     foreign: tuple[int, ...]
 
 
-def live(target: Target, place: Place, wires: Wires, launcher: int) -> NoReturn:
+def live(target: Target, take_place: Callable[[], Place], wires: Wires, launcher: int) -> NoReturn:
     """Run ``target`` as this worker and end the process.
 
     It ends by ``os._exit``, as forked processes of Python's multiprocessing do: exit handlers and destructors that came
@@ -55,12 +55,16 @@ def live(target: Target, place: Place, wires: Wires, launcher: int) -> NoReturn:
 
     Args:
         target: what to run.
-        place: of this worker.
+        take_place: gives this worker's place, perhaps only after a while.
         wires: to the launcher.
         launcher: the launcher's process id.
     """
     try:
         _settle(wires, launcher)
+        try:
+            place = take_place()
+        except BaseException as error:
+            _end(wires, json.dumps({"error": describe(error)}), 1)
         _set_threads(place.world_size)
         # a store into shared memory: about 0.1 µs, no system call, so a loop may report every step
         report_step = partial(wires.steps.__setitem__, place.rank)

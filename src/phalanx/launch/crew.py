@@ -19,7 +19,6 @@ The forking thread lives as long as the workers: the kernel binds the parent-dea
 from __future__ import annotations
 
 import _thread
-import json
 import mmap
 import os
 import selectors
@@ -31,16 +30,17 @@ import threading
 import time
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import IO, Any, Protocol, final
+from functools import partial
+from typing import Protocol, final
 
 import torch.distributed as dist
 
 from phalanx.comm import Place
 from phalanx.errors import RunError
 from phalanx.launch.child import Target, Wires, live
-from phalanx.launch.failure import Failure, signal_name
+from phalanx.launch.failure import Failure
 from phalanx.launch.guard import Guardian, fork, kill_group
-from phalanx.launch.relay import Relay
+from phalanx.launch.member import Worker, summoned
 
 # seconds; together they stay well under the 3 s in which everything has to be over
 _SETTLE = 0.3  # after a failure, for reports of ranks that failed at the same time
@@ -49,7 +49,6 @@ _GRACE = 0.5  # between SIGTERM and SIGKILL
 _KILL = 1.0  # after SIGKILL
 _SOON = 0.002  # between looks at a worker that has reported and is about to end
 
-_CHUNK = 65536
 _NO_STEP = -1
 
 
@@ -67,105 +66,6 @@ class Hosts(Protocol):
 
 
 @final
-class Worker:
-    """One worker process.
-
-    Attributes:
-        result: what it returned; meaningful once it has ended without a failure.
-        ended: its process is gone and everything it said has been read.
-        descriptors: the launcher's ends of its pipes that are still open.
-    """
-
-    def __init__(self, rank: int, pid: int, pipes: list[int], crash: IO[bytes]) -> None:
-        self.rank = rank
-        self.pid = pid
-        self.result: Any = None
-        self.ended = False
-        self.failed = False
-        self.descriptors = set(pipes)
-        self._report_pipe, stdout, stderr = pipes
-        self._relays = {stdout: Relay(rank, "stdout"), stderr: Relay(rank, "stderr")}
-        self._crash = crash
-        self._report = bytearray()
-
-    @property
-    def reported(self) -> bool:
-        """Whether its result or error has come."""
-        return self._report.endswith(b"\n")
-
-    def read(self, descriptor: int) -> bool:
-        """Take in what one of its pipes holds. Returns whether there was anything; closes the pipe at its end."""
-        try:
-            data = os.read(descriptor, _CHUNK)
-        except BlockingIOError:
-            return False
-        if not data:
-            os.close(descriptor)
-            self.descriptors.discard(descriptor)
-        elif descriptor == self._report_pipe:
-            self._report += data
-        else:
-            self._relays[descriptor].feed(data)
-        return bool(data)
-
-    def failure(self, step: int | None) -> Failure | None:
-        """The failure it has reported, once."""
-        if self.failed or not self.reported:
-            return None
-        report = json.loads(self._report)
-        if "error" not in report:
-            self.result = report["result"]
-            return None
-        self.failed = True
-        return Failure(rank=self.rank, step=step, **report["error"])
-
-    def reap(self) -> int | None:
-        """Its exit status as of ``os.waitpid``, once it has ended; whatever it had started ends with it."""
-        try:
-            if hasattr(os, "waitid"):
-                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                    return None
-                kill_group(self.pid, signal.SIGKILL)  # while its number cannot yet be someone else's
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-        except ChildProcessError:  # the application around us does not keep exit statuses
-            pid, status = self.pid, 0
-        if pid == 0:
-            return None
-        for descriptor in tuple(self.descriptors):
-            for _ in range(64):  # more than a pipe holds; no end is promised where a stranger still writes
-                if not self.read(descriptor):
-                    break
-        self.ended = True
-        return status
-
-    def failure_of_exit(self, status: int, step: int | None) -> Failure | None:
-        """The failure that only the way it ended tells of."""
-        if self.failed or (self.reported and status == 0):
-            return None
-        self.failed = True
-        code = os.waitstatus_to_exitcode(status)
-        self._crash.seek(0)
-        return Failure(
-            rank=self.rank,
-            step=step,
-            kind=f"signal {-code}" if code < 0 else f"exit {code}",
-            message=signal_name(-code) if code < 0 else "the process ended without a result",
-            traceback=self._crash.read().decode(errors="replace"),
-            time=time.monotonic(),
-            signal=max(0, -code),
-        )
-
-    def close(self) -> None:
-        """Let go of its pipes and files."""
-        for descriptor in self.descriptors:
-            os.close(descriptor)
-        self.descriptors.clear()
-        for relay in self._relays.values():
-            relay.close()
-        self._crash.close()
-
-
-@final
 class Crew:
     """All workers of one launch.
 
@@ -174,11 +74,15 @@ class Crew:
         failures: in the order they became known, up to the moment the launch began to end the workers.
     """
 
-    def __init__(self, target: Target, world_size: int, hosts: Hosts | None = None) -> None:
+    def __init__(self, target: Target, world_size: int, hosts: Hosts | None = None, reserves: int = 0) -> None:
         self.workers: list[Worker] = []
+        self._members: list[Worker] = []  # whoever was forked, the reserves as well
+        self._reserves: list[Worker] = []  # idle, for ranks whose process is killed
         self.failures: list[Failure] = []
         self._target: Target | None = target
         self._world_size = world_size
+        self._reserved = reserves
+        self._replaced = [0] * world_size
         self._steps = memoryview(mmap.mmap(-1, 8 * world_size)).cast("q")
         for rank in range(world_size):
             self._steps[rank] = _NO_STEP
@@ -199,6 +103,10 @@ class Crew:
         """Whether every worker has ended."""
         return all(worker.ended for worker in self.workers)
 
+    @property
+    def _all_gone(self) -> bool:
+        return all(worker.ended for worker in self._members)
+
     def start(self) -> None:
         """Fork the workers and serve the store they meet at."""
         for stream in (sys.stdout, sys.stderr):
@@ -206,12 +114,12 @@ class Crew:
                 stream.flush()  # else what is buffered could be printed once more by each worker
         _thread.start_new_thread(self._fork_all, ())
         self._forked.wait()
-        for worker in self.workers:
+        for worker in self._members:
             for descriptor in worker.descriptors:
                 self._selector.register(descriptor, selectors.EVENT_READ, worker)
         if self._trouble:
             raise RunError(
-                f"could not start worker {len(self.workers)} of {self._world_size}: {self._trouble}\n    try: "
+                f"could not start worker {len(self._members)} of {self._world_size}: {self._trouble}\n    try: "
                 "fewer ranks, such as -n 1; or a higher limit of processes (ulimit -u) or open files (ulimit -n)"
             ) from self._trouble
         self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
@@ -232,22 +140,38 @@ class Crew:
             worker.read(key.fd)
             if key.fd not in worker.descriptors:
                 self._selector.unregister(key.fd)
-        for worker in self.workers:
-            if worker.ended:
-                continue
-            open_before = tuple(worker.descriptors)
-            status = worker.reap()
-            if failure := worker.failure(self._step(worker)):
-                self.failures.append(failure)
-            if status is None:
-                continue
-            for descriptor in open_before:
-                self._selector.unregister(descriptor)
-            if self._guardian:
-                self._guardian.remove(worker.pid)
-            if failure := worker.failure_of_exit(status, self._step(worker)):
-                self.failures.append(failure)
-            worker.close()
+        for worker in self._members:
+            if not worker.ended:
+                self._look_at(worker)
+
+    def _look_at(self, worker: Worker) -> None:
+        open_before = tuple(worker.descriptors)
+        status = worker.reap()
+        if failure := worker.failure(self._step(worker)):
+            self.failures.append(failure)
+        if status is None:
+            return
+        for descriptor in open_before:
+            self._selector.unregister(descriptor)
+        if self._guardian:
+            self._guardian.remove(worker.pid)
+        failure = worker.failure_of_exit(status, self._step(worker))
+        worker.close()
+        if worker in self._reserves:
+            self._reserves.remove(worker)
+        elif failure and not (failure.signal and self._replace(worker.rank)):
+            self.failures.append(failure)
+
+    def _replace(self, rank: int) -> bool:
+        """Put a reserve in the place of a killed worker. Returns whether there was one."""
+        if not self._reserves:
+            return False
+        reserve = self._reserves.pop(0)
+        self._replaced[rank] += 1
+        self._steps[rank] = _NO_STEP
+        self.workers[rank] = reserve
+        reserve.call(rank, self._replaced[rank])
+        return True
 
     def settle(self) -> None:
         """After a failure, wait a moment for the failures of other ranks: one of them may have come first."""
@@ -263,17 +187,18 @@ class Crew:
     def end(self) -> None:
         """End all workers and whatever they started, by force if need be, and let go of everything."""
         known = list(self.failures)
+        self._reserves.clear()  # nobody is replaced any more
         for number, patience in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, _KILL)):
-            for worker in self.workers:
+            for worker in self._members:
                 if not worker.ended:
                     kill_group(worker.pid, number)
             deadline = time.monotonic() + patience
-            while not self.done and time.monotonic() < deadline:
+            while not self._all_gone and time.monotonic() < deadline:
                 self.listen(_SOON)
         self.failures = known  # what failed since then failed because it was being ended
         if self._guardian:
             self._guardian.dismiss()
-        for worker in self.workers:
+        for worker in self._members:
             if not worker.ended:
                 worker.close()
         self._selector.close()
@@ -291,14 +216,17 @@ class Crew:
     def _fork_all(self) -> None:
         try:
             self._guardian = guardian = Guardian()
-            for rank in range(self._world_size):
-                self.workers.append(self._fork(rank, guardian))
+            for number in range(self._world_size + self._reserved):
+                member = self._fork(number, guardian)
+                self._members.append(member)
+                (self.workers if number < self._world_size else self._reserves).append(member)
         except BaseException as error:
             self._trouble = error
         self._forked.set()
         self._over.wait()
 
-    def _fork(self, rank: int, guardian: Guardian) -> Worker:
+    def _fork(self, number: int, guardian: Guardian) -> Worker:
+        """Fork the worker ``number``, or beyond the last rank a reserve."""
         with ExitStack() as launchers, ExitStack() as workers:
             reading: list[int] = []
             writing: list[int] = []
@@ -309,25 +237,37 @@ class Crew:
                 os.set_blocking(ours, False)
                 reading.append(ours)
                 writing.append(theirs)
+            summons, summoning = os.pipe()
+            workers.callback(os.close, summons)
+            launchers.callback(os.close, summoning)
             crash = launchers.enter_context(tempfile.TemporaryFile())
             launcher = os.getpid()
             pid = fork()
             if pid == 0:
                 guardian.forget()
-                foreign = [*reading, *(ours for worker in self.workers for ours in worker.descriptors)]
-                foreign.append(self._listener.detach())
+                others = (ours for member in self._members for ours in (*member.descriptors, member.summoning))
+                foreign = (*reading, summoning, self._listener.detach(), *others)
                 report, stdout, stderr = writing
                 wires = Wires(
-                    report=report, stdout=stdout, stderr=stderr, steps=self._steps, crash=crash, foreign=tuple(foreign)
+                    report=report, stdout=stdout, stderr=stderr, steps=self._steps, crash=crash, foreign=foreign
                 )
                 assert self._target is not None
-                live(self._target, self._place(rank), wires, launcher)
+                live(self._target, partial(self._place, number, summons), wires, launcher)
             guardian.add(pid)
             launchers.pop_all()  # from here on the worker object's
-            return Worker(rank, pid, reading, crash)
+            return Worker(number, pid, reading, summoning, crash)
 
-    def _place(self, rank: int) -> Place:
-        """Of a worker, in its own process."""
+    def _place(self, number: int, summons: int) -> Place:
+        """Of a worker, in its own process; a reserve waits here until it has one."""
+        rank, generation = (number, 0) if number < self._world_size else summoned(summons)
         size, meeting = self._world_size, f"tcp://{self._address}:{self._port}"
         host = self._hosts.enter(rank) if self._hosts else self._address
-        return Place(rank=rank, world_size=size, local_rank=rank, store=meeting, local_world_size=size, host=host)
+        return Place(
+            rank=rank,
+            world_size=size,
+            local_rank=rank,
+            store=meeting,
+            local_world_size=size,
+            host=host,
+            generation=generation,
+        )

@@ -23,7 +23,12 @@ _WATCH = 0.1  # seconds between calls of watch
 
 
 def launch(
-    target: Target, world_size: int, *, watch: Callable[[], None] | None = None, hosts: Hosts | None = None
+    target: Target,
+    world_size: int,
+    *,
+    watch: Callable[[], None] | None = None,
+    hosts: Hosts | None = None,
+    reserves: int = 0,
 ) -> list[Any]:
     """Run ``target(place, report_step)`` in ``world_size`` forked workers and return their results in rank order.
 
@@ -37,6 +42,7 @@ def launch(
         world_size: workers; one is forked too, so that every fault looks alike.
         watch: called in this process about ten times a second, and once more when all workers are done.
         hosts: where workers are put; all on this machine where not given.
+        reserves: how many killed workers are replaced by a process that begins anew, with the same rank.
 
     Raises:
         WorkerError: a worker failed; the first that did is named, with its own traceback.
@@ -45,7 +51,7 @@ def launch(
     _refuse_where_cuda_runs()
     kills_before = memory_kills()
     with Interrupts() as interrupts:
-        crew = Crew(target, world_size, hosts)
+        crew = Crew(target, world_size, hosts, reserves)
         try:
             crew.start()
             next_watch = 0.0

@@ -138,8 +138,13 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Processes the plan needs."""
+        """Ranks of the mesh: processes that compute."""
         return prod(self.mesh.values())
+
+    @property
+    def processes(self) -> int:
+        """Processes of a run: the ranks of the mesh, and servers."""
+        return self.world_size + self.server
 
     @property
     def mesh(self) -> dict[str, int]:
