@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.comm import Place, meet
+from phalanx.comm import Place
+from phalanx.comm.place import meet
 from phalanx.errors import WorkerError
 from phalanx.launch.local import launch
 
