@@ -210,7 +210,7 @@ class Crew:
         self._over.set()
 
     def _step(self, worker: Worker) -> int | None:
-        step = self._steps[worker.rank]
+        step = self._steps[worker.rank] if worker.rank < self._world_size else _NO_STEP
         return None if step == _NO_STEP else step
 
     def _fork_all(self) -> None:
