@@ -1,0 +1,10 @@
+"""Sending less: codecs, what they leave out and when it is made up for, and averages that go through them."""
+
+from phalanx.parallel.compress.averaged import averaged
+from phalanx.parallel.compress.choice import codec
+from phalanx.parallel.compress.codec import Codec, message, read
+from phalanx.parallel.compress.feedback import Feedback
+from phalanx.parallel.compress.lane import Lane, lane
+from phalanx.parallel.compress.wire import Traffic, Wire
+
+__all__ = ["Codec", "Feedback", "Lane", "Traffic", "Wire", "averaged", "codec", "lane", "message", "read"]

@@ -1,0 +1,63 @@
+"""Collectives on flat tensors over one group, each counting the bytes that leave this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(kw_only=True, slots=True)
+class Traffic:
+    """What this rank handed to the network, and what would have gone otherwise.
+
+    Attributes:
+        sent: bytes sent to other ranks.
+        whole: bytes that fp32, all-reduced by a ring, would have been: 2 (ranks - 1) / ranks of 4 bytes an element.
+        steps: optimizer steps in which that was.
+    """
+
+    sent: int = 0
+    whole: int = 0
+    steps: int = 0
+
+    def beside(self, count: int, ranks: int) -> None:
+        """``count`` fp32 elements were averaged over so many ranks in another way than by a ring of whole numbers."""
+        self.whole += 8 * count * (ranks - 1) // ranks
+
+
+class Wire:
+    """A group of ranks to talk to; every method waits until what it does is done (on CUDA: queues it).
+
+    ``group`` is any ``ProcessGroup``, or a backend made by itself, such as ``ProcessGroupGloo``.
+    """
+
+    def __init__(self, group: Any, traffic: Traffic | None = None) -> None:
+        self._group = group
+        self.traffic = traffic or Traffic()
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """Row i of ``rows`` (ranks, n) goes to rank i; gives (ranks, n), row i from rank i."""
+        found = torch.empty_like(rows)
+        self._group.alltoall_base(found.view(-1), rows.view(-1), [], []).wait()
+        self._count(rows.nbytes * (self.size - 1) // self.size)
+        return found
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Every rank's ``part`` (n,), in rank order: (ranks, n)."""
+        found = part.new_empty(self.size, part.numel())
+        self._group._allgather_base(found.view(-1), part).wait()
+        self._count(part.nbytes * (self.size - 1))
+        return found
+
+    def all_reduce(self, flat: Tensor) -> None:
+        """Sum ``flat`` over the ranks, in place. Counted as a ring sends it: 2 (ranks - 1) / ranks of its bytes."""
+        self._group.allreduce([flat]).wait()
+        self._count(2 * flat.nbytes * (self.size - 1) // self.size)
+
+    def _count(self, size: int) -> None:
+        self.traffic.sent += size
