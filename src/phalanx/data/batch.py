@@ -35,13 +35,18 @@ class StepBatch:
         step: optimizer step, 0-based over the whole run.
         epoch: pass over the data, 0-based.
         samples: in the **global** batch, over all processes.
-        parts: for each part held by this process, its micro-batches; all parts have equally many.
+        parts: for each part held by this process, its micro-batches.
     """
 
     step: int
     epoch: int
     samples: int
     parts: tuple[tuple[MicroBatch, ...], ...]
+
+    @property
+    def here(self) -> int:
+        """Samples of the global batch that this process holds."""
+        return sum(micro.samples for part in self.parts for micro in part)
 
 
 def step_batch(

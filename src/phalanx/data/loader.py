@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, final
 
 import numpy as np
 
 from phalanx.data.batch import StepBatch, step_batch
+from phalanx.data.dealing import Dealing
 from phalanx.data.fetch import Fetcher, is_stream
 from phalanx.data.indexed import IndexedReader
 from phalanx.data.sampler import GlobalBatchSampler
@@ -61,13 +62,14 @@ class Loader:
                 or neither map-style data nor a stream.
         """
         self._workers = Workers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
+        self._dealing = Dealing(lane, micro, first_step)
         self._indexed: IndexedReader | None = None
         self._stream: StreamReader | None = None
         self.length: int | None = None
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = job.steps if total_steps is None else total_steps
         if is_stream(dataset):
-            self._stream = _stream_reader(dataset, job, lane, micro, (first_step, self.total_steps))
+            self._stream = _stream_reader(dataset, job, self._dealing, (first_step, self.total_steps))
             return
         sampler = GlobalBatchSampler(
             length=len(dataset),
@@ -83,8 +85,7 @@ class Loader:
         self._indexed = IndexedReader(
             fetcher=Fetcher(dataset, job.collate, job.seed),
             sampler=sampler,
-            lane=lane,
-            micro=micro,
+            dealing=self._dealing,
             first=first_step,
             stop=self.total_steps,
         )
@@ -95,6 +96,30 @@ class Loader:
             return self._indexed.fetcher.fetch(0, np.arange(min(count, self.length or count)))
         assert self._stream is not None
         return self._stream.first(count)
+
+    @property
+    def next_step(self) -> int:
+        """The first step of which nothing has been asked for yet, by whoever reads ahead."""
+        return self._dealing.next
+
+    @property
+    def deals_here(self) -> bool:
+        """Whether steps are dealt out in this process, so that ``deal`` can change how; not by workers of a stream."""
+        return self._stream is None or not self._workers.count
+
+    def lane(self, step: int) -> Lane:
+        """The parts held here, with the weights that hold in ``step``."""
+        return self._dealing.lane(step)
+
+    def deal(self, weights: Sequence[float], step: int) -> None:
+        """From ``step`` on, give parts samples in proportion to these weights (``Lane.weights``), on every process.
+
+        Raises:
+            ValueError: if that step has been read already, or workers of a stream deal it out.
+        """
+        if not self.deals_here:
+            raise ValueError("the processes that read this stream deal it out by themselves")
+        self._dealing.change(weights, step)
 
     def __iter__(self) -> Steps:
         if self._indexed is not None:
@@ -127,8 +152,7 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None,
     reader = IndexedReader(
         fetcher=Fetcher(dataset, job.collate, job.seed),
         sampler=sampler,
-        lane=lane,
-        micro=micro,
+        dealing=Dealing(lane, micro),
         first=0,
         stop=sampler.steps_per_epoch,
     )
@@ -145,9 +169,7 @@ def _indexed_ahead(reader: IndexedReader, workers: Workers) -> Steps:
         yield from reader.steps(lambda epoch, ids: next(results))
 
 
-def _stream_reader(
-    dataset: Any, job: Job, lane: Lane, micro: int | None, steps: tuple[int, int | None]
-) -> StreamReader:
+def _stream_reader(dataset: Any, job: Job, dealing: Dealing, steps: tuple[int, int | None]) -> StreamReader:
     if job.shuffle:
         raise SpecError(
             [
@@ -162,8 +184,7 @@ def _stream_reader(
     return StreamReader(
         dataset=dataset,
         batch=job.batch,
-        lane=lane,
-        micro=micro,
+        dealing=dealing,
         seed=job.seed,
         drop_last=job.drop_last,
         collate=job.collate,
@@ -184,4 +205,6 @@ def _stream_steps(reader: StreamReader, workers: Workers) -> Steps:
 def _of_group(reader: StreamReader, group: Group) -> StepBatch:
     ids = np.arange(group.position, group.position + group.samples, dtype=np.int64)
     batches = iter(group.batches)
-    return step_batch(group.step, group.epoch, ids, reader.cuts(group.samples), lambda epoch, ids: next(batches))
+    return step_batch(
+        group.step, group.epoch, ids, reader.cuts(group.step, group.samples), lambda epoch, ids: next(batches)
+    )

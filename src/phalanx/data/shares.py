@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from phalanx.spec import Plan
+from phalanx.spec.shares import dealt, weights
 
 
 def share(total: int, part: int, parts: int) -> tuple[int, int]:
@@ -20,6 +24,30 @@ def share(total: int, part: int, parts: int) -> tuple[int, int]:
     return start, start + size + (part < larger)
 
 
+def spans(total: int, parts: int, each: Sequence[float] = ()) -> tuple[tuple[int, int], ...]:
+    """The ranges [start, stop) of ``total`` samples that belong to each of ``parts``.
+
+    ``each`` are weights of equally large runs of parts, such as the ranks of ``dp``: a run gets samples in proportion
+    to its weight, which its parts share evenly. Without weights all parts do: ``spans(8, 4, (3, 1))`` is 3, 3, 1, 1.
+
+    Raises:
+        ValueError: if parts do not divide over the weights.
+    """
+    if not each:
+        return tuple(share(total, part, parts) for part in range(parts))
+    inner, left = divmod(parts, len(each))
+    if left:
+        raise ValueError(f"{parts} parts do not divide over {len(each)} weights")
+    found: list[tuple[int, int]] = []
+    first = 0
+    for count in dealt(total, each):
+        for index in range(inner):
+            start, stop = share(count, index, inner)
+            found.append((first + start, first + stop))
+        first += count
+    return tuple(found)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lane:
     """Which parts of every global batch this process holds.
@@ -30,15 +58,31 @@ class Lane:
         first: the first part held here, 0-based.
         count: parts held here.
         parts: parts over all processes.
+        weights: of equally large runs of parts, as ``spans`` takes them; empty: all parts are even.
+        alike: with weights, whether every part needs as many micro-batches as any other, because they communicate in
+            each; otherwise only those of the same weight do.
     """
 
     first: int = 0
     count: int = 1
     parts: int = 1
+    weights: tuple[float, ...] = ()
+    alike: bool = True
 
     def __post_init__(self) -> None:
         if self.first < 0 or self.count < 1 or self.first + self.count > self.parts:
             raise ValueError(f"parts {self.first}..{self.first + self.count - 1} are not all among {self.parts} parts")
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> Lane:
+        """The lane of ``rank`` under ``plan``; where its shares are ``auto``, the even one that they begin with."""
+        return cls(
+            first=plan.part(rank),
+            count=plan.threads,
+            parts=plan.replicas,
+            weights=tuple(map(float, weights(plan.shares) or (1,) * plan.dp)) if plan.shares else (),
+            alike=plan.zero >= 2,  # their gradients are scattered in each micro-batch
+        )
 
 
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
@@ -48,23 +92,39 @@ Cuts = tuple[tuple[tuple[int, int], ...], ...]
 def cuts(total: int, lane: Lane, micro: int | None) -> Cuts:
     """The micro-batches of a global batch of ``total`` samples, for the parts of ``lane``.
 
-    Every part of every process gets as many micro-batches as the largest share needs, so that all take part in the
-    same collectives; a part with fewer samples is filled up with empty ranges.
+    Parts that take part in the same collectives get as many micro-batches as the largest share of them needs. Of even
+    shares, one with fewer samples is filled up with empty ranges; uneven ones are each cut evenly into that many.
 
     Args:
         total: samples in the global batch, 1 or more.
         lane: the parts held by this process.
         micro: most samples in a micro-batch; ``None``: the whole share.
     """
-    largest = share(total, 0, lane.parts)[1]
-    size = micro or largest
-    count = -(-largest // size)
-    return tuple(
-        tuple(_piece(*share(total, part, lane.parts), index, size) for index in range(count))
-        for part in range(lane.first, lane.first + lane.count)
-    )
+    each = spans(total, lane.parts, lane.weights)
+    found: list[tuple[tuple[int, int], ...]] = []
+    for part in range(lane.first, lane.first + lane.count):
+        together = each if lane.alike or not lane.weights else _run(each, part, len(lane.weights))
+        largest = max(stop - start for start, stop in together)
+        size = micro or max(1, largest)
+        count = max(1, -(-largest // size))
+        even = bool(lane.weights) and lane.alike
+        cut = _evenly if even else _by_size
+        found.append(tuple(cut(*each[part], index, count if even else size) for index in range(count)))
+    return tuple(found)
 
 
-def _piece(start: int, stop: int, index: int, size: int) -> tuple[int, int]:
+def _run(each: Sequence[tuple[int, int]], part: int, runs: int) -> Sequence[tuple[int, int]]:
+    """The parts that share one weight with ``part``."""
+    inner = len(each) // runs
+    first = part // inner * inner
+    return each[first : first + inner]
+
+
+def _by_size(start: int, stop: int, index: int, size: int) -> tuple[int, int]:
     first = start + index * size
     return (first, min(first + size, stop)) if first < stop else (0, 0)
+
+
+def _evenly(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
+    first, last = share(stop - start, index, count)
+    return (start + first, start + last) if first < last else (0, 0)

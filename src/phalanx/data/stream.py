@@ -17,15 +17,16 @@ A dataset may offer:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import default_collate
 
+from phalanx.data.dealing import Dealing
 from phalanx.data.seeding import EpochSeeds
-from phalanx.data.shares import Cuts, Lane, cuts
+from phalanx.data.shares import Cuts
 from phalanx.errors import DataError
 
 
@@ -54,8 +55,7 @@ class StreamReader:
     Attributes:
         dataset: the stream.
         batch: samples in a global batch.
-        lane: the parts held here.
-        micro: most samples in a micro-batch.
+        dealing: which samples are for the parts held here, in which micro-batches.
         seed: of the random streams.
         drop_last: whether the partial last batch of a pass is dropped.
         collate: joins samples.
@@ -66,8 +66,7 @@ class StreamReader:
 
     dataset: Any
     batch: int
-    lane: Lane
-    micro: int | None
+    dealing: Dealing
     seed: int
     drop_last: bool
     collate: Callable[[list[Any]], Any] | None
@@ -75,23 +74,24 @@ class StreamReader:
     total_steps: int | None
     epochs: int | None
 
-    def cuts(self, samples: int) -> Cuts:
-        """The micro-batches of a global batch of ``samples``."""
-        return cuts(samples, self.lane, self.micro)
+    def cuts(self, step: int, samples: int) -> Cuts:
+        """The micro-batches of ``step``, whose global batch has ``samples``."""
+        return self.dealing.cuts(step, samples)
 
     def groups(self, worker: int = 0, workers: int = 1) -> Iterator[Group]:
         """Steps ``first_step + worker``, and every ``workers``-th after it."""
         for step, epoch, position, samples in self._global_batches():
             if step >= self.first_step and (step - self.first_step) % workers == worker:
-                yield Group(step, epoch, position, len(samples), self._collated(epoch, position, samples))
+                pieces = [piece for part in self.cuts(step, len(samples)) for piece in part]
+                batches = self._collated(epoch, position, samples, pieces)
+                yield Group(step, epoch, position, len(samples), batches)
 
     def first(self, count: int) -> Any:
         """The first ``count`` samples of the first pass, collated."""
         samples = next(self._pass(0, 0), [])[:count]
         return (self.collate or default_collate)(samples)
 
-    def _collated(self, epoch: int, position: int, samples: list[Any]) -> list[Any]:
-        pieces = [piece for part in self.cuts(len(samples)) for piece in part]
+    def _collated(self, epoch: int, position: int, samples: list[Any], pieces: Sequence[tuple[int, int]]) -> list[Any]:
         if self.collate is None:
             return [default_collate(samples[start:stop] if stop else samples[:1]) for start, stop in pieces]
         seeds = EpochSeeds.of(self.seed, epoch)

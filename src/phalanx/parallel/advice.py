@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.data.shares import share
+from phalanx.data.shares import Lane, cuts, share
 from phalanx.spec import Job, Plan
 
 _ENOUGH = 4  # micro-batches a rank, from which on at most about a fifth of the time is bubble
@@ -27,8 +27,8 @@ def advice(job: Job, plan: Plan) -> list[str]:
 
 def micro_batches(job: Job, plan: Plan) -> int:
     """Micro-batches of the largest share of a full global batch."""
-    start, stop = share(job.batch, 0, plan.replicas)
-    return -(-(stop - start) // plan.micro) if plan.micro else 1
+    ranks = range(0, plan.world_size, plan.world_size // plan.dp) if plan.shares else (0,)
+    return max(len(cuts(job.batch, Lane.of(plan, rank), plan.micro)[0]) for rank in ranks)
 
 
 def _idle(plan: Plan, micros: int) -> float:

@@ -19,7 +19,7 @@ from phalanx.parallel.replicate import Replicate
 from phalanx.parallel.single import Single
 from phalanx.parallel.threads import Threads
 from phalanx.spec import Job, Plan
-from phalanx.spec.rules import batch_problems, stage_problems, unready
+from phalanx.spec.rules import batch_problems, share_problems, stage_problems, unready
 
 
 def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
@@ -35,6 +35,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *compiled.check(plan, kind),
         *stage_problems(plan),
         *_check_precision(plan),
+        *share_problems(plan, job.batch),
         *unready(plan),
     ]
 

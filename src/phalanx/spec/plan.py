@@ -84,7 +84,7 @@ class Plan:
         compress: how gradients (or averaged parameters) are sent between ranks of ``dp`` or to servers: ``none``,
             ``fp16``, ``bf16``, ``int8``, ``powersgd:RANK``, ``topk:SHARE``. Can be forecast, not yet run.
         shares: of the global batch, for each rank of ``dp``: weights such as ``3,1``; ``auto`` by speed, as far as
-            memory goes; empty: even. Can be forecast, not yet run.
+            memory goes; empty: even.
     """
 
     dp: int = 1

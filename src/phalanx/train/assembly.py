@@ -102,7 +102,7 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     same_initial_values(module)
     found = [*notes(module, job, plan), *unbuilt]
     size = sum(tensor.numel() for tensor in module.parameters())
-    lane = Lane(first=plan.part(place.rank), count=plan.threads, parts=plan.replicas)
+    lane = Lane.of(plan, place.rank)
     kind = device_kind(plan, here)
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
     same_length(loader.length, "job.data")
