@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ FENCE = re.compile(
     r"(?:^<!-- (?P<note>[^\n]*?) -->\n)?^```(?P<language>\w+)(?P<options>[^\n]*)\n(?P<text>.*?)^```$",
     flags=re.MULTILINE | re.DOTALL,
 )
+_PATIENCE = 200  # seconds for a command
 LANGUAGES = {"console", "python", "toml", "text", "mermaid"}
 
 
@@ -77,21 +79,17 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path
-
-
 def run(argv: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command; one that does not end in time fails with 124, as ``timeout`` has it."""
     tools = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    argv = ["timeout", str(_PATIENCE), *argv]
+    return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", [page for page in PAGES if has_something_to_run(page)], ids=name_of)
-def test_what_the_page_shows_runs(page: Path, folder: Path) -> None:
+def walked(page: Path, folder: Path) -> str:
+    """What goes wrong when everything on the page is run in order; empty where nothing does."""
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     for block in blocks(page):
         if block.left_out:
             continue
@@ -99,13 +97,31 @@ def test_what_the_page_shows_runs(page: Path, folder: Path) -> None:
             (folder / block.title).write_text(block.text)
         elif block.language == "python":
             done = run([sys.executable, "-c", block.text], folder)
-            assert done.returncode == 0, f"{name_of(page)}:{block.line}\n{block.text}\n{done.stdout}{done.stderr}"
+            if done.returncode:
+                return f"{name_of(page)}:{block.line}\n{block.text}\n{done.stdout}{done.stderr}"
         elif block.language == "console":
             for command in commands(block):
                 done = run(["bash", "-c", command], folder)
-                assert done.returncode == block.exit_code, (
-                    f"{name_of(page)}:{block.line}: exit {done.returncode}\n$ {command}\n{done.stdout}{done.stderr}"
-                )
+                if done.returncode != block.exit_code:
+                    told = f"{done.stdout}{done.stderr}"
+                    return f"{name_of(page)}:{block.line}: exit {done.returncode}\n$ {command}\n{told}"
+    return ""
+
+
+@pytest.fixture(scope="module")
+def walks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
+    """What goes wrong on each page that is asked for. Pages wait for processes to start: two are run at a time."""
+    asked = [
+        item.callspec.params["page"] for item in request.session.items if "walks" in getattr(item, "fixturenames", ())
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(asked, pool.map(walked, asked, [tmp_path_factory.mktemp("page") for _ in asked]), strict=True))
+
+
+@pytest.mark.timeout(400, func_only=True)
+@pytest.mark.parametrize("page", [page for page in PAGES if has_something_to_run(page)], ids=name_of)
+def test_what_the_page_shows_runs(page: Path, walks: dict[Path, str]) -> None:
+    assert not walks[page], walks[page]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
