@@ -1,0 +1,197 @@
+"""Frames over TCP, straight out of and into the memory of tensors.
+
+A frame is a head of 16 bytes (what it is, the lengths of the two parts that follow), a small JSON object, and the bytes
+of tensors one after the other, whose kinds and shapes both sides know. Nothing is pickled, nothing copied on the way:
+``sendmsg`` reads tensors where they are and ``recv_into`` writes them where they belong. Socket calls let go of the
+interpreter's lock, so that one process serves many peers with a thread each.
+
+A peer's death is seen at once: the connection ends. A peer that is only unreachable may come back: the kernel sends
+again and again, and gives up after ``GIVEN_UP`` seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+GIVEN_UP = 90
+"""Seconds without any answer from a peer's machine after which its connection ends."""
+
+_HEAD = struct.Struct("<HHIQ")  # magic, kind, bytes of JSON, bytes of tensors
+_MAGIC = 0x5058
+_MOST_META = 1 << 26
+_AT_ONCE = 1 << 22  # bytes a system call moves
+_VECTORS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
+
+
+class LostError(ConnectionError):
+    """The peer is gone, or said something that is no frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What came before the bytes of tensors.
+
+    Attributes:
+        kind: what it is, a number that both sides know.
+        meta: the JSON object.
+        size: bytes of tensors that follow, to be taken in by ``fill`` or ``skip`` before the next frame.
+    """
+
+    kind: int
+    meta: dict[str, Any]
+    size: int
+
+
+def views(tensors: Iterable[torch.Tensor]) -> list[memoryview]:
+    """The memory of contiguous CPU tensors; views of it, to be made once where the same tensors travel often.
+
+    Raises:
+        ValueError: if a tensor is elsewhere or has gaps.
+    """
+    found: list[memoryview] = []
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(f"not a run of host memory: a tensor of shape {list(tensor.shape)} on {tensor.device}")
+        if tensor.numel():
+            found.append(memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()))
+    return found
+
+
+@final
+class Connection:
+    """One end of a connection. Any thread may send; one thread receives.
+
+    Attributes:
+        heard: when bytes last came, as of ``time.monotonic()``.
+    """
+
+    def __init__(self, plug: socket.socket, *, patience: float = 0.0) -> None:
+        """Takes over ``plug``; ``patience`` is how many seconds a call may wait for the peer, 0 for any time."""
+        plug.settimeout(None)
+        plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        plug.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", (GIVEN_UP - 30) // 10)):
+            if hasattr(socket, name):
+                plug.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GIVEN_UP * 1000)
+        self._plug, self._sending = plug, threading.Lock()
+        self._head = bytearray(_HEAD.size)
+        self.heard = time.monotonic()
+        self.sent = 0
+        if patience:
+            self.wait_at_most(patience)
+
+    @classmethod
+    def to(cls, host: str, port: int, *, patience: float = 0.0, timeout: float = 5.0) -> Connection:
+        """A connection to a listener.
+
+        Raises:
+            OSError: if there is none, or it does not answer within ``timeout`` seconds.
+        """
+        return cls(socket.create_connection((host, port), timeout=timeout), patience=patience)
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Let every later call that waits for the peer for so long end in ``LostError``."""
+        whole, part = divmod(seconds, 1.0)
+        limit = struct.pack("@ll", int(whole), int(part * 1e6))
+        self._plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._plug.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def send(self, kind: int, meta: dict[str, Any] | None = None, payload: Sequence[memoryview] = ()) -> None:
+        """Send one frame; ``payload`` as ``views`` gives it.
+
+        Raises:
+            LostError: if the peer is gone, or takes nothing for as long as this end waits.
+        """
+        text = json.dumps(meta).encode() if meta else b""
+        size = sum(view.nbytes for view in payload)
+        head = memoryview(_HEAD.pack(_MAGIC, kind, len(text), size) + text)
+        with self._sending:
+            try:
+                self._send_all([head, *payload])
+            except OSError as error:
+                self.close()
+                raise LostError(_why(error)) from None
+            self.sent += size
+
+    def receive(self) -> Frame:
+        """Wait for the next frame, up to the bytes of its tensors.
+
+        Raises:
+            LostError: if the peer is gone, or says nothing for as long as this end waits.
+        """
+        self._fill(memoryview(self._head))
+        magic, kind, length, size = _HEAD.unpack(self._head)
+        if magic != _MAGIC or length > _MOST_META:
+            self.close()
+            raise LostError("the peer does not speak this protocol")
+        text = bytearray(length)
+        self._fill(memoryview(text))
+        return Frame(kind, json.loads(text) if length else {}, size)
+
+    def fill(self, frame: Frame, payload: Sequence[memoryview]) -> None:
+        """Take in the tensors of ``frame``.
+
+        Raises:
+            LostError: if the peer is gone before all of it came, or sent other tensors than expected.
+        """
+        expected = sum(view.nbytes for view in payload)
+        if frame.size != expected:
+            self.close()
+            raise LostError(f"{frame.size} bytes came where {expected} were expected")
+        for view in payload:
+            self._fill(view)
+
+    def skip(self, frame: Frame) -> None:
+        """Read past the tensors of ``frame``."""
+        left, waste = frame.size, memoryview(bytearray(min(frame.size, _AT_ONCE)))
+        while left:
+            part = waste[: min(left, len(waste))]
+            self._fill(part)
+            left -= len(part)
+
+    def close(self) -> None:
+        """End the connection, also for a thread that waits in it; safe to call twice."""
+        with suppress(OSError):
+            self._plug.shutdown(socket.SHUT_RDWR)
+        self._plug.close()
+
+    def _send_all(self, parts: list[memoryview]) -> None:
+        at = 0
+        while at < len(parts):
+            sent = self._plug.sendmsg(parts[at : at + _VECTORS])
+            while sent and sent >= parts[at].nbytes:
+                sent -= parts[at].nbytes
+                at += 1
+            if sent:
+                parts[at] = parts[at][sent:]
+
+    def _fill(self, view: memoryview) -> None:
+        at, size = 0, view.nbytes
+        while at < size:
+            try:
+                came = self._plug.recv_into(view[at : at + _AT_ONCE], 0, socket.MSG_WAITALL)
+            except OSError as error:
+                self.close()
+                raise LostError(_why(error)) from None
+            if not came:
+                self.close()
+                raise LostError("it has ended")
+            self.heard = time.monotonic()
+            at += came
+
+
+def _why(error: OSError) -> str:
+    return "it has said nothing for too long" if isinstance(error, BlockingIOError) else str(error)

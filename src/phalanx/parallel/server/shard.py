@@ -1,0 +1,86 @@
+"""Which server holds which part of the parameters: balanced by bytes.
+
+Tensors larger than a quarter of an even share are cut by rows, where the optimizer treats each element by itself; the
+others go whole, the largest first, to whoever holds least. The rows of the large ones then fill every server up to an
+even share. So no server holds more than 1.25 times an even share, or than an even share and a row of the largest
+tensor. Where the optimizer looks at whole tensors, nothing is cut, and no server holds more than an even share and the
+largest tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from phalanx.errors import Problem
+from phalanx.spec import Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slice:
+    """Rows of a parameter, along its first dimension.
+
+    Attributes:
+        name: of the parameter.
+        start: the first row.
+        stop: the row after the last; 0 for a parameter of no dimension, which is here whole.
+        whole: whether these are all rows.
+    """
+
+    name: str
+    start: int
+    stop: int
+    whole: bool
+
+
+def partition(tensors: Mapping[str, torch.Tensor], servers: int, *, cut: bool) -> list[list[Slice]]:
+    """What each server holds, in the order of ``tensors``; a server may be left with nothing.
+
+    Args:
+        tensors: name → parameter; only shape and dtype are looked at.
+        servers: how many share them out.
+        cut: whether tensors may be cut by rows.
+    """
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    even = sum(sizes.values()) / servers
+    large = {name for name, size in sizes.items() if cut and size > even / 4 and tensors[name].dim() and servers > 1}
+    loads = [0.0] * servers
+    held: list[dict[str, Slice]] = [{} for _ in range(servers)]
+    for name in sorted(sizes.keys() - large, key=lambda one: (-sizes[one], one)):
+        at = loads.index(min(loads))
+        held[at][name] = _whole(name, tensors[name])
+        loads[at] += sizes[name]
+    for name in sorted(large):
+        rows, row = tensors[name].shape[0], sizes[name] / tensors[name].shape[0]
+        start = 0
+        for at in sorted(range(servers), key=lambda one: loads[one]):
+            stop = min(rows, start + max(0, ceil((even - loads[at]) / row - 1e-9)))
+            if stop > start:
+                held[at][name] = Slice(name=name, start=start, stop=stop, whole=stop - start == rows)
+                loads[at] += (stop - start) * row
+                start = stop
+        assert start == rows, "even shares leave room for every row"
+    return [[mine[name] for name in tensors if name in mine] for mine in held]
+
+
+def cut_out(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
+    """The rows of ``tensor`` that ``part`` names: a view."""
+    return tensor if part.whole else tensor[part.start : part.stop]
+
+
+def starved(tensors: Mapping[str, torch.Tensor], plan: Plan, *, cut: bool) -> list[Problem]:
+    """Servers that nothing would be left for."""
+    empty = sum(not mine for mine in partition(tensors, plan.server, cut=cut))
+    if not empty:
+        return []
+    given = f"server={plan.server} for {len(tensors)} parameters{'' if cut else ', which the optimizer needs whole'}"
+    most = plan.server - empty
+    allowed = f"at most {most}: {empty} would hold nothing"
+    return [Problem(where="plan.server", given=given, allowed=allowed, fix=f"server={most} dp={max(2, plan.dp)}")]
+
+
+def _whole(name: str, tensor: torch.Tensor) -> Slice:
+    return Slice(name=name, start=0, stop=tensor.shape[0] if tensor.dim() else 0, whole=True)
