@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phalanx.api import Run, build, fit, forecast, plan, prove
     from phalanx.data import Table
+    from phalanx.launch.hosts import Hosts
     from phalanx.spec import Cluster, Job, Loss, Plan, RunSpec, Schedule
     from phalanx.train.losses import (
         accuracy,
@@ -30,6 +31,7 @@ _WHERE = {
     **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.losses"),
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.losses"),
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
+    "Hosts": "phalanx.launch.hosts",
     "Table": "phalanx.data",
     "linear_scaling": "phalanx.train.scaling",
 }
@@ -38,6 +40,7 @@ __all__ = [
     "LAMB",
     "LARS",
     "Cluster",
+    "Hosts",
     "Job",
     "Loss",
     "Plan",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from phalanx.comm import Place
     from phalanx.data import Loader
     from phalanx.forecast import Forecast
+    from phalanx.launch.hosts import Hosts
     from phalanx.planner import Advice, Question
     from phalanx.train.step import Step
     from phalanx.verify import Proof
@@ -61,6 +62,7 @@ def fit(
     folder: str | Path | None = None,
     watch: Callable[[], None] | None = None,
     cores: int | None = None,
+    hosts: Hosts | None = None,
 ) -> Run:
     """Train ``job`` under ``plan`` and give back the run.
 
@@ -75,6 +77,7 @@ def fit(
         folder: the run folder; ``runs/<name>-<n>`` where not given.
         watch: called about ten times a second while workers run; never inside a worker that torchrun started.
         cores: CPU cores that each replica computes with; its share of the machine's where not given.
+        hosts: where workers are put; all on this machine's own network where not given.
 
     Raises:
         RefusedError: if the plan cannot serve the job here, or is forecast not to fit (``RunSpec.forecast``).
@@ -91,10 +94,10 @@ def fit(
     job = overrides.apply(job, spec)
     if place is not None:
         return _take_part(job, spec, place, cores)
-    return _start(job, spec, watch, cores)
+    return _start(job, spec, watch, cores, hosts)
 
 
-def _start(job: Job, spec: RunSpec, watch: Callable[[], None] | None, cores: int | None) -> Run:
+def _start(job: Job, spec: RunSpec, watch: Callable[[], None] | None, cores: int | None, hosts: Hosts | None) -> Run:
     """``fit`` where it starts the workers itself."""
     import torch
 
@@ -110,12 +113,12 @@ def _start(job: Job, spec: RunSpec, watch: Callable[[], None] | None, cores: int
     def work(there: Place, report: Callable[[int], None]) -> dict[str, Any]:
         if cores is not None:
             torch.set_num_threads(cores * plan.threads)
-        return train(job, spec, there, report=report)
+        return train(job, spec, there, report=hosts.counted(there.rank, report) if hosts else report)
 
     try:
         with Teller(job, spec, threads=cores, watch=watch) as teller:
             prepare_run(spec)
-            launch(work, plan.processes, watch=teller, reserves=_RESERVES if plan.server else 0)
+            launch(work, plan.processes, watch=teller, hosts=hosts, reserves=_RESERVES if plan.server else 0)
     except WorkerError as error:
         record(error, folder)
         if said := too_little(error, folder):

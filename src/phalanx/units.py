@@ -16,6 +16,8 @@ _BYTES = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_BIT_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "b/s": 1.0, "kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9}
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_bytes(text: str) -> int:
@@ -29,6 +31,48 @@ def parse_bytes(text: str) -> int:
     if match is None or unit not in _BYTES:
         raise ValueError(f"{text!r} is no size in bytes; write a number and one of B, KB, MB, GB, KiB, MiB, GiB")
     return round(float(match.group(1)) * _BYTES[unit])
+
+
+def parse_bit_rate(text: str) -> float:
+    """Bit/s from text such as ``100mbit``, ``1 Gbit/s`` or ``10Gb/s``.
+
+    Raises:
+        ValueError: if the text is no number with a known unit.
+    """
+    number, unit = _number_and_unit(text)
+    name = unit.lower().removesuffix("/s") if "bit" in unit.lower() else unit.lower()
+    if name not in _BIT_RATES or "B" in unit:
+        raise ValueError("a number and one of kbit, mbit, gbit, such as 100mbit")
+    return number * _BIT_RATES[name]
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds from text such as ``20ms``, ``500us`` or ``1.5s``.
+
+    Raises:
+        ValueError: if the text is no number with a known unit.
+    """
+    number, unit = _number_and_unit(text)
+    if unit not in _SECONDS:
+        raise ValueError("a number and one of us, ms, s, such as 20ms")
+    return number * _SECONDS[unit]
+
+
+def parse_share(text: str) -> float:
+    """A share of one from text such as ``0.1%`` or ``0.001``.
+
+    Raises:
+        ValueError: if the text is no number, with ``%`` or without.
+    """
+    number, unit = _number_and_unit(text)
+    if unit not in ("", "%"):
+        raise ValueError("a number with %, such as 0.1%")
+    return number / 100 if unit else number
+
+
+def _number_and_unit(text: str) -> tuple[float, str]:
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([^\s0-9.]*)\s*", text)
+    return (float(match[1]), match[2]) if match else (0.0, "?")
 
 
 def show_bytes(count: float) -> str:

@@ -1,0 +1,207 @@
+"""A network of hosts inside this machine: namespaces, links between them, and the launcher beside them.
+
+Every host is a network namespace with one interface, ``net0``. Where the kernel itself can do what is asked, that is
+one end of a veth pair whose other end is on a bridge, in a namespace of its own so that no firewall of the machine's
+meets the packets; ``tc`` holds both ends to the rate, and ``netem`` delays what leaves the host. Where there is no
+``netem`` and packets are to be delayed or lost, ``net0`` is a TUN device held to the rate by ``tc``, and the keeper
+carries its packets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, final
+
+from phalanx.errors import RunError
+from phalanx.launch.hosts.link import Link
+from phalanx.launch.hosts.needs import has_netem, tool
+
+_KEEPER = Path(__file__).with_name("keeper.py")
+_FIRST_HOST = 10  # last number of the first host's address; the launcher has 1
+_numbers = count()
+
+
+@final
+class Network:
+    """Hosts joined by a switch. Nothing of it outlives this process.
+
+    Attributes:
+        launcher: the launcher's address, which all hosts reach.
+        carried: the keeper carries the packets; else the kernel does.
+    """
+
+    def __init__(self, hosts: int, link: Link) -> None:
+        self._hosts, self._link = hosts, link
+        self.carried = bool(link.delay or link.loss) and not has_netem()
+        self._name = f"phx{os.getpid()}.{next(_numbers)}"
+        self._claim, self._subnet = _claim_subnet()
+        self.launcher = f"{self._subnet}.1"
+        self._keeper = self._start_keeper()
+        try:
+            self._namespaces = self._hear_of_namespaces()
+            self._join_up() if self.carried else self._wire_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def address(self, host: int) -> str:
+        """Of a host."""
+        return f"{self._subnet}.{_FIRST_HOST + host}"
+
+    def namespace(self, host: int) -> str:
+        """A path that opens a host's namespace."""
+        return self._namespaces[host]
+
+    def sent(self, host: int) -> int:
+        """Bytes that a host has sent so far."""
+        shown = _run(["ip", "-json", "-statistics", "link", "show", "dev", "net0"], within=self.namespace(host))
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+
+    def cut(self, host: int) -> None:
+        """Drop whatever is sent to or by a host, without a word to either side."""
+        if self.carried:
+            self.ask(f"cut {host}")
+        else:
+            _run(["ip", "link", "set", f"host{host}", "nomaster"], within=self._switch)
+
+    def restore(self, host: int) -> None:
+        """End the cut."""
+        if self.carried:
+            self.ask(f"restore {host}")
+        else:
+            _run(["ip", "link", "set", f"host{host}", "master", "switch"], within=self._switch)
+
+    def tell(self, line: str) -> None:
+        """Tell the keeper something it does not answer; also from a worker, until it lets go."""
+        assert self._keeper.stdin is not None
+        with suppress(BrokenPipeError):
+            os.write(self._keeper.stdin.fileno(), f"{line}\n".encode())
+
+    def ask(self, line: str) -> None:
+        """Have the keeper do something, and wait until it is done."""
+        assert self._keeper.stdout is not None
+        self.tell(line)
+        if self._keeper.stdout.readline() != b"ok\n":
+            raise RunError("the process that keeps the hosts has ended")
+
+    def let_go(self) -> None:
+        """In a forked worker: close what is the launcher's."""
+        for stream in (self._keeper.stdin, self._keeper.stdout):
+            if stream is not None:
+                stream.close()
+        self._claim.close()
+
+    def close(self) -> None:
+        """Take everything down."""
+        self.tell("end")
+        for stream in (self._keeper.stdin, self._keeper.stdout):
+            if stream is not None:
+                stream.close()
+        try:
+            self._keeper.wait(2)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
+        if not self.carried:
+            with suppress(RunError):  # gone already with its other end, or never made
+                _run(["ip", "link", "delete", self._name])
+        self._claim.close()
+
+    @property
+    def _switch(self) -> str:
+        return self._namespaces[-1]
+
+    def _start_keeper(self) -> subprocess.Popen[bytes]:
+        link = self._link
+        carrying = {"delay": link.delay, "loss": link.loss, "rate": link.rate, "room": link.room}
+        given: dict[str, Any] = {"launcher": os.getpid(), "hosts": self._hosts, "tun": self._name}
+        words = json.dumps({**given, "carrying": carrying if self.carried else None})
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_KEEPER), words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C in the terminal is not meant for this one
+        )
+
+    def _hear_of_namespaces(self) -> list[str]:
+        assert self._keeper.stdout is not None
+        said = json.loads(self._keeper.stdout.readline() or "{}")
+        if not isinstance(said, list):
+            raise RunError(f"hosts could not be made: {said.get('error', 'their keeper ended')}")
+        return [f"/proc/{self._keeper.pid}/fd/{number}" for number in said]
+
+    def _join_up(self) -> None:
+        mtu = f"mtu {self._link.packet}"
+        quiet = "addrgenmode none up"
+        _batch("ip", [f"address add {self.launcher}/24 dev {self._name}", f"link set {self._name} {mtu} {quiet}"])
+        for host in range(self._hosts):
+            where = self.namespace(host)
+            commands = [f"address add {self.address(host)}/24 dev net0", f"link set net0 {mtu} {quiet}"]
+            _batch("ip", [*commands, "link set lo up"], within=where)
+            _batch("tc", self._link.limit("net0"), within=where)
+
+    def _wire_up(self) -> None:
+        mtu = f"mtu {self._link.packet}"
+        ends = [self._name, *(f"host{host}" for host in range(self._hosts))]
+        _batch("ip", [f"link add {self._name} {mtu} type veth peer name {self._name} {mtu} netns {self._switch}"])
+        switch = [f"link add switch {mtu} type bridge", "link set switch addrgenmode none up"]
+        for host in range(self._hosts):
+            to = f"netns {self.namespace(host)}"
+            switch.append(f"link add host{host} {mtu} type veth peer name net0 {mtu} {to}")
+        switch += [f"link set {end} master switch addrgenmode none up" for end in ends]
+        _batch("ip", switch, within=self._switch)
+        limits = [line for host in range(self._hosts) for line in self._link.limit(f"host{host}")]
+        _batch("tc", limits, within=self._switch)
+        _batch("ip", self._interface(self._name, self.launcher, -1))
+        for host in range(self._hosts):
+            where = self.namespace(host)
+            _batch("ip", [*self._interface("net0", self.address(host), host), "link set lo up"], within=where)
+            _batch("tc", self._link.hold("net0"), within=where)
+
+    def _interface(self, device: str, address: str, host: int) -> list[str]:
+        """With everybody's address known beforehand: a cut link must be silent, not "no such host"."""
+        others = [(self.launcher, -1), *((self.address(other), other) for other in range(self._hosts))]
+        return [
+            f"link set {device} address {_hardware(host)} addrgenmode none up",
+            f"address add {address}/24 dev {device}",
+            *(f"neigh add {ip} lladdr {_hardware(at)} dev {device} nud permanent" for ip, at in others if at != host),
+        ]
+
+
+def _hardware(host: int) -> str:
+    return f"02:50:48:58:00:{_FIRST_HOST + host:02x}"
+
+
+def _claim_subnet() -> tuple[socket.socket, str]:
+    """Three numbers of addresses that nobody here uses, and what keeps others from them while it is open."""
+    used = {int(line.split()[1], 16) for line in Path("/proc/net/route").read_text().splitlines()[1:]}
+    for number in range(256):
+        claim = socket.socket(socket.AF_UNIX)
+        if int.from_bytes(bytes([10, 213, number, 0]), sys.byteorder) not in used:
+            with suppress(OSError):
+                claim.bind(f"\0phalanx-hosts-{number}")
+                return claim, f"10.213.{number}"
+        claim.close()
+    raise RunError("no addresses are left for hosts: 10.213.0.0/16 is in use\n    try: end other runs with --hosts")
+
+
+def _batch(program: str, commands: list[str], within: str = "") -> None:
+    if commands:
+        _run([program, "-batch", "-"], within=within, said="\n".join(commands))
+
+
+def _run(argv: list[str], *, within: str = "", said: str = "") -> str:
+    program = [str(tool(argv[0])), *argv[1:]]
+    entered = [str(tool("nsenter")), f"--net={within}", "--", *program] if within else program
+    done = subprocess.run(entered, input=said, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RunError(f"{' '.join(argv)} failed: {done.stderr.strip()}\n{said}".rstrip())
+    return done.stdout
