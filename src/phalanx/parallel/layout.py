@@ -15,6 +15,7 @@ from torch import nn
 from phalanx.parallel.holding import Holding
 
 if TYPE_CHECKING:
+    from phalanx.parallel.compress import Sender
     from phalanx.parallel.pipeline import PipelineRunner
 
 
@@ -49,6 +50,7 @@ class Held:
         stages: the ranks of a pipeline, which hold parameters of other names; ``None`` where there is no pipeline.
         runner: what runs this rank's stages of it.
         remarks: what could not be split and is on every rank, in words.
+        sender: what sends this rank's gradients made smaller; ``None`` where they go whole.
     """
 
     module: nn.Module
@@ -59,6 +61,7 @@ class Held:
     stages: dist.ProcessGroup | None = None
     runner: PipelineRunner | None = None
     remarks: tuple[str, ...] = ()
+    sender: Sender | None = None
 
 
 class Layout(ABC):

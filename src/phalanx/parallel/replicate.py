@@ -22,6 +22,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.comm.own import own_group
+from phalanx.parallel.compress import Sender
 from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
 from phalanx.parallel.statistics import RunningStatistics
 from phalanx.parallel.unused import without_gradient
@@ -33,15 +35,24 @@ _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _known else 
 
 
 class Replicate(Layout):
-    """The whole model on every rank, gradients averaged over all of them by DistributedDataParallel."""
+    """The whole model on every rank, gradients averaged over all of them by DistributedDataParallel.
 
-    def __init__(self, module: nn.Module, device: torch.device, job: Job, world_size: int) -> None:
+    ``compress``, as in plans, says how they are sent.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, job: Job, world_size: int, compress: str = "none"
+    ) -> None:
         self._module = module.to(device)
         self._device = device
         self._ddp = distributed(self._module, device, job)
         self._may_be_unused = job.unused == "allow"
         self._statistics = RunningStatistics(self._module)
-        self._held = Held(module=self._module, parameters=trainable(module), divisor=world_size)
+        parameters = trainable(module)
+        sender = None if compress == "none" else Sender(compress, own_group(), parameters)
+        if sender:
+            self._ddp.register_comm_hook(None, lambda _, bucket: sender.send(bucket))
+        self._held = Held(module=self._module, parameters=parameters, divisor=world_size, sender=sender)
 
     @property
     def held(self) -> Held:
@@ -56,6 +67,8 @@ class Replicate(Layout):
 
     def stepped(self) -> None:
         self._statistics.share()
+        if self._held.sender:
+            self._held.sender.traffic.steps += 1
         for tensor in self._held.parameters.values():
             tensor.grad = None
 

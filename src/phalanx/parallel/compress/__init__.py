@@ -5,6 +5,7 @@ from phalanx.parallel.compress.choice import codec
 from phalanx.parallel.compress.codec import Codec, message, read
 from phalanx.parallel.compress.feedback import Feedback
 from phalanx.parallel.compress.lane import Lane, lane
+from phalanx.parallel.compress.sender import Sender
 from phalanx.parallel.compress.wire import Traffic, Wire
 
-__all__ = ["Codec", "Feedback", "Lane", "Traffic", "Wire", "averaged", "codec", "lane", "message", "read"]
+__all__ = ["Codec", "Feedback", "Lane", "Sender", "Traffic", "Wire", "averaged", "codec", "lane", "message", "read"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -34,15 +35,19 @@ def lane(device: torch.device) -> Lane:
     return _Stream(device) if device.type == "cuda" else _Thread()
 
 
+_Queue = queue.SimpleQueue["tuple[Exchange, Future[Tensor]] | None"]
+
+
 class _Thread(Lane):
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[tuple[Exchange, Future[Tensor]] | None] = queue.SimpleQueue()
+        self._waiting: _Queue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._waiting.put, None).atexit = False
 
     def start(self, exchange: Exchange) -> Future[Tensor]:
         if self._thread is None:
-            # One that nobody waits for at exit: a peer that died must not keep this process alive.
-            self._thread = threading.Thread(target=self._work, name="phalanx-exchange", daemon=True)
+            # Nobody waits for it at exit: a peer that died must not keep this process alive.
+            self._thread = threading.Thread(target=_work, args=(self._waiting,), name="exchanges", daemon=True)
             self._thread.start()
         found: Future[Tensor] = Future()
         self._waiting.put((exchange, found))
@@ -54,13 +59,15 @@ class _Thread(Lane):
             self._thread.join()
             self._thread = None
 
-    def _work(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            exchange, found = item
-            try:
-                found.set_result(exchange())
-            except Exception as error:
-                found.set_exception(error)  # pyright: ignore[reportArgumentType]  # torch types it as a result
+
+def _work(waiting: _Queue) -> None:
+    while (item := waiting.get()) is not None:
+        exchange, found = item
+        try:
+            found.set_result(exchange())
+        except Exception as error:
+            found.set_exception(error)  # pyright: ignore[reportArgumentType]  # torch types it as a result
+        del item, exchange, found  # before the next comes, which may be long
 
 
 class _Stream(Lane):
