@@ -62,13 +62,13 @@ class Replicate(Layout):
         accumulate(self._ddp, self._device, parts[0], work)
 
     def finish(self) -> None:
+        if self._held.sender:
+            self._held.sender.traffic.steps += 1
         if not self._may_be_unused:
             check_reduced(self._ddp, self._held.parameters)
 
     def stepped(self) -> None:
         self._statistics.share()
-        if self._held.sender:
-            self._held.sender.traffic.steps += 1
         for tensor in self._held.parameters.values():
             tensor.grad = None
 

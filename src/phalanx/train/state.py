@@ -13,6 +13,7 @@ from phalanx.parallel import Held, Layout
 from phalanx.spec import Job
 from phalanx.train.assembly import Assembly
 from phalanx.train.precision import LossScale
+from phalanx.train.sending import SECTION, restore_sender, sender_tensors
 
 if TYPE_CHECKING:
     from phalanx.checkpoint import Part, Pieces
@@ -32,7 +33,9 @@ def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
         "divisor": progress.divisor,
         "loss_scale": asdict(progress.loss_scale) if progress.loss_scale else None,
         "optimizer": groups,
+        SECTION: held.sender.kind if held.sender else None,
     }
+    tensors |= sender_tensors(held)
     return checkpoint.save(
         folder, step=progress.step, tensors={**model_tensors(assembly.layout), **tensors}, state=state, keep=keep
     )
@@ -59,6 +62,8 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
         checkpoint.restore_optimizer(assembly.optimizer, held.parameters, path, parts(held))
         for group, values in zip(assembly.optimizer.param_groups, own, strict=True):
             _reset(group, values)
+        if lost := restore_sender(path, held, state):
+            assembly.notes.append(lost)
     assembly.layout.stepped()
     progress = assembly.step.progress
     progress.step, progress.samples, progress.divisor = state["step"], state["samples"], state["divisor"]

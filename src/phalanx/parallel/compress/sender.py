@@ -24,14 +24,14 @@ class Sender:
 
     Attributes:
         traffic: what this rank has sent.
+        kind: of the sending: what one keeps from step to step is no use to another kind.
     """
 
     def __init__(self, compress: str, group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> None:
         """``compress`` as plans have it; ``group`` is nobody else's; ``parameters`` are those that learn, by name."""
-        self.traffic = Traffic()
+        self.traffic, self.kind = Traffic(), f"compress={compress} over {group.size()} ranks"
         self._names = {id(tensor): name for name, tensor in parameters.items()}
         self._wire = Wire(group, self.traffic)
-        self._compress = compress
         self._average = _average(compress, self._wire, parameters)
         self._lane = lane(next(iter(parameters.values())).device)
 
@@ -44,15 +44,12 @@ class Sender:
 
     def scale(self, factor: float) -> None:
         """Gradients are ``factor`` times as large from now on: so is what was left out of those before."""
-        self._average.scale(factor)
+        if factor != 1.0:
+            self._average.scale(factor)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is handed on from step to step, the same on every rank; to be saved, or filled in place. Collective.
-
-        The names tell ways to send and counts of ranks apart: what is kept by one is no use to another.
-        """
-        of = f"{self._compress}.{self._wire.size}"
-        return {f"{of}.{name}": tensor for name, tensor in self._average.tensors().items()}
+        """What is handed on from step to step, the same on every rank; to be saved, or filled in place. Collective."""
+        return self._average.tensors()
 
     @torch.no_grad()
     def _averaged(self, names: tuple[str, ...], shapes: tuple[torch.Size, ...], buffer: Tensor) -> Tensor:
