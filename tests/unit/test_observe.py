@@ -421,6 +421,14 @@ class TestDrawing:
             ("fsdp=2 zero=1", ["parameters whole", "gradients  whole", "optimizer  shard 0 of 2"]),
             ("dp=2 fsdp=2 zero=1", ["replica 1 of 2", "shard 1 of 2", "between replicas"]),
             ("dp=2 micro=2", ["in 3 micro-batches"]),
+            ("dp=2 shares=4,1", ["samples 0:8", "samples 8:10"]),
+            ("dp=2 fsdp=2 shares=auto", ["samples 0:3 at first", "samples 8:10 at first"]),
+            ("server=2 dp=2", ["2 servers", "5 samples a piece", "1/2 of the parameters", "lack no update"]),
+            ("server=1 dp=3 backup=1 compress=int8", ["all parameters", "2 of its 3 pieces", "as int8"]),
+            ("server=1 dp=2 staleness=unbounded", ["any number of updates"]),
+            ("dp=2 sync=local every=5 after=9", ["first 9 steps", "steps by itself", "every 5 steps", "averaged"]),
+            ("dp=2 fsdp=2 sync=diloco every=8 fragments=4", ["shard 1 of 2", "nesterov", "a part of 4"]),
+            ("dp=2 compress=bf16", ["sent as bf16"]),
         ],
     )
     def test_says_who_holds_what(self, plan: str, words: list[str]) -> None:

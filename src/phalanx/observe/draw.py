@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from phalanx.data.shares import share
+from dataclasses import replace
+
+from phalanx.data.shares import spans
 from phalanx.spec import Plan
+from phalanx.spec.keys import APART
+from phalanx.spec.shares import weights
 
 _MOST = 8  # boxes drawn; of more, the first and the last
 
@@ -19,7 +23,7 @@ def draw(plan: Plan, *, batch: int, device: str, width: int = 80) -> str:
         device: kind of device that each box is, such as ``cpu``.
         width: of the terminal.
     """
-    rows = _rows(boxes(plan, batch), plan, width)
+    rows = [*_rows(boxes(plan, batch), plan, width), *_rows(servers(plan), plan, width)]
     parts = [line for row in rows for line in _beside(row)]
     return "\n".join([_headline(plan, batch, device), *parts, *(f"  {line}" for line in _traffic(plan))])
 
@@ -33,17 +37,32 @@ def boxes(plan: Plan, batch: int) -> list[Box]:
     return [*first, ("...", [f"{left_out} more"]), _box(plan, plan.devices - 1, batch)]
 
 
+def servers(plan: Plan) -> list[Box]:
+    """Each parameter server's title and lines."""
+    part = "all parameters" if plan.server == 1 else f"1/{plan.server} of the parameters"
+    lines = [part, "with their optimizer"]
+    return [
+        (f"server {index}", [*lines, *(["deals pieces out"] if index == 0 else [])]) for index in range(plan.server)
+    ]
+
+
+def samples_of(plan: Plan, batch: int, part: int) -> tuple[int, int]:
+    """The range of the global batch that ``part`` takes; at first, where shares follow speeds."""
+    return spans(batch, plan.replicas, weights(plan.shares))[part]
+
+
 def _headline(plan: Plan, batch: int, device: str) -> str:
     if plan.kind == "threads":
         who = f"1 process with {plan.threads} threads"
     else:
         who = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
+        who += f" and {plan.server} server{'s' if plan.server > 1 else ''}" if plan.server else ""
     return f"{plan}: {who} on {device}, {batch} samples a step"
 
 
 def _box(plan: Plan, box: int, batch: int) -> Box:
     part = box if plan.kind == "threads" else plan.part(box)
-    start, stop = share(batch, part, plan.replicas)
+    start, stop = samples_of(plan, batch, part)
     name = f"thread {box}" if plan.kind == "threads" else f"rank {box}"
     lines: list[str] = []
     if plan.replicas // plan.fsdp > 1:
@@ -55,7 +74,8 @@ def _box(plan: Plan, box: int, batch: int) -> Box:
             lines.append(f"{what:<10} {piece if plan.zero >= stage else 'whole'}")
     elif not plan.splits_model:
         lines.append("whole model")
-    lines.append(f"samples {start}:{stop}")
+    at_first = " at first" if plan.shares == "auto" else ""
+    lines.append(f"{stop - start} samples a piece" if plan.server else f"samples {start}:{stop}{at_first}")
     if plan.micro and plan.micro < stop - start:
         lines.append(f"in {-(-(stop - start) // plan.micro)} micro-batches")
     return name, lines
@@ -79,7 +99,7 @@ def _split(plan: Plan, rank: int) -> list[str]:
 
 def _rows(boxes: list[Box], plan: Plan, width: int) -> list[list[Box]]:
     """Boxes by rows: a row a replica where it is sharded, else as many as fit."""
-    wide = max(_width(box) for box in boxes) + 1
+    wide = max((_width(box) for box in boxes), default=0) + 1
     most = max(1, width // wide)
     if plan.kind == "shard" and plan.fsdp <= most and plan.replicas <= _MOST:
         most = plan.fsdp
@@ -110,6 +130,40 @@ def _beside(row: list[Box]) -> list[str]:
 
 def _traffic(plan: Plan) -> list[str]:
     """What passes between the boxes in one step, in order."""
+    if plan.server:
+        return _served(plan)
+    if plan.sync != "each":
+        return _averaged(plan)
+    sent = [f"gradients are sent as {plan.compress}"] if plan.compress != "none" else []
+    return [*_summed(plan), *sent]
+
+
+def _served(plan: Plan) -> list[str]:
+    late = "any number of" if plan.staleness == float("inf") else f"{plan.staleness:g}"
+    sent = "" if plan.compress == "none" else f" as {plan.compress}"
+    waits = f"may lack {late} updates" if plan.staleness else "lack no update"
+    ends = f"{plan.dp - plan.backup} of its {plan.dp} pieces" if plan.backup else f"its {plan.dp} pieces"
+    return [
+        f"each piece: its gradient goes to all servers{sent}, parameters come back,",
+        f"            which {waits}",
+        f"each step: once {ends} are in, servers add them up and step",
+    ]
+
+
+def _averaged(plan: Plan) -> list[str]:
+    inner = replace(plan, dp=1, **{name: getattr(Plan(), name) for name in APART})
+    what = "parameters are averaged over replicas"
+    if plan.sync == "diloco":
+        what = f"what replicas learnt is averaged and stepped ({plan.outer})"
+    how = f",\n  a part of {plan.fragments} at a time" if plan.fragments > 1 else ""
+    how += "" if plan.compress == "none" else f", sent as {plan.compress}"
+    before = [f"the first {plan.after} steps: gradients are summed over replicas"] if plan.after else []
+    each = "each step: every replica steps by itself" if plan.every > 1 else ""
+    every = f"every {plan.every} steps" if plan.every > 1 else "each step"
+    return [*_summed(inner), *before, *filter(None, [each]), f"{every}: {what}{how}"]
+
+
+def _summed(plan: Plan) -> list[str]:
     if plan.kind == "threads":
         return ["each step: gradients are added on the first device, which steps for all"]
     if plan.kind == "replicate":

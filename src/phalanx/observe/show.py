@@ -11,6 +11,7 @@ from typing import Any
 from phalanx.data.shares import share
 from phalanx.errors import PhalanxError
 from phalanx.observe.beside import LATE, stored
+from phalanx.observe.draw import samples_of
 from phalanx.observe.gantt import Timeline
 from phalanx.observe.summary import RunSummary, events_of, summary_of
 from phalanx.parallel import device_kind
@@ -264,8 +265,8 @@ def _survey_as_dict(survey: Survey | None, plan: Plan, batch: int) -> dict[str, 
                 "rank": rank,
                 "at": plan.coordinate(rank),
                 "samples": [
-                    share(batch, part, plan.replicas)[0],
-                    share(batch, part + plan.threads - 1, plan.replicas)[1],
+                    samples_of(plan, batch, part)[0],
+                    samples_of(plan, batch, part + plan.threads - 1)[1],
                 ],
                 "holds": places[survey.place(rank)],
                 "parameter_bytes": sum(one.bytes for one in held),

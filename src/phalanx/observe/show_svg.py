@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
-from phalanx.observe.draw import boxes
+from phalanx.observe.draw import boxes, servers
 from phalanx.observe.gantt import COLOURS, GREY, LEFT, ROW, Timeline, svg_legend, svg_rows
 from phalanx.observe.grouped import grouped
 from phalanx.observe.show import Shown
@@ -66,6 +66,7 @@ def _draw_boxes(page: _Page, shown: Shown) -> None:
         (title, lines if title == "..." or shown.plan.threads > 1 else [*lines, *_bytes(shown.survey, rank)])
         for rank, (title, lines) in zip(ranks, drawn, strict=True)
     ]
+    filled += servers(shown.plan)
     wide = (_WIDTH - 2 * _MARGIN) / _BOXES_A_ROW
     for first in range(0, len(filled), _BOXES_A_ROW):
         row = filled[first : first + _BOXES_A_ROW]
