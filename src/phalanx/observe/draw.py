@@ -144,9 +144,9 @@ def _served(plan: Plan) -> list[str]:
     waits = f"may lack {late} updates" if plan.staleness else "lack no update"
     ends = f"{plan.dp - plan.backup} of its {plan.dp} pieces" if plan.backup else f"its {plan.dp} pieces"
     return [
-        f"each piece: its gradient goes to all servers{sent}, parameters come back,",
-        f"            which {waits}",
-        f"each step: once {ends} are in, servers add them up and step",
+        f"each piece: its gradient goes to all servers{sent},",
+        f"            parameters come back, which {waits}",
+        f"each step:  once {ends} are in, servers add them up and step",
     ]
 
 
@@ -155,12 +155,12 @@ def _averaged(plan: Plan) -> list[str]:
     what = "parameters are averaged over replicas"
     if plan.sync == "diloco":
         what = f"what replicas learnt is averaged and stepped ({plan.outer})"
-    how = f",\n  a part of {plan.fragments} at a time" if plan.fragments > 1 else ""
-    how += "" if plan.compress == "none" else f", sent as {plan.compress}"
+    how = [f"    a part of {plan.fragments} at a time, in turn"] if plan.fragments > 1 else []
+    how += [] if plan.compress == "none" else [f"    sent as {plan.compress}"]
     before = [f"the first {plan.after} steps: gradients are summed over replicas"] if plan.after else []
     each = "each step: every replica steps by itself" if plan.every > 1 else ""
     every = f"every {plan.every} steps" if plan.every > 1 else "each step"
-    return [*_summed(inner), *before, *filter(None, [each]), f"{every}: {what}{how}"]
+    return [*_summed(inner), *before, *filter(None, [each]), f"{every}: {what}", *how]
 
 
 def _summed(plan: Plan) -> list[str]:
