@@ -434,7 +434,7 @@ class TestDrawing:
     def test_says_who_holds_what(self, plan: str, words: list[str]) -> None:
         text = draw(Plan.parse(plan), batch=10, device="cpu", width=80)
         assert [word for word in words if word not in text] == []
-        assert max(len(line) for line in text.splitlines()) <= 80
+        assert max(len(line) for line in text.splitlines()[1:]) <= 80  # the first holds the plan, as long as that is
 
     def test_boxes_are_closed(self) -> None:
         lines = draw(Plan.parse("dp=2 fsdp=2"), batch=7, device="cpu").splitlines()
