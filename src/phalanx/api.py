@@ -152,7 +152,7 @@ def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
     Raises:
         RefusedError: if the plan cannot serve the job here, or its processes are not there.
     """
-    from phalanx.comm import Place, device_for, joined
+    from phalanx.comm import Place, device_for, joined, place_within
     from phalanx.launch import place_from_environment
     from phalanx.parallel import device_kind
     from phalanx.train.assembly import build as assemble
@@ -165,7 +165,7 @@ def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
     place = place or Place()
     here = place.workers_here * chosen.threads
     refuse(job, chosen, place.world_size, here)
-    _group.enter_context(joined(place, device_for(place, device_kind(chosen, here))))
+    _group.enter_context(joined(place_within(chosen, place), device_for(place, device_kind(chosen, here))))
     assembly = assemble(job, chosen, place)
     return assembly.step, assembly.loader
 

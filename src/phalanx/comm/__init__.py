@@ -1,5 +1,6 @@
 """Process groups, meshes and the few collectives that are Phalanx's own."""
 
+from phalanx.comm.across import Across, place_within, within
 from phalanx.comm.collectives import (
     active,
     all_gather_flat,
@@ -13,6 +14,7 @@ from phalanx.comm.place import Place, device_for, joined
 from phalanx.comm.shards import is_dtensor, local
 
 __all__ = [
+    "Across",
     "Mesh",
     "Place",
     "active",
@@ -24,6 +26,8 @@ __all__ = [
     "is_dtensor",
     "joined",
     "local",
+    "place_within",
     "reduce_scatter_sum",
     "sum_over_ranks",
+    "within",
 ]

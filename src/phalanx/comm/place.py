@@ -30,6 +30,7 @@ class Place:
             where a launcher such as torchrun serves it.
         host: the address at which other workers reach this one.
         generation: how often the process of this rank has been replaced.
+        group: names the workers among all that meet at the store, where they are not all of them.
     """
 
     rank: int = 0
@@ -39,6 +40,7 @@ class Place:
     store: str = ""
     host: str = "127.0.0.1"
     generation: int = 0
+    group: str = ""
 
     @property
     def workers_here(self) -> int:
@@ -88,8 +90,11 @@ def joined(place: Place, device: torch.device, *, timeout: timedelta = timedelta
 
     CUDA tensors go by NCCL, CPU tensors by gloo; both are there on a CUDA machine, which offload needs. A group that
     this process of torchrun has joined already, the user's own or one of ``phalanx.build``, is used and stays.
+
+    Raises:
+        RunError: if that group is of other ranks than those that are to join.
     """
-    if place.world_size == 1:
+    if place.world_size == 1 and not place.group:
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -99,10 +104,14 @@ def joined(place: Place, device: torch.device, *, timeout: timedelta = timedelta
         atexit.unregister(_let_threads_finish)
         atexit.register(_let_threads_finish)
         if dist.is_initialized():
+            _refuse_other_ranks(place)
             yield
             return
+    if place.world_size == 1:
+        yield
+        return
     # torch begins to count its keys anew with each default group, and would find those of an earlier one
-    store = PrefixStore(f"phalanx/group/{next(_joins)}", meet(place))
+    store = PrefixStore(f"phalanx/group/{next(_joins)}{place.group}", meet(place))
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     # torch deadlocks where the last owner of a gloo group is DistributedDataParallel's reducer: its destructor holds
@@ -111,6 +120,17 @@ def joined(place: Place, device: torch.device, *, timeout: timedelta = timedelta
     yield
     # only after a good end: NCCL would wait here for peers that may be gone, and after an error the process ends anyway
     dist.destroy_process_group()
+
+
+def _refuse_other_ranks(place: Place) -> None:
+    there = dist.get_world_size()
+    if there == place.world_size:
+        return
+    raise RunError(
+        f"this process has joined a group of {there} ranks, and the plan needs one of {place.world_size}: where "
+        "replicas step by themselves (sync=local, sync=diloco) each replica is a group of its own\n"
+        "    try: torch.distributed.destroy_process_group() before it, or plans of one kind in one process"
+    )
 
 
 def _let_threads_finish() -> None:

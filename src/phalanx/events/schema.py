@@ -6,7 +6,7 @@ renamed or removed, within one.
 
 from __future__ import annotations
 
-SCHEMA_VERSION = "1.3"
+SCHEMA_VERSION = "1.4"
 
 # event → field → (type, meaning). A field whose type is a union with None may be null, never absent.
 SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
@@ -53,6 +53,11 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         ),
         "skipped": (bool, "whether fp16 loss scaling skipped the update"),
     },
+    "shares": {
+        "step": (int, "the first that they hold for; since 1.4, as all of this event"),
+        "shares": (list, "samples of a full global batch that each rank of dp takes"),
+        "seconds": (list, "that each rank of dp computes for a sample, as measured before; empty at the begin"),
+    },
     "evaluate": {
         "step": (int, "optimizer steps taken so far"),
         "loss": (
@@ -79,6 +84,22 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "optimizer": (int, "bytes of optimizer state; since 1.2"),
         "buffers": (int, "bytes of the model's buffers; since 1.2"),
         "activations": (int, "most bytes saved for backward at a time; since 1.2"),
+    },
+    "sync": {
+        "step": (int, "optimizer steps taken when it was read; since 1.4, as all of this event"),
+        "fragment": (int, "part of the model that replicas averaged"),
+        "seconds": (float, "that rank 0 waited for it"),
+        "bytes": (int, "that rank 0 sent; of a ring, what a rank sends to the next"),
+        "loss": (
+            (float, type(None)),
+            "mean over all replicas since the last averaging; null where nothing was counted since, or not finite",
+        ),
+    },
+    "traffic": {
+        "rank": (int, "rank; since 1.4, as all of this event, which runs with `compress` have"),
+        "sent": (int, "bytes that it handed to the network for gradients; of a ring, what a rank sends to the next"),
+        "whole": (int, "bytes that fp32 gradients, all-reduced by a ring, would have been"),
+        "steps": (int, "optimizer steps in which that was"),
     },
     "timing": {
         "passes": (

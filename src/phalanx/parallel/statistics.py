@@ -26,15 +26,20 @@ class RunningStatistics:
             child for child in module.modules() if isinstance(child, _NormBase) and child.track_running_stats
         ]
 
-    def share(self) -> None:
-        """Give every rank the statistics of the first, in one broadcast. Collective."""
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The running means and variances."""
         # Looked up each time: moving a module to a device puts other tensors in place of its buffers.
-        buffers = [
+        return [
             buffer
             for layer in self._layers
             for buffer in (layer.running_mean, layer.running_var)
             if isinstance(buffer, torch.Tensor)
         ]
+
+    def share(self) -> None:
+        """Give every rank the statistics of the first, in one broadcast. Collective."""
+        buffers = self.buffers
         if not buffers or not active():
             return
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])

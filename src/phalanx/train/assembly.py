@@ -11,15 +11,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from phalanx.comm import Place
+from phalanx.comm import Across, Place, from_every_rank, place_within, within
 from phalanx.data import Lane, Loader
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
-from phalanx.parallel import Example, Layout, advice, assemble, check, device_kind, notes
+from phalanx.parallel import Apart, Example, Layout, advice, assemble, check, device_kind, notes
 from phalanx.spec import Job, Plan
 from phalanx.train.consistency import same_initial_values, same_length
 from phalanx.train.elementwise import refuse_unless_elementwise
 from phalanx.train.inputs import Inputs
 from phalanx.train.rng import stream
+from phalanx.train.sharing import Sharing
 from phalanx.train.slices import note_slices
 from phalanx.train.step import Course, Step
 
@@ -45,22 +46,26 @@ class Assembly:
         loader: gives this worker's part of every global batch.
         layout: the model as the plan lays it out.
         optimizer: as the job built it, over ``layout.parameters``.
-        lane: which parts of a global batch this worker holds.
         device: kind of device.
         notes: what this plan does not keep of one device's result.
         advice: what the plan wastes.
         parameters: elements of the whole model's.
+        apart: what brings replicas together that step by themselves; ``None`` where none do.
     """
 
     step: Step
     loader: Loader
     layout: Layout
     optimizer: torch.optim.Optimizer
-    lane: Lane
     device: str
     notes: list[str]
     advice: list[str]
     parameters: int
+    apart: Apart | None = None
+
+    def from_every_rank(self, value: Any) -> list[Any]:
+        """One small JSON-like value from each worker, in rank order. Collective."""
+        return self.apart.across.from_every_rank(value) if self.apart else from_every_rank(value)
 
 
 def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> None:
@@ -99,28 +104,38 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     here = place.workers_here * plan.threads
     refuse(job, plan, place.world_size, here)
     module, unbuilt = begun(job) if plan.kind == "split" else (build_model(job), [])
-    same_initial_values(module)
+    across = Across(plan, place) if plan.sync != "each" else None
+    everyone = across.from_every_rank if across else from_every_rank
+    same_initial_values(module, everyone)
     found = [*notes(module, job, plan), *unbuilt]
     size = sum(tensor.numel() for tensor in module.parameters())
     lane = Lane.of(plan, place.rank)
     kind = device_kind(plan, here)
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
-    same_length(loader.length, "job.data")
-    layout = assemble(module, job, plan, place, lambda: looked_at(example_of(job, module, loader), module, found))
+    same_length(loader.length, "job.data", everyone)
+    own, there = within(plan), place_within(plan, place)
+    sharing = Sharing(job, plan, place, loader, first_step, everyone) if plan.shares else None
+    layout = assemble(module, job, own, there, lambda: looked_at(example_of(job, module, loader), module, found))
     optimizer = build_optimizer(job, layout)
-    refuse_unless_elementwise(optimizer, layout.held, plan)
-    course = Course(first_step=first_step, total_steps=_total_steps(job, loader), lr_scale=lr_scale)
-    step = Step(job, plan, layout, optimizer, course)
+    refuse_unless_elementwise(optimizer, layout.held, own)
+    course = Course(
+        first_step=first_step, total_steps=_total_steps(job, loader), lr_scale=lr_scale, first_part=lane.first
+    )
+    apart = Apart(plan, layout, across, first_step, loader.total_steps) if across else None
+    step = Step(job, own, layout, optimizer, course, apart)
+    if sharing is not None:
+        sharing.watch(layout.held, optimizer, cuda=kind == "cuda")
+        step.sharing = sharing
     return Assembly(
         step=step,
         loader=loader,
         layout=layout,
         optimizer=optimizer,
-        lane=lane,
         device=kind,
         notes=found,
         advice=[*advice(job, plan), *layout.held.remarks],
         parameters=size,
+        apart=apart,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,14 +13,17 @@ from phalanx.comm import active, from_every_rank
 from phalanx.data import StepBatch
 from phalanx.errors import DataError
 
+Everyone = Callable[[Any], list[Any]]
+"""Gives a value of each rank, in rank order. Collective."""
 
-def same_length(length: int | None, where: str) -> None:
+
+def same_length(length: int | None, where: str, everyone: Everyone = from_every_rank) -> None:
     """Refuse data that have another length on some rank. Collective; ``where`` is the job's function, ``job.data``.
 
     Raises:
         DataError: with the length on each rank.
     """
-    lengths = from_every_rank(length)
+    lengths = everyone(length)
     if len(set(lengths)) > 1:
         by_rank = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
         raise DataError(
@@ -48,7 +53,7 @@ def same_stream(batch: StepBatch | None) -> None:
         )
 
 
-def same_initial_values(module: nn.Module) -> None:
+def same_initial_values(module: nn.Module, everyone: Everyone = from_every_rank) -> None:
     """Refuse a model that starts from other values on some rank. Collective; one small message in all.
 
     Compared are the sums of each parameter, up to the rounding by which machines may differ; of one that has no values
@@ -57,9 +62,9 @@ def same_initial_values(module: nn.Module) -> None:
     Raises:
         DataError: naming the first parameter that differs.
     """
-    if not active():
+    if everyone is from_every_rank and not active():
         return
-    first, *rest = from_every_rank([one for name, tensor in module.named_parameters() for one in _prints(name, tensor)])
+    first, *rest = everyone([one for name, tensor in module.named_parameters() for one in _prints(name, tensor)])
     for rank, others in enumerate(rest, start=1):
         different = next((one[0] for one, other in zip(first, others, strict=False) if not _alike(one, other)), None)
         if different is None and len(first) != len(others):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +53,10 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
     inputs = Inputs(job, layout.module)
     sums: dict[str, list[float]] = {}
     samples = 0
-    with torch.no_grad(), _evaluation_mode(layout.module):
-        for batch in evaluation_batches(dataset, job, assembly.lane, micro=plan.micro):
+    averaged = assembly.apart.averaged() if assembly.apart else nullcontext()
+    with averaged, torch.no_grad(), _evaluation_mode(layout.module):
+        lane = assembly.loader.lane(assembly.step.progress.step)
+        for batch in evaluation_batches(dataset, job, lane, micro=plan.micro):
             for micro in (micro for part in batch.parts for micro in part):
                 with compute_context(plan, device):
                     args, kwargs, on_device = inputs(micro.batch, device)
@@ -75,6 +77,8 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
     if not layout.held.counts:
         totals.zero_()  # another rank computes the same
     sum_over_ranks(totals)
+    if assembly.apart:
+        assembly.apart.across.sum(totals)
     values = totals.tolist()
     ratios = {
         name: values[1 + 2 * index] / values[2 + 2 * index] if values[2 + 2 * index] else math.nan

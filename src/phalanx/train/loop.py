@@ -7,12 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from phalanx.comm import Place, device_for, from_every_rank, joined
+from phalanx.comm import Place, device_for, joined, place_within, within
 from phalanx.data import Ledger, StepBatch
 from phalanx.errors import CheckpointError
 from phalanx.events import SCHEMA_VERSION, EventLog
@@ -24,8 +25,11 @@ from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.evaluate import evaluate
 from phalanx.train.memory import Measured, Parts
 from phalanx.train.metrics import Metrics
+from phalanx.train.sending import traffic
+from phalanx.train.sharing import Sharing
 from phalanx.train.state import restore, save
 from phalanx.train.timeline import Listener, only_step
+from phalanx.train.together import come_together
 
 _LAPS, _WARM_UP = 1000, 3  # steps timed, and those at their beginning that do not count
 
@@ -37,7 +41,7 @@ def train(job: Job, run: RunSpec, place: Place, *, report: Callable[[int], None]
     """
     here = place.workers_here * run.plan.threads
     refuse(job, run.plan, place.world_size, here)
-    with joined(place, device_for(place, device_kind(run.plan, here))):
+    with joined(place_within(run.plan, place), device_for(place, device_kind(run.plan, here))):
         path, first_step = _where_to_resume(run) if run.resume else (None, 0)
         assembly = build(job, run.plan, place, first_step=first_step, lr_scale=run.lr_scale)
         if path:
@@ -54,7 +58,8 @@ class _Loop:
         self._evaluation_data = _evaluation_data(job)
         self._measured = Measured(assembly.step, assembly.device)
         only = only_step(assembly.device, assembly.step.progress.step, assembly.loader.total_steps)
-        self._listener = Listener(assembly.layout.held, run.plan, recorder.rank, only)
+        rank = recorder.rank if assembly.apart is None else assembly.apart.across.rank
+        self._listener = Listener(assembly.layout.held, within(run.plan), rank, only)
         self._saved_at = assembly.step.progress.step
         self._evaluated_at = -1
         self._last_evaluation: dict[str, Any] = {}
@@ -70,6 +75,8 @@ class _Loop:
             with self._listener.around(batch.step), self._tells_where_memory_runs_out():
                 metrics = self._measured(batch)
             recorder.stepped(batch, metrics, step.seconds)
+            recorder.shares(step.sharing)
+            recorder.averaged(self._assembly)
             if job.evaluate_every and step.progress.step % job.evaluate_every == 0:
                 self._evaluate()
             if run.checkpoint_every and step.progress.step % run.checkpoint_every == 0:
@@ -77,6 +84,9 @@ class _Loop:
         if self._assembly.loader.length is None:
             same_stream(None)
         step.settle()
+        if self._assembly.apart:
+            self._assembly.apart.together()
+        recorder.averaged(self._assembly)
         recorder.flush()
         if self._evaluated_at != step.progress.step:
             self._evaluate()
@@ -84,6 +94,8 @@ class _Loop:
             self._save()
         for event in self._listener.events():
             recorder.write("timeline", **event)
+        for event in traffic(self._assembly.layout.held):
+            recorder.write("traffic", **event)
         return recorder.finish(metrics, self._last_evaluation, self._measured.parts())
 
     @contextmanager
@@ -111,6 +123,11 @@ class _Loop:
         self._assembly.step.settle()  # no checkpoint of a loss that is not a number
         self._recorder.flush()
         step = self._assembly.step.progress.step
+        come_together(self._assembly)
+        self._recorder.averaged(self._assembly)
+        if self._assembly.apart and not self._assembly.apart.across.counts:
+            self._saved_at = step
+            return
         path = save(self._run.folder / "checkpoints", self._job, self._assembly, keep=self._run.keep)
         self._saved_at = step
         size = sum(file.stat().st_size for file in path.iterdir())
@@ -144,6 +161,7 @@ class _Recorder:
         self._first = self._last = time.perf_counter()
         self._samples_before = assembly.step.progress.samples
         self._progress = assembly.step.progress
+        self._everyone = assembly.from_every_rank
         self.write(
             "start",
             schema=SCHEMA_VERSION,
@@ -159,6 +177,7 @@ class _Recorder:
             parameters=assembly.parameters,
             notes=assembly.notes,
         )
+        self.shares(assembly.step.sharing)
         for message in assembly.advice:
             self.write("warning", message=message)
         if resumed:
@@ -197,6 +216,16 @@ class _Recorder:
         else:
             self._write_step(metrics, seconds)
 
+    def shares(self, sharing: Sharing | None) -> None:
+        """Record what has changed in the ranks' shares."""
+        for shift in sharing.news() if sharing else ():
+            self.write("shares", **shift.to_dict())
+
+    def averaged(self, assembly: Assembly) -> None:
+        """Record the averagings since the last time."""
+        for news in assembly.apart.told() if assembly.apart else ():
+            self.write("sync", **asdict(news))
+
     def flush(self) -> None:
         """Bring everything recorded so far to disk."""
         if self._ledger:
@@ -215,7 +244,7 @@ class _Recorder:
             warm = list(self._laps)[_WARM_UP:] or list(self._laps)
             passes, update = (statistics.median(each) for each in zip(*warm, strict=True))
             self.write("timing", passes=passes, update=update)
-        for rank, held in enumerate(from_every_rank({"peak_bytes": peak_memory(), **parts.to_dict()})):
+        for rank, held in enumerate(self._everyone({"peak_bytes": peak_memory(), **parts.to_dict()})):
             self.write("memory", rank=rank, **held)
         summary = {
             "step": self._progress.step,

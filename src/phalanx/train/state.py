@@ -14,6 +14,8 @@ from phalanx.spec import Job
 from phalanx.train.assembly import Assembly
 from phalanx.train.precision import LossScale
 from phalanx.train.sending import SECTION, restore_sender, sender_tensors
+from phalanx.train.together import SECTION as OUTER
+from phalanx.train.together import outer_tensors, restore_outer
 
 if TYPE_CHECKING:
     from phalanx.checkpoint import Part, Pieces
@@ -26,6 +28,7 @@ def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
     progress = assembly.step.progress
     held = assembly.layout.held
     tensors, groups = checkpoint.optimizer_tensors(assembly.optimizer, held.parameters, parts(held))
+    outer, told = outer_tensors(assembly, parts(held))
     state = {
         "identity": identity(job, assembly.loader.length),
         "step": progress.step,
@@ -34,8 +37,9 @@ def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
         "loss_scale": asdict(progress.loss_scale) if progress.loss_scale else None,
         "optimizer": groups,
         SECTION: held.sender.kind if held.sender else None,
+        OUTER: told,
     }
-    tensors |= sender_tensors(held)
+    tensors |= sender_tensors(held) | outer
     return checkpoint.save(
         folder, step=progress.step, tensors={**model_tensors(assembly.layout), **tensors}, state=state, keep=keep
     )
@@ -65,6 +69,7 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
         if lost := restore_sender(path, held, state):
             assembly.notes.append(lost)
     assembly.layout.stepped()
+    restore_outer(assembly, path, state, parts(held))
     progress = assembly.step.progress
     progress.step, progress.samples, progress.divisor = state["step"], state["samples"], state["divisor"]
     if progress.loss_scale and state["loss_scale"]:

@@ -23,7 +23,7 @@ from torch import nn
 from phalanx.comm import active
 from phalanx.data import MicroBatch, StepBatch
 from phalanx.errors import LossError
-from phalanx.parallel import Layout, Work, without_gradient
+from phalanx.parallel import Each, Layout, Sync, Work, without_gradient
 from phalanx.parallel.streams import reseed
 from phalanx.spec import Job, Plan
 from phalanx.train.gradients import clip, global_norm, local_gradients, scale
@@ -32,6 +32,7 @@ from phalanx.train.lossform import Reading, read_loss
 from phalanx.train.metrics import Metrics, Totals, towards_host
 from phalanx.train.precision import LossScale, compute_context
 from phalanx.train.rng import stream
+from phalanx.train.sharing import Sharing
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,11 +60,13 @@ class Course:
         first_step: the step to begin with.
         total_steps: the step after the last, where a schedule that states none of its own reaches its floor.
         lr_scale: factor on every learning rate.
+        first_part: the first of the parts of each global batch that this process holds.
     """
 
     first_step: int = 0
     total_steps: int = 1
     lr_scale: float = 1.0
+    first_part: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,23 +87,34 @@ class Step:
 
     Attributes:
         watch: who looks on; ``None`` for nobody.
+        sharing: the ranks' uneven shares, which may follow their speed; ``None`` where they are even.
         seconds: that the host took, in the last step, for forward and backward, and for the update.
     """
 
-    def __init__(self, job: Job, plan: Plan, layout: Layout, optimizer: torch.optim.Optimizer, course: Course) -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        layout: Layout,
+        optimizer: torch.optim.Optimizer,
+        course: Course,
+        sync: Sync | None = None,
+    ) -> None:
         self.job, self.plan, self.layout, self.optimizer = job, plan, layout, optimizer
+        self.sync = sync or Each()
         self.progress = Progress(
             step=course.first_step, loss_scale=LossScale.for_batch(job.batch) if plan.precision == "fp16" else None
         )
         self._course = course
         self._inputs = Inputs(job, layout.module)
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self._first_part = plan.part(dist.get_rank()) if active() else 0
-        self._whole_here = not active() and plan.devices == 1
+        self._first_part = course.first_part
+        self._whole_here = not active() and plan.devices == 1 and not self.sync.alone
         self._checked = False
         self._reads_means: bool | None = None
         self._unchecked: Metrics | None = None
         self.watch: Watch | None = None
+        self.sharing: Sharing | None = None
         self.seconds = (0.0, 0.0)
 
     def __call__(self, batch: StepBatch) -> Metrics:
@@ -133,6 +147,7 @@ class Step:
         totals = work.totals()
         if not self._checked:
             self._check_gradients()
+        totals = self.sync.gradients_ready(self.progress.step, totals)
         correction = work.correction(totals)
         if correction is not None:
             scale(local_gradients(self.layout.parameters.values()), correction)
@@ -162,17 +177,24 @@ class Step:
             metrics_to_check, self._unchecked = self._unchecked, metrics
         else:
             metrics_to_check = metrics
-        if metrics_to_check is not None:
+        nothing = self._nothing_here(batch, totals)
+        if metrics_to_check is not None and not nothing:
             self._check_totals(metrics_to_check)
         if scaling:
+            before = scaling.scale
             scaling.update(not metrics.skipped)
-        if not metrics.skipped:
+            if held.sender is not None:
+                held.sender.scale(scaling.scale / before)
+        if not metrics.skipped and not nothing:
             if self.job.clip is not None and norm is not None:
                 clip(local_gradients(parameters), norm, self.job.clip)
             self.optimizer.step()
+        self.sync.parameters_stepped(progress.step + 1, totals)
         self.layout.stepped()
         progress.step += 1
         progress.samples += batch.samples
+        if self.sharing is not None:
+            self.sharing.stepped(batch)
         return metrics
 
     def settle(self) -> None:
@@ -206,6 +228,17 @@ class Step:
             else:
                 group["lr"] = rate * factor
         return self._rates[0] * factor
+
+    def _nothing_here(self, batch: StepBatch, totals: Totals) -> bool:
+        """Whether the losses of a replica that steps by itself counted nothing: it has no share of a short last batch.
+
+        On CUDA it is found out where this rank has no samples; counting waits for the device.
+        """
+        if not self.sync.alone:
+            return False
+        if isinstance(totals, torch.Tensor) and any(micro.samples for part in batch.parts for micro in part):
+            return False
+        return not float(totals[1])
 
     def _check_totals(self, metrics: Metrics) -> None:
         total, count = metrics.totals
@@ -300,7 +333,7 @@ class _Work(Work):
         if step.progress.loss_scale:
             self._divided_by = self._constant()
             return read.weight / self._divided_by
-        if read.mean:
+        if read.mean and not step.sync.alone:
             self._exact = True
             return read.samples * step.layout.divisor / self._batch.samples
         if step._whole_here and len(self._batch.parts[0]) == 1:

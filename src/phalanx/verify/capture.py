@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from phalanx.comm import Place, device_for, is_dtensor, joined
+from phalanx.comm import Place, device_for, is_dtensor, joined, place_within
 from phalanx.parallel import Held, device_kind
 from phalanx.spec import Job, Plan
 from phalanx.train.assembly import build, build_model
@@ -35,7 +35,8 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, 
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
         switch_off_dropout()
-        with joined(place, device_for(place, device_kind(plan, place.workers_here * plan.threads))):
+        device = device_for(place, device_kind(plan, place.workers_here * plan.threads))
+        with joined(place_within(plan, place), device):
             assembly = build(short, plan, place)
             step, held = assembly.step, assembly.layout.held
             parameters, whole = held.parameters, dict(held.module.named_parameters())
