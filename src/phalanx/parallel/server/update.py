@@ -29,11 +29,13 @@ class Rule:
     """What becomes of gradients of older parameters.
 
     Attributes:
-        compensate: ``none``; ``rate`` divides the gradient of a piece by its staleness, if that is above 1: with plain
-            SGD the learning rate over the staleness (Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed
-            Deep Learning", section 3); ``delay`` adds to the piece's mean gradient g, of parameters w_then,
-            ``strength * g * g * (w_now - w_then)``: its Taylor expansion with g * g in place of the Hessian (Zheng et
-            al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation", equation 10).
+        compensate: ``none``; ``rate`` takes the learning rate over the staleness, if that is above 1 (Zhang et al.
+            2016, "Staleness-aware Async-SGD for Distributed Deep Learning", section 3): of pieces of several ages the
+            mean of those rates, each piece weighing as its own says, which with plain SGD is a rate for each piece and
+            with others, which do not heed the size of gradients, still slows down; ``delay`` adds to the piece's mean
+            gradient g, of parameters w_then, ``strength * g * g * (w_now - w_then)``: its Taylor expansion with g * g
+            in place of the Hessian (Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay
+            Compensation", equation 10).
         strength: lambda of ``delay``.
         memory: of ``delay``'s adaptive form, DC-ASGD-a: ``strength`` is divided by the root of a running mean of g * g
             that keeps this share of itself with each piece. 0 for the constant form.
@@ -120,6 +122,7 @@ class Shard:
         self._ready: tuple[int, Flat] | None = None
         self._then: dict[int, Flat] = {}
         self._squares: Flat | None = None
+        self._slowed = 1.0
         self._readers: dict[int, int] = {}
         self._spare: list[Flat] = []
         self._applying = False
@@ -198,9 +201,9 @@ class Shard:
             parameter.grad = None if self._places[name] in unused else total.named[name]
         for group, own in zip(self.optimizer.param_groups, self._rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(own * rate)
+                group["lr"].fill_(own * rate * self._slowed)
             else:
-                group["lr"] = own * rate
+                group["lr"] = own * rate * self._slowed
         self.optimizer.step()
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -256,11 +259,12 @@ class Shard:
 
     def _together(self, known: _Open, parts: Collection[int]) -> Flat:
         total: Flat | None = None
+        self._slowed = self._mean_rate(known, parts)
         for part in sorted(parts):
             gradient, version, count = known.pieces.pop(part)
             staleness = self.version - version
             if self._rule.compensate == "rate":
-                gradient.scale(1.0 / max(1, staleness))
+                gradient.scale(1.0 / max(1, staleness) / self._slowed)
             elif self._rule.compensate == "delay" and (version in self._then or not staleness):
                 self._correct(gradient, self._then.get(version, self._live), count)
             if total is None:
@@ -273,6 +277,12 @@ class Shard:
         known.pieces.clear()
         assert total is not None
         return total
+
+    def _mean_rate(self, known: _Open, parts: Collection[int]) -> float:
+        """Factor on the learning rate of pieces of these ages."""
+        if self._rule.compensate != "rate":
+            return 1.0
+        return sum(1.0 / max(1, self.version - known.pieces[part][1]) for part in parts) / len(parts)
 
     def _correct(self, gradient: Flat, then: Flat, count: float) -> None:
         """Add ``lambda * g * g * (w_now - w_then)`` of the mean gradient g, times ``count``, to its sum."""
