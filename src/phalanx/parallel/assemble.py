@@ -11,7 +11,7 @@ from torch import nn
 from phalanx.comm import Mesh, Place
 from phalanx.errors import Problem
 from phalanx.hardware import cuda_devices, return_freed_memory
-from phalanx.parallel import compiled, recompute, threads
+from phalanx.parallel import compiled, compress, recompute, threads
 from phalanx.parallel.example import Example
 from phalanx.parallel.layout import Layout
 from phalanx.parallel.offload import OptimizerOnHost
@@ -34,6 +34,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *threads.check(plan, kind),
         *compiled.check(plan, kind),
         *stage_problems(plan),
+        *compress.check(job, plan),
         *_check_precision(plan),
         *share_problems(plan, job.batch),
         *unready(plan),
@@ -80,6 +81,7 @@ def _lay_out(module: nn.Module, job: Job, plan: Plan, device: torch.device) -> L
         devices = [torch.device("cuda", index) if device.type == "cuda" else device for index in range(plan.threads)]
         return Threads(module, devices)
     if plan.kind == "replicate":
+        compress.refuse(module, plan)
         return Replicate(module, device, job, plan.world_size, plan.compress)
     if plan.kind == "shard":
         # Sharding loads torch's DTensor, which takes half as long as torch itself.

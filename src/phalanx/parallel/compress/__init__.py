@@ -1,6 +1,7 @@
 """Sending less: codecs, what they leave out and when it is made up for, and averages that go through them."""
 
 from phalanx.parallel.compress.averaged import averaged
+from phalanx.parallel.compress.check import check, refuse, refuse_optimizer
 from phalanx.parallel.compress.choice import codec
 from phalanx.parallel.compress.codec import Codec, message, read
 from phalanx.parallel.compress.feedback import Feedback
@@ -8,4 +9,19 @@ from phalanx.parallel.compress.lane import Lane, lane
 from phalanx.parallel.compress.sender import Sender
 from phalanx.parallel.compress.wire import Traffic, Wire
 
-__all__ = ["Codec", "Feedback", "Lane", "Sender", "Traffic", "Wire", "averaged", "codec", "lane", "message", "read"]
+__all__ = [
+    "Codec",
+    "Feedback",
+    "Lane",
+    "Sender",
+    "Traffic",
+    "Wire",
+    "averaged",
+    "check",
+    "codec",
+    "lane",
+    "message",
+    "read",
+    "refuse",
+    "refuse_optimizer",
+]

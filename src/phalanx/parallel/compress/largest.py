@@ -32,7 +32,7 @@ class Largest(Codec):
         return [(kept, torch.float32), (kept, torch.int32)]
 
     def encode(self, flat: Tensor) -> list[Tensor]:
-        places = torch.topk(flat.abs(), self.kept(flat.numel()), sorted=False).indices
+        places = _largest(flat.abs(), self.kept(flat.numel()))
         return [flat[places].float(), places.to(torch.int32)]
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, *, add: bool = False) -> None:
@@ -40,3 +40,21 @@ class Largest(Codec):
         if not add:
             out.zero_()
         out.index_add_(0, places, values.to(out.dtype))  # each place once: no order to depend on
+
+
+_STRIDE, _MANY = 64, 2**16
+
+
+def _largest(sizes: Tensor, kept: int) -> Tensor:
+    """Places of the ``kept`` largest.
+
+    Selecting among millions is slow on a CPU. One element in 64 shows above what size there are about twice as many as
+    are asked for, and those are selected among.
+    """
+    sample = sizes[::_STRIDE]
+    if sizes.device.type == "cpu" and sizes.numel() >= _MANY and 0 < 2 * kept < sizes.numel():
+        border = torch.topk(sample, max(1, 2 * kept // _STRIDE), sorted=False).values.amin()
+        near = (~(sizes < border)).nonzero().view(-1)  # numbers that are none are among them
+        if near.numel() >= kept:
+            return near[torch.topk(sizes[near], kept, sorted=False).indices]
+    return torch.topk(sizes, kept, sorted=False).indices
