@@ -15,6 +15,7 @@ from phalanx.comm import Across, Place, from_every_rank, place_within, within
 from phalanx.data import Lane, Loader
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Apart, Example, Layout, advice, assemble, check, device_kind, notes
+from phalanx.parallel.compress import refuse_optimizer
 from phalanx.spec import Job, Plan
 from phalanx.train.consistency import same_initial_values, same_length
 from phalanx.train.elementwise import refuse_unless_elementwise
@@ -118,6 +119,7 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     layout = assemble(module, job, own, there, lambda: looked_at(example_of(job, module, loader), module, found))
     optimizer = build_optimizer(job, layout)
     refuse_unless_elementwise(optimizer, layout.held, own)
+    refuse_optimizer(optimizer, plan)
     course = Course(
         first_step=first_step, total_steps=_total_steps(job, loader), lr_scale=lr_scale, first_part=lane.first
     )
