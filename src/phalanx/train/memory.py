@@ -83,6 +83,8 @@ class Measured:
         finally:
             step.watch = None
         self._see_all(saved)
+        if step.sharing is not None:
+            step.sharing.saved(saved.peak, batch.here)
         return metrics
 
     def parts(self) -> Parts:
