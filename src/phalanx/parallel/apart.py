@@ -173,9 +173,9 @@ class Apart(Sync):
         while self._news:
             yield self._news.popleft()
 
-    def mean(self, values: Tensor) -> Tensor:
-        """The plain mean over the replicas of ``values``, flat on the host, which is used up. Collective."""
-        return self._averaging.plain(values, 1.0)
+    def mean(self, values: Tensor, weight: float = 1.0) -> Tensor:
+        """The mean over the replicas of ``values``, flat on the host, which is used up. Collective."""
+        return self._averaging.plain(values, weight)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from phalanx.comm import Place, device_for, is_dtensor, joined, place_within
-from phalanx.parallel import Held, device_kind
+from phalanx.comm import Place, device_for, is_dtensor, joined, local, place_within
+from phalanx.parallel import Apart, Held, device_kind
+from phalanx.parallel.fragments import flattened, spread
 from phalanx.spec import Job, Plan
 from phalanx.train.assembly import build, build_model
 from phalanx.verify.auxiliary import auxiliary_gradients
@@ -48,6 +49,7 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, 
                 # What one backward adds up decides whether a borderline step overflows: stay away from the border.
                 scaling.scale /= 2**6
             metrics: list[Any] = []
+            losses: list[float] = []
             ids: list[int] = []
             for batch in assembly.loader:
                 report(batch.step)
@@ -58,12 +60,14 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, 
                 if batch.step == 0:
                     ids = [one for part in batch.parts for micro in part for one in micro.ids]
                     grads = {name: tensor.grad for name, tensor in parameters.items() if tensor.grad is not None}
+                    grads = _mean(grads, float(totals[1]), assembly.apart) if assembly.apart else grads
                     _write(folder, "gradients", grads, held, plan, place)
                     gradients, trace = prints_of(grads, held.slices), trace_to_json(passed)
                 metrics.append(step.update(batch, totals))
+                losses.append(_loss(totals, assembly.apart) if assembly.apart else metrics[-1].loss)
             _write(folder, "parameters", parameters, held, plan, place)
             return {
-                "losses": [one.loss for one in metrics],
+                "losses": losses,
                 "skipped": [one.skipped for one in metrics],
                 "lr": max((one.lr for one in metrics), default=0.0),
                 "ids": ids,
@@ -75,6 +79,22 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, 
             }
 
     return work
+
+
+def _loss(totals: Any, apart: Apart) -> float:
+    """The loss of the global batch, from those of replicas that step by themselves. Collective."""
+    numbers = torch.tensor([float(one) for one in totals], dtype=torch.float64)
+    apart.across.sum(numbers)
+    return float(numbers[0] / numbers[1])
+
+
+def _mean(grads: Mapping[str, torch.Tensor], count: float, apart: Apart) -> dict[str, torch.Tensor]:
+    """The gradients of the global batch, from those of replicas that step by themselves. Collective."""
+    found = {name: torch.empty_like(grad) for name, grad in grads.items()}
+    with torch.no_grad():
+        flat = apart.mean(flattened([local(grad) for grad in grads.values()]), count)
+        spread([local(grad) for grad in found.values()], flat)
+    return found
 
 
 def model_of(job: Job) -> nn.Module:

@@ -14,6 +14,7 @@ from phalanx.verify.evidence import Evidence
 def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
     """The likely cause of an inequality, most specific first."""
     for pattern in (
+        _not_promised,
         _skipped,
         _same_samples,
         split.other_start,
@@ -35,6 +36,15 @@ def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> 
         "look for unseeded randomness in the model, for buffers updated in forward, and for losses that use statistics "
         "of the batch."
     )
+
+
+def _not_promised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    """Replicas that are not kept equal differ after the first step; in it, only what is rounded where it is sent."""
+    first = evidence.losses[0] > tolerance.loss or any(one.relative > 0 for one in evidence.initial)
+    unequal = any(not one.relative <= tolerance.gradient for one in evidence.gradients)
+    if plan.exact or first or (unequal and plan.compress == "none"):
+        return ""
+    return f"this plan does not promise one device's result (exact: no): {plan.bound}. That is no fault of the split."
 
 
 def _skipped(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
