@@ -66,7 +66,6 @@ class Plan:
         device: ``auto`` takes CUDA devices where there are any.
         sync: how ranks of ``dp`` are brought together: ``each`` sums gradients in every step; ``local`` lets each step
             by itself and averages parameters; ``diloco`` hands the average of what they learnt to an outer optimizer.
-            ``local`` and ``diloco`` can be forecast, not yet run.
         every: steps from one averaging to the next, with ``local`` and ``diloco``.
         after: steps with gradients summed in each of them before ``local`` or ``diloco`` begins (post-local SGD).
         fragments: parts of the model that ``local`` and ``diloco`` average in turn, each while the next steps compute;
@@ -82,7 +81,7 @@ class Plan:
             corrects it to first order for what the parameters have moved by since (DC-ASGD).
         backup: with ``server``, workers that a step does not wait for: it ends when the others' gradients are in.
         compress: how gradients (or averaged parameters) are sent between ranks of ``dp`` or to servers: ``none``,
-            ``fp16``, ``bf16``, ``int8``, ``powersgd:RANK``, ``topk:SHARE``. Can be forecast, not yet run.
+            ``fp16``, ``bf16``, ``int8``, ``powersgd:RANK``, ``topk:SHARE``.
         shares: of the global batch, for each rank of ``dp``: weights such as ``3,1``; ``auto`` by speed, as far as
             memory goes; empty: even.
     """
