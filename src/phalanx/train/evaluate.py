@@ -54,7 +54,7 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
     sums: dict[str, list[float]] = {}
     samples = 0
     averaged = assembly.apart.averaged() if assembly.apart else nullcontext()
-    with averaged, torch.no_grad(), _evaluation_mode(layout.module):
+    with averaged, torch.no_grad(), evaluation_mode(layout.module):
         lane = assembly.loader.lane(assembly.step.progress.step)
         for batch in evaluation_batches(dataset, job, lane, micro=plan.micro):
             for micro in (micro for part in batch.parts for micro in part):
@@ -62,7 +62,7 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
                     args, kwargs, on_device = inputs(micro.batch, device)
                     output = layout.forward(args, kwargs)
                     # Of a pipeline only the last rank has an output, and measures.
-                    found = {} if output is None else _measure(job, output, on_device, micro.samples)
+                    found = {} if output is None else measure(job, output, on_device, micro.samples)
                 samples += micro.samples
                 for name, (total, count) in found.items():
                     entry = sums.setdefault(name, [0.0, 0.0])
@@ -89,7 +89,7 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
 
 
 @contextmanager
-def _evaluation_mode(module: nn.Module) -> Iterator[None]:
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Every submodule in evaluation mode; afterwards each as it was: some may be kept out of training mode for good."""
     training = [part for part in module.modules() if part.training]
     module.eval()
@@ -100,7 +100,7 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
             part.training = True
 
 
-def _measure(job: Job, output: Any, batch: Any, samples: int) -> dict[str, tuple[Any, Any]]:
+def measure(job: Job, output: Any, batch: Any, samples: int) -> dict[str, tuple[Any, Any]]:
     """Sum and count of the loss and of each metric over one micro-batch."""
     read = read_loss(job.loss(output, batch), samples, "the evaluation")
     found: dict[str, tuple[Any, Any]] = {"loss": (read.value * read.weight, read.count)}
