@@ -110,9 +110,8 @@ HEAD = (
     "# Accuracy of every way to keep replicas together",
     "",
     "Final validation loss against synchronous training with the same seed, at equal samples: medians over seeds, and",
-    "their spread. Two workers of one thread each; real runs, so that staleness is what the timing of this machine made",
-    "it. Learning rates are those of synchronous training, not tuned for any row. `python bench/quality.py --write` writes",
-    "this page.",
+    "their spread. Two workers of one thread each; real runs, so that staleness is what timing made it. Learning rates",
+    "are those of synchronous training, not tuned for any row. `python bench/quality.py --write` writes this page.",
     "",
 )
 

@@ -72,6 +72,7 @@ def final_loss(job: px.Job, staleness: int, way: Compensate) -> float:
         step.backward(batch)
         gradient = shard.blank()
         for name, tensor in parameters.items():
+            assert tensor.grad is not None
             gradient.named[name].copy_(tensor.grad)
             tensor.grad = None
         step.progress.step += 1
@@ -139,7 +140,7 @@ HEAD = (
     "",
     "Final validation loss where every gradient is exactly so many updates old, which is the worst that `staleness=N`",
     "of [parameter servers](../explanation/parameter-server.md) allows: median over seeds, and their range. `rate` and",
-    "`delay` are what `compensate` does against staleness. Real runs are mostly fresher: two equal workers give 0 or 1.",
+    "`delay` are what `compensate` does against staleness. Real runs are mostly fresher than their bound.",
     "`python bench/staleness.py --write` writes this page.",
     "",
 )
