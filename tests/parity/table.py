@@ -104,6 +104,22 @@ SPLIT = (
     "pp=2 fsdp=2 tp=2 micro=2 sequence=true recompute=selective",
 )
 
+# Replicas that take unequal shares, of batches of 13, and of a last one with a single sample.
+SHARES: dict[str, tuple[str, ...]] = {
+    "MLP": (
+        "dp=2 shares=3,1",
+        "dp=2 shares=12,1",
+        "dp=3 shares=9,1,3 micro=2",
+        "dp=2 fsdp=2 shares=3,1",
+        "dp=2 fsdp=2 zero=1 shares=3,1 micro=2",
+        "dp=2 fsdp=2 zero=2 shares=3,1 micro=2",
+        "dp=2 shares=auto",
+    ),
+    "own GPT": ("dp=2 shares=3,1 micro=2", "dp=2 fsdp=2 shares=1,3 micro=2", "dp=2 tp=2 shares=3,1 micro=2"),
+    "HF Mixtral": ("dp=2 ep=2 shares=3,1 micro=2",),
+    "HF BERT, padded": ("dp=2 shares=1,3",),
+}
+
 SHORT_SPLIT: dict[str, tuple[str, ...]] = {
     "ConvNet": ("pp=2 micro=2 schedule=gpipe",),
     "irregular": ("tp=2", "pp=2 micro=3", "dp=2 pp=2 micro=2 schedule=dualpipev"),

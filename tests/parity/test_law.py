@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 from models import MODELS
-from table import BAR, REFUSED, SHORT, SHORT_SPLIT, STEPS
+from table import BAR, REFUSED, SHARES, SHORT, SHORT_SPLIT, STEPS
 
 from phalanx.errors import WorkerError
 from phalanx.spec import Plan
@@ -49,9 +49,21 @@ def test_half_precision_equals_within_its_rounding(plan: str, precision: str) ->
     assert proof.largest["gradient"] > 0, "half precision that rounds nothing was not half precision"
 
 
+@cache
+def with_a_last_sample(model: str) -> OneDevice:
+    # 40 samples in batches of 13: three whole ones and a last one of a single sample
+    return OneDevice.run(replace(MODELS[model](), batch=13), 8)
+
+
 @pytest.mark.parametrize("plan", ["dp=4", "fsdp=4", "fsdp=4 zero=2", "threads=4"])
 @pytest.mark.parametrize("model", ["MLP", "own GPT"])
 def test_a_last_batch_with_fewer_samples_than_ranks(model: str, plan: str) -> None:
-    # 40 samples in batches of 13: three whole ones and a last one of a single sample
-    one = OneDevice.run(replace(MODELS[model](), batch=13), 8)
-    assert one.prove(Plan.parse(plan)).equal
+    assert with_a_last_sample(model).prove(Plan.parse(plan)).equal
+
+
+@pytest.mark.parametrize(("model", "plan"), [(model, plan) for model, plans in SHARES.items() for plan in plans])
+def test_uneven_shares_equal_one_device(model: str, plan: str) -> None:
+    proof = with_a_last_sample(model).prove(Plan.parse(plan))
+    assert proof.equal, f"{proof.first}\n{proof.cause}"
+    assert proof.largest["loss"] <= BAR
+    assert proof.largest["gradient"] <= BAR

@@ -81,7 +81,8 @@ class Lane:
             count=plan.threads,
             parts=plan.replicas,
             weights=tuple(map(float, weights(plan.shares) or (1,) * plan.dp)) if plan.shares else (),
-            alike=plan.zero >= 2,  # their gradients are scattered in each micro-batch
+            # gradients of all are then scattered in each micro-batch
+            alike=plan.zero >= 2 and plan.sync == "each",
         )
 
 
