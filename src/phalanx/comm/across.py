@@ -86,6 +86,10 @@ class Across:
         if host is not values:
             values.copy_(host)
 
+    def named(self, rank: int) -> int:
+        """The rank among all of the one that has this rank in this replica."""
+        return next(one for one in range(self.plan.world_size) if _seen(self.plan, one) == (self.index, rank))
+
     def sent(self, nbytes: int) -> int:
         """Bytes that a rank sends when ``nbytes`` are summed: gloo's ring sends each of n parts on 2 (n - 1) times."""
         return 2 * (self.size - 1) * nbytes // self.size

@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.errors import DataError
 from phalanx.events import read
+from phalanx.observe.averagings import Averagings, averagings
 from phalanx.observe.beside import Beside, memory_beside, step_beside, stored
 from phalanx.observe.follow import Event
 from phalanx.spec import Plan
@@ -43,6 +44,9 @@ class RunSummary:
         peak_bytes: largest memory of each rank: resident set on CPU, allocated on CUDA.
         memory: what each rank's memory holds, part → bytes; empty where the log is older than its schema 1.2.
         idle: the share of a pipeline's time in which its ranks wait or send, in the one step that was timed.
+        averagings: of replicas that step by themselves; ``None`` where there were none.
+        sent: bytes that each rank sent of compressed gradients; empty where they went whole.
+        whole: bytes that each would have sent of whole ones.
         forecast: of the run, as ``forecast.json`` has it; or why it is ``missing``; ``None`` where none was asked for.
         beside: the forecast beside what was measured.
         checkpoint: the newest, relative to the folder.
@@ -68,6 +72,9 @@ class RunSummary:
     peak_bytes: tuple[int, ...]
     memory: tuple[dict[str, int], ...]
     idle: float | None
+    averagings: Averagings | None
+    sent: tuple[int, ...]
+    whole: tuple[int, ...]
     forecast: dict[str, Any] | None
     beside: tuple[Beside, ...]
     checkpoint: str | None
@@ -128,6 +135,9 @@ def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] |
         peak_bytes=tuple(event["peak_bytes"] for event in memory),
         memory=held,
         idle=idle_share([event["actions"] for event in by_name.get("timeline", [])]),
+        averagings=averagings(by_name.get("sync", []), steps, end.get("seconds")),
+        sent=tuple(event["sent"] for event in by_name.get("traffic", [])),
+        whole=tuple(event["whole"] for event in by_name.get("traffic", [])),
         forecast=foretold,
         beside=beside_of(foretold, part, held, seconds),
         checkpoint=by_name["checkpoint"][-1]["path"] if "checkpoint" in by_name else None,

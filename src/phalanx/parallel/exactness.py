@@ -65,4 +65,17 @@ def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
         found.append(
             "fp16 skips updates that overflow; at the border that depends on how many samples are added at once."
         )
+    if plan.sync != "each":
+        found += _apart(job, plan)
+    return found
+
+
+def _apart(job: Job, plan: Plan) -> list[str]:
+    found = [
+        f"exact: no. {plan.bound[0].upper()}{plan.bound[1:]}.",
+        "loss, count and gradient norm of a step are those of the first replica's share; each averaging tells the mean "
+        "loss of all replicas.",
+    ]
+    if job.clip is not None:
+        found.append("each replica clips by the norm of its own gradient.")
     return found

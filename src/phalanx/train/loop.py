@@ -39,6 +39,10 @@ def train(job: Job, run: RunSpec, place: Place, *, report: Callable[[int], None]
 
     Returns a summary: steps taken, last loss, last evaluation.
     """
+    if run.plan.server:
+        from phalanx.train.served import take_part
+
+        return take_part(job, run, place, report)
     here = place.workers_here * run.plan.threads
     refuse(job, run.plan, place.world_size, here)
     with joined(place_within(run.plan, place), device_for(place, device_kind(run.plan, here))):
@@ -92,8 +96,9 @@ class _Loop:
             self._evaluate()
         if self._saved_at != step.progress.step:
             self._save()
+        across = self._assembly.apart.across if self._assembly.apart else None
         for event in self._listener.events():
-            recorder.write("timeline", **event)
+            recorder.write("timeline", **event | ({"rank": across.named(event["rank"])} if across else {}))
         for event in traffic(self._assembly.layout.held):
             recorder.write("traffic", **event)
         return recorder.finish(metrics, self._last_evaluation, self._measured.parts())
