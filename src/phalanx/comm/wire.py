@@ -64,7 +64,7 @@ def views(tensors: Iterable[torch.Tensor]) -> list[memoryview]:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"not a run of host memory: a tensor of shape {list(tensor.shape)} on {tensor.device}")
         if tensor.numel():
-            found.append(memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()))
+            found.append(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
     return found
 
 
@@ -74,6 +74,7 @@ class Connection:
 
     Attributes:
         heard: when bytes last came, as of ``time.monotonic()``.
+        sent: bytes of tensors sent so far.
     """
 
     def __init__(self, plug: socket.socket, *, patience: float = 0.0) -> None:
@@ -101,6 +102,11 @@ class Connection:
             OSError: if there is none, or it does not answer within ``timeout`` seconds.
         """
         return cls(socket.create_connection((host, port), timeout=timeout), patience=patience)
+
+    @property
+    def fileno(self) -> int:
+        """The descriptor, to wait for together with others; -1 once it is closed."""
+        return self._plug.fileno()
 
     def wait_at_most(self, seconds: float) -> None:
         """Let every later call that waits for the peer for so long end in ``LostError``."""

@@ -46,7 +46,7 @@ def unready(plan: Plan) -> list[Problem]:
     """What of ``plan`` can be forecast, but not run yet."""
     found: list[Problem] = []
     plain = {name: getattr(Plan(), name) for name in APART}
-    for name in ("server",):
+    for name in ():
         value = getattr(plan, name)
         if value != plain[name]:
             given = f"{name}={value}, which can be forecast but not run yet"

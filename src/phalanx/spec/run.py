@@ -16,7 +16,7 @@ from phalanx.spec.plan import Plan
 Foresight = Literal["refuse", "anyway", "none"]
 """What is made of a run's forecast."""
 
-_LEAST = {"batch": 1, "epochs": 1, "steps": 1, "checkpoint_every": 0, "keep": 1, "log_every": 1}
+_LEAST = {"batch": 1, "epochs": 1, "steps": 1, "checkpoint_every": 0, "snapshot_every": 0, "keep": 1, "log_every": 1}
 _KINDS = {
     "job": Kind(types=(str,), allowed="a text", fix='job = "examples/digits.py"'),
     "plan": Kind(types=(str, Plan), allowed="a plan as one line of text", fix='plan = "dp=2"'),
@@ -40,6 +40,8 @@ class RunSpec:
         steps: in place of the job's own.
         lr_scale: factor on every learning rate, such as the linear scaling rule's when the user changed the batch.
         checkpoint_every: optimizer steps between checkpoints; 0: at the end only.
+        snapshot_every: with servers, updates between the snapshots that they go back to when one of them is lost: the
+            most updates that are lost with it. 0: none, and all are lost.
         keep: checkpoints kept; older ones are deleted.
         log_every: optimizer steps between ``step`` events; the first and the last are always written.
         forecast: ``refuse`` a plan that is forecast not to fit; run it ``anyway``; or ``none``, make no forecast.
@@ -54,6 +56,7 @@ class RunSpec:
     steps: int | None = None
     lr_scale: float = 1.0
     checkpoint_every: int = 0
+    snapshot_every: int = 100
     keep: int = 2
     log_every: int = 1
     forecast: Foresight = "refuse"

@@ -78,15 +78,20 @@ def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> No
         RefusedError: with every problem found.
     """
     problems = check(job, plan, here)
-    if plan.world_size != world_size:
+    if plan.world_size + plan.server != world_size:
+        beside = f", and {plan.server} servers beside them" if plan.server else ""
         problems.append(
             Problem(
                 where="plan",
                 given=f"{plan} for {world_size} workers",
-                allowed=f"a mesh that multiplies to the workers: pp × dp × fsdp × ep × cp × tp = {world_size}",
+                allowed=f"a mesh that multiplies to the workers: pp × dp × fsdp × ep × cp × tp = {world_size}{beside}",
                 fix=f"dp={world_size}" if world_size > 1 else "single",
             )
         )
+    if plan.server and not problems:
+        from phalanx.train.served.refusal import refusals
+
+        problems += refusals(job, plan)
     if problems:
         raise RefusedError(problems)
 

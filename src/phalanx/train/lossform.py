@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -49,6 +50,36 @@ def read_loss(result: Any, samples: int, where: int | str) -> Reading:
     if not isinstance(result, torch.Tensor) or result.dim() != 0:
         raise LossError(_wrong_form(_describe(result), where))
     return Reading(result, float(samples), samples, samples, True)
+
+
+def check_totals(step: int, total: float, count: float) -> None:
+    """Raise where the loss of a whole step is no number, or nothing was counted.
+
+    Raises:
+        LossError: with the usual causes.
+    """
+    if not (math.isfinite(count) and count > 0):
+        raise LossError(_bad_count(step, count))
+    if not math.isfinite(total):
+        raise LossError(
+            f"the loss of step {step} is {total}.\n"
+            "    Usual causes: a learning rate too high or without warm-up, a logarithm or a division by zero "
+            "in the loss, bad values in the data.\n"
+            "    try: job(clip=1.0, schedule=px.Schedule(warmup_steps=100)), or a lower lr"
+        )
+
+
+def _bad_count(step: int, count: float) -> str:
+    if count == 0:
+        return (
+            f"nothing was counted in step {step}: the counts of its loss add up to 0 over the global batch.\n"
+            "    Usual causes: every label is the ignored index, every weight or mask is 0.\n"
+            "    try: leave such samples out of job.data, or a larger batch"
+        )
+    return (
+        f"the count of the loss of step {step} is {count}; it is what the sum is divided by: a number above 0.\n"
+        "    try: px.Loss(sum, count) with count the tokens or samples that were summed"
+    )
 
 
 def _wrong_form(given: str, where: int | str) -> str:

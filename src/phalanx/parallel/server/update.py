@@ -191,7 +191,8 @@ class Shard:
             rate: factor on every learning rate.
             oldest: version from which gradients may still come; values of older ones are forgotten.
         """
-        assert self._ready is not None and self._ready[0] == step
+        assert self._ready is not None
+        assert self._ready[0] == step
         total, self._ready = self._ready[1], None
         total.scale(scale)
         known = self._open[step]

@@ -1,0 +1,38 @@
+"""What keeps servers from serving a job, found before any process starts where that can be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from phalanx.errors import Problem
+from phalanx.parallel.server import starved
+from phalanx.spec import Job, Plan
+from phalanx.train.assembly import Parameters
+from phalanx.train.elementwise import elementwise
+
+
+def refusals(job: Job, plan: Plan) -> list[Problem]:
+    """Everything in ``job`` and ``plan`` that servers cannot do."""
+    return [*_precision(plan), *_starved(job, plan)]
+
+
+def _precision(plan: Plan) -> list[Problem]:
+    if plan.precision != "fp16":
+        return []
+    given = f"precision=fp16 with server={plan.server}"
+    allowed = "fp32 or bf16: which loss scale overflows is known only when gradients of other scales are on their way"
+    return [Problem(where="plan.precision", given=given, allowed=allowed, fix=str(replace(plan, precision="bf16")))]
+
+
+def _starved(job: Job, plan: Plan) -> list[Problem]:
+    if plan.server == 1:
+        return []
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            parameters = {name: one for name, one in job.model().named_parameters() if one.requires_grad}
+            cut = elementwise(job.optimizer(Parameters(parameters)))
+    except Exception:  # some models need values; then the servers themselves find out
+        return []
+    return starved(parameters, plan, cut=cut)

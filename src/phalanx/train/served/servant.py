@@ -1,0 +1,237 @@
+"""What every server does: listens, takes gradients in, gives values out, obeys the coordinator."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol, final
+
+import torch
+
+from phalanx.comm.wire import Connection, Frame, LostError, views
+from phalanx.hardware import peak_memory
+from phalanx.parallel.compress import Codec, read
+from phalanx.parallel.server import Kind, Pushed
+from phalanx.train.served import parcel
+from phalanx.train.served.keeper import Keeper, Share
+
+COORDINATOR = -1
+"""The rank by which the coordinator introduces itself."""
+
+
+class Front(Protocol):
+    """What the coordinator does for workers; each call in the thread of that worker's connection."""
+
+    def joined(self, rank: int, connection: Connection, length: int) -> None:
+        """A worker has connected, or come back."""
+        ...
+
+    def asked(self, rank: int, connection: Connection, frame: Frame) -> None:
+        """It brings what it has computed, and wants more."""
+        ...
+
+    def parted(self, rank: int, memory: dict[str, int]) -> None:
+        """It has heard that all is done, and goes."""
+        ...
+
+    def lost(self, rank: int, connection: Connection, reason: str) -> None:
+        """Its connection has ended."""
+        ...
+
+
+@final
+class Servant:
+    """A server's connections, a thread each.
+
+    Attributes:
+        port: where it listens.
+        trouble: what went wrong in one of the threads.
+        over: the coordinator has said that all is done.
+        led: when the coordinator was last connected, as of ``time.monotonic()``; infinite while it is.
+    """
+
+    def __init__(self, keeper: Keeper, host: str, codec: Codec | None = None) -> None:
+        self._keeper, self._codec = keeper, codec
+        self._listener = socket.create_server((host, 0), backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+        self.trouble: BaseException | None = None
+        self.over = threading.Event()
+        self.led = time.monotonic()
+        self.front: Front | None = None
+        self._connections: set[Connection] = set()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, front: Front | None = None) -> None:
+        """Begin to answer; server 0 with what it does for workers."""
+        self.front = front
+        self._run(self._accept)
+
+    def close(self) -> None:
+        """End every connection and thread."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in tuple(self._connections):
+            connection.close()
+        for thread in tuple(self._threads):
+            thread.join(timeout=5.0)
+
+    def prepare(self, step: int, parts: list[int]) -> float:
+        """See ``Shard.prepare``."""
+        return self._keeper.shard.prepare(step, parts)
+
+    def obey(self, kind: Kind, meta: dict[str, Any]) -> dict[str, Any]:
+        """Do what the coordinator says; returns what there is to answer."""
+        keeper, shard = self._keeper, self._keeper.shard
+        match kind:
+            case Kind.PREPARE:
+                return {"square": shard.prepare(meta["step"], meta["parts"])}
+            case Kind.APPLY:
+                if "parts" in meta:
+                    shard.prepare(meta["step"], meta["parts"])
+                shard.apply(meta["step"], scale=meta["scale"], rate=meta["rate"], oldest=meta["oldest"])
+            case Kind.SNAPSHOT:
+                keeper.snapshot(meta["progress"])
+            case Kind.RESTORE:
+                keeper.go_back(meta["version"], meta["term"], meta["progress"])
+            case Kind.HELLO:
+                return self._introduction()
+            case Kind.END:
+                return {"memory": memory_of(keeper)}
+            case _:
+                raise LostError(f"a {kind.name} from the coordinator")
+        return {}
+
+    def share(self, what: str) -> Share:
+        """See ``Keeper.share``."""
+        return self._keeper.share(what)
+
+    def _introduction(self) -> dict[str, Any]:
+        shard = self._keeper.shard
+        return {
+            "index": self._keeper.index,
+            "term": shard.term,
+            "version": shard.version,
+            "snapshots": self._keeper.snapshots(),
+            "held": self._keeper.held,
+            "forms": [[list(shape), str(dtype)] for shape, dtype in shard.form.values()],
+        }
+
+    def _run(self, work: Callable[..., None], *arguments: Any) -> None:
+        def guarded() -> None:
+            try:
+                work(*arguments)
+            except BaseException as error:  # told by the main thread
+                self.trouble = self.trouble or error
+
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threading.Thread(target=guarded, daemon=True))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                plug, _ = self._listener.accept()
+            except OSError:
+                return
+            self._run(self._attend, Connection(plug))
+
+    def _attend(self, connection: Connection) -> None:
+        self._connections.add(connection)
+        try:
+            hello = connection.receive()
+            if hello.kind != Kind.HELLO:
+                return
+            rank = int(hello.meta["rank"])
+            if rank == COORDINATOR:
+                self._follow(connection)
+            elif "probe" in hello.meta:
+                connection.send(Kind.WELCOME, {"index": self._keeper.index})
+            else:
+                self._serve(rank, connection, int(hello.meta["length"]))
+        except LostError:
+            return
+        finally:
+            connection.close()
+            self._connections.discard(connection)
+
+    def _follow(self, connection: Connection) -> None:
+        self.led = float("inf")
+        try:
+            connection.send(Kind.WELCOME, self._introduction())
+            while True:
+                frame = connection.receive()
+                kind = Kind(frame.kind)
+                if kind == Kind.GATHER:
+                    share = self.share(frame.meta["what"])
+                    parcel.send(connection, kind, {"held": share.held, "groups": share.groups}, share.tensors)
+                else:
+                    connection.send(kind, self.obey(kind, frame.meta))
+                if kind == Kind.END:
+                    self.over.set()
+                    return
+        finally:
+            self.led = time.monotonic()
+
+    def _serve(self, rank: int, connection: Connection, length: int) -> None:
+        front, reason = self.front, "its connection has ended"
+        connection.send(Kind.WELCOME, self._introduction())
+        if front:
+            front.joined(rank, connection, length)
+        try:
+            while True:
+                frame = connection.receive()
+                match Kind(frame.kind):
+                    case Kind.PULL:
+                        self._pull(connection, frame)
+                    case Kind.PUSH:
+                        self._push(connection, frame)
+                    case Kind.BEAT:
+                        connection.send(Kind.BEAT)
+                    case Kind.ASK if front:
+                        front.asked(rank, connection, frame)
+                    case Kind.END if front:
+                        front.parted(rank, frame.meta["memory"])
+                        return
+                    case kind:
+                        raise LostError(f"a {kind.name} from a worker")
+        except LostError as error:
+            reason = str(error)
+            raise
+        finally:
+            if front:
+                front.lost(rank, connection, reason)
+
+    def _pull(self, connection: Connection, frame: Frame) -> None:
+        shard = self._keeper.shard
+        with shard.values() as (version, flat):
+            meta = {"version": version, "term": shard.term}
+            if (frame.meta["version"], frame.meta["term"]) == (version, shard.term):
+                connection.send(Kind.VALUES, meta)
+                return
+            statistics = [one.clone() for one in self._keeper.statistics.whole] if self._keeper.index == 0 else []
+            connection.send(Kind.VALUES, meta, [*flat.wire, *views(statistics)])
+
+    def _push(self, connection: Connection, frame: Frame) -> None:
+        shard = self._keeper.shard
+        flat = shard.blank()
+        try:
+            if self._codec is None:
+                connection.fill(frame, flat.wire)
+            else:
+                (target,) = flat.whole
+                sent = torch.empty(self._codec.bytes_of(target.numel()), dtype=torch.uint8)
+                connection.fill(frame, views([sent]))
+                read(self._codec, sent, target)
+        except BaseException:
+            shard.give_back(flat)
+            raise
+        connection.send(Kind.TAKEN, {"new": shard.push(Pushed(**frame.meta), flat)})
+
+
+def memory_of(keeper: Keeper) -> dict[str, int]:
+    """A server's memory, as events tell it."""
+    return {"peak_bytes": peak_memory(), **keeper.shard.memory, "buffers": 0, "activations": 0}
