@@ -82,7 +82,7 @@ class Lane:
             parts=plan.replicas,
             weights=tuple(map(float, weights(plan.shares) or (1,) * plan.dp)) if plan.shares else (),
             # gradients of all are then scattered in each micro-batch
-            alike=plan.zero >= 2 and plan.sync == "each",
+            alike=not plan.shares or (plan.zero >= 2 and plan.sync == "each"),
         )
 
 

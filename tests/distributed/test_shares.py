@@ -1,0 +1,65 @@
+"""Uneven shares between real processes: they follow a slow rank, and nothing that is learnt changes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import small
+import torch
+import torch.distributed as dist
+
+import phalanx as px
+from phalanx.data import records
+from phalanx.errors import RefusedError
+from phalanx.events.schema import faults
+from phalanx.spec import Plan
+
+
+class Slow(small.Net):
+    """On every second rank a sample takes three times as long."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and dist.is_initialized():
+            time.sleep(len(x) * (0.003 if dist.get_rank() % 2 else 0.001))
+        return super().forward(x)
+
+
+def fit(plan: str, folder: Path, *, resume: bool = False, **how: object) -> px.Run:
+    run = px.RunSpec(job="small", plan=Plan.parse(plan), folder=folder, forecast="none", resume=resume)
+    return px.fit(small.job(**how), run=run)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize(("plan", "workers"), [("dp=2 shares=auto", 0), ("dp=2 shares=auto micro=4", 2)])
+def test_shares_follow_a_slow_rank_and_change_nothing(tmp_path: Path, plan: str, workers: int) -> None:
+    one = fit("single", tmp_path / "one", epochs=4)
+    run = fit(plan, tmp_path / "run", model=Slow, epochs=4, workers=workers)
+    assert run.losses == pytest.approx(one.losses, rel=1e-5)
+    first, *moved = run.events("shares")
+    assert (first["step"], first["shares"], first["seconds"]) == (0, [16, 16], [])
+    assert moved
+    assert all(not faults(event) for event in moved)
+    fast, slow = moved[-1]["shares"]
+    assert fast + slow == small.BATCH
+    assert fast > slow
+    # what the events say is what ranks then took
+    last = max(records(tmp_path / "run" / "ledger").items())[0]
+    full = [step for step in range(moved[-1]["step"], last) if (step + 1) % 4]
+    for step in full:
+        assert [len(record.ids) for record in records(tmp_path / "run" / "ledger")[step]] == [fast, slow]
+
+
+def test_a_run_goes_on_with_even_shares(tmp_path: Path) -> None:
+    one = fit("single", tmp_path / "one", epochs=3)
+    fit("dp=2 shares=3,1", tmp_path / "run", steps=5, epochs=None)
+    run = fit("dp=2 shares=auto", tmp_path / "run", resume=True, epochs=3)
+    assert run.losses == pytest.approx(one.losses, rel=1e-5)
+    assert [event["shares"] for event in run.events("shares")][:2] == [[24, 8], [16, 16]]
+
+
+def test_weights_that_leave_a_device_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="shares=100,1") as caught:
+        fit("dp=2 shares=100,1", tmp_path / "run")
+    assert "dp=2 shares=auto" in str(caught.value)
