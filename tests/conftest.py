@@ -6,12 +6,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+
+import phalanx as px
+from phalanx.launch.hosts import lacking
 
 # A shell starts what it runs in the background with interrupts ignored, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,6 +46,20 @@ def _left(threads: set[threading.Thread]) -> list[str]:
     processes = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
     alive = [thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     return [str(process) for process in processes] + alive
+
+
+@pytest.fixture
+def hosts() -> Iterator[Callable[..., px.Hosts]]:
+    """Makes hosts for the length of the test, ``hosts(2, rate="100mbit")``; skips it where none can be made."""
+    with ExitStack() as up:
+
+        def make(count: int, **how: Any) -> px.Hosts:
+            made = px.Hosts(count, **how)
+            if problem := lacking(made.link):
+                pytest.skip(f"no hosts can be made here: {problem.given}")
+            return up.enter_context(made)
+
+        yield make
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Callable
@@ -12,12 +11,12 @@ from types import TracebackType
 from typing import Self, final
 
 from phalanx.errors import Problem, RunError, SpecError
+from phalanx.launch.hosts.inside import move_into
 from phalanx.launch.hosts.link import Link
 from phalanx.launch.hosts.needs import refuse
 from phalanx.launch.hosts.network import Network
 from phalanx.launch.hosts.quotas import Quotas
 
-_CLONE_NEWNET = 0x40000000
 _DEVICE = "net0"
 _MOST = 200
 _MARKS = 6  # numbers that a host's worker notes: its first, second and last step, and bytes sent before each
@@ -111,11 +110,8 @@ class Hosts:
             RunError: if the kernel does not let it in.
         """
         host, network = self.host_of(rank), self._there
-        namespace = os.open(network.namespace(host), os.O_RDONLY)
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(namespace, _CLONE_NEWNET):
-            raise RunError(f"rank {rank} could not enter host {host}: {os.strerror(ctypes.get_errno())}")
-        os.close(namespace)
+        names = {f"host{other}": network.address(other) for other in range(self.count)}
+        move_into(network.namespace(host), {"launcher": network.launcher, **names})
         os.environ.update(dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _DEVICE))
         network.tell(f"join {host} {os.getpid()}")
         if self._quotas:

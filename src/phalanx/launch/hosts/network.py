@@ -172,7 +172,11 @@ class Network:
         return [
             f"link set {device} address {_hardware(host)} addrgenmode none up",
             f"address add {address}/24 dev {device}",
-            *(f"neigh add {ip} lladdr {_hardware(at)} dev {device} nud permanent" for ip, at in others if at != host),
+            *(
+                f"neigh replace {ip} lladdr {_hardware(at)} dev {device} nud permanent"
+                for ip, at in others
+                if at != host
+            ),
         ]
 
 

@@ -1,0 +1,174 @@
+"""Hosts within this machine: their links and processors are as slow as asked, and nothing of them is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from small import job
+
+import phalanx as px
+from phalanx.comm import Place
+from phalanx.comm.place import meet
+from phalanx.launch import launch
+from phalanx.launch.guard import fork
+from phalanx.launch.hosts.quotas import Quotas
+
+Make = Callable[..., px.Hosts]
+
+MEGABYTES, RATE = 2, 40e6
+
+
+def transfer(place: Place, report: Callable[[int], None]) -> dict[str, float] | None:
+    """Rank 0 sends rank 1 some megabytes, then a byte to and fro; what rank 0 saw."""
+    store = meet(place)
+    if place.rank == 1:
+        with socket.create_server((place.host, 0)) as server:
+            store.set("port", f"{place.host}:{server.getsockname()[1]}")
+            peer, _ = server.accept()
+            with peer:
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                left = MEGABYTES * 10**6
+                while left:
+                    left -= len(peer.recv(min(left, 1 << 16)))
+                while data := peer.recv(1):
+                    peer.send(data)
+        return None
+    host, _, port = store.get("port").decode().rpartition(":")
+    with socket.create_connection((host, int(port))) as peer:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        began = time.monotonic()
+        peer.sendall(bytes(MEGABYTES * 10**6) + b".")
+        peer.recv(1)
+        seconds = time.monotonic() - began
+        trips: list[float] = []
+        for _ in range(3):
+            began = time.monotonic()
+            peer.send(b".")
+            peer.recv(1)
+            trips.append(time.monotonic() - began)
+    return {"rate": MEGABYTES * 8e6 / seconds, "trip": min(trips)}
+
+
+@pytest.mark.parametrize("delay", ["", "20ms"])
+def test_links_are_as_slow_as_asked(hosts: Make, delay: str) -> None:
+    made = hosts(2, rate=f"{RATE / 1e6:g}mbit", delay=delay)
+    seen = launch(transfer, 2, hosts=made)[0]
+    assert 0.5 * RATE <= seen["rate"] <= 1.2 * RATE
+    assert seen["trip"] >= (0.04 if delay else 0)
+    assert MEGABYTES * 1e6 < made.bytes_sent(0) < 1.2e6 * MEGABYTES
+    assert made.bytes_sent(1) < 1e6
+
+
+def spin(place: Place, report: Callable[[int], None]) -> float:
+    """The share of a core that this worker gets."""
+    meet(place).get(str(place.rank)) if place.rank else meet(place).set("1", "")
+    began, used = time.monotonic(), time.process_time()
+    while time.monotonic() < began + 0.5:
+        pass
+    return (time.process_time() - used) / (time.monotonic() - began)
+
+
+@pytest.mark.parametrize("brake", ["quota", "stops"])
+def test_a_throttled_host_gets_its_share_of_a_core(hosts: Make, brake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if brake == "stops":
+        monkeypatch.setattr(Quotas, "find", lambda count: None)
+    made = hosts(2)
+    if made.brake != brake:
+        pytest.skip("control groups cannot be written here")
+    made.throttle(1, 10)
+    assert launch(spin, 2, hosts=made)[1] < 0.2
+    made.throttle(1, 1)
+    assert launch(spin, 2, hosts=made)[1] > 0.2
+
+
+class Cut:
+    """Cuts a host off while a run is in the middle of its steps, and restores it after a while."""
+
+    def __init__(self, hosts: px.Hosts, log: Path, seconds: float) -> None:
+        self.steps: list[int] = []  # that the log showed when it was cut and when it was restored
+        self._hosts, self._log, self._seconds = hosts, log, seconds
+        self._until = 0.0
+
+    def __call__(self) -> None:
+        steps = self._log.read_text().count('"event": "step"') if self._log.exists() else 0
+        if not self.steps and steps >= 1:
+            self._hosts.cut(1)
+            self.steps, self._until = [steps], time.monotonic() + self._seconds
+        elif len(self.steps) == 1 and time.monotonic() > self._until:
+            self.steps.append(steps)
+            self._hosts.restore(1)
+
+
+@pytest.mark.parametrize(("seconds", "how"), [(1, {"rate": "1mbit"}), (2, {"delay": "5ms"})], ids=["kernel", "carried"])
+def test_a_cut_that_ends_changes_nothing_but_time(
+    hosts: Make, seconds: int, how: dict[str, str], tmp_path: Path
+) -> None:
+    made = hosts(2, **how)
+    alone = px.fit(job(epochs=4), "dp=2", folder=tmp_path / "alone")
+    log = tmp_path / "cut" / "events.jsonl"
+    cut = Cut(made, log, seconds)
+    run = px.RunSpec(job="small", plan=px.Plan(dp=2), folder=tmp_path / "cut", forecast="none")
+    apart = px.fit(job(epochs=4), run=run, hosts=made, watch=cut)
+    before, after = cut.steps
+    assert after <= before + 2 < len(apart.losses)
+    assert apart.losses == alone.losses
+    sent = made.sent_per_step(0)
+    gradient = 4 * sum(p.numel() for p in job().model().parameters())
+    assert sent is not None
+    assert gradient < sent < 8 * gradient
+
+
+def test_neighbours_share_a_host(hosts: Make) -> None:
+    made = hosts(2, per_host=2)
+    assert [made.host_of(rank) for rank in range(6)] == [0, 0, 1, 1, 0, 0]
+    places = launch(lambda place, report: place.host, 4, hosts=made)
+    assert places == [made.address(0)] * 2 + [made.address(1)] * 2
+
+
+def links() -> set[str]:
+    return {name for name in os.listdir("/sys/class/net") if name.startswith("phx")}
+
+
+def groups() -> set[str]:
+    return {str(group) for group in Path("/sys/fs/cgroup").glob("**/phalanx-*")}
+
+
+def test_two_at_once_and_nothing_is_left(hosts: Make) -> None:
+    hosts(1)
+    before = links(), groups(), len(psutil.Process().children())
+    with px.Hosts(2, rate="1gbit") as one, px.Hosts(2, delay="1ms") as two:
+        assert one.meeting != two.meeting
+        assert len(links() - before[0]) == 2
+    assert (links(), groups(), len(psutil.Process().children())) == before
+
+
+@pytest.mark.parametrize("delay", ["", "5ms"])
+def test_nothing_is_left_of_a_killed_launcher(hosts: Make, delay: str) -> None:
+    hosts(1)
+    before = links()
+    reading, writing = os.pipe()
+    pid = fork()
+    if pid == 0:
+        with px.Hosts(2, rate="100mbit", delay=delay):
+            children = [child.pid for child in psutil.Process().children()]
+            os.write(writing, json.dumps([children, list(links())]).encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    keepers, there = json.loads(os.read(reading, 4096))
+    os.close(reading)
+    os.close(writing)
+    assert len(keepers) == 1
+    assert len(set(there) - before) == 1
+    deadline = time.monotonic() + 10
+    while (links() != before or psutil.pid_exists(keepers[0])) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert links() == before
+    assert not psutil.pid_exists(keepers[0])
