@@ -32,7 +32,7 @@ def _starved(job: Job, plan: Plan) -> list[Problem]:
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             parameters = {name: one for name, one in job.model().named_parameters() if one.requires_grad}
-            cut = elementwise(job.optimizer(Parameters(parameters)))
+            optimizer = job.optimizer(Parameters(parameters))
     except Exception:  # some models need values; then the servers themselves find out
         return []
-    return starved(parameters, plan, cut=cut)
+    return starved(parameters, plan, cut=elementwise(optimizer))
