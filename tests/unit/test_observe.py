@@ -258,6 +258,17 @@ class TestTables:
         ):
             assert word in text
 
+    def test_summary_shows_the_last_shares(self, tmp_path: Path) -> None:
+        moved = [at(1001.0, "shares", step=0, shares=[50, 50], seconds=[])]
+        assert "50, 50 samples of a batch" in rendered(summary_table(summary_of([start(), *moved], tmp_path)))
+        moved += [
+            at(1002.0, "shares", step=7 + each, shares=[70 + each, 30 - each], seconds=[1.0, 2.0]) for each in (0, 5)
+        ]
+        summary = summary_of([start(), *moved], tmp_path)
+        assert (summary.shares, summary.moves) == ((75, 25), 2)
+        assert "75, 25 samples of a batch, after 2 changes" in rendered(summary_table(summary))
+        assert summary_of([start()], tmp_path).shares == ()
+
     def test_scaling_is_by_the_first_row(self, tmp_path: Path) -> None:
         slow = summary_of([start(plan="single"), *(step(n, 1.0) for n in range(6))], tmp_path)
         fast = summary_of([start(plan="dp=2"), *(step(n, 0.625) for n in range(6))], tmp_path)

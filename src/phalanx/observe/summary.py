@@ -49,6 +49,8 @@ class RunSummary:
         whole: bytes that each would have sent of whole ones.
         forecast: of the run, as ``forecast.json`` has it; or why it is ``missing``; ``None`` where none was asked for.
         beside: the forecast beside what was measured.
+        shares: samples of a full batch that each rank of ``dp`` took at last; empty where all took the same.
+        moves: how often they changed.
         checkpoint: the newest, relative to the folder.
         notes: what the plan does not keep of one device's result.
         warnings: as the run gave them.
@@ -77,6 +79,8 @@ class RunSummary:
     whole: tuple[int, ...]
     forecast: dict[str, Any] | None
     beside: tuple[Beside, ...]
+    shares: tuple[int, ...]
+    moves: int
     checkpoint: str | None
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -109,7 +113,7 @@ def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] |
     by_name: dict[str, list[Event]] = {}
     for event in part:
         by_name.setdefault(event["event"], []).append(event)
-    steps = by_name.get("step", [])
+    steps, shares = by_name.get("step", []), by_name.get("shares", [])
     timed = [event for event in (steps[WARM_UP:] or steps[1:] or steps) if event["seconds"] > 0]
     end = by_name.get("end", [{}])[-1]
     evaluation = by_name.get("evaluate", [None])[-1]
@@ -140,6 +144,8 @@ def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] |
         whole=tuple(event["whole"] for event in by_name.get("traffic", [])),
         forecast=foretold,
         beside=beside_of(foretold, part, held, seconds),
+        shares=tuple(shares[-1]["shares"]) if shares else (),
+        moves=max(0, len(shares) - 1),
         checkpoint=by_name["checkpoint"][-1]["path"] if "checkpoint" in by_name else None,
         notes=tuple(start["notes"]),
         warnings=tuple(event["message"] for event in by_name.get("warning", [])),

@@ -94,6 +94,8 @@ def summary_table(summary: RunSummary, seen: Seen | None = None) -> RenderableTy
         sent, whole = (sum(each) / len(each) for each in (summary.sent, summary.whole))
         text = f"{show_bytes(sent)} by each rank in place of {show_bytes(whole)} ({whole / sent:.1f}x less)"
         rows.append(("gradients sent", text))
+    if summary.shares:
+        rows.append(("shares", _shares(summary)))
     if summary.loss is not None:
         rows.append(("last loss", f"{summary.loss:.6g}"))
     if summary.evaluation:
@@ -113,6 +115,11 @@ def summary_table(summary: RunSummary, seen: Seen | None = None) -> RenderableTy
         said = f"each sample seen exactly once per epoch: {seen.answer}"
         table.add_row("ledger", escape(said), style=None if seen.once else "red")
     return Group(table, memory_table(summary)) if len(_alike(summary)) > 1 else table
+
+
+def _shares(summary: RunSummary) -> str:
+    moved = f", after {summary.moves} change{'s' if summary.moves > 1 else ''}" if summary.moves else ""
+    return f"{show_names([str(count) for count in summary.shares], _MOST_ROWS)} samples of a batch{moved}"
 
 
 def memory_table(summary: RunSummary) -> RenderableType:

@@ -8,6 +8,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from phalanx.spec import Job, Plan
+from phalanx.spec.shares import AUTO
 from phalanx.units import show_names
 
 _ITSELF = "(the model itself)"
@@ -55,6 +56,8 @@ def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
         found.append("BatchNorm updates its running statistics twice a step under recompute.")
     if (split or plan.tp * plan.cp > 1) and (names := dropouts(module)):
         found.append(f"dropout draws other random numbers than on one device: {show_names(names)}.")
+    if plan.shares == AUTO and (dropouts(module) or batch_statistics(module)):
+        found.append("shares=auto follows measured times: a run with dropout or BatchNorm does not repeat exactly.")
     if plan.threads > 1 and dropouts(module):
         found.append("dropout under threads draws from one shared stream: a run with dropout does not repeat exactly.")
     if plan.zero == 3 and job.unused == "allow":
