@@ -80,7 +80,9 @@ class Pieces:
         (ranges,) = cuts(len(ids), Lane(first=part, count=1, parts=self._parts), self._micro)
         return [
             MicroBatch(
-                batch=self._fetcher.fetch(epoch, ids[start:stop]), ids=tuple(ids[start:stop].tolist()), samples=stop - start
+                batch=self._fetcher.fetch(epoch, ids[start:stop]),
+                ids=tuple(ids[start:stop].tolist()),
+                samples=stop - start,
             )
             for start, stop in ranges
             if stop

@@ -78,7 +78,7 @@ def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> No
         RefusedError: with every problem found.
     """
     problems = check(job, plan, here)
-    if plan.world_size + plan.server != world_size:
+    if world_size not in (plan.world_size, plan.processes):
         beside = f", and {plan.server} servers beside them" if plan.server else ""
         problems.append(
             Problem(
@@ -109,6 +109,11 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     """
     here = place.workers_here * plan.threads
     refuse(job, plan, place.world_size, here)
+    if plan.server:
+        allowed = "phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt"
+        raise RefusedError(
+            [Problem(where="plan.server", given=f"{plan} for a loop of one's own", allowed=allowed, fix=f"dp={plan.dp}")]
+        )
     module, unbuilt = begun(job) if plan.kind == "split" else (build_model(job), [])
     across = Across(plan, place) if plan.sync != "each" else None
     everyone = across.from_every_rank if across else from_every_rank

@@ -31,7 +31,7 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path) -> Callable[[Place, 
     prints of what this rank holds of each parameter at the ``start`` and the ``end`` and of the first ``gradients``,
     the ``trace`` of the first step, and ``notes``.
     """
-    given = replace(job, model=_without_dropout(job))
+    given = replace(job, model=without_dropout(job))
     short = replace(given, steps=steps, epochs=None, evaluate=None, metrics=None, evaluate_every=0)
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def recurrent_dropouts(module: nn.Module) -> list[str]:
     return [name for name, child in module.named_modules() if isinstance(child, nn.RNNBase) and child.dropout > 0]
 
 
-def _without_dropout(job: Job) -> Callable[[], Any]:
+def without_dropout(job: Job) -> Callable[[], Any]:
     """The job's model function, with the rates of recurrent layers at zero: compiled code drops there."""
 
     def model() -> Any:

@@ -22,6 +22,7 @@ from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import diagnose
 from phalanx.verify.evidence import Captured, Evidence, holders, where
 from phalanx.verify.prints import Piece
+from phalanx.verify.served import capture_served
 
 Watch = Callable[[], None] | None
 
@@ -138,7 +139,10 @@ def _run(job: Job, plan: Plan, steps: int, watch: Watch) -> Captured:
     with tempfile.TemporaryDirectory(prefix="phalanx-proof-") as name:
         folder = Path(name)
         make_ready(plan)
-        ranks = launch(capture(job, plan, steps, folder), plan.world_size, watch=watch)
+        if plan.server:
+            ranks = launch(capture_served(job, plan, steps, folder), plan.processes, watch=watch)[plan.world_size]
+        else:
+            ranks = launch(capture(job, plan, steps, folder), plan.world_size, watch=watch)
         initial, gradients, parameters, auxiliary = (
             _read(folder, part) for part in ("initial", "gradients", "parameters", "auxiliary")
         )
