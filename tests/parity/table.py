@@ -120,6 +120,28 @@ SHARES: dict[str, tuple[str, ...]] = {
     "HF BERT, padded": ("dp=2 shares=1,3",),
 }
 
+# Replicas that step by themselves are one device if each step ends with averaging what plain SGD did, and as long as
+# gradients are summed.
+APART: dict[str, tuple[str, ...]] = {
+    "MLP": (
+        "dp=2 sync=local",
+        "dp=4 sync=local",
+        "dp=2 shares=3,1 sync=local",
+        "dp=2 sync=diloco outer=sgd",
+        "dp=2 fsdp=2 sync=diloco outer=sgd",
+        "dp=2 fsdp=2 zero=1 sync=local micro=2",
+    ),
+    "own GPT": (
+        "dp=2 sync=local micro=2",
+        "dp=2 fsdp=2 sync=diloco outer=sgd",
+        "dp=2 tp=2 sync=diloco outer=sgd",
+        "dp=2 pp=2 sync=local micro=4",
+    ),
+    "ConvNet": ("dp=3 sync=diloco outer=sgd",),
+}
+
+APART_AFTER = ("dp=3 sync=local every=5 after=8", "dp=2 fsdp=2 sync=diloco every=2 after=8")
+
 SHORT_SPLIT: dict[str, tuple[str, ...]] = {
     "ConvNet": ("pp=2 micro=2 schedule=gpipe",),
     "irregular": ("tp=2", "pp=2 micro=3", "dp=2 pp=2 micro=2 schedule=dualpipev"),

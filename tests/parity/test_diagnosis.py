@@ -103,3 +103,12 @@ def _clipped(limit: float) -> px.Job:
     from dataclasses import replace
 
     return replace(MODELS["MLP"](), clip=limit, optimizer=lambda params: torch.optim.SGD(params, lr=1.0))
+
+
+@pytest.mark.parametrize("plan", ["dp=2 sync=local every=3", "dp=2 sync=diloco outer=sgd", "dp=2 sync=diloco every=2"])
+def test_a_plan_that_promises_no_equality_says_what_bounds_the_difference(plan: str) -> None:
+    proof = unequal(plan)
+    assert proof.largest["gradient"] < 1e-5
+    assert proof.first.startswith("the loss of step 1")
+    assert "does not promise one device's result (exact: no)" in proof.cause
+    assert px.Plan.parse(plan).bound in proof.cause

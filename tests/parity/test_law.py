@@ -6,8 +6,9 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 from models import MODELS
-from table import BAR, REFUSED, SHARES, SHORT, SHORT_SPLIT, STEPS
+from table import APART, APART_AFTER, BAR, REFUSED, SHARES, SHORT, SHORT_SPLIT, STEPS
 
 from phalanx.errors import WorkerError
 from phalanx.spec import Plan
@@ -67,3 +68,24 @@ def test_uneven_shares_equal_one_device(model: str, plan: str) -> None:
     assert proof.equal, f"{proof.first}\n{proof.cause}"
     assert proof.largest["loss"] <= BAR
     assert proof.largest["gradient"] <= BAR
+
+
+@cache
+def with_plain_steps(model: str) -> OneDevice:
+    plain = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.05), "clip": None}
+    return OneDevice.run(replace(MODELS[model](), batch=13, **plain), 8)
+
+
+@pytest.mark.parametrize(("model", "plan"), [(model, plan) for model, plans in APART.items() for plan in plans])
+def test_plain_steps_averaged_each_time_equal_one_device(model: str, plan: str) -> None:
+    proof = with_plain_steps(model).prove(Plan.parse(plan))
+    assert proof.equal, f"{proof.first}\n{proof.cause}"
+    assert proof.largest["loss"] <= BAR
+    assert proof.largest["gradient"] <= BAR
+
+
+@pytest.mark.parametrize("plan", APART_AFTER)
+def test_steps_before_replicas_go_apart_equal_one_device(plan: str) -> None:
+    proof = with_a_last_sample("MLP").prove(Plan.parse(plan))
+    assert proof.equal, f"{proof.first}\n{proof.cause}"
+    assert max(proof.largest["loss"], proof.largest["gradient"]) <= BAR

@@ -39,7 +39,8 @@ def place_within(plan: Plan, place: Place) -> Place:
     """``place`` among the ranks of its replica where replicas step by themselves; else ``place``."""
     if plan.sync == "each":
         return place
-    meet(place)  # as the rank that it is among all: who serves the store depends on it
+    if place.store == "env://":
+        meet(place)  # as the rank that it is among all, one of which may serve the store
     replica, rank = _seen(plan, place.rank)
     size = plan.world_size // plan.dp
     return replace(

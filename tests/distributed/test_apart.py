@@ -1,0 +1,357 @@
+"""Replicas that step by themselves: averaging, the outer step, fragments, evaluation, checkpoints, faults."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import Net, job, table
+from test_buffers import Normal
+from torch import nn
+
+import phalanx as px
+from phalanx.comm import Across, Place, joined, place_within, within
+from phalanx.errors import LossError, RefusedError, WorkerError
+from phalanx.events import faults
+from phalanx.launch import launch
+from phalanx.observe.summary import summarise
+from phalanx.spec import Plan
+from phalanx.train.assembly import Assembly, build
+
+CPU = torch.device("cpu")
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def fit(plan: str, folder: Path, *, resume: bool = False, checkpoint_every: int = 0, **how: Any) -> px.Run:
+    """Train the small job under ``plan`` in ``folder``."""
+    run = px.RunSpec(
+        job="small",
+        plan=Plan.parse(plan),
+        folder=folder,
+        resume=resume,
+        checkpoint_every=checkpoint_every,
+        forecast="none",
+    )
+    return px.fit(job(**how), run=run)
+
+
+def short(steps: int, **how: Any) -> dict[str, Any]:
+    return {"epochs": None, "steps": steps, **how}
+
+
+def stepped(plan: str, steps: int, look: Callable[[Assembly], Any], **how: Any) -> list[Any]:
+    """What ``look`` finds on each rank after so many of a job's eight steps."""
+    chosen = Plan.parse(plan)
+
+    def work(place: Place, report: Any) -> Any:
+        torch.set_num_threads(1)
+        with joined(place_within(chosen, place), CPU):
+            assembly = build(job(**short(8, **how)), chosen, place)
+            for batch in assembly.loader:
+                assembly.step(batch)
+                if batch.step + 1 == steps:
+                    break
+            return look(assembly)
+
+    return launch(work, chosen.world_size)
+
+
+def values(assembly: Assembly) -> dict[str, list[float]]:
+    return {name: tensor.detach().flatten().tolist() for name, tensor in assembly.layout.parameters.items()}
+
+
+def syncs(run: px.Run) -> list[tuple[int, int]]:
+    return [(event["step"], event["fragment"]) for event in run.events("sync")]
+
+
+class TestPlaces:
+    def test_ranks_of_a_replica_are_a_world_and_counterparts_another(self) -> None:
+        plan = Plan.parse("pp=2 dp=3 tp=2 sync=local every=4")
+        places = [place_within(plan, Place(rank=rank, world_size=12)) for rank in range(12)]
+        assert within(plan) == Plan.parse("pp=2 tp=2")
+        for replica in range(3):
+            mine = [place for place in places if place.group == f"/{replica}"]
+            assert [place.rank for place in mine] == [0, 1, 2, 3]
+            assert {place.world_size for place in mine} == {4}
+            assert {place.workers_here for place in mine} == {12}
+
+    def test_plans_that_sum_in_each_step_stay_as_they_are(self) -> None:
+        plan, place = Plan.parse("dp=2 fsdp=2"), Place(rank=3, world_size=4)
+        assert within(plan) is plan
+        assert place_within(plan, place) is place
+
+    def test_values_of_every_rank_come_in_rank_order(self) -> None:
+        plan = Plan.parse("pp=2 dp=2 fsdp=2 sync=local every=4")
+
+        def work(place: Place, report: Any) -> Any:
+            with joined(place_within(plan, place), CPU):
+                across = Across(plan, place)
+                same = torch.full((3,), float(place.rank))
+                across.sum(same)
+                mine = [across.named(rank) for rank in range(4)]
+                return across.from_every_rank(place.rank), same.tolist(), mine
+
+        found = launch(work, 8)
+        assert [everyone for everyone, _, _ in found] == [list(range(8))] * 8
+        # rank = 4 pp + 2 dp + fsdp: counterparts are two ranks apart
+        assert [sums[0] for _, sums, _ in found] == [2.0, 4.0, 2.0, 4.0, 10.0, 12.0, 10.0, 12.0]
+        assert found[0][2] == [0, 1, 4, 5]
+        assert found[2][2] == [2, 3, 6, 7]
+
+
+class TestAveraging:
+    def test_replicas_part_and_come_together_with_the_same_bits(self) -> None:
+        one, two, three = stepped("dp=3 sync=local every=4", 4, values)
+        assert one == two == three
+        one, two, three = stepped("dp=3 sync=local every=4", 5, values)
+        assert one != two
+        assert two != three
+
+    def test_every_replica_weighs_what_its_losses_counted(self) -> None:
+        """A share of 12 samples and one of 4: with plain SGD one averaged step is that of the whole batch."""
+        how: dict[str, Any] = {"optimizer": sgd, "batch": 16}
+        (alone,) = stepped("single", 3, values, **how)
+        for plan in ("dp=2 shares=3,1 sync=local every=1", "dp=2 shares=3,1 sync=diloco outer=sgd every=1"):
+            for found in stepped(plan, 3, values, **how):
+                for name, expected in alone.items():
+                    assert found[name] == pytest.approx(expected, abs=1e-6)
+
+    def test_a_replica_without_a_sample_in_a_short_last_batch_waits(self, tmp_path: Path) -> None:
+        # 33 samples in batches of 32: the second replica has none of the last one
+        run = fit("dp=2 sync=local every=2", tmp_path / "run", data=lambda: table(33), epochs=2)
+        assert len(run.losses) == 4
+        assert all(math.isfinite(event["loss"]) for event in run.events("sync"))
+
+    def test_nothing_counted_anywhere_is_an_error(self, tmp_path: Path) -> None:
+        def loss(output: torch.Tensor, batch: Any) -> px.Loss:
+            return px.Loss(output.sum() * 0, 0)
+
+        with pytest.raises(WorkerError, match="nothing was counted") as caught:
+            fit("dp=2 sync=local every=2", tmp_path / "run", loss=loss)
+        assert caught.value.kind == LossError.__name__
+
+    def test_the_first_steps_are_those_of_one_device(self, tmp_path: Path) -> None:
+        how = short(6, clip=0.5)
+        alone = fit("single", tmp_path / "one", **how).losses
+        run = fit("dp=2 sync=diloco every=2 after=4", tmp_path / "two", **how)
+        assert run.losses[:4] == pytest.approx(alone[:4], rel=1e-6)
+        assert run.losses[4] != pytest.approx(alone[4], rel=1e-6)  # of its own share
+        assert syncs(run) == [(6, 0)]
+
+    def test_running_statistics_are_averaged(self) -> None:
+        def statistics(assembly: Assembly) -> list[list[float]]:
+            found = dict(assembly.layout.module.named_buffers())
+            return [found["last.running_mean"].tolist(), found["last.running_var"].tolist()]
+
+        apart = stepped("dp=2 sync=local every=8", 3, statistics, model=Normal, drop_last=True)
+        one, two = stepped("dp=2 sync=local every=3", 3, statistics, model=Normal, drop_last=True)
+        assert one == two
+        for mean, (left, right) in zip(one, zip(*apart, strict=True), strict=True):
+            assert left != right
+            halves = [(a + b) / 2 for a, b in zip(left, right, strict=True)]
+            assert mean == pytest.approx(halves, rel=1e-6)
+
+    @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "topk:0.2"])
+    def test_less_is_sent_and_the_last_averaging_is_whole(self, codec: str, tmp_path: Path) -> None:
+        run = fit(f"dp=2 sync=local every=3 compress={codec}", tmp_path / "run", **short(7))
+        whole = fit("dp=2 sync=local every=3", tmp_path / "whole", **short(7))
+        sent, full = ([event["bytes"] for event in one.events("sync")] for one in (run, whole))
+        assert sent[0] < 0.6 * full[0]
+        assert sent[-1] == full[-1]
+        assert run.losses == pytest.approx(whole.losses, rel=2e-2)
+
+
+class TestOuterStep:
+    def test_two_outer_steps_by_hand(self) -> None:
+        """One weight, replicas that move it by -1 and -3 an inner step: worked out in the comments."""
+
+        class Scalar(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.w = nn.Parameter(torch.zeros(1))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.w * x
+
+        data = [{"x": torch.tensor([1.0])}, {"x": torch.tensor([3.0])}]
+        how: dict[str, Any] = {
+            "model": Scalar,
+            "data": lambda: data,
+            "inputs": lambda batch: batch["x"],
+            "loss": lambda output, batch: output.sum() / len(output),
+            "optimizer": lambda params: torch.optim.SGD(params, lr=1.0),
+            "batch": 2,
+            "shuffle": False,
+        }
+
+        def weight(assembly: Assembly) -> float:
+            return assembly.layout.parameters["w"].item()
+
+        # Inner steps: gradient x, so that after two of them the replicas are at -2 and -6, on the average 4 lower.
+        # Outer: momentum m = 4, w = 0 - 0.5 (4 + 0.5 * 4) = -3. Two steps later 4 lower again:
+        # m = 0.5 * 4 + 4 = 6, w = -3 - 0.5 (4 + 0.5 * 6) = -6.5.
+        plan = "dp=2 sync=diloco every=2 outer_lr=0.5 outer_momentum=0.5"
+        assert stepped(plan, 2, weight, **how) == [-3.0, -3.0]
+        assert stepped(plan, 3, weight, **how) == [-4.0, -6.0]
+        assert stepped(plan, 4, weight, **how) == [-6.5, -6.5]
+        # Without momentum: w = -0.5 * 4 = -2, then -4. As local averages: -4, then -8.
+        assert stepped("dp=2 sync=diloco every=2 outer=sgd outer_lr=0.5", 4, weight, **how) == [-4.0, -4.0]
+        assert stepped("dp=2 sync=local every=2", 4, weight, **how) == [-8.0, -8.0]
+
+
+class TestFragments:
+    def test_they_take_turns_and_all_come_together_at_the_end(self, tmp_path: Path) -> None:
+        run = fit("dp=2 sync=diloco every=4 fragments=4", tmp_path / "run", **short(9))
+        turns = [(1, 1), (2, 2), (3, 3), (4, 0), (5, 1), (6, 2), (7, 3), (8, 0)]
+        last = [(9, 1), (9, 0), (9, 2), (9, 3)]
+        assert syncs(run) == [*turns, *last]
+        assert math.isfinite(run.losses[-1])
+
+    def test_what_was_learnt_meanwhile_stays(self) -> None:
+        """Every gradient is the same, so that replicas are equal, and nothing may be lost by averaging them late."""
+
+        class Sum(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.w = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(2)])
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return sum(one.sum() for one in self.w) * torch.ones(len(x))
+
+        how: dict[str, Any] = {
+            "model": Sum,
+            "inputs": lambda batch: batch["x"],
+            "loss": lambda output, batch: output.mean(),
+            "optimizer": lambda params: torch.optim.SGD(params, lr=1.0),
+            "data": lambda: table(64),
+        }
+        for steps in range(1, 9):
+            for found in stepped("dp=2 sync=local every=6 fragments=2", steps, values, **how):
+                assert found == {"w.0": [-steps] * 2, "w.1": [-steps] * 2}
+
+    def test_more_than_the_model_has_parameters_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(WorkerError, match="fragments=9 for 8 parameters") as caught:
+            fit("dp=2 sync=local every=9 fragments=9", tmp_path / "run")
+        assert caught.value.exit_code == 2
+
+
+class TestEvaluation:
+    @pytest.mark.parametrize("plan", ["dp=2 sync=diloco every=5", "dp=2 fsdp=2 sync=local every=4 fragments=2"])
+    def test_it_is_of_the_average_and_changes_nothing(self, plan: str, tmp_path: Path) -> None:
+        how = short(7, evaluate=lambda: table(35, seed=1))
+        looked = fit(plan, tmp_path / "looked", **how, evaluate_every=1)
+        not_looked = fit(plan, tmp_path / "not", **how)
+        assert looked.losses == not_looked.losses
+        evaluations = list(looked.events("evaluate"))
+        assert [one["samples"] for one in evaluations] == [35] * 7
+        assert not_looked.evaluation is not None
+        assert evaluations[-1]["loss"] == not_looked.evaluation["loss"]
+
+    def test_an_average_is_what_averaging_now_would_give(self, tmp_path: Path) -> None:
+        how = {"evaluate": lambda: table(35, seed=1)}
+        looked = fit("dp=2 sync=local every=100", tmp_path / "looked", **short(7, **how), evaluate_every=3)
+        ended = fit("dp=2 sync=local every=100", tmp_path / "ended", **short(3, **how))
+        assert ended.evaluation is not None
+        assert next(iter(looked.events("evaluate")))["loss"] == pytest.approx(ended.evaluation["loss"], rel=1e-6)
+
+
+PLANS = ["dp=2 sync=diloco every=3", "dp=2 fsdp=2 sync=diloco every=4 fragments=2", "dp=2 sync=local every=3 after=2"]
+
+
+class TestCheckpoints:
+    @pytest.mark.parametrize("plan", [*PLANS, "dp=2 sync=local every=3 compress=int8"])
+    def test_a_resumed_run_is_the_uninterrupted_one(self, plan: str, tmp_path: Path) -> None:
+        how = {"model": Normal, "drop_last": True} if "fsdp" not in plan else {}
+        whole = fit(plan, tmp_path / "whole", checkpoint_every=5, **short(10, **how))
+        fit(plan, tmp_path / "half", **short(5, **how))
+        half = fit(plan, tmp_path / "half", resume=True, checkpoint_every=5, **short(10, **how))
+        assert half.losses == whole.losses
+        assert [one["loss"] for one in half.events("sync")][-2:] == [one["loss"] for one in whole.events("sync")][-2:]
+
+    @pytest.mark.parametrize("other", ["single", "fsdp=2", "dp=2", "dp=2 sync=diloco", "pp=2 dp=2 sync=local every=2"])
+    def test_any_plan_goes_on_from_one(self, other: str, tmp_path: Path) -> None:
+        how = {"evaluate": lambda: table(35, seed=1)}
+        first = fit("dp=2 fsdp=2 sync=diloco every=2", tmp_path / "run", **short(4, **how))
+        again = fit(other, tmp_path / "run", resume=True, **short(4, **how))  # no step is left: it evaluates
+        assert first.evaluation is not None
+        assert again.evaluation is not None
+        assert again.evaluation["loss"] == pytest.approx(first.evaluation["loss"], rel=1e-6)
+        assert len(fit(other, tmp_path / "run", resume=True, **short(6, **how)).losses) == 6
+
+    def test_replicas_begin_from_the_checkpoint_of_another_plan(self, tmp_path: Path) -> None:
+        fit("fsdp=2", tmp_path / "run", **short(3))
+        run = fit("dp=3 sync=diloco every=2", tmp_path / "run", resume=True, **short(7))
+        assert [step for step, _ in syncs(run)] == [4, 6, 7]
+
+    def test_the_outer_momentum_goes_on_under_other_shards(self, tmp_path: Path) -> None:
+        """Plain SGD inside: sharded or not, two replicas take the same steps."""
+        same, other = (tmp_path / name for name in ("same", "other"))
+        for folder in (same, other):
+            fit("dp=2 sync=diloco every=2", folder, **short(4, optimizer=sgd))
+        one = fit("dp=2 sync=diloco every=2", same, resume=True, **short(8, optimizer=sgd)).losses
+        two = fit("dp=2 fsdp=2 sync=diloco every=2", other, resume=True, **short(8, optimizer=sgd))
+        assert [event["loss"] for event in two.events("sync")][-1] == pytest.approx(
+            [event["loss"] for event in px.Run(folder=same).events("sync")][-1], rel=1e-6
+        )
+        assert len(one) == 8
+
+
+class TestRuns:
+    def test_events_tell_of_averagings(self, tmp_path: Path) -> None:
+        run = fit("dp=2 sync=local every=3", tmp_path / "run", **short(6))
+        events = list(run.events())
+        assert [fault for event in events for fault in faults(event)] == []
+        elements = sum(tensor.numel() for tensor in Net().parameters())
+        found = list(run.events("sync"))
+        assert [event["bytes"] for event in found] == [4 * elements + 32] * 2  # a ring of two, and four numbers
+        notes = next(run.events("start"))["notes"]
+        assert any(note.startswith("exact: no. Replicas step by themselves") for note in notes)
+        summary = summarise(run.folder)
+        assert summary.averagings is not None
+        assert (summary.averagings.count, summary.averagings.bytes) == (2, 2 * (4 * elements + 32))
+
+    def test_the_loss_of_an_averaging_is_of_all_replicas(self, tmp_path: Path) -> None:
+        alone = fit("single", tmp_path / "one", **short(1)).losses
+        run = fit("dp=2 sync=local every=1", tmp_path / "two", **short(1))
+        assert [event["loss"] for event in run.events("sync")] == pytest.approx(alone, rel=1e-6)
+        assert run.losses != pytest.approx(alone, rel=1e-6)
+
+    @pytest.mark.parametrize("plan", ["dp=2 pp=2 micro=4 sync=diloco every=2", "dp=2 fsdp=2 zero=1 sync=local every=2"])
+    def test_a_replica_may_be_several_ranks(self, plan: str, tmp_path: Path) -> None:
+        run = fit(plan, tmp_path / "run", **short(5), checkpoint_every=2)
+        assert len(run.losses) == 5
+        assert {event["rank"] for event in run.events("memory")} == set(range(4))
+        if "pp" in plan:
+            assert {event["rank"] for event in run.events("timeline")} == {0, 2}
+
+    def test_replicas_that_start_from_other_values_are_found(self, tmp_path: Path) -> None:
+        class Drawn(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                nn.init.constant_(self.head.bias, float(os.getpid()))
+
+        with pytest.raises(WorkerError, match="other initial values on rank 1"):
+            fit("dp=2 sync=local every=3", tmp_path / "run", model=Drawn)
+
+    def test_shares_by_speed_are_refused(self) -> None:
+        with pytest.raises(RefusedError, match="do not measure each other"):
+            px.fit(job(), "dp=2 sync=local every=2 shares=auto")
+
+    def test_a_replica_that_dies_ends_the_run(self) -> None:
+        def dies(assembly: Assembly) -> None:
+            assert assembly.apart is not None
+            if assembly.apart.across.index == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            assembly.apart.together()  # waits for it
+
+        with pytest.raises(WorkerError, match=r"rank 1 of 2 was ended .* SIGKILL"):
+            stepped("dp=2 sync=diloco every=4", 2, dies)
