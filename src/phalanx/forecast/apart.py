@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from phalanx.forecast.compressed import averaging, compressed, message, pushed
 from phalanx.forecast.layouts import DILOCO, NESTEROV, Layouts
 from phalanx.forecast.links import collective
 from phalanx.forecast.setting import Setting
@@ -26,12 +27,14 @@ def averaged(count: Array, layouts: Layouts, setting: Setting) -> Array:
     Nothing hides it. Local SGD: Stich, "Local SGD converges fast and communicates little", 2019, algorithm 1; the outer
     step: Douillard et al., "DiLoCo", 2023, algorithm 1.
     """
+    if not layouts.sync.any():
+        return np.zeros_like(count)
     inner = layouts.tp * layouts.cp * layouts.ep * layouts.fsdp
     mine = count / layouts.fsdp
-    sent = collective("all-reduce", mine * _FULL, layouts.dp, inner, setting.fabric) / setting.habits.reach
+    sent, made = averaging(mine, mine, layouts, inner, setting)
     moved = _OUTER + np.where(layouts.outer == NESTEROV, _MOMENTUM, 0.0)
     outer = mine * moved / (setting.rates.bandwidth * setting.rates.kernels.stream)
-    each = sent + np.where(layouts.sync == DILOCO, outer, 0.0)
+    each = sent + made + np.where(layouts.sync == DILOCO, outer, 0.0)
     return np.where(layouts.sync > 0, each / layouts.every, 0.0)
 
 
@@ -52,13 +55,15 @@ def served(count: Array, computing: Array, layouts: Layouts, setting: Setting) -
     effective distributed ML via a stale synchronous parallel parameter server", 2013.
     """
     habits, ahead = setting.habits, layouts.staleness
-    push, pull = _way(count * habits.sent, layouts, setting), _way(count * habits.weights, layouts, setting)
+    size = np.where(compressed(layouts), message(layouts), habits.sent)
+    push, pull = _way(count * size, layouts, setting), _way(count * habits.weights, layouts, setting)
+    encode, read = pushed(count, layouts, setting)
     once = np.where(ahead > 0, habits.update * layouts.dp, habits.update + _ADDED * layouts.dp)
     hosts = np.minimum(np.maximum(layouts.server, 1.0), _nodes(layouts, setting))
-    step = count * once / (setting.processor * hosts)
+    step = count * once / (setting.processor * hosts) + read / hosts
     busiest = np.maximum(np.maximum(push, pull), step)
-    turn = (computing + push + step + pull) / (ahead + 1)
-    return np.maximum(np.maximum(busiest, turn) - computing, 0.0)
+    turn = (computing + encode + push + step + pull) / (ahead + 1)
+    return np.maximum(np.maximum(np.maximum(busiest, turn), computing + encode) - computing, 0.0)
 
 
 def _nodes(layouts: Layouts, setting: Setting) -> Array:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from phalanx.spec import Cluster, Plan
-from phalanx.spec.rules import unready
 
 
 def assumed(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> tuple[str, ...]:
@@ -14,8 +13,6 @@ def assumed(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> tuple[str
 
 
 def _assumed(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> Iterator[str]:
-    if unready(plan):
-        yield "This plan can be forecast, not run yet."
     if plan.bound:
         yield f"exact: no. {plan.bound[0].upper()}{plan.bound[1:]}."
     if plan.every > 1:

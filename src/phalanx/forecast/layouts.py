@@ -51,6 +51,7 @@ class Layouts:
         server: parameter servers; 0 for none.
         staleness: steps that one of their workers may be ahead of another.
         shares: texts of uneven shares, as plans have them.
+        compress: texts of how gradients are sent, as plans have them.
     """
 
     dp: Array
@@ -75,6 +76,7 @@ class Layouts:
     server: Array
     staleness: Array
     shares: Texts
+    compress: Texts
 
     @property
     def replicas(self) -> Array:
@@ -164,4 +166,5 @@ class Layouts:
             server=each("server"),
             staleness=np.array([float(plan.staleness or 0) for plan in plans]),
             shares=np.array([plan.shares for plan in plans]),
+            compress=np.array([plan.compress for plan in plans]),
         )

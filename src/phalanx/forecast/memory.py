@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from phalanx.forecast.apart import kept_apart
+from phalanx.forecast.compressed import fed_back
 from phalanx.forecast.flight import Ranks, ranks
 from phalanx.forecast.habits import Habits
 from phalanx.forecast.kept import Kept, kept
@@ -25,7 +26,7 @@ class Memory:
 
     Attributes:
         parameters: values, in the precision computed in and in that stepped.
-        gradients: while they are summed.
+        gradients: while they are summed; and what compression left out of those before.
         optimizer: its state.
         activations: saved for backward, of all micro-batches under way.
         working: temporaries beyond what is saved.
@@ -140,7 +141,7 @@ def _fixed(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, state
     outer = kept_apart(layouts)
     return _Fixed(
         parameters=whole + np.where(away, 0.0, learn * half / by[1]),
-        gradients=np.where(layouts.offload == 2, 0.0, learn * habits.gradients / split),
+        gradients=np.where(layouts.offload == 2, 0.0, learn * habits.gradients / split) + learn * fed_back(layouts),
         optimizer=np.where(away, 0.0, learn * state / by[1]) + learn * outer / by[1],
         update=np.where(layouts.server > 0, 0.0, learn * habits.stepping / by[1]),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.forecast.apart import averaged, served
+from phalanx.forecast.compressed import averaging, compressed, thin
 from phalanx.forecast.compute import Times
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.links import collective
@@ -19,6 +20,9 @@ def replicas(costs: Table, times: Times, layouts: Layouts, setting: Setting) -> 
     first, last = (np.einsum("kpn,pn->kn", lie.each, each).max(axis=0) for each in (times.before, times.back))
     count = held(costs, layouts, lie)
     late = _reduced(count, first, last, layouts, setting)
+    smaller = compressed(layouts)
+    if smaller.any():
+        late = np.where(smaller, _compressed(count, thin(costs, lie, layouts), last, layouts, setting), late)
     found = np.where(layouts.zero == 3, _sharded(costs, times, layouts, setting), late)
     found = found + averaged(count, layouts, setting)
     return np.where(layouts.server > 0, served(count, layouts.micros * (first + last), layouts, setting), found)
@@ -37,6 +41,13 @@ def _reduced(count: Array, first: Array, last: Array, layouts: Layouts, setting:
     if habits.gathers_ahead:
         gather = _beyond(gather, first, habits.overlap)
     return _beyond(sent, last, habits.overlap) + np.where(sharded, gather, 0.0)
+
+
+def _compressed(count: Array, thin: Array, last: Array, layouts: Layouts, setting: Setting) -> Array:
+    """What is sent hides behind backward, as whole gradients do; making it smaller takes the memory's time from it."""
+    sent, made = averaging(count, thin, layouts, np.ones_like(count), setting)
+    found = _beyond(sent, last, setting.habits.overlap) + made
+    return np.where(layouts.summed > 1, found, 0.0)
 
 
 def _sharded(costs: Table, times: Times, layouts: Layouts, setting: Setting) -> Array:

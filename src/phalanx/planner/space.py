@@ -67,6 +67,7 @@ class Space:
             server=none,
             staleness=none,
             shares=np.where(self.columns["shares"] > 0, AUTO, ""),
+            compress=np.full(len(self), "none"),
         )
 
     def plan(self, index: int) -> Plan:
