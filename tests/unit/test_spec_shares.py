@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import SpecError
-from phalanx.parallel import check
 from phalanx.planner.explain import stated
-from phalanx.spec import Job, Plan
-from phalanx.spec.rules import share_problems, unready
+from phalanx.spec import Plan
+from phalanx.spec.rules import share_problems
 from phalanx.spec.shares import dealt, weights
 
 
@@ -160,15 +159,6 @@ def test_shares_give_each_rank_a_sample() -> None:
     (problem,) = share_problems(Plan.parse("dp=2 fsdp=4 shares=5,1"), 16)
     assert "13,3" in problem.given
     assert "4 samples" in problem.allowed
-
-
-@pytest.mark.parametrize("text", ["dp=2 server=1"])
-def test_what_cannot_be_run_yet_is_refused_before_it_runs(text: str) -> None:
-    job = Job(model=lambda: None, data=lambda: None, loss=lambda *_: None, optimizer=lambda _: None, batch=8, epochs=1)
-    (problem,) = check(job, Plan.parse(text))
-    assert "can be forecast but not run yet" in problem.given
-    assert problem.fix == "dp=2"
-    assert unready(Plan.parse(problem.fix)) == []
 
 
 def test_the_keys_that_a_text_states_are_found_beside_shares() -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--steps", type=int, help="Optimizer steps, in place of the job's length.")
 @click.option("--epochs", type=int, help="Passes over the data, in place of the job's length.")
 @click.option("--checkpoint-every", type=int, help="Steps between checkpoints [at the end only].")
+@click.option("--snapshot-every", type=int, help="Updates between snapshots of parameter servers [100].")
 @click.option("--keep", type=int, help="Checkpoints to keep [2].")
 @click.option("--log-every", type=int, help="Steps between lines in events.jsonl [1].")
 @click.option("--anyway", "forecast", flag_value="anyway", help="Train even if the plan is forecast not to fit.")

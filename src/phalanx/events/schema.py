@@ -101,6 +101,30 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "whole": (int, "bytes that fp32 gradients, all-reduced by a ring, would have been"),
         "steps": (int, "optimizer steps in which that was"),
     },
+    "update": {
+        "step": (int, "optimizer step that servers have applied; since 1.4, as all events of runs with `server`"),
+        "version": (int, "updates applied so far, this one included"),
+        "staleness": (list, "updates that the parameters of each piece's gradient lacked"),
+        "workers": (list, "rank that computed each piece"),
+        "dropped": (int, "pieces of this step that were left out, since enough others were in"),
+    },
+    "worker": {
+        "rank": (int, "rank; since 1.4"),
+        "state": (str, "`joined`, `lost` (its connection ended), `silent` (its piece may go to others), or `returned`"),
+        "reason": (str, "why, where that is known"),
+    },
+    "server": {
+        "index": (int, "server that was lost; since 1.4"),
+        "restarted": (bool, "whether it is there again"),
+        "version": (int, "updates applied where all servers go on from"),
+        "lost_updates": (int, "updates that were applied, and are made again"),
+    },
+    "worked": {
+        "rank": (int, "worker that was there at the end; since 1.4"),
+        "samples": (int, "samples it computed that counted, since it first came or server 0 last began"),
+        "pieces": (int, "pieces of global batches that these were in"),
+        "seconds": (float, "since then"),
+    },
     "timing": {
         "passes": (
             float,

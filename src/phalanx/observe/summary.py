@@ -13,6 +13,7 @@ from phalanx.events import read
 from phalanx.observe.averagings import Averagings, averagings
 from phalanx.observe.beside import Beside, memory_beside, step_beside, stored
 from phalanx.observe.follow import Event
+from phalanx.observe.serving import Serving, serving
 from phalanx.spec import Plan
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations")  # of a rank's memory
@@ -45,6 +46,7 @@ class RunSummary:
         memory: what each rank's memory holds, part → bytes; empty where the log is older than its schema 1.2.
         idle: the share of a pipeline's time in which its ranks wait or send, in the one step that was timed.
         averagings: of replicas that step by themselves; ``None`` where there were none.
+        serving: of parameter servers; ``None`` where there were none.
         sent: bytes that each rank sent of compressed gradients; empty where they went whole.
         whole: bytes that each would have sent of whole ones.
         forecast: of the run, as ``forecast.json`` has it; or why it is ``missing``; ``None`` where none was asked for.
@@ -75,6 +77,7 @@ class RunSummary:
     memory: tuple[dict[str, int], ...]
     idle: float | None
     averagings: Averagings | None
+    serving: Serving | None
     sent: tuple[int, ...]
     whole: tuple[int, ...]
     forecast: dict[str, Any] | None
@@ -140,6 +143,7 @@ def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] |
         memory=held,
         idle=idle_share([event["actions"] for event in by_name.get("timeline", [])]),
         averagings=averagings(by_name.get("sync", []), steps, end.get("seconds")),
+        serving=serving(by_name),
         sent=tuple(event["sent"] for event in by_name.get("traffic", [])),
         whole=tuple(event["whole"] for event in by_name.get("traffic", [])),
         forecast=foretold,

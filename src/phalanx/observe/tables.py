@@ -90,6 +90,8 @@ def summary_table(summary: RunSummary, seen: Seen | None = None) -> RenderableTy
         rows.append(("pipeline", f"{summary.idle:.0%} of its ranks' time idle, in the step that was timed"))
     if summary.averagings is not None:
         rows.append(("averagings", str(summary.averagings)))
+    if summary.serving is not None:
+        rows += summary.serving.rows
     if sum(summary.sent):
         sent, whole = (sum(each) / len(each) for each in (summary.sent, summary.whole))
         text = f"{show_bytes(sent)} by each rank in place of {show_bytes(whole)} ({whole / sent:.1f}x less)"

@@ -19,7 +19,7 @@ from phalanx.parallel.replicate import Replicate
 from phalanx.parallel.single import Single
 from phalanx.parallel.threads import Threads
 from phalanx.spec import Job, Plan
-from phalanx.spec.rules import batch_problems, share_problems, stage_problems, unready
+from phalanx.spec.rules import batch_problems, share_problems, stage_problems
 from phalanx.spec.shares import AUTO
 
 
@@ -39,7 +39,6 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *_check_precision(plan),
         *share_problems(plan, job.batch),
         *_check_shares(plan),
-        *unready(plan),
     ]
 
 

@@ -73,8 +73,7 @@ class Plan:
         outer: optimizer of ``diloco``; ``nesterov`` where not given, ``none`` for others.
         outer_lr: learning rate of the outer optimizer; 0.7 for ``nesterov`` and 1 for ``sgd`` where not given.
         outer_momentum: of ``nesterov``; 0.9 where not given.
-        server: parameter servers beside the ranks of ``dp``, on the hosts' processors; they hold the optimizer. Can be
-            forecast, not yet run.
+        server: parameter servers beside the ranks of ``dp``, on the hosts' processors; they hold the optimizer.
         staleness: with ``server``, updates that the parameters a gradient is of may lack; 0, where not given, is
             synchronous, ``unbounded`` (``math.inf``) makes nobody wait.
         compensate: with ``staleness``, what is done against it: ``rate`` divides a gradient by its staleness, ``delay``

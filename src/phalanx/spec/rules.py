@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.errors import Problem
-from phalanx.spec.keys import APART
 from phalanx.spec.plan import Plan
 from phalanx.spec.shares import dealt, weights
 
@@ -40,19 +39,6 @@ def share_problems(plan: Plan, batch: int) -> list[Problem]:
             fix=str(replace(plan, shares="auto")),
         )
     ]
-
-
-def unready(plan: Plan) -> list[Problem]:
-    """What of ``plan`` can be forecast, but not run yet."""
-    found: list[Problem] = []
-    plain = {name: getattr(Plan(), name) for name in APART}
-    for name in ():
-        value = getattr(plan, name)
-        if value != plain[name]:
-            given = f"{name}={value}, which can be forecast but not run yet"
-            allowed = "replicas with even shares whose gradients are summed in every step"
-            found.append(Problem(where=f"plan.{name}", given=given, allowed=allowed, fix=str(replace(plan, **plain))))
-    return found
 
 
 def stage_problems(plan: Plan) -> list[Problem]:

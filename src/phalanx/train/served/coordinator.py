@@ -309,7 +309,7 @@ class Coordinator:
             recorder.write("memory", rank=rank, **memory)
         now = time.monotonic()
         for rank, known in workers:
-            recorder.write("share", rank=rank, samples=known.samples, pieces=known.pieces, seconds=now - known.joined)
+            recorder.write("worked", rank=rank, samples=known.samples, pieces=known.pieces, seconds=now - known.joined)
         summary = {
             "step": self._dealer.floor,
             "samples": self.progress.samples - self.progress.begun,
