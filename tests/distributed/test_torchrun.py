@@ -81,6 +81,37 @@ dist.destroy_process_group()
     assert [(said["steps"], said["sum"]) for said in torchrun(script, tmp_path)] == [(8, 2.0)] * 2
 
 
+def test_replicas_step_by_themselves_in_a_loop_of_ones_own(tmp_path: Path) -> None:
+    script = """
+plan = "dp=2 sync=diloco every=3"
+run = px.fit(job(), plan, folder="a")
+step, loader = px.build(job(), plan)
+losses = [step(batch).loss for batch in loader]
+both = px.fit(job(), "dp=2", folder="b")  # each replica was a world of its own: no group is in the way
+weights = [tensor.sum().item() for tensor in step.layout.parameters.values()]
+say(fit=run.losses, build=losses, weights=weights, steps=len(both.losses))
+"""
+    first, second = torchrun(script, tmp_path)
+    assert first["fit"] == first["build"]  # the log is the first replica's
+    assert second["build"] != first["build"]
+    assert first["weights"] == second["weights"]
+    assert (first["steps"], second["steps"]) == (8, 8)
+
+
+def test_a_group_of_other_ranks_than_a_replica_is_refused(tmp_path: Path) -> None:
+    script = """
+from phalanx.errors import RunError
+dist.init_process_group("gloo")
+try:
+    px.build(job(), "dp=2 sync=local every=4")
+except RunError as error:
+    say(error=str(error))
+dist.destroy_process_group()
+"""
+    for said in torchrun(script, tmp_path):
+        assert "joined a group of 2 ranks, and the plan needs one of 1" in said["error"]
+
+
 def test_a_script_that_ends_right_after_a_collective_ends_well(tmp_path: Path) -> None:
     script = """
 step, loader = px.build(job(), "dp=6")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -220,6 +221,11 @@ class Irregular(nn.Module):
 def irregular() -> px.Job:
     """A plain mean as loss."""
     return job(Irregular, rows(), lambda output, batch: nn.functional.cross_entropy(output, batch["y"]))
+
+
+def plain(one: px.Job) -> px.Job:
+    """``one`` with plain SGD, and without clipping."""
+    return replace(one, optimizer=lambda params: torch.optim.SGD(params, lr=0.05), clip=None)
 
 
 MODELS: dict[str, Callable[[], px.Job]] = {

@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-import torch
-from models import MODELS
+from models import MODELS, plain
 from table import APART, APART_AFTER, BAR, REFUSED, SHARES, SHORT, SHORT_SPLIT, STEPS
 
 from phalanx.errors import WorkerError
@@ -72,8 +71,7 @@ def test_uneven_shares_equal_one_device(model: str, plan: str) -> None:
 
 @cache
 def with_plain_steps(model: str) -> OneDevice:
-    plain = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.05), "clip": None}
-    return OneDevice.run(replace(MODELS[model](), batch=13, **plain), 8)
+    return OneDevice.run(plain(replace(MODELS[model](), batch=13)), 8)
 
 
 @pytest.mark.parametrize(("model", "plan"), [(model, plan) for model, plans in APART.items() for plan in plans])

@@ -141,7 +141,7 @@ class Apart(Sync):
 
     @torch.no_grad()
     def together(self) -> None:
-        """Bring replicas wholly together, as when their time has come; nothing where they are. Collective."""
+        """As when their time has come; nothing where they are together."""
         self._come_together()
         self._layout.stepped()
 

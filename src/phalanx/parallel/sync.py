@@ -25,6 +25,10 @@ class Sync(ABC):
     def parameters_stepped(self, steps: int, totals: Any) -> None:
         """The optimizer has stepped, ``steps`` times so far; forward does not see the new values yet."""
 
+    @abstractmethod
+    def together(self) -> None:
+        """Bring replicas wholly together now, as at the end: what is read is then the same on all. Collective."""
+
 
 class Each(Sync):
     """Gradients are summed over all replicas in every step, which layouts do on the way."""
@@ -37,4 +41,7 @@ class Each(Sync):
         return totals
 
     def parameters_stepped(self, steps: int, totals: Any) -> None:
+        pass
+
+    def together(self) -> None:
         pass

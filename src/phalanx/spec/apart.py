@@ -32,10 +32,11 @@ def bounds(plan: Plan) -> Iterator[str]:
         yield f"gradients are of parameters that lack at most {_count(int(plan.staleness), 'update')}"
     if plan.backup:
         yield f"the samples of the slowest {_count(plan.backup, 'worker')} are left out of each step"
+    what = "gradient" if plan.sync == "each" else "difference"
     if plan.compress in ("fp16", "bf16"):
-        yield f"gradients are rounded to {plan.compress} where they are sent"
+        yield f"{what}s are rounded to {plan.compress} where they are sent"
     elif plan.compress != "none":
-        yield f"what {plan.compress} leaves out of a gradient comes with later ones"
+        yield f"what {plan.compress} leaves out of a {what} comes with later ones"
 
 
 def apart_problems(plan: Plan) -> Iterator[Problem]:

@@ -88,8 +88,7 @@ class _Loop:
         if self._assembly.loader.length is None:
             same_stream(None)
         step.settle()
-        if self._assembly.apart:
-            self._assembly.apart.together()
+        step.sync.together()
         recorder.averaged(self._assembly)
         recorder.flush()
         if self._evaluated_at != step.progress.step:

@@ -86,6 +86,7 @@ class Step:
     """Calling it with a global batch takes one optimizer step and gives its ``Metrics``.
 
     Attributes:
+        sync: how replicas are kept together; before a loop of one's own reads parameters, ``sync.together()``.
         watch: who looks on; ``None`` for nobody.
         sharing: the ranks' uneven shares, which may follow their speed; ``None`` where they are even.
         seconds: that the host took, in the last step, for forward and backward, and for the update.
