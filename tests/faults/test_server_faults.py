@@ -1,0 +1,192 @@
+"""Servers and workers that die, fall silent or come twice: every run ends, in progress or in an error that says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx as px
+import phalanx.checkpoint.store  # once, here: what is forked has it then
+from phalanx.comm import Place
+from phalanx.data import read_ledger
+from phalanx.errors import RunError
+from phalanx.launch.local import launch
+from phalanx.train.served import take_part
+from phalanx.train.served.links import Links
+from phalanx.train.served.meeting import Address, Directory, Patience
+from phalanx.train.served.part import _Serving
+
+SAMPLES, EPOCHS = 64, 6  # 4 steps an epoch
+QUICK = Patience(beat=0.05, silent=0.4, pieces=0.0, answer=5.0, back=5.0, parting=2.0)
+
+
+def job() -> px.Job:
+    generator = torch.Generator().manual_seed(0)
+    data = px.Table(x=torch.randn(SAMPLES, 6, generator=generator), y=torch.randint(3, (SAMPLES,), generator=generator))
+    return px.Job(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)),
+        data=lambda: data,
+        loss=lambda output, batch: px.cross_entropy(output, batch["y"]),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        inputs=lambda batch: batch["x"],
+        batch=16,
+        epochs=EPOCHS,
+    )
+
+
+def run_of(plan: str, folder: str = "run") -> px.RunSpec:
+    return px.RunSpec(job="small", plan=px.Plan.parse(plan), folder=Path(folder), snapshot_every=3, forecast="none")
+
+
+def served(plan: str, strike: Callable[[Place, int], None], *, reserves: int = 1) -> list[dict[str, Any]]:
+    """Run ``plan``; ``strike`` is called with each process's place and the step it begins. Returns the events."""
+    run = run_of(plan)
+
+    def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
+        def reported(step: int) -> None:
+            report(step)
+            strike(place, step)
+
+        return take_part(job(), run, place, reported, patience=QUICK)
+
+    launch(work, run.plan.processes, reserves=reserves)
+    ids = np.concatenate([ids for _, ids in read_ledger(run.folder / "ledger").values()])
+    assert (np.bincount(ids, minlength=SAMPLES) == EPOCHS).all(), "each sample counts once an epoch, whatever happens"
+    events = list(px.Run(folder=run.folder).events())
+    assert events[-1]["event"] == "end"
+    assert events[-1]["step"] == 24
+    return events
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def of(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == name]
+
+
+@pytest.mark.parametrize("plan", ["dp=2 server=1", "dp=3 server=2 staleness=2"])
+def test_a_killed_workers_pieces_go_to_others_and_another_is_let_in(plan: str) -> None:
+    def strike(place: Place, step: int) -> None:
+        if (place.rank, place.generation) == (1, 0) and step == 5:
+            kill()
+
+    events = served(plan, strike)
+    states = [event["state"] for event in of(events, "worker") if event["rank"] == 1]
+    assert states[0] == "joined"
+    assert "lost" in states
+    assert of(events, "server") == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "index"),
+    [("dp=2 server=1", 0), ("dp=2 server=2 staleness=2", 0), ("dp=2 server=2 staleness=unbounded", 1)],
+)
+def test_a_killed_server_comes_back_and_no_more_is_lost_than_stated(plan: str, index: int) -> None:
+    servers = px.Plan.parse(plan).dp
+
+    def strike(place: Place, step: int) -> None:
+        # Only the coordinator begins steps; another server is killed by the first worker that begins this one.
+        if index == 0 and (place.rank, place.generation) == (servers, 0) and step == 8:
+            kill()
+        if index and place.rank == 0 and step >= 8 and not Path("struck").exists():
+            Path("struck").touch()
+            os.kill(int(Path("pid").read_text()), signal.SIGKILL)
+
+    def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
+        if place.rank == servers + index and place.generation == 0:
+            Path("pid").write_text(str(os.getpid()))
+
+        def reported(step: int) -> None:
+            report(step)
+            strike(place, step)
+
+        return take_part(job(), run_of(plan), place, reported, patience=QUICK)
+
+    launch(work, px.Plan.parse(plan).processes, reserves=1)
+    ids = np.concatenate([ids for _, ids in read_ledger(Path("run/ledger")).values()])
+    assert (np.bincount(ids, minlength=SAMPLES) == EPOCHS).all()
+    events = list(px.Run(folder=Path("run")).events())
+    (told,) = of(events, "server")
+    assert (told["index"], told["restarted"]) == (index, True)
+    assert 0 <= told["lost_updates"] <= 3
+    assert events[-1]["step"] == 24
+
+
+def test_a_silent_worker_holds_nobody_up_and_goes_on_when_it_is_back() -> None:
+    def strike(place: Place, step: int) -> None:
+        if place.rank == 1 and step == 4:
+            if os.fork() == 0:  # wakes its parent once the others have gone on
+                deadline = time.monotonic() + 10
+                while "silent" not in Path("run/events.jsonl").read_text() and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    events = served("dp=2 server=1", strike, reserves=0)
+    states = [event["state"] for event in of(events, "worker") if event["rank"] == 1]
+    assert states[0] == "joined"
+    assert "silent" in states
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    """The place of the only server of ``dp=1 server=1``, with a store to meet at."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore
+    yield Place(rank=1, world_size=2, store=f"tcp://127.0.0.1:{store.port}")
+    del store  # it serves until here
+
+
+def test_two_servers_of_one_shard_are_refused(place: Place) -> None:
+    run = run_of("dp=1 server=1")
+    quick = replace(QUICK, back=1.0)
+    failed: list[BaseException] = []
+
+    def first() -> None:
+        try:
+            take_part(job(), run, place, lambda step: None, patience=quick)
+        except RunError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    while Directory(place).find(0) is None:
+        time.sleep(0.01)
+    with pytest.raises(RunError, match="server 0 is running already, at 127"):
+        _Serving(job(), run, place, quick, None)
+    thread.join()
+    assert "no worker has been there for 1 s" in str(failed[0]), "and the first ends, since nobody comes"
+
+
+def test_a_server_that_is_not_there_is_named_with_the_time(place: Place) -> None:
+    directory = Directory(place)
+    directory.publish(0, Address("127.0.0.1", 1, 0))  # where nobody listens
+    links = Links(0, 1, 1, directory, replace(QUICK, back=0.2), None)
+    with pytest.raises(RunError, match=r"server 0 at 127\.0\.0\.1:1 could not be reached for 0\.2 s"):
+        links.connect()
+    links.close()
+
+
+def test_a_server_without_its_coordinator_gives_up(place: Place) -> None:
+    run = run_of("dp=1 server=2")
+    with pytest.raises(RunError, match="server 0, which coordinates the others, has not been there for 0"):
+        take_part(
+            job(),
+            run,
+            replace(place, rank=2, world_size=3),
+            lambda step: None,
+            patience=replace(QUICK, back=0.2, parting=0.1),
+        )
