@@ -98,6 +98,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
     "traffic": {
         "rank": (int, "rank; since 1.4, as all of this event, which runs with `compress` have"),
         "sent": (int, "bytes that it handed to the network for gradients; of a ring, what a rank sends to the next"),
+        "kept": (int, "bytes sent for checkpoints, to bring together what was left out; not among `sent`"),
         "whole": (int, "bytes that fp32 gradients, all-reduced by a ring, would have been"),
         "steps": (int, "optimizer steps in which that was"),
     },

@@ -13,7 +13,7 @@ _LOWEST, _HIGHEST = -111, 128  # exponents for which both the scale and its inve
 
 
 class Brain(Codec):
-    """bf16, rounded to nearest: off by 2**-9 of an element at most."""
+    """bf16, rounded to nearest: off by 2**-8 of an element at most."""
 
     feeds_back = False
     grain = 1

@@ -15,11 +15,13 @@ class Traffic:
 
     Attributes:
         sent: bytes sent to other ranks.
+        kept: bytes sent for checkpoints, to bring together what was left out; not among ``sent``.
         whole: bytes that fp32, all-reduced by a ring, would have been: 2 (ranks - 1) / ranks of 4 bytes an element.
         steps: optimizer steps in which that was.
     """
 
     sent: int = 0
+    kept: int = 0
     whole: int = 0
     steps: int = 0
 

@@ -1,0 +1,232 @@
+"""Gradients that are sent in a smaller form: means that are the same on every rank, and runs that learn as well."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small import Net, OfOutput, job, table
+from torch import Tensor, nn
+
+import phalanx as px
+from phalanx.comm import Place, joined
+from phalanx.comm.own import own_group
+from phalanx.errors import RefusedError, WorkerError
+from phalanx.events import read
+from phalanx.launch import launch
+from phalanx.observe.summary import RunSummary, summarise
+from phalanx.parallel import assemble
+from phalanx.parallel.compress import Feedback, Wire, averaged, codec
+from phalanx.spec import Plan
+
+CODECS = ("fp16", "bf16", "int8", "topk:0.01")
+PLANS = (*CODECS, "powersgd:4")
+COUNTS = (0, 1, 3, 1000, 70_001)
+
+
+def means(place: Place, report: Any) -> list[Any]:
+    """Five means of each size through each codec: how far the sum is off, with and without what is left out."""
+    torch.set_num_threads(1)
+    found: list[Any] = []
+    with joined(place, torch.device("cpu")):
+        group = own_group()
+        for text, count in itertools.product(CODECS, COUNTS):
+            wire, one = Wire(group), codec(text)
+            assert one is not None
+            feedback = Feedback(one) if one.feeds_back else None
+            generator = torch.Generator().manual_seed(place.rank)
+            given, came, same = torch.zeros(count), torch.zeros(count), True
+            for _ in range(5):
+                flat = torch.randn(count, generator=generator)
+                given += mean(flat.clone())
+                averaged(flat, wire, one, feedback)
+                came += flat
+                first = flat.clone()
+                dist.broadcast(first, 0)
+                same = same and torch.equal(first, flat)
+            late = mean(feedback.left_out.clone()) if feedback and feedback.left_out is not None else torch.zeros(count)
+            off = [float((given - came - one).abs().max()) if count else 0.0 for one in (0, late)]
+            found.append([text, count, same, *off, wire.traffic.sent, wire.traffic.whole])
+    return found
+
+
+def mean(flat: Tensor) -> Tensor:
+    dist.all_reduce(flat)
+    return flat.div_(dist.get_world_size())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_means_are_the_same_on_every_rank_and_nothing_is_lost(ranks: int) -> None:
+    bounds = {"fp16": 0.005, "bf16": 0.05, "int8": 0.05, "topk:0.01": 10.0}
+    ratios = {"fp16": 1.99, "bf16": 1.99, "int8": 3.85, "topk:0.01": 100 / ranks * 0.99}
+    first, *others = launch(means, ranks)
+    assert all(other[:3] == one[:3] for rank in others for other, one in zip(rank, first, strict=True))
+    for text, count, same, off, off_but_late, sent, whole in first:
+        assert same
+        assert off <= bounds[text]
+        assert text not in ("int8", "topk:0.01") or off_but_late < 2e-6
+        if count == 70_001:
+            assert whole / sent > ratios[text]
+            assert whole == 5 * (8 * count * (ranks - 1) // ranks)
+
+
+def gradients(place: Place, report: Any) -> list[list[float]]:
+    """The sum of the gradients of 3 steps under each plan, what is left out at the end, and what they should be."""
+    torch.set_num_threads(1)
+    found: list[list[float]] = []
+    with joined(place, torch.device("cpu")):
+        for text in ("none", "fp16", "int8", "topk:0.2", "powersgd:1", "powersgd:3"):
+            torch.manual_seed(0)
+            plan = Plan.parse(f"dp={place.world_size} device=cpu compress={text}")
+            layout = assemble(Net(), job(), plan, place)
+            work = OfOutput(lambda output: output.square().sum())
+            total = torch.zeros(sum(tensor.numel() for tensor in layout.parameters.values()))
+            generator = torch.Generator().manual_seed(place.rank)
+            for _ in range(3):
+                layout.accumulate([[torch.randn(6, 9, generator=generator) for _ in range(2)]], work)
+                layout.finish()
+                total += torch.cat([tensor.grad.reshape(-1) for tensor in layout.parameters.values()])
+                layout.stepped()
+            late = layout.held.sender.tensors() if layout.held.sender else {}
+            owed = [late.get(f"left_out.{name}", torch.zeros(one.shape)) for name, one in layout.parameters.items()]
+            total += torch.cat([one.reshape(-1) for one in owed])
+            found.append(total.tolist())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_are_the_sum_over_ranks_but_for_what_comes_later(ranks: int) -> None:
+    first, *others = launch(gradients, ranks)
+    assert all(other == first for other in others)
+    exact, halves, *fed_back = (torch.tensor(one) for one in first)
+    assert (halves - exact).abs().max() < 0.01 * exact.abs().max()
+    for one in fed_back:
+        assert (one - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+def trained(plan: str, folder: Path, *, resume: bool = False, **how: Any) -> px.Run:
+    """The small job under ``plan`` in ``folder``."""
+    run = px.RunSpec(job="small", plan=Plan.parse(plan), folder=folder, resume=resume, forecast="none")
+    return px.fit(job(**how), run=run)
+
+
+class Wide(nn.Module):
+    """Large enough that sizes show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(9, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def learnable() -> px.Table:
+    x = table(512).columns["x"]
+    return px.Table(x=x, y=x[:, :5].argmax(dim=1))
+
+
+LEARNABLE: dict[str, Any] = {"model": Wide, "data": learnable, "epochs": 3}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunSummary:
+    """A run with whole gradients."""
+    folder = tmp_path_factory.mktemp("whole")
+    trained("dp=2", folder, **LEARNABLE)
+    return summarise(folder)
+
+
+class TestRuns:
+    @pytest.mark.parametrize(
+        ("compress", "ratio", "worse"),
+        [
+            ("fp16", 1.99, 0.01),
+            ("bf16", 1.99, 0.01),
+            ("int8", 3.85, 0.02),
+            ("topk:0.01", 49.5, 0.9),
+            ("powersgd:2", 15, 0.2),
+        ],
+    )
+    def test_learn_nearly_as_well_and_count_what_they_send(
+        self, compress: str, ratio: float, worse: float, tmp_path: Path, whole: RunSummary
+    ) -> None:
+        trained(f"dp=2 compress={compress}", tmp_path, **LEARNABLE)
+        found = summarise(tmp_path)
+        assert whole.loss is not None
+        assert found.loss is not None
+        assert whole.loss < 0.1  # 1.6 before
+        assert abs(found.loss - whole.loss) < worse
+        assert len(found.sent) == 2
+        assert all(every / sent > ratio for sent, every in zip(found.sent, found.whole, strict=True))
+        assert whole.sent == ()
+
+    @pytest.mark.parametrize("compress", ["int8", "powersgd:2"])
+    def test_go_on_with_what_was_left_out(self, compress: str, tmp_path: Path) -> None:
+        plan = f"dp=2 compress={compress}"
+        whole = trained(plan, tmp_path / "whole", model=Wide, epochs=4)
+        trained(plan, tmp_path / "parts", model=Wide, epochs=2)
+        trained(plan, tmp_path / "parts", model=Wide, epochs=4, resume=True)
+        found, told = summarise(tmp_path / "whole"), summarise(tmp_path / "parts")
+        assert found.loss is not None
+        assert told.loss == pytest.approx(found.loss, rel=2e-3)
+        assert not told.notes
+        assert whole
+
+    def test_say_where_there_is_nothing_to_go_on_with(self, tmp_path: Path) -> None:
+        trained("dp=2 compress=int8", tmp_path, epochs=1)
+        trained("dp=2 compress=topk:0.1", tmp_path, epochs=2, resume=True)
+        (note,) = summarise(tmp_path).notes
+        assert "compress=topk:0.1 over 2 ranks" in note
+        trained("dp=2", tmp_path, epochs=3, resume=True)
+        assert not summarise(tmp_path).notes
+
+    @pytest.mark.parametrize("compress", ["fp16", "int8", "topk:0.5", "powersgd:1"])
+    def test_a_loss_scale_that_overflows_skips_on_every_rank(self, compress: str, tmp_path: Path) -> None:
+        def loss(output: Tensor, batch: dict[str, Tensor]) -> px.Loss:
+            whole = px.cross_entropy(output, batch["y"])
+            return px.Loss(whole.sum * 2.0**9, whole.count)
+
+        plan = f"dp=2 precision=fp16 compress={compress}"
+        trained(plan, tmp_path, loss=loss, epochs=6, optimizer=lambda params: torch.optim.SGD(params, lr=2.0**-12))
+        steps = [event for event in read(tmp_path / "events.jsonl") if event["event"] == "step"]
+        assert steps[0]["skipped"]
+        assert not steps[-1]["skipped"]
+        assert steps[-1]["loss"] < steps[0]["loss"]
+
+    def test_a_worker_that_dies_ends_the_run(self, tmp_path: Path) -> None:
+        def optimizer(params: Any) -> torch.optim.Optimizer:
+            if dist.get_rank() == 1:
+                next(iter(params)).register_hook(lambda _: os._exit(9))
+            return torch.optim.SGD(params, lr=0.1)
+
+        with pytest.raises(WorkerError):
+            trained("dp=2 compress=int8", tmp_path, optimizer=optimizer)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("compress", ["int8", "topk:0.1", "powersgd:2"])
+    def test_what_a_step_does_not_use_drops_what_was_left_out(self, compress: str, tmp_path: Path) -> None:
+        with pytest.raises(RefusedError, match=r"plan\.compress") as caught:
+            trained(f"dp=2 compress={compress}", tmp_path, unused="allow")
+        trained(caught.value.problems[0].fix, tmp_path / "fixed", unused="allow", epochs=1)
+
+    def test_sparse_gradients(self, tmp_path: Path) -> None:
+        class Sparse(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.names = nn.Embedding(3, 9, sparse=True)
+
+        with pytest.raises(WorkerError, match="sparse gradients of names"):
+            trained("dp=2 compress=int8", tmp_path, model=Sparse)
+
+    def test_an_optimizer_that_takes_zeros_for_rest(self, tmp_path: Path) -> None:
+        how: dict[str, Any] = {"optimizer": lambda params: torch.optim.Rprop(params, lr=1e-3), "epochs": 1}
+        with pytest.raises(WorkerError, match="Rprop with compress=topk"):
+            trained("dp=2 compress=topk:0.1", tmp_path, **how)
+        trained("dp=2 compress=int8", tmp_path / "fixed", **how)
