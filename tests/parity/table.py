@@ -43,8 +43,12 @@ SHORT: dict[str, tuple[str, ...]] = {
         "dp=2 fsdp=2 zero=2 micro=2",
         "dp=2 fsdp=2",
         "threads=3 micro=2",
+        "dp=2 server=1",
+        "dp=2 server=2",
+        "dp=4 server=2",
     ),
     "own GPT": (
+        "dp=2 server=1 micro=4",
         "dp=3 micro=2",
         "threads=2 micro=3",
         "fsdp=2 zero=1",
@@ -55,7 +59,7 @@ SHORT: dict[str, tuple[str, ...]] = {
         "fsdp=2 recompute=selective",
         "dp=2 fsdp=2 zero=1",
     ),
-    "HF GPT-2": ("dp=2", "fsdp=2", "fsdp=2 zero=2 micro=3", "dp=2 recompute=full"),
+    "HF GPT-2": ("dp=2", "dp=2 server=2", "fsdp=2", "fsdp=2 zero=2 micro=3", "dp=2 recompute=full"),
     "HF BERT, padded": ("dp=4", "fsdp=3", "fsdp=2 zero=1 micro=2"),
 }
 
