@@ -40,7 +40,8 @@ class Parts:
 
     Attributes:
         parameters: values, the shards where they are sharded; and the most that was gathered at one time.
-        gradients: the most there was: before a micro-batch, or before or after they were reduced.
+        gradients: the most there was: before a micro-batch, or before or after they were reduced; and what was left out
+            of those that were sent in a smaller form.
         optimizer: its state.
         buffers: of the model.
         activations: the most that was saved for backward at one time, over all micro-batches then under way.
@@ -109,8 +110,10 @@ class Measured:
         return saved.inside(context)
 
     def _see_gradients(self) -> None:
-        grads = (tensor.grad for tensor in self._values())
-        self._parts.gradients = max(self._parts.gradients, self._bytes(grad for grad in grads if grad is not None))
+        sender = self._step.layout.held.sender
+        there = [tensor.grad for tensor in self._values() if tensor.grad is not None]
+        there += sender.stored() if sender else []
+        self._parts.gradients = max(self._parts.gradients, self._bytes(there))
 
     def _values(self) -> Iterator[Tensor]:
         yield from self._step.layout.module.parameters()

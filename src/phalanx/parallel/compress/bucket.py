@@ -36,5 +36,9 @@ class Average(ABC):
         """Gradients are ``factor`` times as large from now on (a loss scale that changes)."""
 
     @abstractmethod
+    def stored(self) -> list[Tensor]:
+        """What it keeps in memory from step to step."""
+
+    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """What it hands on from step to step, the same on every rank; to be saved, or filled in place. Collective."""

@@ -29,6 +29,9 @@ class Coded(Average):
         if self._left_out:
             self._left_out.scale(factor)
 
+    def stored(self) -> list[Tensor]:
+        return self._left_out.stored() if self._left_out else []
+
     def tensors(self) -> dict[str, Tensor]:
         if not self._left_out:
             return {}

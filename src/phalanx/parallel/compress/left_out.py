@@ -43,6 +43,10 @@ class LeftOut:
         for tensor in self._each.values():
             tensor.mul_(factor)
 
+    def stored(self) -> list[Tensor]:
+        """All of it, as it lies in memory."""
+        return list(self._each.values())
+
     def shared(self, wire: Wire) -> dict[str, Tensor]:
         """All of it by name, once its mean over the ranks has taken the place of each rank's. Collective.
 

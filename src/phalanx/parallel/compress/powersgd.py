@@ -62,6 +62,9 @@ class PowerSGD(Average):
     def scale(self, factor: float) -> None:
         self._left_out.scale(factor)
 
+    def stored(self) -> list[Tensor]:
+        return [*self._left_out.stored(), *self._q_MR.values()]
+
     def tensors(self) -> dict[str, Tensor]:
         left_out = {f"left_out.{name}": tensor for name, tensor in self._left_out.shared(self._wire).items()}
         return left_out | {f"q.{name}": tensor for name, tensor in self._q_MR.items()}

@@ -47,6 +47,10 @@ class Sender:
         if factor != 1.0:
             self._average.scale(factor)
 
+    def stored(self) -> list[Tensor]:
+        """What is kept in memory from step to step."""
+        return self._average.stored()
+
     def tensors(self) -> dict[str, Tensor]:
         """What is handed on from step to step, the same on every rank; to be saved, or filled in place. Collective."""
         return self._average.tensors()
