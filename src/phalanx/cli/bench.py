@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from phalanx.cli.apart import Network, measure_apart, network_options, show_apart
+from phalanx.cli.measured import measured
 from phalanx.cli.options import PlanText, job_argument
 from phalanx.cli.output import json_option, print_json
 from phalanx.errors import Problem, RefusedError, SpecError
@@ -45,28 +47,42 @@ class _Counts(click.ParamType):
     "--plan", "plans", type=PlanText(), multiple=True, help="A plan to measure besides one device; repeat it."
 )
 @click.option("--steps", type=click.IntRange(min=2), default=20, show_default=True, help="Optimizer steps a plan.")
+@network_options
 @json_option
-def command(job: str, counts: tuple[int, ...] | None, plans: tuple[Plan, ...], steps: int, as_json: bool) -> None:
+def command(
+    job: str, counts: tuple[int, ...] | None, plans: tuple[Plan, ...], steps: int, as_json: bool, **network: Any
+) -> None:
     """Run JOB for a few steps under each plan and show time, speed-up, efficiency and memory side by side.
 
     The global batch is the same under every plan. The first steps of each are not timed. Nothing is kept.
+
+    With --hosts, workers are put on so many hosts within this machine, each with a network of its own whose links are
+    as slow as asked, and every plan [one replica a host] is shown beside itself on this machine's own network.
 
     \b
     Examples:
       phalanx bench examples/gpt.py
       phalanx bench examples/digits.py -n 1,2 --steps 40
       phalanx bench examples/gpt.py --plan dp=2 --plan "fsdp=2 zero=3" --json
+      phalanx bench examples/gpt.py --hosts 4 --rate 100mbit --delay 20ms
+      phalanx bench examples/gpt.py --hosts 2 --slow 1:4x --plan dp=2
     """
+    asked = Network(**network)
+    asked.refuse(counts)
     from phalanx.launch.jobfile import load_job
 
     loaded = replace(load_job(job), steps=steps, epochs=None, evaluate=None, metrics=None, evaluate_every=0)
-    chosen = _plans(counts, plans)
+    chosen = list(plans or [Plan(dp=asked.hosts)]) if asked.hosts is not None else _plans(counts, plans)
     _refuse(loaded, chosen)
 
     from rich.console import Console
 
     from phalanx.observe.tables import scaled, scaling_table
 
+    if asked.hosts is not None:
+        rows, about = measure_apart(loaded, job, chosen, asked, Console(stderr=True))
+        show_apart(loaded, rows, about, asked, as_json)
+        return
     summaries = _measure(loaded, job, chosen, Console(stderr=True))
     rows = [scaled(summary, summaries[0]) for summary in summaries]
     if as_json:
@@ -105,21 +121,8 @@ def _refuse(job: Job, plans: Sequence[Plan]) -> None:
 
 
 def _measure(job: Job, reference: str, plans: Sequence[Plan], console: Console) -> list[RunSummary]:
-    from phalanx.api import fit
-    from phalanx.observe.follow import Follower
-    from phalanx.observe.progress import progress
-    from phalanx.observe.summary import summarise
-    from phalanx.parallel import device_kind
-
-    summaries: list[RunSummary] = []
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as scratch:
-        for number, plan in enumerate(plans):
-            folder = Path(scratch) / str(number)
-            viewer = progress(console, label=str(plan), lines=frozenset({"start", "warning"}))
-            with Follower(folder / "events.jsonl", [viewer]) as follower:
-                run = RunSpec(
-                    job=reference, plan=plan, folder=folder, forecast="none"
-                )  # cores are for what is measured
-                fit(job, run=run, watch=follower, cores=1 if device_kind(plan) == "cpu" else None)
-            summaries.append(summarise(folder))
-    return summaries
+        runs = [
+            RunSpec(job=reference, plan=plan, folder=Path(scratch) / str(number)) for number, plan in enumerate(plans)
+        ]
+        return [measured(job, run, console) for run in runs]

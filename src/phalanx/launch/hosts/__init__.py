@@ -2,6 +2,6 @@
 
 from phalanx.launch.hosts.hosts import Hosts
 from phalanx.launch.hosts.link import Link
-from phalanx.launch.hosts.needs import lacking
+from phalanx.launch.hosts.needs import lacking, refuse
 
-__all__ = ["Hosts", "Link", "lacking"]
+__all__ = ["Hosts", "Link", "lacking", "refuse"]

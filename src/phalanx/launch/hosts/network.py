@@ -45,6 +45,7 @@ class Network:
         self.launcher = f"{self._subnet}.1"
         self._keeper = self._start_keeper()
         try:
+            _batch("ip", ["link set lo up"])  # in a namespace of the user's own it may not be yet
             self._namespaces = self._hear_of_namespaces()
             self._join_up() if self.carried else self._wire_up()
         except BaseException:
