@@ -17,7 +17,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.comm import Across, Place, joined, place_within, within
-from phalanx.errors import LossError, RefusedError, WorkerError
+from phalanx.errors import LossError, WorkerError
 from phalanx.events import faults
 from phalanx.launch import launch
 from phalanx.observe.summary import summarise
@@ -341,10 +341,6 @@ class TestRuns:
 
         with pytest.raises(WorkerError, match="other initial values on rank 1"):
             fit("dp=2 sync=local every=3", tmp_path / "run", model=Drawn)
-
-    def test_shares_by_speed_are_refused(self) -> None:
-        with pytest.raises(RefusedError, match="do not measure each other"):
-            px.fit(job(), "dp=2 sync=local every=2 shares=auto")
 
     def test_a_replica_that_dies_ends_the_run(self) -> None:
         def dies(assembly: Assembly) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx as px
-from phalanx.data import records
+from phalanx.data import audit, records
 from phalanx.errors import RefusedError
 from phalanx.events.schema import faults
 from phalanx.spec import Plan
@@ -49,6 +49,31 @@ def test_shares_follow_a_slow_rank_and_change_nothing(tmp_path: Path, plan: str,
     full = [step for step in range(moved[-1]["step"], last) if (step + 1) % 4]
     for step in full:
         assert [len(record.ids) for record in records(tmp_path / "run" / "ledger")[step]] == [fast, slow]
+
+
+@pytest.mark.parametrize("plan", ["dp=2 sync=local every=3 fragments=3", "dp=2 sync=diloco every=2 after=4"])
+def test_shares_follow_a_slow_replica_that_steps_by_itself(tmp_path: Path, plan: str) -> None:
+    class First(small.Net):
+        """The first that computes is slow."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled():
+                if not hasattr(self, "pause"):
+                    try:
+                        (tmp_path / "slow").mkdir()
+                        self.pause = 0.003
+                    except FileExistsError:
+                        self.pause = 0.001
+                time.sleep(len(x) * self.pause)
+            return super().forward(x)
+
+    run = fit(f"{plan} shares=auto", tmp_path / "run", model=First, epochs=4)
+    moved = [event["shares"] for event in run.events("shares")][1:]
+    assert moved
+    assert sum(moved[-1]) == small.BATCH
+    assert moved[-1][0] != moved[-1][1]
+    ledger = tmp_path / "run" / "ledger"
+    assert audit(ledger, length=small.LENGTH, batch=small.BATCH, drop_last=False) == []
 
 
 def test_a_run_goes_on_with_even_shares(tmp_path: Path) -> None:

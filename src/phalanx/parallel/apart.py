@@ -173,6 +173,12 @@ class Apart(Sync):
         while self._news:
             yield self._news.popleft()
 
+    def from_every_rank(self, value: Any) -> list[Any]:
+        """One small JSON-like value from each rank of the run, in rank order, after what is on its way. Collective."""
+        if self._sent:
+            self._sent.mean.wait()  # every rank must enter the group's collectives in the same order
+        return self.across.from_every_rank(value)
+
     def mean(self, values: Tensor, weight: float = 1.0) -> Tensor:
         """The mean over the replicas of ``values``, flat on the host, which is used up. Collective."""
         return self._averaging.plain(values, weight)

@@ -20,7 +20,6 @@ from phalanx.parallel.single import Single
 from phalanx.parallel.threads import Threads
 from phalanx.spec import Job, Plan
 from phalanx.spec.rules import batch_problems, share_problems, stage_problems
-from phalanx.spec.shares import AUTO
 
 
 def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
@@ -38,16 +37,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *compress.check(job, plan),
         *_check_precision(plan),
         *share_problems(plan, job.batch),
-        *_check_shares(plan),
     ]
-
-
-def _check_shares(plan: Plan) -> list[Problem]:
-    if plan.sync == "each" or plan.shares != AUTO:
-        return []
-    given = f"shares={AUTO} with sync={plan.sync}: replicas that step by themselves do not measure each other"
-    allowed = "weights such as shares=3,1, or no shares"
-    return [Problem(where="plan.shares", given=given, allowed=allowed, fix=str(replace(plan, shares="")))]
 
 
 def _check_precision(plan: Plan) -> list[Problem]:

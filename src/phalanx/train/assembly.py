@@ -66,7 +66,7 @@ class Assembly:
 
     def from_every_rank(self, value: Any) -> list[Any]:
         """One small JSON-like value from each worker, in rank order. Collective."""
-        return self.apart.across.from_every_rank(value) if self.apart else from_every_rank(value)
+        return self.apart.from_every_rank(value) if self.apart else from_every_rank(value)
 
 
 def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> None:
@@ -112,7 +112,11 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     if plan.server:
         allowed = "phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt"
         raise RefusedError(
-            [Problem(where="plan.server", given=f"{plan} for a loop of one's own", allowed=allowed, fix=f"dp={plan.dp}")]
+            [
+                Problem(
+                    where="plan.server", given=f"{plan} for a loop of one's own", allowed=allowed, fix=f"dp={plan.dp}"
+                )
+            ]
         )
     module, unbuilt = begun(job) if plan.kind == "split" else (build_model(job), [])
     across = Across(plan, place) if plan.sync != "each" else None
@@ -125,7 +129,6 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
     same_length(loader.length, "job.data", everyone)
     own, there = within(plan), place_within(plan, place)
-    sharing = Sharing(job, plan, place, loader, first_step, everyone) if plan.shares else None
     layout = assemble(module, job, own, there, lambda: looked_at(example_of(job, module, loader), module, found))
     optimizer = build_optimizer(job, layout)
     refuse_unless_elementwise(optimizer, layout.held, own)
@@ -135,9 +138,9 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     )
     apart = Apart(plan, layout, across, first_step, loader.total_steps) if across else None
     step = Step(job, own, layout, optimizer, course, apart)
-    if sharing is not None:
-        sharing.watch(layout.held, optimizer, cuda=kind == "cuda")
-        step.sharing = sharing
+    if plan.shares:
+        step.sharing = Sharing(job, plan, place, loader, first_step, apart.from_every_rank if apart else everyone)
+        step.sharing.watch(layout.held, optimizer, cuda=kind == "cuda")
     return Assembly(
         step=step,
         loader=loader,
