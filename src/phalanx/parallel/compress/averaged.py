@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.parallel.compress.codec import Codec, message, read
+from phalanx.parallel.compress.codec import Codec, message, read, write
 from phalanx.parallel.compress.feedback import Feedback
 from phalanx.parallel.compress.largest import Largest
 from phalanx.parallel.compress.wire import Wire
@@ -50,9 +50,16 @@ def _in_two(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None) -
     count, size = flat.numel(), wire.size
     grain = codec.grain if count > _MANY * size * codec.grain else 1
     chunk = -(-count // (size * grain)) * grain
-    rows = flat.new_zeros(size, chunk)
-    rows.view(-1)[:count] = feedback.whole(flat) if feedback else flat
-    outgoing = torch.stack([message(codec, row) for row in rows])
+    rows = flat.new_empty(size, chunk)
+    whole, rest = rows.view(-1)[:count], rows.view(-1)[count:]
+    rest.zero_()
+    if feedback:
+        feedback.whole(flat, out=whole)
+    else:
+        whole.copy_(flat)
+    outgoing = flat.new_empty(size, codec.bytes_of(chunk), dtype=torch.uint8)
+    for row, one in zip(rows, outgoing, strict=True):
+        write(codec, row, one)
     mean = flat.new_zeros(chunk)
     for one in wire.all_to_all(outgoing):
         read(codec, one, mean, add=True)
@@ -65,8 +72,10 @@ def _in_two(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None) -
         rounded = torch.empty_like(mean)
         read(codec, again, rounded)
         sent[wire.rank].sub_(mean.sub_(rounded), alpha=size)
-        feedback.keep(rows.view(-1)[:count], sent.view(-1)[:count])
-    spread = rows
-    for row, one in zip(spread, wire.all_gather(again), strict=True):
-        read(codec, one, row)
-    flat.copy_(spread.view(-1)[:count])
+        feedback.keep(whole, sent.view(-1)[:count])
+    for one, place in zip(wire.all_gather(again), flat.split(chunk), strict=False):
+        if place.numel() == chunk:
+            read(codec, one, place)
+        else:
+            read(codec, one, mean)
+            place.copy_(mean[: place.numel()])

@@ -44,10 +44,16 @@ class Codec(ABC):
 
 def message(codec: Codec, flat: Tensor) -> Tensor:
     """``flat`` (count,) as one message: a uint8 tensor of ``codec.bytes_of(count)`` bytes."""
-    found = flat.new_zeros(codec.bytes_of(flat.numel()), dtype=torch.uint8)
-    for target, part in zip(_parts(codec, found, flat.numel()), codec.encode(flat), strict=True):
-        target.copy_(part)
+    found = flat.new_empty(codec.bytes_of(flat.numel()), dtype=torch.uint8)
+    write(codec, flat, found)
     return found
+
+
+def write(codec: Codec, flat: Tensor, into: Tensor) -> None:
+    """Put the message that ``flat`` (count,) becomes into ``into``, which is as long as it."""
+    into[-_ALIGNED:].zero_()  # what fills it up
+    for target, part in zip(_parts(codec, into, flat.numel()), codec.encode(flat), strict=True):
+        target.copy_(part)
 
 
 def read(codec: Codec, sent: Tensor, out: Tensor, *, add: bool = False) -> None:

@@ -36,11 +36,11 @@ class Feedback:
         self.keep(whole, sent)
         return parts
 
-    def whole(self, flat: Tensor) -> Tensor:
-        """``flat`` with what was left out before: a tensor of its own."""
+    def whole(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        """``flat`` with what was left out before: a tensor of its own, or ``out``."""
         if self._left_out is None:
             self._left_out = torch.zeros_like(flat, dtype=torch.float32)
-        return flat + self._left_out
+        return torch.add(flat, self._left_out, out=out)
 
     def keep(self, whole: Tensor, sent: Tensor) -> None:
         """``sent`` has gone for ``whole``: what it lacks is left out until the next."""
