@@ -118,6 +118,8 @@ class Sharing:
         if not balance.weigh(self._by_replica(rows)):
             return
         start = max(int(row[3]) for row in rows)
+        if self._loader.total_steps is not None and start >= self._loader.total_steps:
+            return  # all that is left has been read already
         self._loader.deal(balance.counts, start)
         seconds = tuple(pace.each for pace in balance.paces)
         self._news.append(Shift(step=start, shares=balance.counts, seconds=seconds))
