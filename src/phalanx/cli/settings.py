@@ -13,7 +13,8 @@ from phalanx.spec import Job, Plan, RunSpec
 if TYPE_CHECKING:
     from phalanx.observe.tables import Setting
 
-_OWN = ("lr_scale", "checkpoint_every", "snapshot_every", "keep", "log_every")  # of the run alone: a job says nothing of them
+# of the run alone: a job says nothing of them
+_OWN = ("lr_scale", "checkpoint_every", "snapshot_every", "keep", "log_every")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

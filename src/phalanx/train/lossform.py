@@ -52,15 +52,15 @@ def read_loss(result: Any, samples: int, where: int | str) -> Reading:
     return Reading(result, float(samples), samples, samples, True)
 
 
-def check_totals(step: int, total: float, count: float) -> None:
-    """Raise where the loss of a whole step is no number, or nothing was counted.
+def check_totals(step: int, total: float, count: float, *, overflows: bool = False) -> None:
+    """Raise where the loss of a whole step is no number, or nothing was counted; ``overflows``: it may be no number.
 
     Raises:
         LossError: with the usual causes.
     """
     if not (math.isfinite(count) and count > 0):
         raise LossError(_bad_count(step, count))
-    if not math.isfinite(total):
+    if not (overflows or math.isfinite(total)):
         raise LossError(
             f"the loss of step {step} is {total}.\n"
             "    Usual causes: a learning rate too high or without warm-up, a logarithm or a division by zero "

@@ -22,13 +22,12 @@ from torch import nn
 
 from phalanx.comm import active
 from phalanx.data import MicroBatch, StepBatch
-from phalanx.errors import LossError
 from phalanx.parallel import Each, Layout, Sync, Work, without_gradient
 from phalanx.parallel.streams import reseed
 from phalanx.spec import Job, Plan
 from phalanx.train.gradients import clip, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs, to_device
-from phalanx.train.lossform import Reading, read_loss
+from phalanx.train.lossform import Reading, check_totals, read_loss
 from phalanx.train.metrics import Metrics, Totals, towards_host
 from phalanx.train.precision import LossScale, compute_context
 from phalanx.train.rng import stream
@@ -242,18 +241,8 @@ class Step:
         return not float(totals[1])
 
     def _check_totals(self, metrics: Metrics) -> None:
-        total, count = metrics.totals
-        if not (math.isfinite(count) and count > 0):
-            raise LossError(_bad_count(metrics.step, count))
         scaling = self.progress.loss_scale
-        if math.isfinite(total) or (scaling and not scaling.exhausted):
-            return
-        raise LossError(
-            f"the loss of step {metrics.step} is {total}.\n"
-            "    Usual causes: a learning rate too high or without warm-up, a logarithm or a division by zero "
-            "in the loss, bad values in the data.\n"
-            "    try: job(clip=1.0, schedule=px.Schedule(warmup_steps=100)), or a lower lr"
-        )
+        check_totals(metrics.step, *metrics.totals, overflows=scaling is not None and not scaling.exhausted)
 
     def _check_gradients(self) -> None:
         self._checked = True
@@ -378,16 +367,3 @@ class _Work(Work):
         work = dist.all_reduce(numbers, async_op=True)
         assert work is not None
         self._reduced = (work, numbers)
-
-
-def _bad_count(step: int, count: float) -> str:
-    if count == 0:
-        return (
-            f"nothing was counted in step {step}: the counts of its loss add up to 0 over the global batch.\n"
-            "    Usual causes: every label is the ignored index, every weight or mask is 0.\n"
-            "    try: leave such samples out of job.data, or a larger batch"
-        )
-    return (
-        f"the count of the loss of step {step} is {count}; it is what the sum is divided by: a number above 0.\n"
-        "    try: px.Loss(sum, count) with count the tokens or samples that were summed"
-    )

@@ -104,7 +104,9 @@ class Coordinator:
                 dealer.limit = min([total, *(dealer.floor // one * one + one for one in every)])
             office.desk.deal()
             self._until_rest(dealer, self._update)
-            self._rest(last=dealer.floor >= total)
+            if dealer.floor < total:
+                self._rest(last=False)
+        self._rest(last=True)
         office.desk.finish()
         return self._part()
 

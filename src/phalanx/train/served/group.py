@@ -32,7 +32,7 @@ class Group:
     def __init__(self, servant: Servant, servers: int, patience: Patience) -> None:
         self._servant, self._patience = servant, patience
         self._others: dict[int, Connection | None] = dict.fromkeys(range(1, servers))
-        self._known: dict[int, Address] = {}
+        self._limit = patience.answer
 
     @property
     def missing(self) -> list[int]:
@@ -42,12 +42,12 @@ class Group:
     def connect(self, index: int, address: Address) -> bool:
         """Whether server ``index`` could be reached at ``address``."""
         try:
-            connection = Connection.to(address.host, address.port, patience=self._patience.task)
+            connection = Connection.to(address.host, address.port, patience=self._patience.answer)
             connection.send(Kind.HELLO, {"rank": COORDINATOR})
             connection.receive()
         except OSError:
             return False
-        self._others[index], self._known[index] = connection, address
+        self._others[index], self._limit = connection, 0.0
         return True
 
     def lose(self, index: int) -> None:
@@ -75,6 +75,7 @@ class Group:
             ServerLostError: if one is gone.
         """
         meta = meta or {}
+        self._wait(self._patience.task if kind in (Kind.SNAPSHOT, Kind.RESTORE) else self._patience.answer)
         for index in self._others:
             self._of(index, lambda connection: connection.send(kind, meta))
         answers = [self._servant.obey(kind, meta)]
@@ -92,6 +93,7 @@ class Group:
             frame = connection.receive()
             return Share(frame.meta["held"], parcel.receive(connection, frame), frame.meta["groups"])
 
+        self._wait(self._patience.task)
         for index in self._others:
             self._of(index, lambda connection: connection.send(Kind.GATHER, {"what": what}))
         return [self._servant.share(what), *(self._of(index, taken) for index in self._others)]
@@ -100,6 +102,14 @@ class Group:
         """End all connections."""
         for index in self._others:
             self.lose(index)
+
+    def _wait(self, seconds: float) -> None:
+        """How long each answer may take from now on."""
+        if seconds != self._limit:
+            self._limit = seconds
+            for connection in self._others.values():
+                if connection:
+                    connection.wait_at_most(seconds)
 
     def _of(self, index: int, call: Any) -> Any:
         connection = self._others[index]

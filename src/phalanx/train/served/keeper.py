@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch.utils._pytree import tree_map
 
-from phalanx.errors import RefusedError
+from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.layout import Held
 from phalanx.parallel.server import Flat, Rule, Shard, Slice, cut_out, partition, starved
 from phalanx.parallel.single import Single
@@ -47,6 +47,8 @@ class Keeper:
         index: of the server.
         layout: the whole model; its parameters have the values it began with.
         slices: what this server holds, name → rows.
+        rates: the learning rate of each parameter group, as the job gave it.
+        elements: of the whole model.
         shard: the parameters of these and their optimizer.
         statistics: of normalisation layers, as they go out to workers; server 0's count.
     """
@@ -63,10 +65,18 @@ class Keeper:
         self._whole = build_optimizer(job, self.layout)
         parameters = self.layout.parameters
         cut = elementwise(self._whole)
-        if problems := starved(parameters, plan, cut=cut):
+        problems = starved(parameters, plan, cut=cut)
+        others = {tensor.dtype for tensor in parameters.values()} - {torch.float32}
+        if plan.compress != "none" and others:
+            given = f"compress={plan.compress} for parameters of {', '.join(sorted(map(str, others)))}"
+            fix = str(replace(plan, compress="none"))
+            problems.append(Problem(where="plan.compress", given=given, allowed="parameters of torch.float32", fix=fix))
+        if problems:
             raise RefusedError(problems)
         self.slices = {one.name: one for one in partition(parameters, plan.server, cut=cut)[index]}
+        self.rates = [float(group["lr"]) for group in self._whole.param_groups]
         rule = Rule(compensate=plan.compensate, apart=plan.backup > 0, ahead=bool(plan.staleness))
+        self.elements = sum(tensor.numel() for tensor in self.layout.module.parameters())
         self.shard = Shard(self._cut(parameters), self._make, rule)
         self._buffers = Statistics(self.layout.module)
         self.statistics = self._buffers.take()
@@ -76,16 +86,6 @@ class Keeper:
         """What this server holds, in the order of the wire: name, first row, row after the last, whether it is all."""
         ordered = (self.slices[name] for name in self.shard.form)
         return [[one.name, one.start, one.stop, one.whole] for one in ordered]
-
-    @property
-    def rates(self) -> list[float]:
-        """The learning rate of each parameter group, as the job gave it."""
-        return [float(group["lr"]) for group in self._whole.param_groups]
-
-    @property
-    def elements(self) -> int:
-        """Elements of the whole model."""
-        return sum(tensor.numel() for tensor in self.layout.module.parameters())
 
     def resume(self, path: Path) -> dict[str, Any]:
         """Begin with the checkpoint ``path``, whatever the plan that wrote it. Returns its state."""
@@ -101,6 +101,13 @@ class Keeper:
             self._set(held)
         self.statistics = self._buffers.take()
         return state
+
+    def settle(self) -> None:
+        """It has begun: let go of values that are other servers'. Server 0 keeps room for them, to save them."""
+        self._whole.state.clear()
+        if self.index:
+            for tensor in self.layout.module.parameters():
+                tensor.data = tensor.data.new_empty(0)
 
     def snapshots(self) -> list[int]:
         """The versions that this server can go back to without anybody else, beside the initial one."""
@@ -149,6 +156,7 @@ class Keeper:
                 self._buffers = Statistics(self.layout.module)
                 self.statistics = self._buffers.take()
                 self._set(self.layout.held)
+                self.settle()
 
     def progress(self, version: int) -> dict[str, Any]:
         """The coordinator's progress at the snapshot of ``version``; empty where there is none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +92,7 @@ class _Serving:
         state = keeper.resume(resumed) if resumed else {}
         if not self._again:
             keeper.clear()
+        keeper.settle()
         servant = Servant(keeper, self._place.host, _codec(self._run))
         try:
             if self._index:
@@ -107,7 +107,7 @@ class _Serving:
         while not servant.over.wait(0.2):
             if servant.trouble:
                 raise servant.trouble
-            if time.monotonic() - servant.led > self._patience.back + self._patience.parting:
+            if servant.alone_for > self._patience.back + self._patience.parting:
                 raise RunError(
                     f"server 0, which coordinates the others, has not been there for {self._patience.back:g} s\n"
                     "    try: --resume, which goes on from the last checkpoint"
@@ -160,11 +160,7 @@ class _Serving:
 
     def _begin(self, office: Office, coordinator: Coordinator, resumed: Path | None, first: int) -> None:
         job, run, keeper = self._job, self._run, office.keeper
-        found = notes(keeper.layout.module, job, run.plan)
-        if job.workers:
-            found.append(
-                "data are read by the workers of servers themselves, not ahead of them: job.workers is not used."
-            )
+        found = _notes(job, run, keeper)
         office.recorder.write(
             "start",
             schema=SCHEMA_VERSION,
@@ -216,6 +212,17 @@ def _data(job: Job, run: RunSpec) -> tuple[Pieces, Pieces | None]:
     found = job.evaluate() if job.evaluate is not None else None
     evaluation = None if found is None else Pieces(found, replace(job), plan.dp, micro=plan.micro, once=True)
     return pieces, evaluation
+
+
+def _notes(job: Job, run: RunSpec, keeper: Keeper) -> list[str]:
+    found, plan = notes(keeper.layout.module, job, run.plan), run.plan
+    if plan.bound:
+        found.insert(0, f"exact: no. {plan.bound[0].upper()}{plan.bound[1:]}.")
+    if keeper.statistics.named:
+        found.append("running statistics of normalisation are those that went through the first piece of each batch.")
+    if job.workers:
+        found.append("workers of servers read each piece when they are dealt it, none ahead: job.workers is not used.")
+    return found
 
 
 def _codec(run: RunSpec) -> Codec | None:

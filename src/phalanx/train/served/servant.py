@@ -50,7 +50,6 @@ class Servant:
         port: where it listens.
         trouble: what went wrong in one of the threads.
         over: the coordinator has said that all is done.
-        led: when the coordinator was last connected, as of ``time.monotonic()``; infinite while it is.
     """
 
     def __init__(self, keeper: Keeper, host: str, codec: Codec | None = None) -> None:
@@ -59,7 +58,8 @@ class Servant:
         self.port: int = self._listener.getsockname()[1]
         self.trouble: BaseException | None = None
         self.over = threading.Event()
-        self.led = time.monotonic()
+        self._leading: set[Connection] = set()
+        self._led = time.monotonic()
         self.front: Front | None = None
         self._connections: set[Connection] = set()
         self._threads: list[threading.Thread] = []
@@ -79,9 +79,10 @@ class Servant:
         for thread in tuple(self._threads):
             thread.join(timeout=5.0)
 
-    def prepare(self, step: int, parts: list[int]) -> float:
-        """See ``Shard.prepare``."""
-        return self._keeper.shard.prepare(step, parts)
+    @property
+    def alone_for(self) -> float:
+        """Seconds since the coordinator was last connected; 0 while it is."""
+        return 0.0 if self._leading else time.monotonic() - self._led
 
     def obey(self, kind: Kind, meta: dict[str, Any]) -> dict[str, Any]:
         """Do what the coordinator says; returns what there is to answer."""
@@ -159,7 +160,7 @@ class Servant:
             self._connections.discard(connection)
 
     def _follow(self, connection: Connection) -> None:
-        self.led = float("inf")
+        self._leading.add(connection)
         try:
             connection.send(Kind.WELCOME, self._introduction())
             while True:
@@ -174,7 +175,8 @@ class Servant:
                     self.over.set()
                     return
         finally:
-            self.led = time.monotonic()
+            self._led = time.monotonic()
+            self._leading.discard(connection)
 
     def _serve(self, rank: int, connection: Connection, length: int) -> None:
         front, reason = self.front, "its connection has ended"

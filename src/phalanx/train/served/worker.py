@@ -52,7 +52,8 @@ class Worker:
                 if order.kind == Kind.END:
                     links.say_goodbye({"peak_bytes": peak_memory(), **self._computer.memory})
                     return
-                report(order.meta["step"])
+                if order.meta["what"] == "train":
+                    report(order.meta["step"])
                 done, brought = self._work(links, order)
             except LinkLostError as cut:
                 links.lose(cut.index)
