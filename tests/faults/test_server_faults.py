@@ -191,3 +191,44 @@ def test_a_server_without_its_coordinator_gives_up(place: Place) -> None:
             lambda step: None,
             patience=replace(QUICK, back=0.2, parting=0.1),
         )
+
+
+class Cut:
+    """Cuts the host of rank 1 off once the run goes on, until the others have gone on without it, and ``extra`` s."""
+
+    def __init__(self, hosts: px.Hosts, log: Path, extra: float) -> None:
+        self._hosts, self._log, self._extra, self._state = hosts, log, extra, "joined"
+        self.steps = 0
+
+    def __call__(self) -> None:
+        text = self._log.read_text() if self._log.exists() else ""
+        if self._state == "joined" and text.count('"event": "step"') >= 2:
+            self._hosts.cut(1)
+            self._state, self._until = "cut", float("inf")
+        elif self._state == "cut":
+            if '"silent"' in text and self._until == float("inf"):
+                self._until = time.monotonic() + self._extra
+            if time.monotonic() > self._until:
+                self.steps = text.count('"event": "step"')
+                self._hosts.restore(1)
+                self._state = "restored"
+
+
+def test_a_worker_that_is_cut_off_holds_nobody_up_and_comes_back_by_itself(hosts: Callable[..., px.Hosts]) -> None:
+    made, run = hosts(3), run_of("dp=2 server=1 staleness=1")
+    cut = Cut(made, run.folder / "events.jsonl", 0.3)
+
+    def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
+        def reported(step: int) -> None:
+            report(step)
+            while place.rank == 0 and step > 20 and "returned" not in (run.folder / "events.jsonl").read_text():
+                time.sleep(0.02)
+
+        return take_part(job(), run, place, reported, patience=QUICK)
+
+    launch(work, 3, hosts=made, watch=cut)
+    ids = np.concatenate([ids for _, ids in read_ledger(run.folder / "ledger").values()])
+    assert (np.bincount(ids, minlength=SAMPLES) == EPOCHS).all()
+    states = [event["state"] for event in of(list(px.Run(folder=run.folder).events()), "worker") if event["rank"] == 1]
+    assert states[:3] == ["joined", "silent", "returned"], "its connection was never lost"
+    assert cut.steps > 2
