@@ -166,6 +166,7 @@ class TestAveraging:
         whole = fit("dp=2 sync=local every=3", tmp_path / "whole", **short(7))
         sent, full = ([event["bytes"] for event in one.events("sync")] for one in (run, whole))
         assert sent[0] < 0.6 * full[0]
+        assert [event["whole"] for event in run.events("sync")] == full
         assert sent[-1] == full[-1]
         assert run.losses == pytest.approx(whole.losses, rel=2e-2)
 
@@ -332,6 +333,21 @@ class TestRuns:
         assert {event["rank"] for event in run.events("memory")} == set(range(4))
         if "pp" in plan:
             assert {event["rank"] for event in run.events("timeline")} == {0, 2}
+
+    def test_replicas_that_come_together_after_unlike_steps_are_found(self) -> None:
+        plan = Plan.parse("dp=2 sync=local every=9")
+
+        def work(place: Place, report: Any) -> None:
+            with joined(place_within(plan, place), CPU):
+                assembly = build(job(**short(8)), plan, place)
+                for batch in assembly.loader:
+                    assembly.step(batch)
+                    if batch.step == 2 + place.rank:
+                        break
+                assembly.step.sync.together()
+
+        with pytest.raises(WorkerError, match="came together after unlike numbers of steps"):
+            launch(work, 2)
 
     def test_replicas_that_start_from_other_values_are_found(self, tmp_path: Path) -> None:
         class Drawn(Net):

@@ -90,6 +90,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "fragment": (int, "part of the model that replicas averaged"),
         "seconds": (float, "that rank 0 waited for it"),
         "bytes": (int, "that rank 0 sent; of a ring, what a rank sends to the next"),
+        "whole": (int, "bytes that those would have been without `compress`"),
         "loss": (
             (float, type(None)),
             "mean over all replicas since the last averaging; null where nothing was counted since, or not finite",

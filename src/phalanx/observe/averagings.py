@@ -16,16 +16,19 @@ class Averagings:
     Attributes:
         count: averagings, of one fragment each.
         bytes: that rank 0 sent for them.
+        whole: bytes that those would have been without ``compress``.
         waited: the share of rank 0's time that they held it up.
     """
 
     count: int
     bytes: int
+    whole: int
     waited: float | None
 
     def __str__(self) -> str:
         waited = "" if self.waited is None else f", {self.waited:.1%} of the time waited"
-        return f"{self.count}, {show_bytes(self.bytes)} sent by rank 0{waited}"
+        of = f" in place of {show_bytes(self.whole)}" if self.whole > self.bytes else ""
+        return f"{self.count}, {show_bytes(self.bytes)} sent by rank 0{of}{waited}"
 
 
 def averagings(syncs: Sequence[Event], steps: Sequence[Event], seconds: float | None) -> Averagings | None:
@@ -34,4 +37,5 @@ def averagings(syncs: Sequence[Event], steps: Sequence[Event], seconds: float | 
         return None
     whole = seconds or sum(event["seconds"] for event in steps)
     waited = sum(event["seconds"] for event in syncs) / whole if whole else None
-    return Averagings(count=len(syncs), bytes=sum(event["bytes"] for event in syncs), waited=waited)
+    sent, of = (sum(event[field] for event in syncs) for field in ("bytes", "whole"))
+    return Averagings(count=len(syncs), bytes=sent, whole=of, waited=waited)

@@ -51,6 +51,7 @@ class Averaged:
         fragment: which was averaged.
         seconds: that this rank waited for it.
         bytes: that this rank sent.
+        whole: bytes that those would have been without a codec.
         loss: mean over all replicas since the last averaging; ``None`` where nothing was counted since.
     """
 
@@ -58,6 +59,7 @@ class Averaged:
     fragment: int
     seconds: float
     bytes: int
+    whole: int
     loss: float | None
 
 
@@ -247,7 +249,8 @@ class Apart(Sync):
         self._sent = None
         loss = tally.loss / tally.count if tally.count else None
         seconds = sent.seconds + time.perf_counter() - began
-        self._news.append(Averaged(step=tally.steps, fragment=index, seconds=seconds, bytes=tally.sent, loss=loss))
+        told = {"step": tally.steps, "bytes": tally.sent, "whole": tally.whole, "loss": loss}
+        self._news.append(Averaged(fragment=index, seconds=seconds, **told))
 
     def _counted_since(self, index: int) -> float:
         """What this replica's losses counted since a fragment was read last."""

@@ -22,6 +22,7 @@ class Tally:
         count: what they counted.
         steps: optimizer steps taken: the same on every replica.
         sent: bytes that this rank sent.
+        whole: bytes that those would have been without a codec.
     """
 
     weight: float
@@ -29,6 +30,7 @@ class Tally:
     count: float
     steps: int
     sent: int = 0
+    whole: int = 0
 
 
 class Averaging:
@@ -50,6 +52,7 @@ class Averaging:
             DataError: if replicas have not taken equally many steps.
         """
         weight = self._weigh(tally)
+        tally.whole = tally.sent + self._across.sent(values.nbytes + beside.nbytes)
         across, feedback = self._across, self._feedback.get(fragment)
         if whole and feedback is not None:
             values = feedback.whole(values.mul_(weight))
