@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.compress.codec import Codec
+from phalanx.parallel.compress.pieces import pieces
 
 _BLOCK, _LEVELS = 256, 127
 
@@ -26,30 +27,42 @@ class Blocks(Codec):
         return [(-(-count // _BLOCK), torch.float32), (count, torch.int8)]
 
     def encode(self, flat: Tensor) -> list[Tensor]:
-        count = flat.numel()
-        blocks = _whole(flat.float())
-        if not count:
-            return [blocks.new_empty(0), flat.to(torch.int8)]
-        peak = torch.maximum(-blocks.amin(dim=1), blocks.amax(dim=1))  # a fifth of what aminmax takes on a CPU
-        per_level = _LEVELS / peak
-        # nothing, or too little to be divided by, is sent as zeros; what is not finite makes its block so
-        per_level = torch.where(per_level.isfinite(), per_level, 0.0)
-        scale = torch.where(peak.isfinite(), torch.where(per_level > 0, peak / _LEVELS, 0.0), torch.nan)
-        levels = (blocks * per_level.unsqueeze(1)).round_().nan_to_num_(0.0).to(torch.int8)
-        return [scale, levels.reshape(-1)[:count]]
+        scale, levels = (flat.new_empty(size, dtype=dtype) for size, dtype in self.sizes(flat.numel()))
+        for piece in pieces(flat):
+            _encode(flat[piece].float(), scale[_rows(piece)], levels[piece])
+        return [scale, levels]
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, *, add: bool = False) -> None:
-        scale, levels = parts
-        full = out.numel() // _BLOCK
-        for begin, end, rows in ((0, full * _BLOCK, slice(full)), (full * _BLOCK, out.numel(), slice(full, None))):
-            if end == begin:
-                continue
-            target, each = out[begin:end].view(-1, min(_BLOCK, end - begin)), scale[rows].unsqueeze(1)
-            numbers = levels[begin:end].view(target.shape).to(out.dtype)
-            if add:
-                target.addcmul_(numbers, each)
-            else:
-                torch.mul(numbers, each, out=target)
+        for piece in pieces(out):
+            _decode(parts[0][_rows(piece)], parts[1][piece], out[piece], add)
+
+
+def _rows(piece: slice) -> slice:
+    return slice(piece.start // _BLOCK, -(-piece.stop // _BLOCK))
+
+
+def _encode(flat: Tensor, scale: Tensor, levels: Tensor) -> None:
+    blocks = _whole(flat)
+    peak = torch.maximum(-blocks.amin(dim=1), blocks.amax(dim=1))  # a fifth of what aminmax takes on a CPU
+    per_level = _LEVELS / peak
+    # nothing, or too little to be divided by, is sent as zeros; what is not finite makes its block so
+    per_level = torch.where(per_level.isfinite(), per_level, 0.0)
+    scale.copy_(torch.where(peak.isfinite(), torch.where(per_level > 0, peak / _LEVELS, 0.0), torch.nan))
+    numbers = (blocks * per_level.unsqueeze(1)).round_().nan_to_num_(0.0)
+    levels.copy_(numbers.view(-1)[: flat.numel()])
+
+
+def _decode(scale: Tensor, levels: Tensor, out: Tensor, add: bool) -> None:
+    full = out.numel() // _BLOCK
+    for begin, end, rows in ((0, full * _BLOCK, slice(full)), (full * _BLOCK, out.numel(), slice(full, None))):
+        if end == begin:
+            continue
+        target, each = out[begin:end].view(-1, min(_BLOCK, end - begin)), scale[rows].unsqueeze(1)
+        numbers = levels[begin:end].view(target.shape).to(out.dtype)
+        if add:
+            target.addcmul_(numbers, each)
+        else:
+            torch.mul(numbers, each, out=target)
 
 
 def _whole(flat: Tensor) -> Tensor:

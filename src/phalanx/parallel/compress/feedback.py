@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from phalanx.parallel.compress.codec import Codec
+from phalanx.parallel.compress.pieces import pieces
+
+
+def lack(whole: Tensor, sent: Tensor, left_out: Tensor) -> None:
+    """Put ``whole`` less ``sent`` into ``left_out``, but for what is not finite; all (count,). ``whole`` is used up."""
+    for piece in pieces(whole):
+        lacking = whole[piece].sub_(sent[piece])
+        if lacking.device.type == "cpu" and math.isfinite(float(lacking.sum())):
+            left_out[piece] = lacking  # to look at each element takes a CPU ten times as long
+        else:
+            torch.where(lacking.isfinite(), lacking, left_out[piece], out=left_out[piece])
 
 
 class Feedback:
@@ -43,10 +56,9 @@ class Feedback:
         return torch.add(flat, self._left_out, out=out)
 
     def keep(self, whole: Tensor, sent: Tensor) -> None:
-        """``sent`` has gone for ``whole``: what it lacks is left out until the next."""
+        """``sent`` has gone for ``whole``, which is used up: what it lacks is left out until the next."""
         assert self._left_out is not None
-        lacking = torch.sub(whole, sent, out=sent)
-        torch.where(lacking.isfinite(), lacking, self._left_out, out=self._left_out)
+        lack(whole, sent, self._left_out)
 
     def scale(self, factor: float) -> None:
         """What is encoded from now on is ``factor`` times as large (a loss scale that changes)."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.compress.codec import Codec
+from phalanx.parallel.compress.pieces import pieces
 
 _LOWEST, _HIGHEST = -111, 128  # exponents for which both the scale and its inverse are normal fp32 numbers
 
@@ -52,13 +53,18 @@ class Half(Codec):
         peak = torch.maximum(-low, high)
         exponent = torch.frexp(peak.nan_to_num(0.0, 0.0)).exponent.clamp(_LOWEST, _HIGHEST)
         scale = torch.ldexp(torch.ones_like(peak), 15 - exponent)
-        return [scale.reciprocal().reshape(1), (flat * scale).to(torch.float16)]
+        halves = flat.new_empty(flat.numel(), dtype=torch.float16)
+        for piece in pieces(flat):
+            halves[piece] = flat[piece] * scale
+        return [scale.reciprocal().reshape(1), halves]
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, *, add: bool = False) -> None:
         if not out.numel():
             return
         inverse, halves = parts
-        if add:
-            out.addcmul_(halves.to(out.dtype), inverse)
-        else:
-            torch.mul(halves.to(out.dtype), inverse, out=out)
+        for piece in pieces(out):
+            numbers = halves[piece].to(out.dtype)
+            if add:
+                out[piece].addcmul_(numbers, inverse)
+            else:
+                torch.mul(numbers, inverse, out=out[piece])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.compress.bucket import Average, Bucket
+from phalanx.parallel.compress.feedback import lack
 from phalanx.parallel.compress.left_out import LeftOut
 from phalanx.parallel.compress.wire import Wire
 
@@ -53,10 +54,9 @@ class PowerSGD(Average):
 
     def _read(self, name: str, matrix_NM: Tensor, p_NR: Tensor, q_MR: Tensor) -> None:
         """Put P Q' in the place of the matrix that it stands for, and keep what it lacks; unless it is not finite."""
-        sent_NM, left_out = p_NR @ q_MR.T, self._left_out[name].view(matrix_NM.shape)
-        lacking_NM = matrix_NM - sent_NM
-        torch.where(lacking_NM.isfinite(), lacking_NM, left_out, out=left_out)
+        sent_NM = p_NR @ q_MR.T
         self._q_MR[name] = torch.where(q_MR.isfinite().all(), q_MR, self._q_MR[name])
+        lack(matrix_NM.view(-1), sent_NM.view(-1), self._left_out[name].view(-1))
         matrix_NM.copy_(sent_NM)
 
     def scale(self, factor: float) -> None:
