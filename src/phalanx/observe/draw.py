@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.data.shares import spans
+from phalanx.data.shares import Lane, cuts, spans
 from phalanx.spec import Plan
 from phalanx.spec.keys import APART
 from phalanx.spec.shares import weights
@@ -76,9 +76,13 @@ def _box(plan: Plan, box: int, batch: int) -> Box:
         lines.append("whole model")
     at_first = " at first" if plan.shares == "auto" else ""
     lines.append(f"{stop - start} samples a piece" if plan.server else f"samples {start}:{stop}{at_first}")
-    if plan.micro and plan.micro < stop - start:
-        lines.append(f"in {-(-(stop - start) // plan.micro)} micro-batches")
+    if plan.micro and (many := _micros(plan, box, batch)) > 1:
+        lines.append(f"in {many} micro-batches")
     return name, lines
+
+
+def _micros(plan: Plan, box: int, batch: int) -> int:
+    return len(cuts(batch, Lane.of(plan, 0 if plan.kind == "threads" else box), plan.micro)[0])
 
 
 def _split(plan: Plan, rank: int) -> list[str]:
