@@ -80,6 +80,8 @@ class Averaging:
 
         Where all weights are 0, all are the same.
         """
+        if not values.numel():
+            return values
         across, total = self._across, torch.tensor(weight, dtype=torch.float64)
         across.sum(total)
         values.mul_(weight * across.size / total.item() if total else 1.0)
