@@ -125,7 +125,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "rank": (int, "worker that was there at the end; since 1.4"),
         "samples": (int, "samples it computed that counted, since it first came or server 0 last began"),
         "pieces": (int, "pieces of global batches that these were in"),
-        "seconds": (float, "since then"),
+        "seconds": (float, "from then to the last of them"),
     },
     "timing": {
         "passes": (

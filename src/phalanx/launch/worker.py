@@ -120,14 +120,14 @@ def _read(runfile: Path) -> RunSpec:
 
 
 def _refuse_another_world(run: RunSpec, place: Place, runfile: Path) -> None:
-    if place.world_size != run.plan.world_size:
+    if place.world_size != run.plan.processes:
         raise RefusedError(
             [
                 Problem(
                     where="workers",
                     given=f"{place.world_size}",
-                    allowed=f"{run.plan.world_size}, as the plan {run.plan} says",
-                    fix=f"torchrun --nproc-per-node {run.plan.world_size} --no-python phalanx worker {runfile}",
+                    allowed=f"{run.plan.processes}, as the plan {run.plan} says",
+                    fix=f"torchrun --nproc-per-node {run.plan.processes} --no-python phalanx worker {runfile}",
                 )
             ]
         )

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 
 from phalanx.data.pieces import Pieces
-from phalanx.errors import LossError, RunError
+from phalanx.errors import RunError
 from phalanx.parallel.server import Dealer, Kind, Report
 from phalanx.spec import Job, RunSpec
 from phalanx.train.lossform import check_totals
@@ -129,10 +129,7 @@ class Coordinator:
     def _look(self) -> None:
         office = self._office
         office.desk.look()
-        with office.desk.news:
-            happened, office.desk.happened = office.desk.happened, []
-        for fields in happened:
-            office.recorder.write("worker", **fields)
+        self._tell_of_workers()
         if trouble := office.desk.trouble or office.servant.trouble:
             raise trouble
         if office.desk.nobody_for > office.patience.back:
@@ -301,7 +298,7 @@ class Coordinator:
                 office.desk.news.wait(_LOOK)
         office.directory.finish()
         held = [answer["memory"] for answer in office.group.tell(Kind.END)]
-        self._look_back()
+        self._tell_of_workers()
         workers = sorted(office.desk.workers.items())
         ranks = {rank: known.memory for rank, known in workers if known.memory}
         ranks |= {office.run.plan.dp + index: memory for index, memory in enumerate(held)}
@@ -309,9 +306,14 @@ class Coordinator:
         recorder.last()
         for rank, memory in ranks.items():
             recorder.write("memory", rank=rank, **memory)
-        now = time.monotonic()
         for rank, known in workers:
-            recorder.write("worked", rank=rank, samples=known.samples, pieces=known.pieces, seconds=now - known.joined)
+            recorder.write(
+                "worked",
+                rank=rank,
+                samples=known.samples,
+                pieces=known.pieces,
+                seconds=max(0.0, known.last - known.joined),
+            )
         summary = {
             "step": self._dealer.floor,
             "samples": self.progress.samples - self.progress.begun,
@@ -322,7 +324,7 @@ class Coordinator:
         recorder.close()
         return {**summary, "evaluation": self.progress.evaluation}
 
-    def _look_back(self) -> None:
+    def _tell_of_workers(self) -> None:
         """Write down what became of workers since the last look."""
         with self._office.desk.news:
             happened, self._office.desk.happened = self._office.desk.happened, []
@@ -352,6 +354,3 @@ def find_others(office: Office) -> None:
 def divisor_of(job: Job) -> float:
     """The power of two that workers divide sums by before backward, to stay in range."""
     return 2.0 ** round(math.log2(job.batch))
-
-
-__all__ = ["Coordinator", "LossError", "Office", "Progress", "divisor_of", "find_others"]

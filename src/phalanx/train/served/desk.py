@@ -22,6 +22,7 @@ class Known:
     Attributes:
         connection: to it; ``None`` while there is none.
         joined: when it first came, as of ``time.monotonic()``.
+        last: when its last piece that counted came in.
         waiting: it has asked and not been answered.
         silent: it holds a piece, and nothing has been heard of it for long.
         away: it was here, and its connection has ended.
@@ -32,6 +33,7 @@ class Known:
 
     connection: Connection | None
     joined: float
+    last: float = 0.0
     waiting: bool = False
     silent: bool = False
     away: bool = False
@@ -191,6 +193,7 @@ class Desk:
             return
         if self._what == "train":
             known.pieces += 1
+            known.last = time.monotonic()
             known.samples += report.samples
             if brought is not None:
                 self.statistics[piece.step] = brought
