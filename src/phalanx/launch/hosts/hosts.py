@@ -30,7 +30,8 @@ class Hosts:
     ``rank // per_host`` is the host of a rank, beginning again with the first host after the last, so that neighbours
     are together and servers, whose ranks come last, share the hosts of the first workers or have hosts of their own.
 
-    Only within the block are the hosts there. Nothing of them is left after it, nor after ``kill -9``.
+    Only within the block are the hosts there. Nothing of them is left after it; after ``kill -9`` nothing but empty
+    control groups, which the next hosts remove.
 
     Attributes:
         count: hosts.
