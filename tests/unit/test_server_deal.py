@@ -7,21 +7,35 @@ import random
 
 import pytest
 
-from phalanx.parallel.server import Dealer, Piece, Report
+from phalanx.parallel.server import Dealer, Pace, Piece, Report
 
 
 def report(worker: int, version: int = 0, seconds: float = 1.0) -> Report:
     return Report(worker=worker, version=version, sums={"loss": (1.0, 2.0)}, samples=2, seconds=seconds)
 
 
-def dealer(staleness: float = 0, *, parts: int = 2, limit: int = 10, backup: int = 0) -> Dealer:
-    return Dealer(lambda step: [2] * parts, first=0, limit=limit, staleness=staleness, backup=backup)
+def dealer(staleness: float = 0, *, parts: int = 2, limit: int = 10, backup: int = 0, after: int = 0) -> Dealer:
+    return Dealer(
+        lambda step: [2] * parts, first=0, limit=limit, pace=Pace(staleness=staleness, backup=backup, after=after)
+    )
 
 
 def test_the_oldest_step_goes_first_and_none_is_dealt_twice() -> None:
     books = dealer(1)
     assert [books.ask(worker) for worker in range(4)] == [Piece(0, 0), Piece(0, 1), Piece(1, 0), Piece(1, 1)]
     assert books.ask(4) is None, "step 2 lacks 2 updates"
+
+
+@pytest.mark.parametrize("staleness", [1, math.inf])
+def test_the_first_steps_may_be_synchronous(staleness: float) -> None:
+    books = dealer(staleness, parts=1, after=3)
+    assert [books.ask(0), books.ask(1)] == [Piece(0, 0), None]
+    assert books.put(0, Piece(0, 0), report(0))
+    books.applied(0)
+    assert [books.ask(0), books.ask(1)] == [Piece(1, 0), None]
+    assert books.put(0, Piece(1, 0), report(0, version=1))
+    books.applied(1)
+    assert [books.ask(0), books.ask(1)] == [Piece(2, 0), Piece(3, 0)]
 
 
 def test_no_staleness_is_synchronous() -> None:
@@ -125,7 +139,7 @@ def test_backup_workers_are_not_waited_for() -> None:
 
 
 def test_a_short_batch_leaves_pieces_out() -> None:
-    books = Dealer(lambda step: (1, 0, 0), first=0, limit=1, backup=1)
+    books = Dealer(lambda step: (1, 0, 0), first=0, limit=1, pace=Pace(backup=1))
     piece = books.ask(0)
     assert piece == Piece(0, 0)
     assert books.ask(1) is None

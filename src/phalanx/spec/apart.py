@@ -55,8 +55,12 @@ def _sync(plan: Plan) -> Iterator[Problem]:
     dp, apart = max(2, plan.dp), plan.sync != "each"
     for name, plain in (("every", 1), ("after", 0), ("fragments", 1)):
         value = getattr(plan, name)
+        if name == "after" and plan.staleness:
+            continue
         if value != plain and not apart:
             allowed = "only with sync=local or sync=diloco: otherwise replicas are brought together in every step"
+            if name == "after":
+                allowed = "only with sync=local, sync=diloco or staleness: other plans are synchronous all along"
             fix = f"dp={dp} sync=local every={max(32, plan.every)}" + (f" {name}={value}" if name != "every" else "")
             yield _wrong(name, f"{name}={value} with sync=each", allowed, fix)
     if (plan.outer != "none") != (plan.sync == "diloco"):

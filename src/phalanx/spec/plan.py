@@ -67,7 +67,8 @@ class Plan:
         sync: how ranks of ``dp`` are brought together: ``each`` sums gradients in every step; ``local`` lets each step
             by itself and averages parameters; ``diloco`` hands the average of what they learnt to an outer optimizer.
         every: steps from one averaging to the next, with ``local`` and ``diloco``.
-        after: steps with gradients summed in each of them before ``local`` or ``diloco`` begins (post-local SGD).
+        after: first steps that are those of one device: with ``local`` and ``diloco`` gradients are summed in each of
+            them (post-local SGD), with ``staleness`` they lack nothing.
         fragments: parts of the model that ``local`` and ``diloco`` average in turn, each while the next steps compute;
             1 averages all of it at once.
         outer: optimizer of ``diloco``; ``nesterov`` where not given, ``none`` for others.

@@ -1,6 +1,6 @@
 """Asynchronous data parallelism: servers hold the parameters, deal pieces of global batches out, apply updates."""
 
-from phalanx.parallel.server.deal import Dealer, Piece, Report
+from phalanx.parallel.server.deal import Dealer, Pace, Piece, Report
 from phalanx.parallel.server.memory import Flat, Form, form_of
 from phalanx.parallel.server.protocol import Kind
 from phalanx.parallel.server.shard import Slice, cut_out, partition, starved
@@ -11,6 +11,7 @@ __all__ = [
     "Flat",
     "Form",
     "Kind",
+    "Pace",
     "Piece",
     "Pushed",
     "Report",

@@ -5,8 +5,8 @@ all its pieces are in, and applied as one update. So every update is that of a w
 counts once, whoever computed it, and a fast worker computes more pieces than a slow one.
 
 Of step j a piece is dealt only while ``j - version <= staleness``, where ``version`` counts the updates so far; updates
-come in the order of steps. So a gradient lacks at most ``staleness`` updates when it is applied. Without a bound a step
-is applied as soon as it is complete.
+come in the order of steps, and the first ``after`` steps have a staleness of 0. So a gradient lacks at most
+``staleness`` updates when it is applied. Without a bound a step is applied as soon as it is complete.
 """
 
 from __future__ import annotations
@@ -55,6 +55,25 @@ class _Open:
         return len(self.reports) >= self.needed
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How far workers may be apart.
+
+    Attributes:
+        staleness: updates that a gradient may lack; ``math.inf`` for any number.
+        backup: pieces that a step does not wait for.
+        after: first steps whose gradients lack nothing.
+    """
+
+    staleness: float = 0
+    backup: int = 0
+    after: int = 0
+
+    def allows(self, step: int, version: int) -> bool:
+        """Whether a piece of ``step`` may be of the parameters after ``version`` updates."""
+        return step - version <= (0 if step < self.after else self.staleness)
+
+
 @final
 class Dealer:
     """The pieces of steps ``first`` to ``limit``.
@@ -67,13 +86,18 @@ class Dealer:
     """
 
     def __init__(
-        self, sizes: Callable[[int], Sequence[int]], *, first: int, limit: int, staleness: float = 0, backup: int = 0
+        self,
+        sizes: Callable[[int], Sequence[int]],
+        *,
+        first: int,
+        limit: int,
+        pace: Pace | None = None,
     ) -> None:
         """``sizes(step)`` gives the samples of each piece; pieces without any are not dealt."""
         self.version = self.floor = self._next = first
         self.done: set[int] = set()
         self.limit = limit
-        self._sizes, self._staleness, self._backup = sizes, staleness, backup
+        self._sizes, self._pace = sizes, pace or Pace()
         self._open: dict[int, _Open] = {}
         self._held: dict[int, tuple[Piece, int]] = {}
         self._silent: set[int] = set()
@@ -100,7 +124,7 @@ class Dealer:
         busy = {piece for other, (piece, _) in self._held.items() if other not in self._silent}
         for step in sorted(self._open):
             known = self._open[step]
-            if known.complete or step - self.version > self._staleness:
+            if known.complete or not self._pace.allows(step, self.version):
                 continue
             for part in known.parts:
                 piece = Piece(step, part)
@@ -108,12 +132,12 @@ class Dealer:
                     return self._give(worker, piece)
         while self._next in self.done:
             self._next += 1
-        if self._next >= self.limit or self._next - self.version > self._staleness:
+        if self._next >= self.limit or not self._pace.allows(self._next, self.version):
             return None
         step, self._next = self._next, self._next + 1
         sizes = self._sizes(step)
         parts = tuple(part for part, size in enumerate(sizes) if size)
-        self._open[step] = _Open(parts, max(1, min(len(parts), len(sizes) - self._backup)))
+        self._open[step] = _Open(parts, max(1, min(len(parts), len(sizes) - self._pace.backup)))
         return self._give(worker, Piece(step, parts[0]))
 
     def put(self, worker: int, piece: Piece, report: Report) -> bool:
@@ -128,7 +152,7 @@ class Dealer:
 
     def ready(self) -> int | None:
         """The step whose update comes next, if it is complete."""
-        if self._staleness == math.inf:
+        if self._pace.staleness == math.inf:
             return min((step for step, known in self._open.items() if known.complete), default=None)
         known = self._open.get(self.floor)
         return self.floor if known is not None and known.complete else None

@@ -16,7 +16,7 @@ import torch
 
 from phalanx.data.pieces import Pieces
 from phalanx.errors import RunError
-from phalanx.parallel.server import Dealer, Kind, Report
+from phalanx.parallel.server import Dealer, Kind, Pace, Report
 from phalanx.spec import Job, RunSpec
 from phalanx.train.lossform import check_totals
 from phalanx.train.metrics import Metrics
@@ -222,7 +222,7 @@ class Coordinator:
         office, begun = self._office, time.perf_counter()
         sums: dict[str, list[float]] = {}
         counted = 0
-        dealer = Dealer(data.sizes, first=0, limit=data.total_steps, staleness=math.inf)
+        dealer = Dealer(data.sizes, first=0, limit=data.total_steps, pace=Pace(staleness=math.inf))
         dealer.version = self._dealer.version
 
         def add(step: int, reports: Mapping[int, Report]) -> None:

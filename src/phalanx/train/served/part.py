@@ -14,7 +14,7 @@ from phalanx.errors import CheckpointError, RunError
 from phalanx.events import SCHEMA_VERSION
 from phalanx.parallel import device_kind, notes
 from phalanx.parallel.compress import Codec, codec
-from phalanx.parallel.server import Dealer, Kind
+from phalanx.parallel.server import Dealer, Kind, Pace
 from phalanx.spec import Job, RunSpec
 from phalanx.train.assembly import refuse
 from phalanx.train.served.coordinator import Coordinator, Office, Progress, divisor_of, find_others
@@ -125,9 +125,9 @@ class _Serving:
         job, run, patience = self._job, self._run, self._patience
         pieces, evaluation = _data(job, run)
         first = last_version(run) if self._again else int(state.get("step", 0))
-        dealer = Dealer(
-            pieces.sizes, first=first, limit=first, staleness=run.plan.staleness or 0, backup=run.plan.backup
-        )
+        plan = run.plan
+        pace = Pace(staleness=plan.staleness or 0, backup=plan.backup, after=plan.after)
+        dealer = Dealer(pieces.sizes, first=first, limit=first, pace=pace)
         desk = Desk(dealer, pieces.length, keeper.statistics.form, patience)
         group = Group(servant, run.plan.server, patience)
         recorder = Recorder(run, pieces, first)
