@@ -21,9 +21,11 @@ EACH = (
 
 LONG: dict[int, tuple[str, ...]] = {
     1: ("micro=3", "micro=5 recompute=full", "offload=optimizer"),
-    **{ranks: tuple(plan.format(n=ranks) for plan in EACH) for ranks in (2, 3)},
+    2: (*(plan.format(n=2) for plan in EACH), "dp=2 server=1", "dp=2 server=2 micro=2"),
+    3: tuple(plan.format(n=3) for plan in EACH),
     4: (
         *(plan.format(n=4) for plan in EACH),
+        "dp=4 server=2",
         "dp=2 fsdp=2 zero=1",
         "dp=2 fsdp=2 zero=2 micro=2",
         "dp=2 fsdp=2",

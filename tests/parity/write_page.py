@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from models import BATCH, MODELS, plain
-from table import APART, BAR, LONG, SPLIT, STEPS
+from table import APART, BAR, LONG, SHARES, SPLIT, STEPS
 
 from phalanx.errors import PhalanxError
-from phalanx.spec import Plan
+from phalanx.spec import Job, Plan
 from phalanx.verify import OneDevice
 
 
@@ -34,21 +35,34 @@ def cell(one: OneDevice, plan: str) -> tuple[str, float | None]:
     return (text if good else f"**{text}**"), (max(loss, gradient) if good else float("inf"))
 
 
-def apart() -> list[str]:
-    """The table of replicas that step by themselves."""
+Make = Callable[[Job], Job]
+
+
+def section(title: str, said: Sequence[str], plans: Mapping[str, Sequence[str]], make: Make) -> list[str]:
+    """A table of its own, of some models under some plans; ``make`` gives the job to compare from the model's."""
     rows = ["| plan | model | difference |", "| --- | --- | --- |"]
-    for name, plans in APART.items():
-        one = OneDevice.run(plain(MODELS[name]()), STEPS)
-        rows += [f"| `{plan}` | {name} | {cell(one, plan)[0]} |" for plan in plans]
+    for name, its in plans.items():
+        one = OneDevice.run(make(MODELS[name]()), STEPS)
+        rows += [f"| `{plan}` | {name} | {cell(one, plan)[0]} |" for plan in its]
+    return [f"## {title}", "", *said, "", *rows, ""]
+
+
+Make = Callable[[Job], Job]
+
+
+def sections() -> list[str]:
+    """The tables of unequal shares and of replicas that step by themselves."""
     return [
-        "## Replicas that step by themselves",
-        "",
-        "Plain SGD without clipping, averaged after every step, is one device; after more steps, or with an optimizer",
-        "that looks at more than one gradient, it is not, and `phalanx prove` says so.",
-        "",
-        *rows,
-        "",
+        *section("Unequal shares", SHARES_SAID, SHARES, lambda job: job),
+        *section("Replicas that step by themselves", APART_SAID, APART, plain),
     ]
+
+
+SHARES_SAID = ("The same jobs as above, with samples dealt out by weight, or by speed.",)
+APART_SAID = (
+    "Plain SGD without clipping, averaged after every step, is one device; after more steps, or with an optimizer",
+    "that looks at more than one gradient, it is not, and `phalanx prove` says so.",
+)
 
 
 def main(path: Path) -> int:
@@ -65,7 +79,7 @@ def main(path: Path) -> int:
         rows.append(f"| `{plan}` | " + " | ".join(text for text, _ in cells) + " |")
         print(rows[-1], flush=True)
     good = [difference for difference in differences if difference <= BAR]
-    replicas = apart()
+    replicas = sections()
     minutes = (time.perf_counter() - began) / 60
     path.write_text(
         "\n".join(

@@ -59,7 +59,7 @@ class TestAveraging:
         ],
     )
     def test_is_spread_over_the_steps_between(self, text: str, seconds: float) -> None:
-        assert averaged(GIANT, layouts(text), setting())[0] == pytest.approx(seconds)
+        assert averaged(GIANT, 0 * GIANT, layouts(text), setting())[0] == pytest.approx(seconds)
 
     def test_takes_the_place_of_summing_gradients(self) -> None:
         each, often, seldom = (
@@ -76,7 +76,7 @@ class TestAveraging:
     @pytest.mark.parametrize(
         ("text", "beyond"),
         [
-            ("dp=4 sync=local every=4", 0),
+            ("dp=4 sync=local every=4", 4),
             ("dp=4 sync=diloco every=4 outer=sgd", 4),
             ("dp=4 sync=diloco every=4", 8),
             ("dp=4 fsdp=2 sync=diloco every=4", 4),
@@ -87,6 +87,17 @@ class TestAveraging:
         plain = text.partition(" sync")[0]
         there, without = (memory(profile, layouts(one), PLAIN, "fp32", 8.0).optimizer[0] for one in (text, plain))
         assert there - without == pytest.approx(beyond * profile.parameters)
+
+    def test_devices_with_memory_of_their_own_do_not_hold_it(self) -> None:
+        kept, plain = (told(text, "2xA100").memory["optimizer"] for text in ("dp=2 sync=diloco every=4", "dp=2"))
+        assert kept == plain
+
+    def test_fragments_hide_behind_the_next_steps(self) -> None:
+        seconds = [
+            averaged(GIANT, computing + 0 * GIANT, layouts(f"dp=4 sync=local every=8 fragments={count}"), setting())[0]
+            for count, computing in ((1, 0.0), (1, 1e-3), (4, 0.0), (4, 1e-3), (4, 9.0))
+        ]
+        assert seconds[0] == seconds[1] == seconds[2] > seconds[3] > seconds[4]
 
 
 class TestServers:

@@ -37,7 +37,8 @@ def test_what_is_sent_and_what_making_it_takes(compress: str, wire: float, made:
 
 def test_what_replicas_average_now_and_then_is_smaller_too() -> None:
     plain, small = (
-        averaged(GIANT, layouts(f"dp=4 sync=local every=10{rest}"), setting())[0] for rest in ("", " compress=bf16")
+        averaged(GIANT, 0 * GIANT, layouts(f"dp=4 sync=local every=10{rest}"), setting())[0]
+        for rest in ("", " compress=bf16")
     )
     assert plain == pytest.approx(0.06 / 10)
     assert small == pytest.approx((0.03 + 0.048) / 10)

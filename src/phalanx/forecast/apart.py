@@ -21,10 +21,15 @@ _ADDED = 12.0
 """Bytes a server moves to add a parameter's gradient to that of the workers before."""
 
 
-def averaged(count: Array, layouts: Layouts, setting: Setting) -> Array:
+_LATE = 5.0
+"""Steps behind which a fragment's averaging may hide, if the next one's turn does not come sooner."""
+
+
+def averaged(count: Array, computing: Array, layouts: Layouts, setting: Setting) -> Array:
     """Seconds of a step for averaging ``count`` parameters of a rank over ``dp`` once every so many steps.
 
-    Nothing hides it. Local SGD: Stich, "Local SGD converges fast and communicates little", 2019, algorithm 1; the outer
+    Nothing hides it where all are averaged at once; of several fragments each hides behind the ``computing`` of the
+    next steps. Local SGD: Stich, "Local SGD converges fast and communicates little", 2019, algorithm 1; the outer
     step: Douillard et al., "DiLoCo", 2023, algorithm 1.
     """
     if not layouts.sync.any():
@@ -34,14 +39,16 @@ def averaged(count: Array, layouts: Layouts, setting: Setting) -> Array:
     sent, made = averaging(mine, mine, layouts, inner, setting)
     moved = _OUTER + np.where(layouts.outer == NESTEROV, _MOMENTUM, 0.0)
     outer = mine * moved / (setting.rates.bandwidth * setting.rates.kernels.stream)
-    each = sent + made + np.where(layouts.sync == DILOCO, outer, 0.0)
+    hidden = np.minimum(_LATE, layouts.every // layouts.fragments) * computing
+    late = np.where(layouts.fragments > 1, np.maximum(sent - hidden * layouts.fragments, 0.0), sent)
+    each = late + made + np.where(layouts.sync == DILOCO, outer, 0.0)
     return np.where(layouts.sync > 0, each / layouts.every, 0.0)
 
 
 def kept_apart(layouts: Layouts) -> Array:
-    """Bytes a parameter takes on a device for the outer optimizer: the copy that replicas began from, and momentum."""
+    """Bytes a parameter takes in host memory: the copy that replicas began from, and the outer optimizer's momentum."""
     momentum = np.where(layouts.outer == NESTEROV, _FULL, 0.0)
-    return np.where(layouts.sync == DILOCO, _FULL + momentum, 0.0)
+    return np.where(layouts.sync > 0, _FULL + momentum, 0.0)
 
 
 def served(count: Array, computing: Array, layouts: Layouts, setting: Setting) -> Array:

@@ -15,24 +15,35 @@ def assumed(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> tuple[str
 def _assumed(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> Iterator[str]:
     if plan.bound:
         yield f"exact: no. {plan.bound[0].upper()}{plan.bound[1:]}."
-    if plan.every > 1:
-        yield (
-            f"Averaging parameters in fp32, which nothing hides, is spread over {plan.every} steps: that which does it "
-            "takes longer, the others less."
-        )
-    if plan.sync == "diloco":
-        copies = (
-            "a copy of the parameters and the outer momentum"
-            if plan.outer == "nesterov"
-            else "a copy of the parameters"
-        )
-        yield f"The outer optimizer keeps {copies} in fp32 on each device."
+    if plan.sync != "each":
+        yield from _averaged(plan)
     if plan.server:
         yield (
             "Servers are processes on the hosts, spread over the nodes; they take no device, and how fast the hosts' "
             "processors step parameters is assumed. Workers and servers of a node share its adapters."
         )
+    if plan.backup:
+        yield "Nobody is foretold to be late, so that not waiting for the slowest saves nothing here."
     yield from _by_kind(plan, cluster, samples)
+
+
+def _averaged(plan: Plan) -> Iterator[str]:
+    if plan.fragments > 1:
+        yield (
+            f"Of {plan.fragments} fragments each is averaged while the next steps compute; what is left is spread over "
+            f"{plan.every} steps."
+        )
+    elif plan.every > 1:
+        yield (
+            f"Averaging parameters, which nothing hides, is spread over {plan.every} steps: that which does it takes "
+            "longer, the others less."
+        )
+    if plan.after:
+        yield f"The first {plan.after} steps, which sum gradients, take longer."
+    copies = "a copy of the parameters"
+    if plan.outer == "nesterov":
+        copies += " and the outer momentum"
+    yield f"Each rank keeps {copies} in fp32 in host memory."
 
 
 def _by_kind(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> Iterator[str]:

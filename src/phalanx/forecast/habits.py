@@ -58,6 +58,7 @@ class Habits:
         logits_twice: whether the loss over classes that ``tp`` has cut keeps them twice, where ``logits`` is 0.
         autocast: whether half precision casts weights where they are read, and leaves the stream in fp32 (not where
             ``zero=3`` gathers them in it).
+        outer_here: whether the copy and the momentum of an outer step are in the memory that is looked at: on CPUs.
         stages_whole: whether a pipeline's stages stay gathered through a step, and their gradients whole.
     """
 
@@ -99,6 +100,7 @@ class Habits:
     norms_kept: float = 0.0
     ahead: float = 1.0
     shards_over_cp: bool = False
+    outer_here: bool = True
     stages_whole: bool = False
     gathers_kept: bool = False
     logits_twice: bool = False

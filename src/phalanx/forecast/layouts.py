@@ -47,6 +47,7 @@ class Layouts:
         offload: 0 none, 1 optimizer, 2 parameters.
         sync: index in ``SYNCS``.
         every: steps from one averaging to the next.
+        fragments: parts that are averaged in turn.
         outer: index in ``OUTERS``.
         server: parameter servers; 0 for none.
         staleness: steps that one of their workers may be ahead of another.
@@ -72,6 +73,7 @@ class Layouts:
     offload: Array
     sync: Array
     every: Array
+    fragments: Array
     outer: Array
     server: Array
     staleness: Array
@@ -162,6 +164,7 @@ class Layouts:
             offload=np.array([float(OFFLOADS.index(plan.offload)) for plan in plans]),
             sync=np.array([float(SYNCS.index(plan.sync)) for plan in plans]),
             every=each("every"),
+            fragments=each("fragments"),
             outer=np.array([float(OUTERS.index(plan.outer)) for plan in plans]),
             server=each("server"),
             staleness=np.array([float(plan.staleness or 0) for plan in plans]),

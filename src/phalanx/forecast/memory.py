@@ -138,7 +138,7 @@ def _fixed(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, state
     split = np.where(once, shards, by[2])
     half = 0.0 if precision == "fp32" else habits.master
     away = (layouts.offload >= 1) | (layouts.server > 0)
-    outer = kept_apart(layouts)
+    outer = kept_apart(layouts) if habits.outer_here else 0.0
     return _Fixed(
         parameters=whole + np.where(away, 0.0, learn * half / by[1]),
         gradients=np.where(layouts.offload == 2, 0.0, learn * habits.gradients / split) + learn * fed_back(layouts),

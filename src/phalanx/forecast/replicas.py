@@ -24,8 +24,9 @@ def replicas(costs: Table, times: Times, layouts: Layouts, setting: Setting) -> 
     if smaller.any():
         late = np.where(smaller, _compressed(count, thin(costs, lie, layouts), last, layouts, setting), late)
     found = np.where(layouts.zero == 3, _sharded(costs, times, layouts, setting), late)
-    found = found + averaged(count, layouts, setting)
-    return np.where(layouts.server > 0, served(count, layouts.micros * (first + last), layouts, setting), found)
+    computing = layouts.micros * (first + last)
+    found = found + averaged(count, computing, layouts, setting)
+    return np.where(layouts.server > 0, served(count, computing, layouts, setting), found)
 
 
 def _reduced(count: Array, first: Array, last: Array, layouts: Layouts, setting: Setting) -> Array:

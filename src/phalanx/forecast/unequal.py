@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -83,7 +83,9 @@ def memory_of(scene: Scene, dealt_out: Deal) -> tuple[Memory, Array]:
 
 
 def _memory(scene: Scene, layouts: Layouts) -> Memory:
-    return memory(scene.work.profile, layouts, scene.habits, scene.precision, scene.work.state)
+    here = any(group.device.kind == "cpu" for group in scene.cluster.groups)
+    habits = replace(scene.habits, outer_here=here)
+    return memory(scene.work.profile, layouts, habits, scene.precision, scene.work.state)
 
 
 def _picked(

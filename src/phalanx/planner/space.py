@@ -63,6 +63,7 @@ class Space:
             offload=none,
             sync=none,
             every=full,
+            fragments=full,
             outer=none,
             server=none,
             staleness=none,
