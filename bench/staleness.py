@@ -48,13 +48,13 @@ def slowly(make: Callable[[], px.Job], factor: float) -> px.Job:
 
 def digits_sgd() -> px.Job:
     """The same net with plain SGD."""
-    return replace(digits(), optimizer=lambda params: torch.optim.SGD(params, lr=0.2))
+    return replace(digits(), optimizer=lambda params: torch.optim.SGD(params, lr=0.05))
 
 
 JOBS: dict[str, tuple[str, Callable[[], px.Job]]] = {
     "digits": ("A convolutional net on 8 x 8 digits, AdamW at 0.003, 100 steps of 64 images.", digits),
     "digits, a third of the rate": ("The same at 0.001.", lambda: slowly(digits, 1 / 3)),
-    "digits, plain SGD": ("The same net, SGD at 0.2.", digits_sgd),
+    "digits, plain SGD": ("The same net, SGD at 0.05.", digits_sgd),
     "gpt": ("A GPT of 0.47 million parameters on text, AdamW at 0.006, clipped, 200 steps of 32 windows.", gpt),
     "gpt, a third of the rate": ("The same at 0.002.", lambda: slowly(gpt, 1 / 3)),
 }
