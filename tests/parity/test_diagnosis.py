@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,8 +24,8 @@ def unequal(plan: str, model: str = "MLP") -> Any:
 
 
 def test_the_same_samples_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = assembly.Lane
-    monkeypatch.setattr(assembly, "Lane", lambda first, count, parts: lane(first=0, count=count, parts=parts))
+    right = assembly.Lane.of
+    monkeypatch.setattr(assembly.Lane, "of", lambda plan, rank: replace(right(plan, rank), first=0))
     assert "identical samples on two ranks" in unequal("dp=2").cause
 
 

@@ -249,8 +249,8 @@ def test_causes_of_every_plan_are_named_under_a_split_one(plan: str, monkeypatch
 
 
 def test_the_same_samples_on_two_replicas_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = assembly.Lane
-    monkeypatch.setattr(assembly, "Lane", lambda first, count, parts: lane(first=0, count=count, parts=parts))
+    right = assembly.Lane.of
+    monkeypatch.setattr(assembly.Lane, "of", lambda plan, rank: replace(right(plan, rank), first=0))
     assert "was on ranks 0 and 2 in step 0" in unequal("dp=2 tp=2", residual()).cause
 
 
