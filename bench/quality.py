@@ -30,6 +30,7 @@ PLANS = (
     *("dp=2 shares=3,1", "dp=2 shares=auto"),
     *("dp=2 server=1", "dp=2 server=1 staleness=1", "dp=2 server=1 staleness=4", "dp=2 server=1 staleness=unbounded"),
     *("dp=2 server=1 staleness=4 compensate=rate", "dp=2 server=1 staleness=4 compensate=delay"),
+    *("dp=2 server=1 staleness=1 after=50", "dp=2 server=1 staleness=4 after=50"),
     *("dp=2 server=1 backup=1", "dp=2 server=1 staleness=1 compress=int8"),
     *("dp=2 sync=local every=4", "dp=2 sync=local every=16", "dp=2 sync=local every=16 after=50"),
     *("dp=2 sync=diloco every=10", "dp=2 sync=diloco every=25", "dp=2 sync=diloco every=25 fragments=5"),
@@ -87,11 +88,12 @@ class Row:
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--only", default="")
+    options.add_argument("--only", default="", help="plans with this word")
+    options.add_argument("--job", default="", help="jobs with this word")
     options.add_argument("--write", action="store_true")
     asked = options.parse_args()
     console, pages = Console(width=120), []
-    for name, make in JOBS.items():
+    for name, make in ((name, make) for name, make in JOBS.items() if asked.job in name):
         console.print(f"[bold]{name}[/]: {make.__doc__}")
         synchronous = [final_loss(make(), SYNCHRONOUS, seed) for seed in range(asked.seeds)]
         rows = [Row(plan=SYNCHRONOUS, losses=synchronous, ratios=[1.0] * len(synchronous))]
