@@ -17,7 +17,7 @@ help:
 	@echo 'make demo       install, then train, prove and report a small model on this machine'
 	@echo 'make test       the whole suite: lint, types, contracts, docs, tests'
 	@echo 'make parity     every plan x model x ranks against one device -> docs/reference/parity.md'
-	@echo 'make bench      the comparisons with peers (about 40 minutes on 2 cores)'
+	@echo 'make bench      the comparisons with peers (about an hour on 2 cores)'
 	@echo 'make gpu        the tests that need CUDA devices'
 	@echo 'make docs       the documentation as a web site in site/'
 	@echo 'make format     let ruff format and fix the code'
@@ -67,6 +67,9 @@ bench: .venv/.installed-bench
 	$(BIN)/python bench/split_limit.py
 	$(BIN)/python bench/idle_share.py
 	$(BIN)/python bench/split_step.py
+	$(BIN)/python bench/server_transport.py
+	$(BIN)/python bench/unequal.py
+	$(BIN)/python bench/slow_network.py
 
 format: .venv/.installed-dev
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
