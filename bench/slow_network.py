@@ -105,7 +105,7 @@ def main() -> int:
     ddp = run("DDP", DDP, job(asked.steps), network)
     free = run("DDP, no limit", DDP, job(asked.steps), {})
     target = ddp.curve[-1][2]
-    longer = asked.steps * 2
+    longer = asked.steps * 3 // 2
     others = [run("DiLoCo", DILOCO, job(longer), network)]
     others += [run(plan, plan, job(longer), network) for plan in COMPRESSED]
     table = Table(title=f"to a validation loss of {target:.3f}, {asked.rate}, {asked.delay}", title_justify="left")
