@@ -100,7 +100,7 @@ def main() -> int:
     if own:
         fast, slow = (statistics.median(each) for each in zip(*own, strict=True))
         print(
-            f"alone: {fast:.0f} and {slow:.0f} samples/s, {fast / slow:.2f} to 1 and {fast + slow:.0f} in all: by these "
+            f"alone: {fast:.0f} and {slow:.0f} samples/s, {fast / slow:.2f} to 1, {fast + slow:.0f} in all; by these "
             f"speeds the ideal would be {(fast + slow) / (2 * slow):.2f} x even"
         )
     return 0 if met else 1
