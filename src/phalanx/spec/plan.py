@@ -77,7 +77,7 @@ class Plan:
         server: parameter servers beside the ranks of ``dp``, on the hosts' processors; they hold the optimizer.
         staleness: with ``server``, updates that the parameters a gradient is of may lack; 0, where not given, is
             synchronous, ``unbounded`` (``math.inf``) makes nobody wait.
-        compensate: with ``staleness``, what is done against it: ``rate`` divides a gradient by its staleness, ``delay``
+        compensate: with ``staleness``, what is done against it: ``rate`` divides the learning rate by it, ``delay``
             corrects it to first order for what the parameters have moved by since (DC-ASGD).
         backup: with ``server``, workers that a step does not wait for: it ends when the others' gradients are in.
         compress: how gradients (or averaged parameters) are sent between ranks of ``dp`` or to servers: ``none``,
