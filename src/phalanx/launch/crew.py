@@ -237,16 +237,19 @@ class Crew:
                 os.set_blocking(ours, False)
                 reading.append(ours)
                 writing.append(theirs)
-            summons, summoning = os.pipe()
-            workers.callback(os.close, summons)
-            launchers.callback(os.close, summoning)
+            summons, summoning = (-1, -1)
+            if number >= self._world_size:
+                summons, summoning = os.pipe()
+                workers.callback(os.close, summons)
+                launchers.callback(os.close, summoning)
             crash = launchers.enter_context(tempfile.TemporaryFile())
             launcher = os.getpid()
             pid = fork()
             if pid == 0:
                 guardian.forget()
                 others = (ours for member in self._members for ours in (*member.descriptors, member.summoning))
-                foreign = (*reading, summoning, self._listener.detach(), *others)
+                mine = (*reading, summoning, self._listener.detach(), *others)
+                foreign = tuple(one for one in mine if one >= 0)
                 report, stdout, stderr = writing
                 wires = Wires(
                     report=report, stdout=stdout, stderr=stderr, steps=self._steps, crash=crash, foreign=foreign

@@ -26,7 +26,7 @@ class Worker:
         result: what it returned; meaningful once it has ended without a failure.
         ended: its process is gone and everything it said has been read.
         descriptors: the launcher's ends of its pipes that are still open.
-        summoning: the launcher's end of the pipe that gives a reserve its rank; -1 once it is closed.
+        summoning: the launcher's end of the pipe that gives a reserve its rank; -1 where there is none.
     """
 
     def __init__(self, rank: int, pid: int, pipes: list[int], summoning: int, crash: IO[bytes]) -> None:
