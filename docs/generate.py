@@ -22,6 +22,48 @@ from phalanx.spec import Plan, RunSpec, plan
 
 DOCS = Path(__file__).resolve().parent
 
+# Plans of each kind → what they are. Those of a row are equally exact.
+KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("single",), "one device"),
+    (("threads=2",), "one process, a replica and a thread a device"),
+    (("dp=4",), "synchronous data parallelism, four processes"),
+    (("fsdp=4 zero=1",), "optimizer state in shards; `zero=2`: gradients too; `zero=3`: parameters too"),
+    (("dp=2 fsdp=4",), "hybrid: two groups of four that share one copy each"),
+    (("tp=2", "tp=2 sequence=true"), "each layer's weights over two; activations too"),
+    (("pp=2 micro=4",), "two stages of layers, micro-batches in a pipeline; six schedules"),
+    (("cp=2",), "each sample's tokens over two: ring, all-to-all or gathered attention"),
+    (("ep=2",), "the experts of a mixture over two"),
+    (("dp=2 tp=2 pp=2",), "all of them go together"),
+    (("dp=4 shares=auto", "dp=2 shares=3,1"), "samples by the speed of each device"),
+    (("dp=4 server=1",), "workers and a parameter server, in step"),
+    (("dp=4 server=1 staleness=4",), "the same, and nobody waits for anybody beyond 4 updates"),
+    (("dp=4 server=1 backup=1",), "the same, without waiting for the slowest worker of a step"),
+    (("dp=2 fsdp=4 sync=diloco every=100",), "replicas step by themselves and meet every 100 steps; also `sync=local`"),
+    (("dp=4 compress=fp16",), "gradients take half of the bytes; also `bf16`"),
+    (("dp=4 compress=int8",), "gradients take a quarter of the bytes, with error feedback"),
+    (("dp=4 compress=powersgd:4",), "what says most of a gradient is sent at once, the rest later; also `topk`"),
+    (("micro=8",), "8 samples at a time; how often gradients are accumulated follows from it"),
+    (("precision=bf16",), "autocast; sums and parameters stay fp32; also `fp16`"),
+    (("recompute=full", "recompute=selective"), "activations computed again in backward"),
+    (("fsdp=2 offload=optimizer",), "optimizer state, or `parameters`, in host memory"),
+    (("compile=true",), "`torch.compile` of each block"),
+)
+
+
+def kinds_table() -> str:
+    """Plans of each kind, and whether their steps are those of one device."""
+    rows = ["| plan | is | exact |", "| --- | --- | --- |"]
+    for texts, meaning in KINDS:
+        rows.append(f"| {', '.join(f'`{text}`' for text in texts)} | {meaning} | {_exact(texts)} |")
+    return "\n".join(rows)
+
+
+def _exact(texts: tuple[str, ...]) -> str:
+    made = Plan.parse(texts[0])
+    if any(Plan.parse(text).exactness != made.exactness for text in texts):
+        raise ValueError(f"a row of plans that are not equally exact: {', '.join(texts)}")
+    return f"no: {made.bound}" if made.exactness == "no" else made.exactness
+
 
 def attributes(cls: type) -> dict[str, str]:
     """Field → meaning, from the ``Attributes`` section of a docstring."""
@@ -75,7 +117,10 @@ def cli_help() -> str:
     return "\n\n".join(parts)
 
 
+# marker → page, table
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "plans": ("../README.md", kinds_table),
+    "kinds": ("reference/plan.md", kinds_table),
     "plan": ("reference/plan.md", plan_table),
     "run": ("reference/run-folder.md", run_table),
     "events": ("reference/events.md", event_tables),

@@ -31,6 +31,7 @@ def start(**changes: Any) -> Event:
         "schema": "1.2",
         "job": "digits",
         "plan": "dp=2",
+        "exact": "yes",
         "world_size": 2,
         "device": "cpu",
         "batch": 100,

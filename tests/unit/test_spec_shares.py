@@ -52,24 +52,33 @@ def test_what_is_not_given_follows_from_what_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "bound"),
+    ("text", "bound", "exactness"),
     [
-        ("dp=4", ""),
-        ("dp=4 server=1", ""),
-        ("dp=2 shares=3,1", ""),
-        ("dp=4 server=1 staleness=3", "3 updates"),
-        ("dp=4 server=1 staleness=unbounded", "any number"),
-        ("dp=4 server=1 backup=1", "1 worker"),
-        ("dp=2 compress=int8", "int8"),
-        ("dp=2 compress=bf16", "bf16"),
-        ("dp=4 sync=local every=32", "32 steps"),
-        ("dp=4 sync=diloco every=100", "100 steps"),
+        ("dp=4", "", "yes"),
+        ("dp=4 precision=bf16", "", "within the rounding of bf16"),
+        ("dp=4 server=1", "", "yes"),
+        ("dp=2 shares=3,1", "", "yes"),
+        ("dp=4 server=1 staleness=3", "3 updates", "no"),
+        ("dp=4 server=1 staleness=3 compress=int8", "3 updates", "no"),
+        ("dp=4 server=1 staleness=unbounded", "any number", "no"),
+        ("dp=4 server=1 backup=1", "the slowest worker", "no"),
+        ("dp=2 compress=int8", "int8", "within the rounding of int8"),
+        ("dp=2 compress=bf16", "bf16", "within the rounding of bf16"),
+        ("dp=2 compress=bf16 precision=bf16", "bf16", "within the rounding of bf16"),
+        ("dp=2 compress=int8 precision=bf16", "int8", "within the rounding of int8 and bf16"),
+        ("dp=2 compress=topk:0.01", "topk:0.01", "no"),
+        ("dp=2 compress=powersgd:4", "powersgd:4", "no"),
+        ("dp=4 sync=local every=32", "32 steps", "no"),
+        ("dp=4 sync=diloco every=100 compress=int8", "100 steps", "no"),
     ],
 )
-def test_what_gives_up_one_devices_result_says_what_bounds_it(text: str, bound: str) -> None:
+def test_what_gives_up_one_devices_result_says_what_bounds_it(text: str, bound: str, exactness: str) -> None:
     plan = Plan.parse(text)
     assert plan.exact == (bound == "")
     assert bound in plan.bound
+    assert plan.exactness == exactness
+    assert plan.exact_note.startswith(f"exact: {exactness}. " if bound else "")
+    assert bool(plan.exact_note) == bool(bound)
 
 
 @pytest.mark.parametrize(

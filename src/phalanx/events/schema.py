@@ -6,7 +6,7 @@ renamed or removed, within one.
 
 from __future__ import annotations
 
-SCHEMA_VERSION = "1.4"
+SCHEMA_VERSION = "1.5"
 
 # event → field → (type, meaning). A field whose type is a union with None may be null, never absent.
 SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
@@ -14,6 +14,10 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "schema": (str, "version of this schema"),
         "job": (str, "name of the job"),
         "plan": (str, "the plan, as one line of text"),
+        "exact": (
+            str,
+            "whether the plan's steps are those of one device: `yes`, `within the rounding of TYPE`, `no`; since 1.5",
+        ),
         "world_size": (int, "processes"),
         "device": (str, "kind of device: cpu or cuda"),
         "batch": (int, "samples in one optimizer step"),

@@ -13,8 +13,8 @@ def assumed(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> tuple[str
 
 
 def _assumed(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> Iterator[str]:
-    if plan.bound:
-        yield f"exact: no. {plan.bound[0].upper()}{plan.bound[1:]}."
+    if plan.exact_note:
+        yield plan.exact_note
     if plan.sync != "each":
         yield from _averaged(plan)
     if plan.server:

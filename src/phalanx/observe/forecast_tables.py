@@ -49,6 +49,7 @@ def facts(one: Forecast, paid: Bill, steps: int) -> RenderableType:
     table.add_row("pace", pace + (f", {show_count(one.throughput * one.tokens)} tokens/s" if one.tokens > 1 else ""))
     table.add_row("MFU", f"{one.mfu:.1%} of {show_count(one.peak)}FLOP/s")
     table.add_row("bound by", escape(", ".join(one.limits)))
+    table.add_row("exact", escape(one.plan.exactness))
     for what, said in bill_rows(paid, steps):
         table.add_row(what, said)
     return table

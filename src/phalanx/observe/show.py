@@ -86,6 +86,7 @@ class Shown:
             "job": self.name,
             "run": self.folder,
             "plan": str(self.plan),
+            "exact": self.plan.exactness,
             "batch": self.batch,
             "device": self.device,
             "mesh": self.plan.mesh,

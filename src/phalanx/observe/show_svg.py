@@ -42,6 +42,7 @@ def shown_svg(shown: Shown) -> str:
     """The picture, as an SVG document."""
     page = _Page()
     page.say(f"{shown.name} under {shown.plan}: {shown.batch} samples a step", bold=True)
+    page.say(f"exact: {shown.plan.exactness}")
     _draw_boxes(page, shown)
     if shown.survey and shown.survey.stages:
         _draw_stages(page, shown.survey)

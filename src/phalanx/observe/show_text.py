@@ -29,7 +29,7 @@ Place = tuple[list[int], Mapping[str, Held]]  # ranks that hold the same, and wh
 def shown_text(shown: Shown, width: int) -> RenderableType:
     """Everything, in lines of at most ``width`` characters."""
     drawn = draw(shown.plan, batch=shown.batch, device=shown.device, width=width)
-    parts: list[RenderableType] = [Text(f"{shown.name} under {drawn}")]
+    parts: list[RenderableType] = [Text(f"{shown.name} under {drawn}"), Text(f"exact: {shown.plan.exactness}")]
     if shown.survey:
         parts += ["", *_holdings(shown.survey)]
         if shown.survey.stages:

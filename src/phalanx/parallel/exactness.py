@@ -40,7 +40,7 @@ def balances(module: nn.Module) -> bool:
 
 def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
     """What differs from one device under ``plan``, one sentence each; empty where nothing does."""
-    found: list[str] = []
+    found = [plan.exact_note] if plan.exact_note else []
     split = plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
     if split and (names := batch_statistics(module)):
         found.append(
@@ -75,7 +75,6 @@ def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
 
 def _apart(job: Job, plan: Plan) -> list[str]:
     found = [
-        f"exact: no. {plan.bound[0].upper()}{plan.bound[1:]}.",
         "loss, count and gradient norm of a step are those of the first replica's share; each averaging tells the mean "
         "loss of all replicas.",
     ]

@@ -30,5 +30,6 @@ def told(one: Forecast) -> dict[str, Any]:
         "mfu": one.mfu,
         "watts": one.watts or None,
         "limits": list(one.limits),
+        "exact": one.plan.exactness,
         "notes": list(one.notes),
     }

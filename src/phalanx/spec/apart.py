@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phalanx.errors import Problem
@@ -14,6 +15,7 @@ from phalanx.spec.shares import weights
 if TYPE_CHECKING:
     from phalanx.spec.plan import Plan
 
+_ROUNDING = ("fp16", "bf16", "int8")  # codecs that send every element; the others leave most of them for later
 _OUTER = {"nesterov": {"outer_lr": 0.7, "outer_momentum": 0.9}}
 
 
@@ -31,12 +33,23 @@ def bounds(plan: Plan) -> Iterator[str]:
     elif plan.staleness:
         yield f"gradients are of parameters that lack at most {_count(int(plan.staleness), 'update')}"
     if plan.backup:
-        yield f"the samples of the slowest {_count(plan.backup, 'worker')} are left out of each step"
+        slowest = "worker" if plan.backup == 1 else _count(plan.backup, "worker")
+        yield f"the samples of the slowest {slowest} are left out of each step"
     what = "gradient" if plan.sync == "each" else "difference"
     if plan.compress in ("fp16", "bf16"):
         yield f"{what}s are rounded to {plan.compress} where they are sent"
     elif plan.compress != "none":
         yield f"what {plan.compress} leaves out of a {what} comes with later ones"
+
+
+def exactness(plan: Plan) -> str:
+    """``yes``, ``within the rounding of TYPE``, or ``no``: whether each step is that of one device in fp32."""
+    rounded: list[str] = [plan.compress] if plan.compress in _ROUNDING else []
+    if any(bounds(replace(plan, compress="none") if rounded else plan)):
+        return "no"
+    if plan.precision not in ("fp32", *rounded):
+        rounded.append(plan.precision)
+    return f"within the rounding of {' and '.join(rounded)}" if rounded else "yes"
 
 
 def apart_problems(plan: Plan) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import tomli_w
 
 from phalanx.errors import Problem, SpecError
-from phalanx.spec.apart import bounds, outer_defaults
+from phalanx.spec.apart import bounds, exactness, outer_defaults
 from phalanx.spec.fields import is_whole
 from phalanx.spec.keys import (
     AXES,
@@ -167,16 +167,26 @@ class Plan:
 
     @property
     def bound(self) -> str:
-        """What bounds the difference from one device where steps are not those of one, in words; empty where they are.
-
-        Whoever reads it should be told ``exact: no`` with it.
-        """
+        """What bounds the difference from one device where steps are not those of one; empty where they are."""
         return "; ".join(bounds(self))
 
     @property
+    def exactness(self) -> str:
+        """Whether each step is that of one device in fp32 with the whole global batch, but for the order of additions.
+
+        ``yes``; ``within the rounding of TYPE`` that it computes in or sends gradients in; or ``no``.
+        """
+        return exactness(self)
+
+    @property
     def exact(self) -> bool:
-        """Whether each step is that of one device with the whole global batch."""
+        """Whether each step is that of one device in the same precision."""
         return not self.bound
+
+    @property
+    def exact_note(self) -> str:
+        """``exactness`` and what bounds the difference, as a sentence; empty where the plan is exact."""
+        return f"exact: {self.exactness}. {self.bound[0].upper()}{self.bound[1:]}." if self.bound else ""
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where ``rank`` stands along each dimension of the mesh."""

@@ -171,6 +171,7 @@ class _Recorder:
             schema=SCHEMA_VERSION,
             job=job.name,
             plan=str(run.plan),
+            exact=run.plan.exactness,
             world_size=place.world_size,
             device=assembly.device,
             batch=job.batch,

@@ -44,7 +44,10 @@ def _not_promised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan
     unequal = any(not one.relative <= tolerance.gradient for one in evidence.gradients)
     if plan.exact or first or (unequal and plan.compress == "none"):
         return ""
-    return f"this plan does not promise one device's result (exact: no): {plan.bound}. That is no fault of the split."
+    return (
+        f"this plan does not promise one device's result (exact: {plan.exactness}): {plan.bound}. "
+        "That is no fault of the split."
+    )
 
 
 def _skipped(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:

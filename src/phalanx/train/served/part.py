@@ -166,6 +166,7 @@ class _Serving:
             schema=SCHEMA_VERSION,
             job=job.name,
             plan=str(run.plan),
+            exact=run.plan.exactness,
             world_size=self._place.world_size,
             device=device_kind(run.plan, workers_here(run, self._place)),
             batch=job.batch,
@@ -215,9 +216,7 @@ def _data(job: Job, run: RunSpec) -> tuple[Pieces, Pieces | None]:
 
 
 def _notes(job: Job, run: RunSpec, keeper: Keeper) -> list[str]:
-    found, plan = notes(keeper.layout.module, job, run.plan), run.plan
-    if plan.bound:
-        found.insert(0, f"exact: no. {plan.bound[0].upper()}{plan.bound[1:]}.")
+    found = notes(keeper.layout.module, job, run.plan)
     if keeper.statistics.named:
         found.append("running statistics of normalisation are those that went through the first piece of each batch.")
     if job.workers:
