@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -65,12 +65,16 @@ class Held:
 
 
 class Layout(ABC):
-    """A model as one technique lays it out: ``accumulate``, ``finish``, an optimizer step, ``stepped``."""
+    """A model as one technique lays it out: ``begin``, ``accumulate``, ``finish``, an optimizer step, ``stepped``."""
 
     @property
     @abstractmethod
     def held(self) -> Held:
         """What this rank holds."""
+
+    def begin(self) -> None:
+        """A step begins: drop gradients that others left, such as a second loss that reads this model's output."""
+        drop_gradients((*self.held.module.parameters(), *self.held.parameters.values()))
 
     @abstractmethod
     def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
@@ -118,6 +122,13 @@ def each_micro_batch(
         last = index == final
         with around(last) if around else nullcontext():
             work.run(module, device, micro, last)
+
+
+def drop_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Leave none of these with a gradient."""
+    for tensor in parameters:
+        if tensor.grad is not None:
+            tensor.grad = None
 
 
 def trainable(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -37,6 +37,9 @@ class OptimizerOnHost(Layout):
     def held(self) -> Held:
         return self._held
 
+    def begin(self) -> None:
+        self._inner.begin()
+
     def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
         self._inner.accumulate(parts, work)
 

@@ -38,6 +38,10 @@ class Replicas(ABC):
     def averaged(self) -> int:
         """What gradients have been divided by after ``finish``."""
 
+    def begin(self) -> None:
+        """A step begins; gradients that others left are gone."""
+        return
+
     def around(self, last: bool) -> AbstractContextManager[object]:
         """Around the backward of each micro-batch, outside of pipelines."""
         return nullcontext()
@@ -112,6 +116,9 @@ class Rows(Replicas):
     @property
     def averaged(self) -> int:
         return 1
+
+    def begin(self) -> None:
+        self._scattering.begin()
 
     def around(self, last: bool) -> AbstractContextManager[object]:
         return self._scattering.around(last)

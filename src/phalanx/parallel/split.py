@@ -70,6 +70,10 @@ class Split(Layout):
     def held(self) -> Held:
         return self._held
 
+    def begin(self) -> None:
+        super().begin()
+        self._replicas.begin()
+
     def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
         if self._stages is not None:
             self._stages.runner.run(parts[0], work)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import Problem
-from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
+from phalanx.parallel.layout import Held, Layout, Work, drop_gradients, each_micro_batch, trainable
 from phalanx.spec import Plan
 
 
@@ -76,6 +76,11 @@ class Threads(Layout):
     @property
     def held(self) -> Held:
         return self._held
+
+    def begin(self) -> None:
+        super().begin()
+        for replica in self._copies:
+            drop_gradients(replica.values())
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
         waiting = [

@@ -44,6 +44,10 @@ class ShardedRows(Layout):
     def held(self) -> Held:
         return self._held
 
+    def begin(self) -> None:
+        super().begin()
+        self._scattering.begin()
+
     def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
         each_micro_batch(self._module, self._device, parts[0], work, around=self._scattering.around)
 
@@ -73,6 +77,10 @@ class Scattering:
                 self._where[piece.name] = index
                 if when != "end":
                     piece.whole.register_post_accumulate_grad_hook(self._hook(piece))
+
+    def begin(self) -> None:
+        """Forget gradients that arrived between steps: others ran those backwards."""
+        self._seen.clear()
 
     @contextmanager
     def around(self, last: bool) -> Iterator[None]:

@@ -135,9 +135,11 @@ class Step:
     def backward(self, batch: StepBatch) -> Totals:
         """Forward and backward: afterwards every parameter has the gradient of the global batch, divided by its count.
 
-        Returns the loss's sum and count over the global batch.
+        It is of this batch alone: what lay in ``.grad`` before is dropped. Returns the loss's sum and count over the
+        global batch.
         """
         work = _Work(self, batch)
+        self.layout.begin()
         self.layout.accumulate(batch.parts, work)
         if self.watch is not None:
             self.watch.gradients()
