@@ -135,12 +135,64 @@ def test_a_pipeline_holds_what_its_schedule_has_under_way(tmp_path: Path) -> Non
     assert sum(parts["parameters"] for parts in early) == 4 * NUMBERS
 
 
-def test_measuring_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = "fsdp=2 recompute=full micro=4"
-    how: dict[str, Any] = {"model": lambda: GPT(SIZE), "data": texts, "inputs": lambda batch: batch["x"], "batch": 16}
-    measured = fit(plan, tmp_path / "measured", **how).losses
+RECOMPUTED = ("cp=2", "cp=2 attention=ring", "tp=2 sequence=true", "fsdp=2")
+PRODUCTS = (
+    "dp=2 cp=2 recompute=full",
+    "cp=2 tp=2 recompute=selective",
+    "tp=2 sequence=true fsdp=2 zero=2 recompute=full",
+    "pp=2 cp=2 micro=4 recompute=full",
+    "pp=2 tp=2 sequence=true micro=4 recompute=selective",
+)
+
+
+def losses(plan: str, folder: Path) -> list[float]:
+    how: dict[str, Any] = {"model": lambda: GPT(SIZE), "inputs": lambda batch: batch["x"], "batch": 16, "epochs": 1}
+    return fit(plan, folder / plan.replace(" ", "-"), data=texts, **how).losses
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("plan", RECOMPUTED)
+def test_measuring_changes_nothing(plan: str, recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = f"{plan} recompute={recompute}"
+    measured = losses(plan, tmp_path / "measured")
     monkeypatch.setattr("phalanx.train.memory._MEASURED", 0)
-    assert fit(plan, tmp_path / "not", **how).losses == measured
+    assert losses(plan, tmp_path / "not") == measured
+
+
+@pytest.mark.parametrize("plan", PRODUCTS)
+def test_products_with_recompute_are_measured_and_train(plan: str, tmp_path: Path) -> None:
+    assert losses(plan, tmp_path) == pytest.approx(losses("single", tmp_path), rel=1e-6)
+
+
+def test_recomputed_slices_count(tmp_path: Path) -> None:
+    """What blocks keep of a slice is the slice: with ``cp=2`` half of what one device keeps, and a part of it twice."""
+    (alone,), slices = held("single recompute=full", tmp_path), held("cp=2 recompute=full", tmp_path)
+    for one in slices:
+        assert alone["activations"] / 2 <= one["activations"] < alone["activations"]
+
+
+class Sparse(Layers):
+    """A layer over a matrix that lies in memory in no one run, and one whose gradient does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(5, 5, sparse=True)
+        self.register_buffer("mixed", torch.eye(5).to_sparse_csr(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.rows(torch.arange(5)).sum(0)
+        return torch.sparse.mm(self.get_buffer("mixed"), super().forward(x).T).T + rows
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_what_cannot_be_measured_is_said_and_trains(tmp_path: Path) -> None:
+    run = fit(
+        "single", tmp_path, model=Sparse, data=_rows, epochs=1, optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
+    )
+    (said,) = [event["message"] for event in run.events("warning")]
+    assert "not counted: Tensor (sparse_csr)" in said
+    (parts,) = summarise(run.folder).memory
+    assert parts["gradients"] == parts["parameters"] + 5 * 8  # and the numbers of the rows
 
 
 class Differentiates(Layers):

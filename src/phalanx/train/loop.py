@@ -95,6 +95,8 @@ class _Loop:
             self._evaluate()
         if self._saved_at != step.progress.step:
             self._save()
+        if kinds := ", ".join(sorted(self._measured.uncounted)):
+            recorder.write("warning", message=f"memory: the tensors of these kinds are not counted: {kinds}")
         across = self._assembly.apart.across if self._assembly.apart else None
         for event in self._listener.events():
             recorder.write("timeline", **event | ({"rank": across.named(event["rank"])} if across else {}))

@@ -18,7 +18,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from torch.autograd import graph
 
 from phalanx.comm import local
 from phalanx.data import StepBatch
+from phalanx.parallel.sliced.tensor import is_sliced
 from phalanx.train.metrics import Metrics
 from phalanx.train.step import Step, Watch
 
@@ -59,19 +59,24 @@ class Parts:
 
 
 class Measured:
-    """A step that measures memory the first times it is called, and then is the step itself."""
+    """A step that measures memory the first times it is called, and then is the step itself.
+
+    Attributes:
+        uncounted: kinds of tensors that it met and could not measure.
+    """
 
     def __init__(self, step: Step, kind: str) -> None:
         self._step, self._kind = step, kind
         self._left = _MEASURED
         self._parts = Parts()
+        self.uncounted: set[str] = set()
 
     def __call__(self, batch: StepBatch) -> Metrics:
         """Take one step."""
         if not self._left:
             return self._step(batch)
         self._left -= 1
-        step, saved = self._step, Saved(self._kind, self._fixed())
+        step, saved = self._step, Saved(self._kind, self._fixed(), self.uncounted)
         step.watch = Watch(around=lambda context: self._around(saved, context), gradients=self._see_gradients)
         try:
             with saved.everywhere(step.layout.module, outside=not step.plan.compile):
@@ -122,28 +127,32 @@ class Measured:
     def _fixed(self) -> set[int]:
         """Storages that are no activations whoever saves them."""
         module = self._step.layout.module
-        return {_storage(tensor)._cdata for tensor in (*self._values(), *module.buffers())}
+        return {memory._cdata for memory in self._storages((*self._values(), *module.buffers()))}
 
     def _bytes(self, tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
-        others = {_storage(tensor)._cdata for tensor in but}
+        others = {memory._cdata for memory in self._storages(but)}
         found = {
             memory._cdata: memory.nbytes()
-            for memory in map(_storage, tensors)
+            for memory in self._storages(tensors)
             if memory.device.type == self._kind and memory._cdata not in others
         }
         return sum(found.values())
+
+    def _storages(self, tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+        for tensor in tensors:
+            yield from _storages(tensor, self.uncounted)
 
 
 class _Kept:
     """A tensor that autograd has saved; says when it is let go."""
 
-    __slots__ = ("_freed", "_key", "tensor")
+    __slots__ = ("_freed", "_keys", "tensor")
 
-    def __init__(self, tensor: Tensor, key: int, freed: deque[int]) -> None:
-        self.tensor, self._key, self._freed = tensor, key, freed
+    def __init__(self, tensor: Tensor, keys: list[int], freed: deque[int]) -> None:
+        self.tensor, self._keys, self._freed = tensor, keys, freed
 
     def __del__(self) -> None:
-        self._freed.append(self._key)
+        self._freed.extend(self._keys)
 
 
 class Saved:
@@ -158,9 +167,9 @@ class Saved:
         gathered: the most bytes of parameters that were there beside the ``fixed`` ones: gathered from other ranks.
     """
 
-    def __init__(self, kind: str, fixed: set[int]) -> None:
+    def __init__(self, kind: str, fixed: set[int], uncounted: set[str]) -> None:
         self.peak = self.gathered = 0
-        self._kind, self._fixed = kind, fixed
+        self._kind, self._fixed, self._uncounted = kind, fixed, uncounted
         self._alive = 0
         self._lock = threading.Lock()
         self._freed: deque[int] = deque()  # storages are freed in any thread, also while the lock is held
@@ -189,50 +198,58 @@ class Saved:
         """Around the whole step: sees parameters of ``module`` come and go, and with ``outside`` others' hooks."""
         with ExitStack() as stack:
             if outside:
-                stack.enter_context(patch.object(graph.saved_tensors_hooks, "__enter__", self._entering()))
-                stack.enter_context(patch.object(graph, "disable_saved_tensors_hooks", self._disabling()))
+                stack.enter_context(_instead(graph.saved_tensors_hooks, "__enter__", self._entering()))
+                stack.enter_context(_instead(graph, "disable_saved_tensors_hooks", self._disabling()))
                 for part in module.modules():
                     if next(part.parameters(recurse=False), None) is not None:
                         stack.callback(part.register_forward_pre_hook(self._see_own).remove)
             yield
 
     def _pack(self, tensor: Tensor) -> Any:
-        kept = tensor.detach()  # the tensor itself, where it is an operation's output, would keep that for ever
-        memory = self._counted(tensor)
-        if memory is None:
+        # The tensor itself, where it is an operation's output, would keep that for ever. One that is split over ranks
+        # is none, and its copy must be on the same graph: what is recomputed from it starts there.
+        kept = tensor if is_sliced(tensor) else tensor.detach()
+        counted = self._counted(tensor)
+        if not counted:
             return kept
         with self._lock:
-            self._hold(memory)
-        return _Kept(kept, memory._cdata, self._freed)
+            for memory in counted:
+                self._hold(memory)
+        return _Kept(kept, [memory._cdata for memory in counted], self._freed)
 
     def _unpack(self, kept: Any) -> Tensor:
         tensor: Tensor = kept.tensor if isinstance(kept, _Kept) else kept
-        if self._whole and _storage(tensor)._cdata in self._whole:
+        if self._whole and any(memory._cdata in self._whole for memory in _storages(tensor, self._uncounted)):
             self._see_whole()
         return tensor
 
     def _see(self, tensor: Tensor) -> None:
         """Somebody else's hooks are given ``tensor``."""
-        memory = self._counted(tensor)
-        if memory is None:
+        counted = self._counted(tensor)
+        if not counted:
             return
         with self._lock:
             self._settle()
-            if memory._cdata not in self._watched:
-                self._watched.add(memory._cdata)
-                self._hold(memory)
-                weakref.finalize(memory, self._ended.append, memory._cdata).atexit = False
+            for memory in counted:
+                if memory._cdata not in self._watched:
+                    self._watched.add(memory._cdata)
+                    self._hold(memory)
+                    weakref.finalize(memory, self._ended.append, memory._cdata).atexit = False
 
-    def _counted(self, tensor: Tensor) -> torch.UntypedStorage | None:
+    def _counted(self, tensor: Tensor) -> list[torch.UntypedStorage]:
         """The memory of ``tensor``, if that is an activation's."""
-        memory = _storage(tensor)
-        if memory._cdata in self._fixed or memory.device.type != self._kind:
-            return None
-        if memory._cdata in self._whole or isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
-            self._whole[memory._cdata] = memory
+        there = [
+            memory
+            for memory in _storages(tensor, self._uncounted)
+            if memory._cdata not in self._fixed and memory.device.type == self._kind
+        ]
+        a_parameter = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
+        whole = [memory for memory in there if a_parameter or memory._cdata in self._whole]
+        if whole:
+            self._whole.update({memory._cdata: memory for memory in whole})
             self._see_whole()
-            return None
-        return memory
+            return []
+        return there
 
     def _hold(self, memory: torch.UntypedStorage) -> None:
         self._settle()
@@ -310,8 +327,28 @@ class _Seen:
         return self._hook(tensor)
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return local(tensor).untyped_storage()
+@contextmanager
+def _instead(owner: Any, name: str, function: Callable[..., Any]) -> Generator[None]:
+    """Inside, ``owner`` has ``function`` under ``name``: torch has no other way to see which hooks are entered."""
+    before = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _storages(tensor: Tensor, uncounted: set[str]) -> list[torch.UntypedStorage]:
+    """The memory that a tensor lies in; its kind goes to ``uncounted`` where nobody can tell."""
+    try:
+        if is_sliced(tensor):
+            return [tensor._local.untyped_storage()]
+        if tensor.layout == torch.sparse_coo:
+            return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
+        return [local(tensor).untyped_storage()]
+    except Exception:  # whatever the kind of tensor says to this: looking on must not end what is looked at
+        uncounted.add(f"{type(tensor).__name__} ({str(tensor.layout).removeprefix('torch.')})")
+        return []
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

@@ -102,6 +102,10 @@ class Sliced(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            # autograd hands a saved tensor to hooks, and takes it back, as such a copy; what comes back must be on
+            # the same graph, which is that of the local tensor
+            return Sliced(args[0]._local, args[0].placed)
         raise RunError(
             f"{func} met a sliced tensor below autograd, where nobody knows its slices.\n"
             "    Usual cause: an own autograd.Function or C++ operation inside the split part of the model.\n"
