@@ -24,7 +24,7 @@ import phalanx as px
 from compare import rounds_from_command_line
 from phalanx.comm import Place, joined
 from phalanx.launch import launch
-from phalanx.parallel.pipeline.order import Action, bubble, order
+from phalanx.placement.schedules import Action, bubble, order
 from phalanx.spec import Plan
 from phalanx.spec.plan import Schedule
 from phalanx.train.assembly import build

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.observe.gantt import GREY, LEFT, ROW, svg_legend, svg_rows
-from phalanx.parallel.pipeline.order import bubble, order, timed
+from phalanx.placement.schedules import bubble, order, timed
 from phalanx.spec.plan import Schedule
 
 PICTURE = Path(__file__).resolve().parent / "explanation" / "pipeline.svg"

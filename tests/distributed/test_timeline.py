@@ -10,7 +10,7 @@ from small import fit
 
 from phalanx.events import faults
 from phalanx.observe.summary import summarise
-from phalanx.parallel.pipeline.order import Action, needs, order
+from phalanx.placement.schedules import Action, needs, order
 from phalanx.train.timeline import on_one_clock, only_step
 
 
@@ -20,6 +20,8 @@ from phalanx.train.timeline import on_one_clock, only_step
         ("pp=2 micro=8 schedule=gpipe", [0, 1]),
         ("pp=2 dp=2 micro=4 schedule=1f1b", [0, 2]),
         ("pp=2 stages=2 micro=8 schedule=zero-bubble", [0, 1]),
+        ("pp=2 stages=2 micro=7 schedule=interleaved", [0, 1]),  # five micro-batches: no multiple of the ranks
+        ("pp=2 micro=12 schedule=dualpipev", [0, 1]),  # fewer than stages
     ],
 )
 def test_actions_come_in_the_order_of_the_schedule(text: str, ranks: list[int], tmp_path: Path) -> None:

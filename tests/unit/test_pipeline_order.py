@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from phalanx.parallel.pipeline.order import Action, Order, bubble, forwards, holders, order, timed
 from phalanx.parallel.pipeline.traffic import messages
+from phalanx.placement.schedules import Action, Order, StuckError, bubble, forwards, holders, makespan, order, timed
 from phalanx.spec.plan import Schedule
 
 CASES: list[tuple[Schedule, int]] = [
@@ -74,5 +74,10 @@ def test_idle_shares_are_those_of_the_papers() -> None:
 
 def test_an_order_that_never_ends_is_told() -> None:
     stuck = Order(ranks=((Action("B", 0, 0), Action("F", 0, 0)),), rank_of=(0,))
-    with pytest.raises(ValueError, match="for ever"):
+    with pytest.raises(StuckError, match="for ever: rank 0 waits with B0 of stage 0 for F0 of stage 0 of rank 0"):
         timed(stuck)
+    crossed = Order(
+        ranks=((Action("F", 0, 0), Action("B", 0, 0)), (Action("F", 1, 1), Action("B", 1, 0))), rank_of=(0, 1)
+    )
+    with pytest.raises(StuckError, match=r"rank 0 .* B0 of stage 1 of rank 1; rank 1 .* F1 of stage 0 of rank 0"):
+        makespan(crossed, lambda rank, action: 1.0)

@@ -19,8 +19,8 @@ from phalanx.observe.grouped import grouped, runs
 from phalanx.observe.show import Shown, described, of_job, planned, ranks_of
 from phalanx.observe.show_svg import shown_svg
 from phalanx.observe.show_text import shown_text
-from phalanx.parallel.pipeline.order import Action, Timed, bubble, order, work
 from phalanx.parallel.survey import Piece
+from phalanx.placement.schedules import Action, Timed, bubble, order, work
 from phalanx.spec import Plan
 
 GPT = str(Path(__file__).resolve().parents[2] / "examples" / "gpt.py")

@@ -59,6 +59,8 @@ class Habits:
         autocast: whether half precision casts weights where they are read, and leaves the stream in fp32 (not where
             ``zero=3`` gathers them in it).
         outer_here: whether the copy and the momentum of an outer step are in the memory that is looked at: on CPUs.
+        whole_backwards: whether a pipeline does a backward in halves only where nothing is computed again and ``zero``
+            shards no gradients, as hooks on parameters want.
         stages_whole: whether a pipeline's stages stay gathered through a step, and their gradients whole.
     """
 
@@ -102,12 +104,13 @@ class Habits:
     shards_over_cp: bool = False
     outer_here: bool = True
     stages_whole: bool = False
+    whole_backwards: bool = False
     gathers_kept: bool = False
     logits_twice: bool = False
     autocast: bool = False
 
 
-PHALANX = Habits(name="phalanx", gathers_kept=True, logits_twice=True, autocast=True)
+PHALANX = Habits(name="phalanx", gathers_kept=True, logits_twice=True, autocast=True, whole_backwards=True)
 
 _BESIDE = 0.5 * 2**30
 _HALF = Habits(name="half", weights=2.0, master=4.0, gradients=2.0, gradients_stay=True)

@@ -16,7 +16,7 @@ from phalanx.spec.keys import Offload, Recompute, Schedule
 
 Texts = npt.NDArray[np.str_]
 Whole = npt.NDArray[np.int64]
-SCHEDULES: tuple[str, ...] = get_args(Schedule)
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 RECOMPUTES: tuple[str, ...] = get_args(Recompute)
 OFFLOADS: tuple[str, ...] = get_args(Offload)
 SYNCS = ("each", "local", "diloco")

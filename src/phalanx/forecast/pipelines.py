@@ -57,22 +57,26 @@ def pipeline(lanes: Lanes, layouts: Layouts) -> Array:
     return np.where(pp > 1, found, micros * slowest)
 
 
-def simulated(lanes: Lanes, layouts: Layouts) -> Array:
-    """As ``pipeline``, by running every candidate's schedule event by event; what is alike is run once."""
+def simulated(lanes: Lanes, layouts: Layouts, *, whole: bool = False) -> Array:
+    """As ``pipeline``, by running every candidate's schedule event by event; what is alike is run once.
+
+    With ``whole`` backwards are done in halves only where nothing is computed again and ``zero`` shards no gradients.
+    """
     forward, backward, weights, send = lanes.forward, lanes.backward, lanes.weights, lanes.send
     found = np.zeros_like(layouts.pp)
+    halves = ((layouts.recompute == 0) & (layouts.zero <= 1)) | (not whole)
     for at, ranks in enumerate(layouts.pp.astype(int)):
         where = [0, *[1] * (ranks - 2), 2][:ranks]
         chunks = max(int(layouts.stages[at]), 1)
         one = Pipeline(
             schedule=SCHEDULES[int(layouts.schedule[at])] if ranks > 1 else "gpipe",
+            halves=bool(halves[at]),
             ranks=int(ranks),
             chunks=chunks if ranks > 1 else 1,
             micros=int(layouts.micros[at]),
             forward=tuple(float(forward[kind, at] + chunks * send[at]) for kind in where),
             inputs=tuple(float(backward[kind, at] - weights[kind, at] + chunks * send[at]) for kind in where),
             weights=tuple(float(weights[kind, at]) for kind in where),
-            send=0.0,
         )
         found[at] = duration(one)
     return found

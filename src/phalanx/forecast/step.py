@@ -62,7 +62,8 @@ def step_time(costs: Table, times: Times, layouts: Layouts, setting: Setting, ev
     worst = np.where(lie.there > 0, forward + backward, 0.0).argmax(axis=0)
     send = _send(costs, layouts, setting)
     lanes = Lanes(forward=forward, backward=backward, weights=weights, there=lie.there, send=send)
-    total = (simulated if events else pipeline)(lanes, layouts)
+    whole = setting.habits.whole_backwards
+    total = simulated(lanes, layouts, whole=whole) if events else pipeline(lanes, layouts)
 
     def of(seconds: Array) -> Array:
         there = np.take_along_axis(lie.each, worst[None, None, :], axis=0)[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.text import Text
 
-from phalanx.parallel.pipeline.order import Timed
+from phalanx.placement.schedules import Timed
 
 MOST = 8  # ranks drawn; of more, the first and the last
 LEFT, HEIGHT, ROW = 62, 20, 23  # of an SVG: where rows begin, how high a box is, from one row to the next

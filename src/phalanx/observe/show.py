@@ -15,8 +15,8 @@ from phalanx.observe.draw import samples_of
 from phalanx.observe.gantt import Timeline
 from phalanx.observe.summary import RunSummary, events_of, summary_of
 from phalanx.parallel import device_kind
-from phalanx.parallel.pipeline.order import Action, Timed, order, timed, work
 from phalanx.parallel.survey import Held, Piece, Survey
+from phalanx.placement.schedules import Action, Timed, order, timed, work
 from phalanx.spec import Job, Plan
 from phalanx.train.outlook import outlook
 

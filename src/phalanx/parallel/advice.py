@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.data.shares import Lane, cuts, share
+from phalanx.placement.schedules import bubble, order
 from phalanx.spec import Job, Plan
 
 _ENOUGH = 4  # micro-batches a rank, from which on at most about a fifth of the time is bubble
@@ -32,8 +33,6 @@ def micro_batches(job: Job, plan: Plan) -> int:
 
 
 def _idle(plan: Plan, micros: int) -> float:
-    from phalanx.parallel.pipeline import bubble, order
-
     return bubble(order(plan.schedule, plan.pp, plan.stages, micros))
 
 

@@ -14,9 +14,9 @@ from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.example import Example
 from phalanx.parallel.holding import Holding
 from phalanx.parallel.pipeline import Pipeline, PipelineRunner, cut
-from phalanx.parallel.pipeline.order import in_halves
 from phalanx.parallel.replicas import APART, COPIES
 from phalanx.parallel.sums import add_up
+from phalanx.placement.schedules import in_halves
 from phalanx.spec import Plan
 
 

@@ -1,7 +1,6 @@
 """Pipeline parallelism: ranks hold runs of a model's parts, and micro-batches pass from one to the next."""
 
 from phalanx.parallel.pipeline.cutting import Pipeline, cut
-from phalanx.parallel.pipeline.order import Action, Order, bubble, order, timed
 from phalanx.parallel.pipeline.run import PipelineRunner
 
-__all__ = ["Action", "Order", "Pipeline", "PipelineRunner", "bubble", "cut", "order", "timed"]
+__all__ = ["Pipeline", "PipelineRunner", "cut"]

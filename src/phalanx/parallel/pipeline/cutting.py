@@ -11,10 +11,10 @@ from torch import nn
 
 from phalanx.parallel.example import Example
 from phalanx.parallel.pipeline.balance import chosen
-from phalanx.parallel.pipeline.order import holders
 from phalanx.parallel.pipeline.program import Program, program
 from phalanx.parallel.pipeline.stage import Forms, Stage, strip
 from phalanx.parallel.pipeline.units import units
+from phalanx.placement.schedules import holders
 from phalanx.spec import Plan
 
 

@@ -14,11 +14,11 @@ from phalanx.comm import Mesh
 from phalanx.parallel.layout import Work
 from phalanx.parallel.pipeline.backward import WeightHalf, input_half
 from phalanx.parallel.pipeline.cutting import Pipeline
-from phalanx.parallel.pipeline.order import Order, forwards, order
 from phalanx.parallel.pipeline.parcels import Parcels
 from phalanx.parallel.pipeline.stage import Stage
 from phalanx.parallel.pipeline.traffic import Contents, Message, Traffic
 from phalanx.parallel.sliced import Axis
+from phalanx.placement.schedules import Order, forwards, order
 
 Event = Callable[[str, int, int, float, float], None]
 """``event(kind, stage, micro, begin, end)``, kind as in ``Action``, times of ``time.perf_counter``.

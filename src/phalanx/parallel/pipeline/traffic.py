@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.parallel.pipeline.order import Order, timed
+from phalanx.placement.schedules import Order, timed
 
 _AHEAD = 2  # receives from one rank that are posted before anyone waits for them
 

@@ -1,0 +1,175 @@
+"""Laws of pipeline schedules: the order that runs is torch's where torch has one, and is what is priced and drawn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining import schedules as torchs
+
+from phalanx.forecast.schedule import Pipeline, duration
+from phalanx.observe.show import planned
+from phalanx.placement.schedules import Action, Order, StuckError, holders, in_halves, needs, order, work
+from phalanx.spec import Plan
+from phalanx.spec.plan import Schedule
+
+CASES: list[tuple[Schedule, int]] = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("zero-bubble", 2),
+    ("zbv", 2),
+    ("dualpipev", 2),
+]
+TORCHS: dict[Schedule, Any] = {
+    "gpipe": torchs.ScheduleGPipe,
+    "1f1b": torchs.Schedule1F1B,
+    "interleaved": torchs.ScheduleInterleaved1F1B,
+    "zero-bubble": torchs.ScheduleInterleavedZeroBubble,
+    "zbv": torchs.ScheduleZBVZeroBubble,
+    "dualpipev": torchs.ScheduleDualPipeV,
+}
+
+
+def counts(ranks: int) -> range:
+    """Micro-batches that a law is looked at with."""
+    return range(1, 4 * ranks + 2)
+
+
+class Stage:
+    """What torch's schedules ask of a stage to lay out their order."""
+
+    submod = None
+
+    def __init__(self, index: int, ranks: int, stages: int) -> None:
+        self.stage_index, self.num_stages = index, stages
+        self.group_size, self.group_rank = ranks, 0
+        self.is_first, self.is_last, self.has_backward = index == 0, index == stages - 1, True
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+
+def torchs_order(schedule: Schedule, ranks: int, each: int, micros: int) -> list[list[tuple[str, int, int]]]:
+    """What torch's own class lays out.
+
+    Raises:
+        ValueError: if it does not take so many micro-batches.
+    """
+    stages = [Stage(index, ranks, ranks * each) for index in range(each)]
+    made = TORCHS[schedule](stages[0] if each == 1 else stages, micros, loss_fn=lambda output, target: output)
+    laid = made._get_pipeline_order() if each == 1 else made.pipeline_order
+    return [list(flat(laid[rank])) for rank in range(ranks)]
+
+
+def flat(actions: Any) -> Iterator[tuple[str, int, int]]:
+    for action in actions:
+        if action is not None and action.sub_actions:
+            yield from flat(action.sub_actions)
+        elif action is not None and action.computation_type.value in ("F", "B", "I", "W"):
+            yield action.computation_type.value, action.stage_index, action.microbatch_index
+
+
+@pytest.mark.parametrize(("schedule", "each"), CASES)
+def test_orders_are_torchs(schedule: Schedule, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchs._PipelineScheduleRuntime, "_prepare_schedule_with_comms", lambda *given, **named: None)
+    compared = 0
+    for ranks in range(1, 9):
+        for micros in counts(ranks):
+            try:
+                wanted = torchs_order(schedule, ranks, each, micros)
+            except ValueError:
+                continue
+            compared += 1
+            found = [list(map(tuple, actions)) for actions in order(schedule, ranks, each, micros).ranks]
+            if schedule == "1f1b":  # torch numbers the last rank's forwards from one
+                assert [kind for kind, *_ in wanted[-1]] == [kind for kind, *_ in found[-1]]
+                wanted[-1] = found[-1]
+            assert found == wanted, (schedule, ranks, each, micros)
+    assert compared >= 80
+
+
+@pytest.mark.parametrize(("schedule", "each"), CASES)
+def test_any_number_of_micro_batches_runs_and_none_is_lost(schedule: Schedule, each: int) -> None:
+    for ranks in range(1, 9):
+        for micros in counts(ranks):
+            laid = order(schedule, ranks, each, micros)
+            actions = [link.action for link in laid.links]
+            forwards = {(stage, micro) for stage in range(ranks * each) for micro in range(micros)}
+            assert len(actions) == len(set(actions)) == sum(map(len, laid.ranks))
+            assert {action[1:] for action in actions if action.kind == "F"} == forwards
+            assert sorted(action[1:] for action in actions if action.kind in "BI") == sorted(forwards)
+            assert {a[1:] for a in actions if a.kind == "W"} == {a[1:] for a in actions if a.kind == "I"}
+
+
+@pytest.mark.parametrize(("schedule", "each"), CASES)
+def test_no_forecast_is_below_what_its_busiest_rank_and_its_longest_way_take(schedule: Schedule, each: int) -> None:
+    draw = random.Random(5)
+    for ranks in range(1, 9):
+        for micros in counts(ranks):
+            forward, inputs, weights = (tuple(draw.uniform(0.5, 2.0) for _ in range(ranks)) for _ in range(3))
+            found = duration(made := pipeline(schedule, ranks, each, micros, forward, inputs, weights))
+            assert found >= micros * max(map(sum, zip(forward, inputs, weights, strict=True))) - 1e-9
+            assert found >= sum(forward) + sum(inputs) - inputs[0] / each - 1e-9  # of one micro-batch, to and fro
+            assert found == pytest.approx(longest_way(order(schedule, ranks, each, micros), made)), (ranks, micros)
+
+
+def pipeline(
+    schedule: Schedule, ranks: int, each: int, micros: int, forward: Any, inputs: Any, weights: Any, halves: bool = True
+) -> Pipeline:
+    times = {"forward": forward, "inputs": inputs, "weights": weights}
+    return Pipeline(schedule=schedule, ranks=ranks, chunks=each, micros=micros, halves=halves, **times)
+
+
+def longest_way(laid: Order, made: Pipeline) -> float:
+    """The end of the last action, found from the graph of what waits for what: another way than the forecast's."""
+    stages, backward = len(laid.rank_of), {}
+    for actions in laid.ranks:
+        backward |= {("B", *action[1:]): action for action in actions if action.kind in "BI"}
+    graph: dict[Action, list[Action]] = {}
+    for actions in laid.ranks:
+        for at, action in enumerate(actions):
+            graph[action] = [backward.get(tuple(one), one) for one in needs(action, stages)] + list(actions[:at][-1:])  # type: ignore[call-overload]
+    ends: dict[Action, float] = {}
+    for action in TopologicalSorter(graph).static_order():
+        rank = laid.rank_of[action.stage]
+        parts = {"F": made.forward[rank], "I": made.inputs[rank], "W": made.weights[rank]}
+        parts["B"] = parts["I"] + parts["W"]
+        if action.stage == 0:  # whose inputs get no gradient
+            parts |= {"I": 0.0, "W": parts["B"]}
+        ends[action] = max((ends[one] for one in graph[action]), default=0.0) + parts[action.kind] / made.chunks
+    return max(ends.values())
+
+
+@pytest.mark.parametrize("text", ["", " recompute=full", " fsdp=2 zero=3"])
+@pytest.mark.parametrize(("schedule", "each"), CASES)
+def test_what_runs_is_drawn_and_priced(schedule: Schedule, each: int, text: str) -> None:
+    stages = f" stages={each}" if schedule == "interleaved" else ""
+    for ranks in (2, 3, 4):
+        for micros in (1, ranks, ranks + 1, 2 * ranks + 3):
+            plan = Plan.parse(f"pp={ranks} schedule={schedule}{stages} micro=1{text}")
+            run = order(plan.schedule, plan.pp, plan.stages, micros)
+            drawn = planned(plan, micros * plan.replicas, None)
+            assert drawn is not None
+            for rank, actions in enumerate(run.ranks):
+                shown = [one for one in drawn.timeline.actions if one.rank == rank]
+                assert sorted(one.action for one in shown) == sorted(actions)
+                ends = {one.action: one.end for one in shown}
+                assert [ends[action] for action in actions] == sorted(ends.values())
+            one = work(plan, Action("F", 0, 0)) * each
+            half = work(plan, Action("B", 0, 0)) * each / 2
+            priced = pipeline(
+                schedule, ranks, each, micros, (one,) * ranks, (half,) * ranks, (half,) * ranks, in_halves(plan)
+            )
+            assert duration(priced) == pytest.approx(drawn.timeline.length)
+
+
+def test_an_order_with_two_actions_exchanged_is_stuck_and_says_where() -> None:
+    for schedule, each in CASES:
+        laid = order(schedule, 3, each, 4)
+        last = list(laid.ranks[-1])
+        last.insert(0, last.pop(next(at for at, action in enumerate(last) if action.kind != "F")))
+        with pytest.raises(StuckError, match=r"rank 2 waits with [BI]0 of stage \d for F0 of stage \d of rank"):
+            _ = Order(ranks=(*laid.ranks[:-1], tuple(last)), rank_of=holders(schedule, 3, 3 * each)).links
