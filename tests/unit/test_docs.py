@@ -161,3 +161,31 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
     assert [page for page in pages if page not in navigation] == []
+
+
+LOG = ROOT / "docs" / "log.md"
+SAID = re.compile(
+    r"\*\*When\*\* (\d{4}-\d\d-\d\d|not recorded) · \*\*machine\*\* (\S.*) · "
+    r"\*\*command\*\* (.*`.+`.*|not recorded) · \*\*spread\*\* (\S.*)"
+)
+
+
+def entries() -> dict[str, str]:
+    """Title of each entry of the log → its first paragraph, on one line."""
+    parts = re.split(r"^## (.+)$", LOG.read_text(), flags=re.MULTILINE)[1:]
+    return {
+        title: " ".join(text.strip().split("\n\n")[0].split())
+        for title, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+@pytest.mark.parametrize("title", entries())
+def test_log_entries_say_when_on_what_how_and_how_far_they_spread(title: str) -> None:
+    assert SAID.fullmatch(entries()[title]), f"{title}: {entries()[title]}"
+
+
+def test_log_entries_are_newest_first() -> None:
+    said = (SAID.fullmatch(text) for text in entries().values())
+    dates = [found[1] for found in said if found and found[1] != "not recorded"]
+    assert dates == sorted(dates, reverse=True)
+    assert len(dates) > 10
