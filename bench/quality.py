@@ -1,19 +1,22 @@
 """What each way to keep replicas together costs in accuracy: the final validation loss at equal samples, over seeds.
 
-``python bench/quality.py [--seeds N] [--only WORD] [--write]``. Every plan trains the same job for the same steps; the
-measure is its validation loss against that of synchronous training with the same seed. The bar: within 2 %; what is
-worse is shown all the same. ``--write`` puts the tables into docs/reference/quality.md.
+``python bench/quality.py [--seeds N] [--only WORD] [--write] [--render]``. Every plan trains the same job for the same
+steps; the measure is its validation loss against that of synchronous training with the same seed. The bar: within 2 %;
+what is worse is shown all the same. ``--write`` stores what was measured in bench/results and writes
+docs/reference/quality.md from all that is stored; ``--render`` writes the page and measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -22,7 +25,9 @@ from phalanx.demo.jobs.digits import job as digits_job
 from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.events import read
 from phalanx.spec import RunSpec
+from stored import load, save
 
+RESULTS = "quality"
 PAGE = Path(__file__).parent.parent / "docs/reference/quality.md"
 BAR = 0.02
 SYNCHRONOUS = "dp=2"
@@ -59,29 +64,45 @@ class Row:
 
     Attributes:
         plan: it.
-        losses: validation loss by seed.
-        ratios: of those to the synchronous ones.
+        loss: validation loss, median over seeds.
+        worse: how much larger the loss is than the synchronous one of the same seed, as a share of it: the median.
+        low: of those shares, the smallest.
+        high: the largest.
+        seeds: how many; ``None`` where that was not recorded.
+        on: the day.
     """
 
     plan: str
-    losses: list[float]
-    ratios: list[float]
+    loss: float
+    worse: float
+    low: float
+    high: float
+    seeds: int | None
+    on: str
 
-    @property
-    def worse(self) -> float:
-        """Median over seeds of how much larger the loss is than the synchronous one, as a share of it."""
-        return statistics.median(self.ratios) - 1
+    @classmethod
+    def of(cls, plan: str, losses: list[float], synchronous: list[float]) -> Row:
+        """From the losses by seed."""
+        ratios = [loss / other for loss, other in zip(losses, synchronous, strict=True)]
+        return cls(
+            plan=plan,
+            loss=round(statistics.median(losses), 4),
+            worse=round(statistics.median(ratios) - 1, 4),
+            low=round(min(ratios) - 1, 4),
+            high=round(max(ratios) - 1, 4),
+            seeds=len(losses),
+            on=datetime.date.today().isoformat(),
+        )
 
     def cells(self) -> tuple[str, ...]:
         """As a row of the table."""
-        low, high = min(self.ratios) - 1, max(self.ratios) - 1
-        met = "" if self.worse <= BAR else "above 2 %"
         return (
             f"`{self.plan}`",
-            f"{statistics.median(self.losses):.4f}",
+            f"{self.loss:.4f}",
             f"{self.worse:+.1%}",
-            f"{low:+.1%} to {high:+.1%}",
-            met,
+            f"{self.low:+.1%} to {self.high:+.1%}",
+            "" if self.worse <= BAR else "above 2 %",
+            f"{self.on}, {f'{self.seeds} seeds' if self.seeds else 'seeds not recorded'}",
         )
 
 
@@ -90,22 +111,35 @@ def main() -> int:
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--only", default="", help="plans with this word")
     options.add_argument("--job", default="", help="jobs with this word")
-    options.add_argument("--write", action="store_true")
+    options.add_argument("--write", action="store_true", help="store what was measured, and write the page")
+    options.add_argument("--render", action="store_true", help="write the page from what is stored; measure nothing")
+    options.add_argument("--page", type=Path, default=PAGE)
     asked = options.parse_args()
-    console, pages = Console(width=120), []
-    for name, make in ((name, make) for name, make in JOBS.items() if asked.job in name):
-        console.print(f"[bold]{name}[/]: {make.__doc__}")
-        synchronous = [final_loss(make(), SYNCHRONOUS, seed) for seed in range(asked.seeds)]
-        rows = [Row(plan=SYNCHRONOUS, losses=synchronous, ratios=[1.0] * len(synchronous))]
-        for plan in (one for one in PLANS if asked.only in one):
-            losses = [final_loss(make(), plan, seed) for seed in range(asked.seeds)]
-            ratios = [loss / other for loss, other in zip(losses, synchronous, strict=True)]
-            rows.append(Row(plan=plan, losses=losses, ratios=ratios))
-            console.print("  ".join(rows[-1].cells()), highlight=False)
-        pages += [f"## {name}", "", make.__doc__ or "", "", *table(rows), ""]
+    stored: dict[str, dict[str, Row]] = {
+        name: {plan: Row(plan=plan, **row) for plan, row in rows.items()} for name, rows in load(RESULTS).items()
+    }
+    if not asked.render:
+        for name, row in measured(asked.job, asked.only, asked.seeds):
+            stored.setdefault(name, {})[row.plan] = row
     if asked.write:
-        PAGE.write_text("\n".join([*HEAD, *pages]).rstrip() + "\n", encoding="utf-8")
+        rows = {name: {plan: _told(row) for plan, row in rows.items()} for name, rows in stored.items()}
+        save(RESULTS, rows)
+    if asked.write or asked.render:
+        asked.page.write_text(page(stored), encoding="utf-8")
     return 0
+
+
+def measured(job: str, only: str, seeds: int) -> Iterator[tuple[str, Row]]:
+    """The rows of the jobs and plans asked for, each as it is known, after the synchronous one."""
+    console = Console(width=140)
+    for name, make in ((name, make) for name, make in JOBS.items() if job in name):
+        synchronous = [final_loss(make(), SYNCHRONOUS, seed) for seed in range(seeds)]
+        for plan in (SYNCHRONOUS, *(plan for plan in PLANS if only in plan)):
+            other = plan != SYNCHRONOUS
+            losses = [final_loss(make(), plan, seed) for seed in range(seeds)] if other else synchronous
+            row = Row.of(plan, losses, synchronous)
+            console.print(name, *row.cells(), sep="  ", highlight=False)
+            yield name, row
 
 
 HEAD = (
@@ -118,12 +152,21 @@ HEAD = (
 )
 
 
-def table(rows: list[Row]) -> Iterator[str]:
-    """The rows as markdown."""
-    yield "| plan | loss | against `dp=2` | over seeds | |"
-    yield "| --- | --- | --- | --- | --- |"
-    for row in rows:
-        yield f"| {' | '.join(row.cells())} |"
+def page(stored: Mapping[str, Mapping[str, Row]]) -> str:
+    """The page, from what is stored; what was not measured says so."""
+    lines = list(HEAD)
+    for name, make in JOBS.items():
+        lines += [f"## {name}", "", make.__doc__ or "", ""]
+        lines += ["| plan | loss | against `dp=2` | over seeds | | measured |", "| --- | --- | --- | --- | --- | --- |"]
+        for plan in (SYNCHRONOUS, *PLANS):
+            row = stored.get(name, {}).get(plan)
+            lines.append(f"| {' | '.join(row.cells() if row else (f'`{plan}`', '', '', '', '', 'not yet'))} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _told(row: Row) -> dict[str, Any]:
+    return {name: value for name, value in asdict(row).items() if name != "plan"}
 
 
 def final_loss(job: px.Job, plan: str, seed: int) -> float:

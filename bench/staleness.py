@@ -1,24 +1,25 @@
 """What staleness costs in accuracy, and what helps against it: every gradient exactly so many updates old.
 
-``python bench/staleness.py [--seeds N] [--write]``. One process: the parameters, updates and compensation are those of
-a parameter server; gradients are computed on the parameters of ``staleness`` updates ago. That is the worst case of
-``staleness=N``, in which a run's gradients are at most so old. ``--write`` puts the tables into
-docs/reference/staleness.md.
+``python bench/staleness.py [--seeds N] [--only WORD] [--write] [--render]``. One process: the parameters, updates and
+compensation are those of a parameter server; gradients are computed on the parameters of ``staleness`` updates ago.
+That is the worst case of ``staleness=N``, in which a run's gradients are at most so old. ``--write`` stores what was
+measured in bench/results and writes docs/reference/staleness.md from all that is stored; ``--render`` only writes.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
 
 import phalanx as px
 from phalanx.comm import Place
@@ -27,7 +28,9 @@ from phalanx.spec.keys import Compensate
 from phalanx.train.assembly import Assembly, Parameters, build
 from phalanx.train.evaluate import evaluate
 from quality import digits, gpt
+from stored import load, save
 
+RESULTS = "staleness"
 PAGE = Path(__file__).parent.parent / "docs/reference/staleness.md"
 STALENESS = (0, 1, 2, 4, 8, 16)
 WAYS: tuple[Compensate, ...] = ("none", "rate", "delay")
@@ -108,24 +111,45 @@ def _evaluated(job: px.Job, assembly: Assembly) -> float:
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--write", action="store_true")
-    options.add_argument("--only", default="")
+    options.add_argument("--only", default="", help="jobs with this word")
+    options.add_argument("--write", action="store_true", help="store what was measured, and write the page")
+    options.add_argument("--render", action="store_true", help="write the page from what is stored; measure nothing")
+    options.add_argument("--page", type=Path, default=PAGE)
     asked = options.parse_args()
     torch.set_num_threads(1)
-    console, pages = Console(width=120), []
-    for name, (said, make) in ((name, one) for name, one in JOBS.items() if asked.only in name):
-        losses = {
-            (staleness, way): [_try(replace(make(), seed=seed), staleness, way) for seed in range(asked.seeds)]
-            for staleness in STALENESS
-            for way in WAYS
-            if staleness or way == "none"
-        }
-        lines = list(table(losses))
-        console.print(f"[bold]{name}[/]", *lines, sep="\n", highlight=False)
-        pages += [f"## {name}", "", said, "", *lines, ""]
+    stored = load(RESULTS)
+    if not asked.render:
+        for name in (name for name in JOBS if asked.only in name):
+            stored[name] = measured(JOBS[name][1], asked.seeds)
+            print(name, *table(stored[name]), sep="\n")
     if asked.write:
-        PAGE.write_text("\n".join([*HEAD, *pages]).rstrip() + "\n", encoding="utf-8")
+        save(RESULTS, stored)
+    if asked.write or asked.render:
+        asked.page.write_text(page(stored), encoding="utf-8")
     return 0
+
+
+def measured(make: Callable[[], px.Job], seeds: int) -> dict[str, Any]:
+    """A job's losses: a row for each staleness, a cell for each way."""
+    today = datetime.date.today().isoformat()
+    rows: dict[str, Any] = {}
+    for staleness in STALENESS:
+        ways = [way for way in WAYS if staleness or way == "none"]
+        cells = {way: [_try(replace(make(), seed=seed), staleness, way) for seed in range(seeds)] for way in ways}
+        rows[str(staleness)] = {
+            "on": today,
+            "seeds": seeds,
+            **{way: summary(losses) for way, losses in cells.items()},
+        }
+    return rows
+
+
+def summary(losses: Sequence[float]) -> list[float] | str:
+    """Median, smallest and largest; in words where one was not a number any more."""
+    finite = [loss for loss in losses if loss < math.inf]
+    if len(finite) < len(losses):
+        return f"diverges in {len(losses) - len(finite)} of {len(losses)}"
+    return [round(found, 3) for found in (statistics.median(losses), min(losses), max(losses))]
 
 
 def _try(job: px.Job, staleness: int, way: Compensate) -> float:
@@ -146,20 +170,32 @@ HEAD = (
 )
 
 
-def table(losses: Mapping[tuple[int, str], list[float]]) -> Iterator[str]:
+def page(stored: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page, from what is stored."""
+    lines = list(HEAD)
+    for name, (said, _) in JOBS.items():
+        lines += [f"## {name}", "", said, "", *table(stored.get(name, {})), ""]
+    return "\n".join(lines)
+
+
+def table(rows: Mapping[str, Any]) -> Iterator[str]:
     """The losses as markdown: a row for each staleness."""
-    yield "| staleness | plain | `compensate=rate` | `compensate=delay` |"
-    yield "| --- | --- | --- | --- |"
-    for staleness in STALENESS:
-        cells = [_cell(losses[staleness, way]) if (staleness, way) in losses else "" for way in WAYS]
-        yield f"| {staleness} | {' | '.join(cells)} |"
+    yield "| staleness | plain | `compensate=rate` | `compensate=delay` | measured |"
+    yield "| --- | --- | --- | --- | --- |"
+    for staleness in map(str, STALENESS):
+        row = rows.get(staleness)
+        if row is None:
+            yield f"| {staleness} |  |  |  | not yet |"
+            continue
+        seeds = f"{row['seeds']} seeds" if row["seeds"] else "seeds not recorded"
+        yield f"| {staleness} | {' | '.join(_cell(row.get(way)) for way in WAYS)} | {row['on']}, {seeds} |"
 
 
-def _cell(losses: list[float]) -> str:
-    if math.inf in losses:
-        finite = [loss for loss in losses if loss < math.inf]
-        return f"diverges in {len(losses) - len(finite)} of {len(losses)}"
-    return f"{statistics.median(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})"
+def _cell(found: Sequence[float] | str | None) -> str:
+    if found is None or isinstance(found, str):
+        return found or ""
+    middle, low, high = found
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 if __name__ == "__main__":

@@ -1,61 +1,100 @@
-"""The long parity table, every plan of ``table.LONG`` × every model, written as a page of the documentation.
+"""The long parity table, every plan of ``table.LONG`` and ``table.SPLIT`` × every model, as a page of the docs.
 
-``make parity`` runs it. Exits with 1 where the bar is missed.
+``write_page.py PAGE [--only WORD] [--render]``. Measures (``make parity`` all of it, ``--only`` the plans with this
+word), stores what was measured beside this file, and writes the page from what is stored; ``--render`` only writes.
+Exits with 1 where the bar is missed.
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import json
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from models import BATCH, MODELS, plain
 from table import APART, BAR, LONG, SHARES, SPLIT, STEPS
 
+from phalanx.api import build
 from phalanx.errors import PhalanxError
 from phalanx.spec import Job, Plan
 from phalanx.verify import OneDevice
 
+RESULTS = Path(__file__).with_name("results.json")
+PLANS = [*(plan for plans in LONG.values() for plan in plans), *SPLIT]
 
-def cell(one: OneDevice, plan: str) -> tuple[str, float | None]:
-    """What the table shows for a model and a plan, and the larger of its two differences; ``None`` where refused."""
+# [loss, gradient]: the larger relative differences, and "unequal" after them where the proof says so; or a word.
+Cell = list[Any] | str
+Store = dict[str, Any]  # table → plan → {"on": date, "cells": {model: Cell}}; and "torch", "clipped"
+Make = Callable[[Job], Job]
+
+
+def cell(one: OneDevice, plan: str) -> Cell:
+    """What the table shows for a model and a plan."""
     try:
         proof = one.prove(Plan.parse(plan))
     except PhalanxError as error:
         if getattr(error, "exit_code", 0) == 2:
-            return "refused", None  # nothing in this model to split so; the tests check the reasons
+            return "refused"  # nothing in this model to split so; the tests check the reasons
         # a table that stops at the first failure hides the others
         print(f"{one.job.name}, {plan}: {error}", file=sys.stderr)
-        return "**failed**", float("inf")
-    loss, gradient = proof.largest["loss"], proof.largest["gradient"]
-    text = f"{loss:.0e} / {gradient:.0e}"
-    good = proof.equal and max(loss, gradient) <= BAR
-    return (text if good else f"**{text}**"), (max(loss, gradient) if good else float("inf"))
+        return "failed"
+    found = [float(f"{proof.largest[name]:.2e}") for name in ("loss", "gradient")]
+    return found if proof.equal else [*found, "unequal"]
 
 
-Make = Callable[[Job], Job]
+def measure(store: Store, only: str) -> None:
+    """Fill ``store`` with the plans that have the word ``only``."""
+    torch.set_num_threads(1)
+    store["torch"] = torch.__version__
+    plans = [plan for plan in PLANS if only in plan]
+    ones = {name: OneDevice.run(make(), STEPS) for name, make in MODELS.items()} if plans else {}
+    store["clipped"] = [name for name, make in MODELS.items() if _clips(make())]
+    for plan in plans:
+        _put(store, "table", plan, {name: cell(one, plan) for name, one in ones.items()})
+    for table, rows, make in (("shares", SHARES, lambda job: job), ("apart", APART, plain)):
+        for name, its in _asked(rows, only).items():
+            one = OneDevice.run(make(MODELS[name]()), STEPS)
+            for plan in its:
+                _put(store, table, plan, {name: cell(one, plan)})
 
 
-def section(title: str, said: Sequence[str], plans: Mapping[str, Sequence[str]], make: Make) -> list[str]:
-    """A table of its own, of some models under some plans; ``make`` gives the job to compare from the model's."""
-    rows = ["| plan | model | difference |", "| --- | --- | --- |"]
-    for name, its in plans.items():
-        one = OneDevice.run(make(MODELS[name]()), STEPS)
-        rows += [f"| `{plan}` | {name} | {cell(one, plan)[0]} |" for plan in its]
-    return [f"## {title}", "", *said, "", *rows, ""]
-
-
-Make = Callable[[Job], Job]
-
-
-def sections() -> list[str]:
-    """The tables of unequal shares and of replicas that step by themselves."""
-    return [
-        *section("Unequal shares", SHARES_SAID, SHARES, lambda job: job),
-        *section("Replicas that step by themselves", APART_SAID, APART, plain),
+def page(store: Store) -> str:
+    """The page, from what is stored."""
+    cells = [_cell(store, "table", plan, name) for plan in PLANS for name in MODELS]
+    shown = [found for found in cells if found != "not measured"]
+    refused, good = shown.count("refused"), [max(found[:2]) for found in shown if _good(found)]
+    rows = [
+        f"| `{plan}` | " + " | ".join(_text(_cell(store, "table", plan, name)) for name in MODELS) + " |"
+        for plan in PLANS
     ]
+    return "\n".join(
+        [
+            "# Parity",
+            "",
+            f"Each job on one device against the same job under each plan, {STEPS} AdamW steps in fp32:",
+            "the largest relative difference of a step's loss / of a parameter's first gradient.",
+            f"The global batch is {BATCH}, so that shares and micro-batches are uneven. {_clipping(store)}",
+            "The token counts of the language models differ by sample.",
+            "",
+            f"*refused*: the model has nothing to split so; {refused} of {len(shown)} are.",
+            "",
+            f"Of the others {len(good)} of {len(shown) - refused} are equal and within {BAR:.0e},",
+            f"the largest being {max(good, default=0.0):.0e}." if good else "",
+            f"Written by `make parity` with torch {store['torch']}, {_dates(store)}.",
+            "",
+            "| plan | " + " | ".join(MODELS) + " |",
+            "| --- |" + " --- |" * len(MODELS),
+            *rows,
+            "",
+            *_section(store, "shares", "Unequal shares", SHARES_SAID, SHARES),
+            *_section(store, "apart", "Replicas that step by themselves", APART_SAID, APART),
+        ]
+    )
 
 
 SHARES_SAID = ("The same jobs as above, with samples dealt out by weight, or by speed.",)
@@ -65,49 +104,91 @@ APART_SAID = (
 )
 
 
-def main(path: Path) -> int:
-    torch.set_num_threads(1)
-    began = time.perf_counter()
-    ones = {name: OneDevice.run(make(), STEPS) for name, make in MODELS.items()}
-    rows: list[str] = []
-    differences: list[float] = []
-    refused = 0
-    for plan in [*(plan for plans in LONG.values() for plan in plans), *SPLIT]:
-        cells = [cell(one, plan) for one in ones.values()]
-        refused += sum(difference is None for _, difference in cells)
-        differences += [difference for _, difference in cells if difference is not None]
-        rows.append(f"| `{plan}` | " + " | ".join(text for text, _ in cells) + " |")
-        print(rows[-1], flush=True)
-    good = [difference for difference in differences if difference <= BAR]
-    replicas = sections()
-    minutes = (time.perf_counter() - began) / 60
-    path.write_text(
-        "\n".join(
-            [
-                "# Parity",
-                "",
-                f"Each job on one device against the same job under each plan, {STEPS} AdamW steps in fp32:",
-                "the largest relative difference of a step's loss / of a parameter's first gradient.",
-                f"The global batch is {BATCH}, so that shares and micro-batches are uneven. All clip; the token",
-                "counts of the language models differ by sample.",
-                "",
-                f"*refused*: the model has nothing to split so; {refused} of {refused + len(differences)} are.",
-                "",
-                f"Of the others {len(good)} of {len(differences)} are within {BAR:.0e},",
-                f"the largest being {max(good):.1e}.",
-                f"Written by `make parity` with torch {torch.__version__} in {minutes:.0f} minutes.",
-                "",
-                "| plan | " + " | ".join(ones) + " |",
-                "| --- |" + " --- |" * len(ones),
-                *rows,
-                "",
-                *replicas,
-            ]
-        )
-    )
-    failed = any("**" in row for row in replicas)
-    return 0 if len(good) == len(differences) and not failed else 1
+def _section(store: Store, table: str, title: str, said: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
+    lines = [
+        f"| `{plan}` | {name} | {_text(_cell(store, table, plan, name))} |"
+        for name, plans in rows.items()
+        for plan in plans
+    ]
+    return [f"## {title}", "", *said, "", "| plan | model | difference |", "| --- | --- | --- |", *lines, ""]
+
+
+def _good(found: Cell) -> bool:
+    return isinstance(found, list) and len(found) == 2 and max(found) <= BAR
+
+
+def _text(found: Cell) -> str:
+    if isinstance(found, str):
+        return "**failed**" if found == "failed" else found
+    text = f"{found[0]:.0e} / {found[1]:.0e}"
+    return text if _good(found) else f"**{text}**"
+
+
+def _clipping(store: Store) -> str:
+    without = [name for name in MODELS if name not in store["clipped"]]
+    which = f"all models but {' and '.join(without)}" if without else "all models"
+    return f"Gradients of {which} are clipped."
+
+
+def _clips(job: Job) -> bool:
+    """Whether some step's gradient is longer than the norm that it is clipped to."""
+    step, loader = build(job, Plan())
+    norms = [step(batch).grad_norm for batch in loader]
+    return job.clip is not None and any(norm is not None and norm > job.clip for norm in norms)
+
+
+def _dates(store: Store) -> str:
+    found = sorted(row["on"] for table in ("table", "shares", "apart") for row in store[table].values())
+    return ", ".join(f"{found.count(date)} plans on {date}" for date in dict.fromkeys(found))
+
+
+def _cell(store: Store, table: str, plan: str, name: str) -> Cell:
+    return store[table].get(plan, {"cells": {}})["cells"].get(name, "not measured")
+
+
+def _put(store: Store, table: str, plan: str, cells: Mapping[str, Cell]) -> None:
+    row = store[table].setdefault(plan, {"cells": {}})
+    row["on"] = datetime.date.today().isoformat()
+    row["cells"].update(cells)
+    print(table, plan, *(_text(found) for found in cells.values()), sep="  ", flush=True)
+
+
+def _asked(rows: Mapping[str, Sequence[str]], only: str) -> dict[str, list[str]]:
+    found = {name: [plan for plan in plans if only in plan] for name, plans in rows.items()}
+    return {name: plans for name, plans in found.items() if plans}
+
+
+def _all(store: Store) -> Iterator[Cell]:
+    for plan in PLANS:
+        yield from (_cell(store, "table", plan, name) for name in MODELS)
+    for table, rows in (("shares", SHARES), ("apart", APART)):
+        yield from (_cell(store, table, plan, name) for name, plans in rows.items() for plan in plans)
+
+
+def written(store: Store) -> str:
+    """The store as text, a line a plan, so that a difference between two runs can be read."""
+    head = {name: store[name] for name in ("torch", "clipped")}
+    tables = []
+    for name in ("table", "shares", "apart"):
+        rows = ",\n".join(f"    {json.dumps(plan)}: {json.dumps(row)}" for plan, row in store[name].items())
+        tables.append(f"  {json.dumps(name)}: {{\n{rows}\n  }}")
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    return "{\n" + ",\n".join([*lines, *tables]) + "\n}\n"
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("page", type=Path)
+    options.add_argument("--only", default="", help="plans with this word")
+    options.add_argument("--render", action="store_true", help="measure nothing")
+    asked = options.parse_args()
+    store: Store = json.loads(RESULTS.read_text())
+    if not asked.render:
+        measure(store, asked.only)
+        RESULTS.write_text(written(store))
+    asked.page.write_text(page(store))
+    return 0 if all(found == "refused" or _good(found) for found in _all(store)) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Pages that scripts write are what the scripts write: each is rendered from what was stored of its measurement."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+
+# page → the script that writes it from what is stored, measuring nothing
+RENDERED: dict[str, tuple[str, ...]] = {
+    "parity.md": ("tests/parity/write_page.py", "--render"),
+    "quality.md": ("bench/quality.py", "--render", "--page"),
+    "staleness.md": ("bench/staleness.py", "--render", "--page"),
+}
+
+
+def rendered(page: str, into: Path) -> str:
+    script, *options = RENDERED[page]
+    argv = [sys.executable, str(ROOT / script), *options, str(into)]
+    subprocess.run(argv, check=True, capture_output=True, text=True, timeout=100)
+    return into.read_text()
+
+
+@pytest.mark.parametrize("page", RENDERED)
+def test_pages_are_what_their_scripts_write(page: str, tmp_path: Path) -> None:
+    assert (REFERENCE / page).read_text() == rendered(page, tmp_path / page), (
+        f"try: python {' '.join(RENDERED[page])} ..."
+    )
+
+
+@pytest.mark.parametrize("page", RENDERED)
+def test_every_row_has_as_many_cells_as_its_heading(page: str) -> None:
+    heading = 0
+    for line in (REFERENCE / page).read_text().splitlines():
+        if not line.startswith("|"):
+            heading = 0
+            continue
+        cells = len(re.findall(r"(?<!\\)\|", line)) - 1
+        heading = heading or cells
+        assert cells == heading, line
+
+
+def test_timelines_are_drawn_from_the_orders_that_run() -> None:
+    script = str(ROOT / "docs" / "timelines.py")
+    code = f"import runpy, sys; sys.stdout.write(runpy.run_path({script!r})['drawn']())"
+    drawn = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100).stdout
+    assert (ROOT / "docs" / "explanation" / "pipeline.svg").read_text() == drawn, "try: python docs/timelines.py"
