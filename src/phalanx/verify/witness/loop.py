@@ -1,0 +1,333 @@
+"""The plain PyTorch loop that a job stands for, written by hand: what a proof holds Phalanx against.
+
+Forward, backward and update of the whole global batch on one device: ``torch.utils.data.DataLoader``, autograd,
+``torch.nn.utils``, the optimizer as the job builds it, ``torch.optim.lr_scheduler``, ``torch.autocast`` and
+``torch.amp.GradScaler``. No micro-batches, no ranks, no shards, and no line of Phalanx's own training. Of a job it
+calls the user's functions and reads the rest as plain data.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.spec import Job, Schedule
+from phalanx.verify.witness import samples
+
+Precision = Literal["fp32", "bf16", "fp16"]
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+START, FIRST, END = "start", "first", "end"
+WHOLE = 3
+"""Steps of which all gradients are kept; of later ones those of parameters that had none, or only zeros, before."""
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(kw_only=True)
+class Witness:
+    """What a plain loop gave. Tensors are whole, on the host, by the names the model gives them.
+
+    Moments are ``start``, before the first step, ``first``, after its update, and ``end``.
+
+    Attributes:
+        losses: of each step: sum over count of the whole global batch.
+        counts: what each step's sum was divided by; the samples for a loss that is a mean.
+        norms: the global norm of the gradients before clipping, in each step.
+        skipped: whether fp16's loss scale left out the update, for each step.
+        rates: the learning rate of each parameter, in each step.
+        samples: the sample numbers of each step, in order.
+        epochs: the epoch of each step.
+        values: moment → parameter → value.
+        buffers: moment → buffer → value.
+        reduced: step → parameter → gradient of the loss, before clipping.
+        used: step → parameter → gradient as the optimizer got it.
+        state: moment (``first``, ``end``) → parameter → what the optimizer keeps of it.
+        options: parameter → the options of its group but for the learning rate.
+        evaluations: steps taken → ``loss``, ``samples`` and ``metrics``.
+    """
+
+    losses: list[float] = field(default_factory=list[float])
+    counts: list[float] = field(default_factory=list[float])
+    norms: list[float] = field(default_factory=list[float])
+    skipped: list[bool] = field(default_factory=list[bool])
+    rates: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    samples: list[list[int]] = field(default_factory=list[list[int]])
+    epochs: list[int] = field(default_factory=list[int])
+    values: dict[str, Tensors] = field(default_factory=dict[str, Tensors])
+    buffers: dict[str, Tensors] = field(default_factory=dict[str, Tensors])
+    reduced: dict[int, Tensors] = field(default_factory=dict[int, Tensors])
+    used: dict[int, Tensors] = field(default_factory=dict[int, Tensors])
+    state: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict[str, dict[str, dict[str, Any]]])
+    options: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    evaluations: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+
+    @classmethod
+    def of(cls, job: Job, steps: int, *, precision: Precision = "fp32", device: str | torch.device = "cpu") -> Witness:
+        """Train ``job`` for ``steps`` steps, or as many as it has.
+
+        It seeds the global generators of torch, numpy and Python, and so belongs into a process of its own.
+
+        Raises:
+            ValueError: if ``why_not`` names a reason, or the data end before the first step.
+        """
+        return _Loop(job, steps, precision, torch.device(device)).run()
+
+
+def why_not(job: Job, optimizer: torch.optim.Optimizer | None = None) -> str:
+    """Why ``job`` cannot be turned into a plain loop, in one sentence; empty where it can."""
+    if optimizer is not None:
+        first = next(iter(list(inspect.signature(type(optimizer).step).parameters.values())[1:]), None)
+        if first is not None and first.default is inspect.Parameter.empty:
+            return f"{type(optimizer).__name__} steps with a closure, which a plain loop over batches does not have"
+    total = job.steps or job.schedule.total_steps
+    if total is None and job.schedule.decay in ("linear", "cosine") and samples.is_stream(job.data()):
+        return "the learning rate decays until the end of a stream, whose length nobody knows"
+    return ""
+
+
+class _Loop:
+    """The objects of the loop, built in the order in which a script would build them."""
+
+    def __init__(self, job: Job, steps: int, precision: Precision, device: torch.device) -> None:
+        self.job, self.steps, self.device = job, steps, device
+        self.half = _HALVES.get(precision)
+        samples.seed_everything(samples.stream_seed(job.seed, 0))
+        self.model: nn.Module = job.model()
+        if not self.model.training:
+            self.model.train()
+        self.model.to(device)
+        self.data = job.data()
+        self.trained = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
+        self.optimizer: torch.optim.Optimizer = job.optimizer(_Named(self.trained))
+        if reason := why_not(job, self.optimizer):
+            raise ValueError(reason)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rates(job.schedule, job.batch, self._total()))
+        # On sums, as the loss is one: the scale does not follow what the batch happens to count.
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** (12 - round(math.log2(job.batch))))
+        self.scales = precision == "fp16"
+        self.evaluation_data = job.evaluate() if job.evaluate else None
+        self.witness = Witness()
+
+    def run(self) -> Witness:
+        witness, every = self.witness, self.job.evaluate_every
+        self._look(START)
+        pending = set(self.trained)
+        for step, epoch, ids, batch in self._batches():
+            witness.epochs.append(epoch)
+            witness.samples.append(ids)
+            self._backward(step, _on(batch, self.device), len(ids))
+            grads = self._gradients()
+            came = {name for name in pending if name in grads and bool(grads[name].any())}
+            pending -= came
+            if step < WHOLE or came:
+                wanted = grads if step < WHOLE else {name: grads[name] for name in grads if name in came}
+                witness.reduced[step] = _copied(wanted.items())
+            self._update(step)
+            if step == 0:
+                self._look(FIRST)
+            if every and (step + 1) % every == 0:
+                self._evaluate(step + 1)
+        if not witness.losses:
+            raise ValueError("the data gave no batch")
+        if self.evaluation_data is not None and not (every and len(witness.losses) % every == 0):
+            self._evaluate(len(witness.losses))
+        self._look(END)
+        return witness
+
+    def _look(self, moment: str) -> None:
+        witness = self.witness
+        witness.values[moment] = _copied(self.model.named_parameters())
+        witness.buffers[moment] = _copied(self.model.named_buffers())
+        if moment == START:
+            hidden = ("params", "lr", "initial_lr")  # the last is LambdaLR's own
+            witness.options = {
+                name: {key: value for key, value in group.items() if key not in hidden}
+                for name, group in self._groups().items()
+            }
+        else:
+            state = self.optimizer.state
+            witness.state[moment] = {
+                name: {key: _kept(value) for key, value in state[tensor].items()}
+                for name, tensor in self.trained.items()
+                if tensor in state
+            }
+
+    def _batches(self) -> Iterator[tuple[int, int, list[int], Any]]:
+        """(step, epoch, sample numbers, batch) of as many steps as were asked for, or as the job has."""
+        limit = self.steps if self.job.steps is None else min(self.steps, self.job.steps)
+        step = 0
+        for epoch, batches in samples.epochs_of(self.data, self.job):
+            before = step
+            for ids, batch in batches if epoch < (self.job.epochs or math.inf) else ():
+                yield step, epoch, ids, batch
+                step += 1
+                if step == limit:
+                    return
+            if step == before:
+                return
+
+    def _backward(self, step: int, batch: Any, size: int) -> None:
+        """Gradients of the loss of the whole global batch."""
+        _seed_device(self.device, samples.stream_seed(self.job.seed, step, 0, 0))
+        self.optimizer.zero_grad()
+        with torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
+            total, count = _sum_and_count(self.job.loss(_called(self.job, self.model, batch), batch), size)
+        if self.scales:
+            self.scaler.scale(total).backward()
+            self.scaler.unscale_(self.optimizer)
+            for grad in self._gradients().values():
+                grad.div_(float(count))
+        else:
+            (total / count).backward()
+        self.witness.losses.append(total.item() / float(count))
+        self.witness.counts.append(float(count))
+
+    def _update(self, step: int) -> None:
+        """Clip, step at the schedule's rate, move the schedule on."""
+        grads = list(self._gradients().values())
+        # In fp64: the fp32 norm of ten million elements is off by 3e-4 on a CPU.
+        each = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+        norm = torch.linalg.vector_norm(torch.stack(each))
+        self.witness.norms.append(float(norm))
+        self.witness.skipped.append(self.scales and not math.isfinite(float(norm)))
+        self.witness.rates.append({name: float(group["lr"]) for name, group in self._groups().items()})
+        if self.job.clip is not None and not self.witness.skipped[-1]:
+            torch.nn.utils.clip_grads_with_norm_(self.trained.values(), self.job.clip, norm)
+        if step < WHOLE and not self.witness.skipped[-1]:
+            self.witness.used[step] = _copied(self._gradients().items())
+        if self.scales:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+        with warnings.catch_warnings():
+            # A first step that fp16 skips is a step of the schedule all the same.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before")
+            self.schedule.step()
+
+    def _evaluate(self, step: int) -> None:
+        """Loss and metrics over the evaluation data: sums over counts."""
+        sums: dict[str, list[float]] = {}
+        seen = 0
+        training = {part: part.training for part in self.model.modules()}
+        self.model.eval()
+        for ids, loaded in samples.in_order(self.evaluation_data, self.job):
+            batch = _on(loaded, self.device)
+            seen += len(ids)
+            with torch.no_grad(), torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
+                output = _called(self.job, self.model, batch)
+                found = {"loss": _sum_and_count(self.job.loss(output, batch), len(ids))}
+                found |= dict(self.job.metrics(output, batch)) if self.job.metrics else {}
+            for name, (total, count) in found.items():
+                entry = sums.setdefault(name, [0.0, 0.0])
+                entry[0], entry[1] = entry[0] + float(total), entry[1] + float(count)
+        for part, was in training.items():
+            part.training = was
+        means = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
+        self.witness.evaluations[step] = {
+            "loss": means.pop("loss"),
+            "samples": seen,
+            "metrics": dict(sorted(means.items())),
+        }
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: tensor.grad for name, tensor in self.trained.items() if tensor.grad is not None}
+
+    def _groups(self) -> dict[str, dict[str, Any]]:
+        """Parameter → its group."""
+        names = {id(tensor): name for name, tensor in self.trained.items()}
+        return {names[id(tensor)]: group for group in self.optimizer.param_groups for tensor in group["params"]}
+
+    def _total(self) -> int:
+        """The step at which a decay that states no end of its own ends: the job's last, however many are taken here."""
+        if self.job.steps is not None or samples.is_stream(self.data):
+            return self.job.steps or 1
+        return (self.job.epochs or 1) * samples.steps_of_epoch(len(self.data), self.job.batch, self.job.drop_last)
+
+
+class _Named(list[Tensor]):
+    """What a job's ``optimizer`` is called with: a list that also knows names."""
+
+    def __init__(self, named: Mapping[str, Tensor]) -> None:
+        super().__init__(named.values())
+        self._pairs = list(named.items())
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, parameter) pairs, in order."""
+        return iter(self._pairs)
+
+
+def rates(schedule: Schedule, batch: int, total: int) -> Any:
+    """The factor on every learning rate, by step, as ``LambdaLR`` takes it."""
+    warmup = schedule.warmup_samples / batch if schedule.warmup_samples else float(schedule.warmup_steps)
+    end = float(total if schedule.total_steps is None else schedule.total_steps)
+
+    def factor(step: int) -> float:
+        if warmup > step:
+            return min(step + 1.0, warmup) / warmup
+        if schedule.decay == "step":
+            return math.prod(schedule.gamma for milestone in schedule.milestones if milestone <= step)
+        if schedule.decay == "constant":
+            return 1.0
+        left = min(max((end - step) / max(end - warmup, 1.0), 0.0), 1.0)  # of the way down, 1 to 0
+        share = left if schedule.decay == "linear" else math.sin(math.pi / 2 * left) ** 2
+        return schedule.floor + (1.0 - schedule.floor) * share
+
+    return factor
+
+
+def _called(job: Job, model: nn.Module, batch: Any) -> Any:
+    """The model's output: its arguments are those of ``job.inputs``, or what forward names, or the batch."""
+    if job.inputs is not None:
+        given = job.inputs(batch)
+        if isinstance(given, Mapping):
+            return model(**given)
+        return model(*given) if isinstance(given, tuple) else model(given)
+    if isinstance(batch, Mapping):
+        names = inspect.getfullargspec(type(model).forward)
+        taken = [*names.args[1:], *names.kwonlyargs]
+        return model(**(batch if not taken and names.varkw else {name: batch[name] for name in taken if name in batch}))
+    return model(batch[0] if isinstance(batch, tuple | list) and batch else batch)
+
+
+def _sum_and_count(result: Any, size: int) -> tuple[Any, Any]:
+    """A plain mean over the samples is a sum over them divided by their number."""
+    if isinstance(result, tuple):
+        return result
+    return result * size, size
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if device.type == "cpu":
+        return value
+    if isinstance(value, Mapping):
+        return {key: _on(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_on(item, device) for item in value))
+    return type(value)(_on(item, device) for item in value) if isinstance(value, tuple | list) else value
+
+
+def _seed_device(device: torch.device, seed: int) -> None:
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def _copied(tensors: Any) -> Tensors:
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True).contiguous() if isinstance(value, Tensor) else value

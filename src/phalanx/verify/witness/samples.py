@@ -1,0 +1,197 @@
+"""Which samples a step holds, and what random numbers it draws, worked out from the rules in the documentation.
+
+The rules are those of ``docs/explanation/global-batch.md`` ("Exactly, for another program"), in whole numbers of
+Python: nothing of the loader, the sampler or the step is called. It is slow (some microseconds a sample) and simple.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, StackDataset, Subset, TensorDataset
+
+_64 = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def splitmix64(state: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014, figure 15)."""
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _64
+    state = (state ^ state >> 27) * 0x94D049BB133111EB & _64
+    return state ^ state >> 31
+
+
+def stream_seed(*words: int) -> int:
+    """The seed of what is drawn in forward: words are the job's seed, step, micro-batch and part."""
+    state = 0
+    for word in words:
+        state = splitmix64(state + _GOLDEN + word & _64)
+    return state // 2
+
+
+def sample_seed(seed: int, epoch: int, sample: int) -> int:
+    """The seed of what one sample draws while it is read."""
+    digest = hashlib.blake2b(f"({seed}, {epoch})".encode(), digest_size=8, person=b"phalanx.sample").digest()
+    return splitmix64(int.from_bytes(digest, "little") + (sample + 1) * _GOLDEN & _64)
+
+
+def seed_everything(seed: int) -> None:
+    """Torch's, numpy's and Python's generators."""
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+class KeyedOrder:
+    """The order of one epoch: position → sample number, a Feistel network over a rectangle with cycle walking."""
+
+    def __init__(self, length: int, seed: int, epoch: int) -> None:
+        self._length = length
+        self._rows = next(side for side in range(max(1, int((length - 1) ** 0.5)), length + 1) if side**2 >= length)
+        self._columns = (length + self._rows - 1) // self._rows
+        rounds = 24 if length < 1024 else 8
+        digest = hashlib.shake_256(f"({seed}, {epoch})".encode()).digest(8 * rounds)
+        self._keys = struct.unpack(f"<{rounds}Q", digest)
+        self._narrow = length <= 2**24
+
+    def __getitem__(self, position: int) -> int:
+        sample = self._once(position)
+        while sample >= self._length:
+            sample = self._once(sample)
+        return sample
+
+    def _once(self, number: int) -> int:
+        row, column = divmod(number, self._columns)
+        for first, second in zip(self._keys[::2], self._keys[1::2], strict=True):
+            row = (row + self._mixed(column, first, self._rows)) % self._rows
+            column = (column + self._mixed(row, second, self._columns)) % self._columns
+        return row * self._columns + column
+
+    def _mixed(self, word: int, key: int, below: int) -> int:
+        """A number below ``below``."""
+        if self._narrow:  # words of 32 bits
+            word = (word ^ key % 2**32) * 0x7FEB352D % 2**32
+            return ((word ^ word >> 15) * 0x846CA68B % 2**32 >> 12) * below >> 20
+        word = (word ^ key) * 0xBF58476D1CE4E5B9 % 2**64
+        return ((word ^ word >> 29) * 0x94D049BB133111EB % 2**64 >> 32) * below >> 32
+
+
+class GlobalBatches(Sampler[list[int]]):
+    """What a ``DataLoader`` takes as ``batch_sampler``: the sample numbers of each step of one epoch."""
+
+    def __init__(self, length: int, batch: int, order: KeyedOrder | None, drop_last: bool) -> None:
+        self._length, self._batch, self._order, self._drop_last = length, batch, order, drop_last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, self._length, self._batch):
+            positions = range(start, min(start + self._batch, self._length))
+            if len(positions) == self._batch or not self._drop_last:
+                yield [position if self._order is None else self._order[position] for position in positions]
+
+
+class Seeded(Dataset[Any]):
+    """The user's data, read as ``DataLoader`` reads it, with the generators seeded by the rule for samples."""
+
+    def __init__(self, data: Any, seed: int, epoch: int, *, own_collate: bool) -> None:
+        self._data, self._seed, self._epoch = data, seed, epoch
+        self._draws, self._own_collate = not _draws_nothing(data), own_collate
+        self._at_once = _reads_many(data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitems__(self, samples: list[int]) -> list[Any]:
+        """The samples of a batch; those of data that read many at once as one thing that is a batch already."""
+        if self._own_collate or (self._at_once and self._draws):
+            seed_everything(sample_seed(self._seed, self._epoch, samples[0]))
+        if self._at_once and self._draws:
+            found = self._data.__getitems__(samples)
+            if isinstance(found, list) or not self._own_collate:
+                return found
+        return [self._read(sample) for sample in samples]
+
+    def _read(self, sample: int) -> Any:
+        if self._draws:
+            seed_everything(sample_seed(self._seed, self._epoch, sample))
+        return self._data[sample]
+
+
+def _is_table(data: Any) -> bool:
+    """Whether it is the in-memory table that Phalanx offers users. By name: its module is judged, too."""
+    return (type(data).__module__.partition(".")[0], type(data).__name__) == ("phalanx", "Table")
+
+
+def _draws_nothing(data: Any) -> bool:
+    if type(data) is Subset:
+        return _draws_nothing(data.dataset)
+    return type(data) in (TensorDataset, list, tuple, range) or _is_table(data)
+
+
+def _reads_many(data: Any) -> bool:
+    """``Subset`` and ``StackDataset`` have the method whatever they wrap."""
+    if type(data) is Subset:
+        return _reads_many(data.dataset)
+    return type(data) is not StackDataset and callable(getattr(data, "__getitems__", None))
+
+
+def is_stream(data: Any) -> bool:
+    """Whether the data can only be read in order."""
+    return isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+
+
+def epochs_of(data: Any, job: Any) -> Iterator[tuple[int, Iterator[tuple[list[int], Any]]]]:
+    """Epoch after epoch without end: its number, and the (sample numbers, batch) of its steps."""
+    epoch = 0
+    while True:
+        yield epoch, _streamed(data, job, epoch) if is_stream(data) else _indexed(data, job, epoch)
+        epoch += 1
+
+
+def steps_of_epoch(length: int, batch: int, drop_last: bool) -> int:
+    """Steps in a pass over so many samples."""
+    return len(range(0, length, batch)) - bool(drop_last and length % batch)
+
+
+def _indexed(data: Any, job: Any, epoch: int) -> Iterator[tuple[list[int], Any]]:
+    order = None if job.shuffle is False else KeyedOrder(len(data), job.seed, epoch)
+    return _loaded(data, job, epoch, GlobalBatches(len(data), job.batch, order, job.drop_last))
+
+
+def in_order(data: Any, job: Any) -> Iterator[tuple[list[int], Any]]:
+    """Each sample once, in order, as an evaluation reads them."""
+    return _loaded(data, job, 0, GlobalBatches(len(data), job.batch, None, drop_last=False))
+
+
+def _loaded(data: Any, job: Any, epoch: int, batches: GlobalBatches) -> Iterator[tuple[list[int], Any]]:
+    def collate(samples: Any) -> Any:
+        if not isinstance(samples, list):
+            return samples
+        return (job.collate or torch.utils.data.default_collate)(samples)
+
+    seeded = Seeded(data, job.seed, epoch, own_collate=job.collate is not None)
+    return zip(batches, DataLoader(seeded, batch_sampler=batches, collate_fn=collate), strict=True)
+
+
+def _streamed(data: Any, job: Any, epoch: int) -> Iterator[tuple[list[int], Any]]:
+    if hasattr(data, "set_epoch"):
+        data.set_epoch(epoch)
+    if hasattr(data, "seek"):
+        data.seek(0)
+    position = 0
+    seed_everything(sample_seed(job.seed, epoch, position))
+    stream = iter(data)
+    while samples := list(islice(stream, job.batch)):
+        if len(samples) == job.batch or not job.drop_last:
+            if job.collate is not None:
+                seed_everything(sample_seed(job.seed, epoch, position))
+            batch = (job.collate or torch.utils.data.default_collate)(samples)
+            yield list(range(position, position + len(samples))), batch
+        position += len(samples)
+        seed_everything(sample_seed(job.seed, epoch, position))

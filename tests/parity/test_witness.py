@@ -1,0 +1,362 @@
+"""The plain PyTorch loop: Phalanx's one device equals it, and it shares no code with what it judges."""
+
+from __future__ import annotations
+
+import ast
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import MODELS, job, rows
+from table import STEPS
+from torch import nn
+
+import phalanx as px
+from phalanx.data import GlobalBatchSampler, read_ledger
+from phalanx.verify.witness import Witness, why_not
+from phalanx.verify.witness.loop import rates
+from phalanx.verify.witness.samples import GlobalBatches, KeyedOrder
+
+PLAIN_BAR = 1e-6  # relative, each step's loss in fp32
+SOURCE = Path(px.__file__).parent
+HERE = SOURCE / "verify" / "witness"
+# What a job's own functions call: the user's side, with tests of its own.
+USERS = {"train/losses.py", "data/table.py", "train/optimizers.py", "__init__.py"}  # the last looks up px.NAME
+
+
+def apart(reference: list[float], other: list[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a - b) / abs(a) for a, b in zip(reference, other, strict=True))
+
+
+def rates_of(witness: Witness) -> list[float]:
+    """Of the first parameter, in each step."""
+    return [next(iter(rates.values())) for rates in witness.rates]
+
+
+def classify(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, batch["y"])
+
+
+def linear(**how: Any) -> px.Job:
+    model = how.pop("model", lambda: nn.Linear(16, 5))
+    return job(model, rows(), classify, **{"inputs": lambda batch: batch["x"], **how})
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_device_equals_the_plain_loop(model: str) -> None:
+    run = px.fit(MODELS[model](), "single")
+    witness = Witness.of(MODELS[model](), STEPS)
+    assert len(run.losses) == STEPS
+    assert apart(witness.losses, run.losses) <= PLAIN_BAR
+    steps = list(run.events("step"))
+    assert apart(witness.norms, [event["grad_norm"] for event in steps]) <= 1e-4
+    assert rates_of(witness) == [event["lr"] for event in steps]
+    assert witness.counts == [event["count"] for event in steps]
+    assert [sorted(ids) for ids in witness.samples] == [
+        ids.tolist() for _, (_, ids) in sorted(read_ledger(run.folder / "ledger").items())
+    ]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_equals_the_plain_loop(precision: str) -> None:
+    run = px.fit(MODELS["own GPT"](), f"precision={precision}")
+    witness = Witness.of(MODELS["own GPT"](), STEPS, precision=precision)  # pyright: ignore[reportArgumentType]
+    assert apart(witness.losses, run.losses) <= 1e-4
+    assert apart(Witness.of(MODELS["own GPT"](), 1).losses, run.losses[:1]) > 1e-6, "computed in fp32"
+    assert [event["skipped"] for event in run.events("step")] == witness.skipped
+
+
+def test_an_fp16_overflow_is_skipped_and_the_schedule_goes_on() -> None:
+    one = linear(steps=4, schedule=px.Schedule(warmup_steps=4), inputs=lambda batch: batch["x"] * 3e3, clip=None)
+    run, witness = px.fit(one, "precision=fp16"), Witness.of(one, 4, precision="fp16")
+    steps = list(run.events("step"))
+    assert any(witness.skipped)
+    assert [event["skipped"] for event in steps] == witness.skipped
+    assert [event["lr"] for event in steps] == rates_of(witness)
+
+
+SCHEDULES = (
+    px.Schedule(decay="cosine", warmup_steps=3, floor=0.1),
+    px.Schedule(decay="linear", warmup_samples=35, total_steps=9),
+    px.Schedule(decay="step", milestones=(2, 5), gamma=0.5),
+)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.decay)
+def test_rates_are_those_of_the_plain_loop(schedule: px.Schedule) -> None:
+    one = linear(schedule=schedule, steps=12)
+    witness = Witness.of(one, 12)
+    given = [event["lr"] for event in px.fit(one, "single").events("step")]
+    assert given == pytest.approx(rates_of(witness), rel=1e-12)
+    assert len(set(given)) > 2
+
+
+def test_rates_are_those_of_torchs_own_schedulers() -> None:
+    from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, SequentialLR
+
+    def taken(make: Any) -> list[float]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule: LRScheduler = make(optimizer)
+        found: list[float] = []
+        for _ in range(20):
+            found.append(float(optimizer.param_groups[0]["lr"]))
+            optimizer.step()
+            schedule.step()
+        return found
+
+    def warmed(make: Any) -> Any:
+        return lambda one: SequentialLR(one, [LinearLR(one, 0.2, total_iters=4), make(one)], milestones=[5])
+
+    pairs = {
+        px.Schedule(warmup_steps=5): warmed(lambda one: LinearLR(one, 1.0, total_iters=1)),
+        px.Schedule(decay="cosine", floor=0.25): lambda one: CosineAnnealingLR(one, 20, 0.25),
+        px.Schedule(decay="cosine", warmup_steps=5): warmed(lambda one: CosineAnnealingLR(one, 15)),
+        px.Schedule(decay="linear", warmup_steps=5, total_steps=15): warmed(lambda one: LinearLR(one, 1, 0, 10)),
+        px.Schedule(decay="step", milestones=(3, 9)): lambda one: MultiStepLR(one, [3, 9], 0.1),
+    }
+    for schedule, make in pairs.items():
+        factor = rates(schedule, 8, 20)
+        assert [factor(step) for step in range(20)] == pytest.approx(taken(make), rel=1e-9, abs=1e-12), schedule
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 14, 40, 999, 1023, 1024, 1025, 30_000])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_order_is_the_samplers(length: int, drop_last: bool) -> None:
+    batch = min(14, length)
+    for epoch in (0, 3):
+        given = list(GlobalBatches(length, batch, KeyedOrder(length, 7, epoch), drop_last))
+        sampler = GlobalBatchSampler(length=length, batch=batch, seed=7, drop_last=drop_last)
+        first = epoch * sampler.steps_per_epoch
+        assert given == [ids.tolist() for _, _, ids in sampler.walk(first, first + sampler.steps_per_epoch)]
+        flat = [sample for step in given for sample in step]
+        assert len(set(flat)) == len(flat) == (length // batch * batch if drop_last else length)
+
+
+def test_the_order_of_long_data_is_the_samplers() -> None:
+    length = 2**24 + 5  # words of 64 bits
+    order, sampler = KeyedOrder(length, 1, 2), GlobalBatchSampler(length=length, batch=8, seed=1)
+    for index in (0, 77, sampler.steps_per_epoch - 1):
+        ids = sampler.ids(2 * sampler.steps_per_epoch + index)
+        assert [order[8 * index + offset] for offset in range(len(ids))] == ids.tolist()
+
+
+class Drawing(torch.utils.data.Dataset[Any]):
+    """Each sample adds noise from the three global generators."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        import random
+
+        noise = torch.randn(4) + float(np.random.rand()) + random.random()
+        return {"x": torch.full((4,), float(index % 5)) + noise, "y": index % 3}
+
+
+class DrawingMany(Drawing):
+    """The same, many samples at once."""
+
+    def __getitems__(self, ids: list[int]) -> list[Any]:
+        return [{"x": torch.randn(4), "y": index % 3} for index in ids]
+
+
+class Flow(torch.utils.data.IterableDataset[Any]):
+    """A stream that shuffles by epoch and draws; 23 samples."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(23):
+            yield {"x": torch.randn(4) + self.epoch, "y": index % 3}
+
+
+def masked(samples: list[Any]) -> Any:
+    batch = torch.utils.data.default_collate(samples)
+    return {**batch, "x": batch["x"] * (torch.rand_like(batch["x"]) > 0.3)}
+
+
+class Noisy(nn.Module):
+    """Dropout, a buffer changed in forward, and a part kept out of training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
+        self.still = nn.Dropout(0.9).eval()
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return self.head(self.still(self.inner(x)))
+
+
+def noisy(data: Any, **how: Any) -> px.Job:
+    given: dict[str, Any] = {
+        "model": Noisy,
+        "data": data,
+        "loss": lambda output, batch: px.cross_entropy(output, batch["y"]),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        "inputs": lambda batch: batch["x"],
+        "batch": 7,
+        "epochs": 2,
+        "evaluate": Drawing,
+        "metrics": lambda output, batch: {"accuracy": px.accuracy(output, batch["y"])},
+        "evaluate_every": 3,
+        **how,
+    }
+    return px.Job(**given)
+
+
+NOISY = {
+    "samples that draw": noisy(Drawing),
+    "no last batch": noisy(Drawing, drop_last=True, clip=0.3),
+    "data that read many": noisy(DrawingMany),
+    "a part of them": noisy(lambda: torch.utils.data.Subset(DrawingMany(), range(3, 21))),
+    "in order": noisy(lambda: [{"x": torch.arange(4.0) - index, "y": index % 3} for index in range(16)], shuffle=False),
+    "masks drawn in collate": noisy(Drawing, collate=masked),
+    "masks drawn of plain data": noisy(
+        lambda: [{"x": torch.arange(4.0) - index, "y": index % 3} for index in range(18)], collate=masked
+    ),
+    "a stream": noisy(Flow),
+    "a stream with masks": noisy(Flow, collate=masked, drop_last=True),
+    "data drawn when made": noisy(lambda: torch.utils.data.StackDataset(x=torch.randn(20, 4), y=[0, 1] * 10)),
+}
+
+
+@pytest.mark.parametrize("case", NOISY)
+def test_everything_drawn_is_drawn_alike(case: str, tmp_path: Path) -> None:
+    run = px.fit(NOISY[case], "single", folder=tmp_path / "run")
+    witness = Witness.of(NOISY[case], 100)
+    assert apart(witness.losses, run.losses) <= PLAIN_BAR
+    assert witness.epochs == [event["epoch"] for event in run.events("step")]
+    evaluations = list(run.events("evaluate"))
+    assert len(evaluations) == len(witness.evaluations) > 1
+    for ours in evaluations:
+        plain = witness.evaluations[ours["step"]]
+        assert ours["samples"] == plain["samples"]
+        assert ours["loss"] == pytest.approx(plain["loss"], rel=PLAIN_BAR)
+        assert ours["metrics"] == pytest.approx(plain["metrics"], rel=PLAIN_BAR)
+    assert float(witness.buffers["end"]["calls"]) == len(witness.losses)
+    assert set(witness.state["end"]) == set(witness.values["end"])
+
+
+def test_it_keeps_what_a_proof_looks_at() -> None:
+    witness = Witness.of(linear(clip=0.01), 5)
+    assert sorted(witness.reduced) == sorted(witness.used) == [0, 1, 2]
+    assert witness.state["end"]["weight"]["exp_avg"].shape == (5, 16)
+    assert witness.options["weight"]["weight_decay"] == 0.01
+    assert "lr" not in witness.options["weight"]
+    for name, start in witness.values["start"].items():
+        assert not torch.equal(start, witness.values["first"][name])
+        assert not torch.equal(witness.values["end"][name], witness.values["first"][name])
+    for grads, norm in ((witness.reduced[0], witness.norms[0]), (witness.used[0], 0.01)):
+        assert math.sqrt(sum(float(grad.square().sum()) for grad in grads.values())) == pytest.approx(norm, rel=1e-4)
+
+
+class Late(nn.Module):
+    """A branch that starts at zero, so that what lies behind it has no gradient in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.behind, self.gate = nn.Linear(16, 5), nn.Parameter(torch.zeros(()))
+        self.head = nn.Linear(16, 5)
+        self.sleeping = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) + self.gate * self.behind(x)
+
+
+def test_late_gradients_are_kept_when_they_come() -> None:
+    witness = Witness.of(linear(model=Late), 5)
+    assert not witness.reduced[0]["behind.weight"].any()
+    assert witness.reduced[1]["behind.weight"].any()
+    assert "sleeping" in witness.values["end"]
+    assert "sleeping" not in witness.options
+
+
+def test_named_groups_are_stepped() -> None:
+    def groups(params: Any) -> torch.optim.Optimizer:
+        named = list(params.named())
+        parts = [{"params": [one for name, one in named if name == "bias"], "lr": 0.5}]
+        return torch.optim.SGD([*parts, {"params": [one for name, one in named if name != "bias"]}], lr=0.1)
+
+    witness = Witness.of(linear(optimizer=groups, clip=None), 1)
+    moved = {name: start - witness.values["end"][name] for name, start in witness.values["start"].items()}
+    assert torch.allclose(moved["bias"], 0.5 * witness.reduced[0]["bias"], atol=1e-7)
+    assert torch.allclose(moved["weight"], 0.1 * witness.reduced[0]["weight"], atol=1e-7)
+
+
+def test_what_cannot_be_turned_says_why() -> None:
+    assert why_not(linear()) == ""
+    with pytest.raises(ValueError, match="closure"):
+        Witness.of(linear(optimizer=lambda params: torch.optim.LBFGS(params)), 1)
+    endless = noisy(Flow, schedule=px.Schedule(decay="cosine"))
+    assert "nobody knows" in why_not(endless)
+
+
+def imported(path: Path) -> set[str]:
+    """Names of modules that a file imports, with what it takes from packages."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            assert name not in ("import_module", "__import__", "run_path", "exec"), f"{path}: {name}"
+    return found
+
+
+def file_of(module: str) -> Path | None:
+    path = SOURCE.joinpath(*module.split(".")[1:])
+    if module.partition(".")[0] != "phalanx" or path == SOURCE:
+        return None
+    return next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.exists()), None)
+
+
+def test_it_imports_nothing_that_it_judges() -> None:
+    waiting, known = list(HERE.rglob("*.py")), set[Path]()
+    assert waiting
+    while waiting:
+        path = waiting.pop()
+        known.add(path)
+        found = {one for module in imported(path) if (one := file_of(module)) is not None}
+        waiting += [one for one in found if one not in known]
+    reached = {str(path.relative_to(SOURCE)) for path in known - set(HERE.rglob("*.py"))}
+    allowed = ("spec/", "errors.py", "units.py")
+    assert [path for path in sorted(reached) if not path.startswith(allowed)] == []
+    outside = {name.partition(".")[0] for path in HERE.rglob("*.py") for name in imported(path)}
+    assert outside - sys.stdlib_module_names <= {"torch", "numpy", "phalanx"}
+
+
+@pytest.mark.parametrize("make", [MODELS["own GPT"], MODELS["MLP"], lambda: NOISY["samples that draw"]])
+def test_it_calls_nothing_that_it_judges(make: Any) -> None:
+    one, called = make(), set[str]()
+    witness_and_spec = {str(path.relative_to(SOURCE)) for path in (*HERE.rglob("*.py"), *(SOURCE / "spec").glob("*"))}
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
+            called.add(str(Path(frame.f_code.co_filename).relative_to(SOURCE)))
+
+    sys.setprofile(look)
+    try:
+        Witness.of(one, 2, precision="bf16")
+    finally:
+        sys.setprofile(None)
+    assert "verify/witness/loop.py" in called, "the look-out sees nothing"
+    demo = {path for path in called if path.startswith("demo/jobs/")}  # models that a job here takes from there
+    assert called - witness_and_spec - USERS - demo == set()
