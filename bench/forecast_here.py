@@ -1,47 +1,41 @@
-"""Forecast beside measured step time on this machine: every kind of plan, three models, 1, 2 and 4 processes.
+"""Forecast beside measured step time on this machine: every kind of plan, 1, 2 and 4 processes, by the clock.
 
-``python bench/forecast_here.py [--on machine.toml] [--rounds N] [--only WORD] [--write]``; without ``--on`` it
-calibrates first. The measured time of a plan is that of its fastest round: other work on the machine only ever adds.
+``OMP_NUM_THREADS=1 python bench/forecast_here.py [--on machine.toml] [--rounds N] [--only WORD] [--write]``; without
+``--on`` it calibrates first, as a user does. Runs go through ``phalanx.fit``; the time of a step is the one that the
+run's own summary tells. Forecasts have the constants that a run here gets with ``machine.toml`` beside its job.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
+import json
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import chdir
 from dataclasses import dataclass, replace
-from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
-
-import torch
+from typing import Any
 
 import phalanx as px
-from forecast_models import JOBS
-from phalanx.comm import Place, device_for, joined
+from forecast_models import JOBS, plans
 from phalanx.errors import PhalanxError
+from phalanx.events import read
 from phalanx.forecast import Forecast, Work, forecast
-from phalanx.hardware import cluster, cores
+from phalanx.foresight import cluster_for
+from phalanx.hardware.calibrate import default_path
 from phalanx.hardware.quiet import wait_until_quiet
-from phalanx.launch import launch
-from phalanx.spec import Cluster, Plan
-from phalanx.train.assembly import build
+from phalanx.observe.summary import WARM_UP
+from phalanx.spec import Plan, RunSpec
 from phalanx.train.work import work_of
 
-STEPS, WARM_UP = 10, 3
-PATIENCE = 3.0  # seconds to wait before each run until nothing else computes
-PAGE = Path(__file__).parent.parent / "docs/reference/accuracy-here.md"
-PLANS = (
-    *("dp=1", "dp=1 micro={half}", "dp=1 recompute=full", "dp=1 precision=bf16"),
-    *("dp={n}", "dp={n} micro={part}", "dp={n} recompute=full", "dp={n} precision=bf16"),
-    *("fsdp={n} zero=1", "fsdp={n} zero=2", "fsdp={n} zero=3", "fsdp={n} zero=3 recompute=full"),
-    *("tp={n}", "pp={n} schedule=1f1b micro={fourth}", "pp={n} schedule=gpipe micro={fourth}", "cp={n}"),
-)
+STEPS = 9
+PATIENCE = 2.0  # seconds to wait before each run until nothing else computes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,34 +44,31 @@ class Case:
 
     Attributes:
         job: its name.
+        kind: of plan.
         plan: it.
-        foretold: what the forecast says.
-        clock: seconds of a step in each round.
-        core: seconds of each core that a step uses, in each round.
-        busy: whether ``core`` stands for the time of a step.
+        foretold: with the constants of this machine.
+        catalog: with those of the catalog, as before ``phalanx calibrate``.
+        rounds: seconds of a step in each round.
+        busy: share of the cores that others kept busy before each round.
     """
 
     job: str
+    kind: str
     plan: Plan
     foretold: Forecast
-    clock: tuple[float, ...]
-    core: tuple[float, ...]
-    busy: bool
+    catalog: Forecast
+    rounds: tuple[float, ...]
+    busy: tuple[float, ...]
+
+    @property
+    def measured(self) -> float:
+        """Seconds of a step: the median of the rounds."""
+        return statistics.median(self.rounds)
 
     @property
     def error(self) -> float:
         """How far the forecast is above what was measured, as a share of it."""
-        return self.expected / self.measured - 1
-
-    @property
-    def expected(self) -> float:
-        """Seconds that the forecast says for what ``measured`` is: of a core, waiting for other stages is no part."""
-        return self.foretold.step - (self.foretold.seconds["pipeline"] if self.busy else 0.0)
-
-    @property
-    def measured(self) -> float:
-        """Seconds of a step."""
-        return statistics.median(self.core) if self.busy else min(self.clock)
+        return self.foretold.step / self.measured - 1
 
 
 def main() -> int:
@@ -85,51 +76,73 @@ def main() -> int:
     parser.add_argument("--on", default="")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="")
-    parser.add_argument("--busy", action="store_true", help="other work runs: seconds of a core, not of the clock")
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--save", default="", help="also write what was measured into this file, for another --from")
+    parser.add_argument("--write", action="store_true", help="write the page, and the spread that intervals rest on")
     given = parser.parse_args()
+    from forecast_page import report, write
+
     with tempfile.TemporaryDirectory() as folder:
-        there = cluster(given.on or _calibrated(Path(folder) / "machine.toml"))
-    found = cases(there, given.rounds, given.only, busy=given.busy)
-    print(table(found))
+        machine = Path(folder) / default_path()
+        machine.write_text(Path(given.on).read_text() if given.on else _calibrated(Path(folder) / "own.toml"))
+        with chdir(folder):
+            found, refused = cases(given.rounds, given.only)
+    if given.save:
+        rows = [{"job": one.job, "plan": str(one.plan), "rounds": one.rounds} for one in found]
+        Path(given.save).write_text(json.dumps(rows), encoding="utf-8")
+    print(report(found, refused))
     if given.write:
-        PAGE.write_text(page(found), encoding="utf-8")
+        write(found, refused)
     return 0
 
 
-def cases(there: Cluster, rounds: int, only: str, *, busy: bool) -> list[Case]:
-    """Every plan of every job, its rounds apart from each other in time."""
-    asked: list[tuple[px.Job, Plan, Forecast]] = []
+def cases(rounds: int, only: str) -> tuple[list[Case], list[tuple[str, Plan, str]]]:
+    """Every plan of every job, its rounds apart from each other in time; and what was refused, with why."""
+    asked: list[Case] = []
+    refused: list[tuple[str, Plan, str]] = []
     for name, make in JOBS.items():
         job = make()
-        work = _apart(make)
-        for plan in plans(job.batch):
-            if only in f"{name} {plan} n{plan.devices}":
-                asked.append((job, plan, forecast(work, plan, there)))
+        wanted = [(kind, plan) for kind, plan in plans(name, job.batch) if only in f"{name} {kind} {plan}"]
+        work = _apart(make) if wanted else None
+        for kind, plan in wanted:
+            assert work is not None
+            try:
+                asked.append(_foretold(name, kind, plan, work))
+            except PhalanxError as error:
+                refused.append((name, plan, _line(error)))
     times: dict[int, list[tuple[float, float]]] = {}
     for turn in range(rounds):
-        for index, (job, plan, foretold) in enumerate(asked):
+        for index, one in enumerate(asked):
             if turn and index not in times:
                 continue
+            busy = wait_until_quiet(PATIENCE)
             try:
-                times.setdefault(index, []).append(measured(job, plan))
+                times.setdefault(index, []).append((measured(JOBS[one.job](), one.plan), busy))
             except PhalanxError as error:
                 times.pop(index, None)
-                print(f"{job.name} {plan}: {str(error).splitlines()[0][:110]}", file=sys.stderr)
+                refused.append((one.job, one.plan, _line(error)))
                 continue
-            print(f"{job.name:8} {plan!s:44} {foretold.step:.4f} {times[index][-1]}", file=sys.stderr, flush=True)
-    return [
-        Case(
-            job=job.name,
-            plan=plan,
-            foretold=foretold,
-            clock=tuple(one for one, _ in times[index]),
-            core=tuple(one for _, one in times[index]),
-            busy=busy,
-        )
-        for index, (job, plan, foretold) in enumerate(asked)
+            last = times[index][-1]
+            ratio = one.foretold.step / last[0] - 1
+            said = f"{one.job:8} {one.plan!s:44} {one.foretold.step:.4f} {last[0]:.4f} {ratio:+.0%} busy {busy:.0%}"
+            print(said, file=sys.stderr, flush=True)
+    found = [
+        replace(one, rounds=tuple(each for each, _ in times[index]), busy=tuple(each for _, each in times[index]))
+        for index, one in enumerate(asked)
         if index in times
     ]
+    return found, refused
+
+
+def _line(error: PhalanxError) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
+
+
+def _foretold(name: str, kind: str, plan: Plan, work: Work) -> Case:
+    """The forecasts of a plan as a run gets them here: with ``machine.toml`` beside it, and without."""
+    here = forecast(work, plan, cluster_for(plan))
+    with tempfile.TemporaryDirectory() as elsewhere, chdir(elsewhere):
+        catalog = forecast(work, plan, cluster_for(plan))
+    return Case(job=name, kind=kind, plan=plan, foretold=here, catalog=catalog, rounds=(), busy=())
 
 
 def _apart(make: Callable[[], px.Job]) -> Work:
@@ -142,104 +155,35 @@ def _work(make: Callable[[], px.Job]) -> Work:
     return work_of(make())
 
 
-def plans(batch: int) -> list[Plan]:
-    """Plans of 1, 2 and 4 processes."""
-    texts = [
-        text.format(n=n, half=batch // 2, part=batch // n // 2, fourth=batch // 4) for n in (1, 2, 4) for text in PLANS
-    ]
-    return [Plan.parse(one) for one in dict.fromkeys(texts) if "=1 zero" not in one and "p=1 s" not in one
-            and not one.startswith(("tp=1", "cp=1", "pp=1"))]  # fmt: skip
+def measured(job: px.Job, plan: Plan) -> float:
+    """Seconds of a step of ``px.fit`` by the clock, the first ones left out.
+
+    As the summary of a run tells them: the median. Where steps are unlike by plan, averaging after some of them, the
+    mean of whole rounds.
+    """
+    asked = replace(job, steps=STEPS, epochs=None, evaluate=None, metrics=None)
+    with tempfile.TemporaryDirectory() as scratch:
+        spec = RunSpec(job=job.name, plan=plan, folder=Path(scratch) / "run", forecast="none")
+        run = px.fit(asked, run=spec)
+        seconds = [float(event["seconds"]) for event in _steps(run.folder)][WARM_UP:]
+    return statistics.fmean(seconds) if plan.every > 1 else statistics.median(seconds)
 
 
-def measured(job: px.Job, plan: Plan) -> tuple[float, float]:
-    """Seconds of a step by the clock, of the faster ones, and of a core: what all processes use, over the cores."""
-    wait_until_quiet(PATIENCE)
-    asked = replace(job, steps=STEPS, epochs=None)
-
-    def work(place: Place, report: Callable[[int], None]) -> list[tuple[float, float]]:
-        torch.set_num_threads(1)
-        with joined(place, device_for(place, "cpu")):
-            assembly, times = build(asked, plan, place), list[tuple[float, float]]()
-            batches = iter(assembly.loader)
-            for _ in range(STEPS):
-                begun, used = time.perf_counter(), time.process_time()
-                assembly.step(next(batches))
-                times.append((time.perf_counter() - begun, time.process_time() - used))
-        return times[WARM_UP:]
-
-    ranks = launch(work, plan.world_size)
-    clock = sorted(one for one, _ in ranks[0])[(STEPS - WARM_UP) // 5]
-    used = sum(statistics.median(one for _, one in rank) for rank in ranks)
-    return clock, used / min(cores(), plan.world_size)
+def _steps(folder: Path) -> Iterator[dict[str, Any]]:
+    return (event for event in read(folder / "events.jsonl") if event["event"] == "step")
 
 
 def _calibrated(path: Path) -> str:
     from phalanx.cli.calibrate import command
 
     command.main(["-o", str(path)], standalone_mode=False)
-    return str(path)
-
-
-def table(found: Sequence[Case]) -> str:
-    """One row a plan, and the medians of the errors."""
-    lines = [
-        "| job | plan | forecast, ms | measured, ms | error | largest parts |",
-        "| --- | --- | ---: | ---: | ---: | --- |",
-    ]
-    for one in found:
-        parts = sorted(one.foretold.seconds.items(), key=lambda item: -item[1])[:3]
-        text = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in parts)
-        times = f"{1e3 * one.expected:.1f} | {1e3 * one.measured:.1f}"
-        lines.append(f"| {one.job} | `{one.plan}` | {times} | {100 * one.error:+.0f} % | {text} |")
-    return "\n".join([*lines, "", *medians(found)])
-
-
-def medians(found: Sequence[Case]) -> list[str]:
-    """Medians of the absolute errors: of all, by job, by processes and by kind of plan."""
-    groups: dict[str, list[Case]] = {"all": list(found)}
-    for one in found:
-        for key in (one.job, f"{one.plan.devices} process{'es' if one.plan.devices > 1 else ''}", _kind(one.plan)):
-            groups.setdefault(key, []).append(one)
-    lines = ["| of | plans | median error | bias |", "| --- | ---: | ---: | ---: |"]
-    for name, mine in groups.items():
-        errors = [one.error for one in mine]
-        middle = statistics.median(abs(one) for one in errors)
-        bias = f"{100 * statistics.median(errors):+.0f} %"
-        lines.append(f"| {name} | {len(mine)} | {100 * middle:.0f} % | {bias} |")
-    return lines
-
-
-def _kind(plan: Plan) -> str:
-    if plan.fsdp > 1:
-        return f"zero={plan.zero}"
-    return next((f"{key}" for key in ("tp", "pp", "cp") if getattr(plan, key) > 1), "dp" if plan.dp > 1 else "single")
-
-
-def page(found: Sequence[Case]) -> str:
-    """The page of the documentation."""
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")), platform.machine())  # fmt: skip
-    told = (
-        "Other work ran meanwhile, so the clock says little: measured are the seconds of each core that a step "
-        "uses, its processes together, the median of its steps. They hold no waiting: what pipelines wait is left out "
-        "of the forecast beside them, what exchanges wait is not"
-        if found[0].busy
-        else "Measured is a step by the clock, of all rounds the fastest"
-    )
-    head = [
-        "# Forecasts of this machine's own runs",
-        "",
-        "Generated by `python bench/forecast_here.py --write` after `phalanx calibrate`; do not edit.",
-        "",
-        f"{date.today():%B %Y}, {cpu}, {cores()} cores, one thread a process; {STEPS - WARM_UP} steps of each plan, "
-        f"rounds: {len(found[0].clock)}. {told}. With 4 processes two share a core.",
-        "",
-        "Constants of cores and exchanges come from the calibration. What sharded plans copy, the casts around "
-        "products in 16 bits and how micro-batches add up were chosen with some of these runs in view.",
-        "",
-    ]
-    return "\n".join([*head, *medians(found), "", "## Every plan", "", table(found).split("\n\n")[0], ""])
+    return path.read_text()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if "OMP_NUM_THREADS" not in os.environ:
+        print("note: without OMP_NUM_THREADS=1 one process computes with all cores", file=sys.stderr)
+    begun = time.monotonic()
+    code = main()
+    print(f"{time.monotonic() - begun:.0f} s", file=sys.stderr)
+    sys.exit(code)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from itertools import islice
 from typing import Any, final
 
 import numpy as np
@@ -65,6 +66,7 @@ class Loader:
         self._dealing = Dealing(lane, micro, first_step)
         self._indexed: IndexedReader | None = None
         self._stream: StreamReader | None = None
+        self._read: list[Any] = []
         self.length: int | None = None
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = job.steps if total_steps is None else total_steps
@@ -96,6 +98,26 @@ class Loader:
             return self._indexed.fetcher.fetch(0, np.arange(min(count, self.length or count)))
         assert self._stream is not None
         return self._stream.first(count)
+
+    def spread(self, count: int) -> Iterator[tuple[int, Any]]:
+        """Up to ``count`` samples spread over the data, each collated alone, with its place; the first of a stream."""
+        if self._indexed is not None:
+            size = self.length or 0
+            for place in np.unique(np.linspace(0, size - 1, min(count, size)).astype(np.int64)).tolist():
+                yield place, self.together([place])
+            return
+        assert self._stream is not None
+        self._read = []
+        for place, sample in enumerate(islice(self._stream.samples(), count)):
+            self._read.append(sample)
+            yield place, self.together([place])
+
+    def together(self, places: Sequence[int]) -> Any:
+        """The samples at these places of the data, collated; of a stream, those that ``spread`` has read."""
+        if self._indexed is not None:
+            return self._indexed.fetcher.fetch(0, np.asarray(places, dtype=np.int64))
+        assert self._stream is not None
+        return self._stream.together([self._read[place] for place in places])
 
     @property
     def next_step(self) -> int:

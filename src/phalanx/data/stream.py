@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import default_collate
@@ -88,7 +88,14 @@ class StreamReader:
 
     def first(self, count: int) -> Any:
         """The first ``count`` samples of the first pass, collated."""
-        samples = next(self._pass(0, 0), [])[:count]
+        return self.together(next(self._pass(0, 0), [])[:count])
+
+    def samples(self) -> Iterator[Any]:
+        """The samples of the first pass."""
+        return chain.from_iterable(self._pass(0, 0))
+
+    def together(self, samples: list[Any]) -> Any:
+        """These samples, collated."""
         return (self.collate or default_collate)(samples)
 
     def _collated(self, epoch: int, position: int, samples: list[Any], pieces: Sequence[tuple[int, int]]) -> list[Any]:

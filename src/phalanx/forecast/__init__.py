@@ -2,8 +2,21 @@
 
 from phalanx.forecast.forecast import Forecast, Sweep, forecast, forecasts, sweep
 from phalanx.forecast.habits import PHALANX, Habits
+from phalanx.forecast.lengths import Lengths
 from phalanx.forecast.memory import Memory
 from phalanx.forecast.step import StepTime
 from phalanx.forecast.work import Work
 
-__all__ = ["PHALANX", "Forecast", "Habits", "Memory", "StepTime", "Sweep", "Work", "forecast", "forecasts", "sweep"]
+__all__ = [
+    "PHALANX",
+    "Forecast",
+    "Habits",
+    "Lengths",
+    "Memory",
+    "StepTime",
+    "Sweep",
+    "Work",
+    "forecast",
+    "forecasts",
+    "sweep",
+]

@@ -11,6 +11,7 @@ from phalanx.forecast.compute import Times, compute
 from phalanx.forecast.crowd import on_cores
 from phalanx.forecast.habits import PHALANX, Habits
 from phalanx.forecast.layouts import Layouts, Whole
+from phalanx.forecast.lengths import timed
 from phalanx.forecast.links import Fabric
 from phalanx.forecast.rates import Rates, rates
 from phalanx.forecast.setting import Setting
@@ -54,6 +55,7 @@ def alone(scene: Scene, layouts: Layouts, group: Group, events: bool = False) ->
         allowed = ", ".join(group.device.peak)
         raise RefusedError([Problem(where="plan.precision", given=given, allowed=allowed, fix="precision=fp32")])
     costs, setting = table(scene.work.profile), _setting(scene, group)
+    layouts = timed(scene.work.lengths, layouts)
     unlike, alike = _unlike(layouts)
     few = compute(costs, layouts.take(unlike), setting)
     each = Times(**{one.name: getattr(few, one.name)[..., alike] for one in fields(few)})

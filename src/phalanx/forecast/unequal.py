@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from phalanx.forecast.alone import Scene, alone
 from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.lengths import held
 from phalanx.forecast.memory import Memory, memory
 from phalanx.forecast.step import StepTime
 from phalanx.forecast.tables import Array
@@ -85,6 +86,7 @@ def memory_of(scene: Scene, dealt_out: Deal) -> tuple[Memory, Array]:
 def _memory(scene: Scene, layouts: Layouts) -> Memory:
     here = any(group.device.kind == "cpu" for group in scene.cluster.groups)
     habits = replace(scene.habits, outer_here=here)
+    layouts = held(scene.work.lengths, layouts)
     return memory(scene.work.profile, layouts, habits, scene.precision, scene.work.state)
 
 

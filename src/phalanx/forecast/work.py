@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phalanx.forecast.lengths import Lengths
 from phalanx.profile import Profile
 
 
@@ -15,6 +16,7 @@ class Work:
         profile: of its model.
         batch: samples in one optimizer step of all devices.
         length: tokens in a sample; 0 for that of the profile.
+        lengths: of samples that were looked at, where they differ and ``length`` is 0.
         state: bytes of optimizer state for each parameter.
         optimizer: in lower case, such as ``adamw``, with ``-fused`` where one kernel steps a tensor.
     """
@@ -22,10 +24,11 @@ class Work:
     profile: Profile
     batch: int
     length: int = 0
+    lengths: Lengths | None = None
     state: float = 8.0
     optimizer: str = "adamw"
 
     @property
     def tokens(self) -> int:
         """In one sample."""
-        return self.length or self.profile.length
+        return self.length or (round(self.lengths.mean) if self.lengths else self.profile.length)

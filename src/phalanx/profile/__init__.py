@@ -3,7 +3,7 @@
 from phalanx.profile.config import from_config
 from phalanx.profile.costs import Operation, Part, Profile, Saved, Share, Size, Weights, flops
 from phalanx.profile.standard import Family, Shape, standard
-from phalanx.profile.tracing import Described, trace
+from phalanx.profile.tracing import Described, length_of, trace
 
 __all__ = [
     "Described",
@@ -18,6 +18,7 @@ __all__ = [
     "Weights",
     "flops",
     "from_config",
+    "length_of",
     "standard",
     "trace",
 ]

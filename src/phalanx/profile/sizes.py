@@ -15,7 +15,7 @@ from phalanx.profile.laws import Sizes, profile_of
 from phalanx.profile.measured import Measured, Units, measured
 from phalanx.profile.refusal import refusal
 from phalanx.profile.tracer import Call, traced
-from phalanx.profile.tracing import Described
+from phalanx.profile.tracing import Described, length_of
 
 _SAMPLES = 2  # one sample would let dimensions of 1 pass for others
 
@@ -33,7 +33,7 @@ def measured_at_sizes(described: Described) -> Profile:
     )
     leaves = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
     samples = next((one.shape[0] for one in leaves if one.dim()), 1)
-    length = described.length or _length(leaves)
+    length = described.length or length_of(leaves)
     sizes = Sizes(samples=_SAMPLES, length=length, shorter=max(1, length // 2))
     wanted = [(_SAMPLES, length), (2 * _SAMPLES, length)] + [(_SAMPLES, sizes.shorter)] * (length > 1)
     runs: list[Measured] = []
@@ -62,13 +62,6 @@ def _run(call: Call, form: _Form, dtype: Any) -> Measured:
 
 def _itemsize(call: Call) -> int:
     return next((one.itemsize for one in call.module.parameters() if one.is_floating_point()), 4)
-
-
-def _length(leaves: list[Tensor]) -> int:
-    """Tokens of a sample: dimension 1 of inputs of whole numbers, or of vectors in a row."""
-    found = [one.shape[1] for one in leaves if one.dim() == 2 and not one.is_floating_point()]
-    found += [one.shape[1] for one in leaves if one.dim() == 3 and one.is_floating_point()]
-    return found[0] if found else 1
 
 
 @dataclass(frozen=True, slots=True)

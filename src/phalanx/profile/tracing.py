@@ -54,3 +54,10 @@ def trace(described: Described) -> Profile:
     from phalanx.profile.sizes import measured_at_sizes
 
     return measured_at_sizes(described)
+
+
+def length_of(tensors: list[Any]) -> int:
+    """Tokens of a sample in a model's inputs: dimension 1 of whole numbers, or of vectors in a row; else 1."""
+    found = [one.shape[1] for one in tensors if one.dim() == 2 and not one.is_floating_point()]
+    found += [one.shape[1] for one in tensors if one.dim() == 3 and one.is_floating_point()]
+    return found[0] if found else 1

@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from phalanx.data import Lane, Loader
-from phalanx.forecast import Work
+from phalanx.forecast import Lengths, Work
+from phalanx.parallel.example import Example
 from phalanx.profile import Described, trace
 from phalanx.spec import Job
 from phalanx.train.assembly import Parameters, begun, example_of
+from phalanx.train.inputs import Inputs
+from phalanx.train.lengths import look
 from phalanx.train.lossform import read_loss
 
 _ADAM = 8.0  # bytes a parameter
@@ -37,7 +40,7 @@ def work_of(job: Job, *, batch: int = 0, length: int = 0, values: bool = False) 
     else:
         job = without_values(job)
         module, _ = begun(job)
-    example = example_of(job, module, Loader(job.data(), job, Lane(), micro=None))
+    lengths, example = _example(job, module, look_at_lengths=not length)
 
     def loss(output: Any, batch: Any) -> torch.Tensor:
         return read_loss(job.loss(output, batch), 1, "the forecast").value
@@ -47,6 +50,8 @@ def work_of(job: Job, *, batch: int = 0, length: int = 0, values: bool = False) 
     if values:
         told = "its costs are those of one step on samples of the data: others may choose other shapes"
         profile = replace(profile, notes=(*profile.notes, told))
+    if lengths:
+        profile = replace(profile, notes=(*profile.notes, lengths.note))
     state = state_bytes(job, module)
     if state is None:
         told = "the optimizer could not be tried on small parameters: 8 bytes of state each are taken, as Adam has"
@@ -55,9 +60,21 @@ def work_of(job: Job, *, batch: int = 0, length: int = 0, values: bool = False) 
         profile=profile,
         batch=batch or job.batch,
         length=length,
+        lengths=lengths,
         state=_ADAM if state is None else state,
         optimizer=optimizer_name(job, module),
     )
+
+
+def _example(job: Job, module: nn.Module, *, look_at_lengths: bool) -> tuple[Lengths | None, Example]:
+    """Two samples to look at the model with: where lengths differ, two of the longest."""
+    loader = Loader(job.data(), job, Lane(), micro=None)
+    if not look_at_lengths:
+        return None, example_of(job, module, loader)
+    host, inputs = torch.device("cpu"), Inputs(job, module)
+    lengths, batch = look(loader, lambda one: inputs(one, host)[:2])
+    args, kwargs, batch = inputs(batch, host)
+    return lengths, Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
 
 
 _LARGE = 2e8  # elements: some seconds of random numbers

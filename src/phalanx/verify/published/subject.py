@@ -41,13 +41,17 @@ class Subject:
     length: int
 
 
-def subject(row: Row) -> Subject:
-    """``row`` in our nouns."""
+def subject(row: Row, *, network: bool = True) -> Subject:
+    """``row`` in our nouns.
+
+    ``network``: where the row states none, take the one that the framework's runs are thought to have had; else the
+    catalog's.
+    """
     habits = NAMED[_habits(row)]
     return Subject(
         shape=_shape(row),
         plan=_plan(row),
-        cluster=_cluster(row, habits),
+        cluster=_cluster(row, habits.network if network else 0.0),
         habits=habits,
         batch=row.whole("batch"),
         length=_length(row),
@@ -135,13 +139,13 @@ def _schedule(row: Row) -> tuple[Any, int]:
     return "zero-bubble", 2
 
 
-def _cluster(row: Row, habits: Habits) -> Cluster:
+def _cluster(row: Row, network: float) -> Cluster:
     devices, per_node = row.whole("devices"), row.whole("per_node", 8)
     name, rate = row.text("device"), row.text("network")
     here = f"{max(devices // per_node, 1)}x{min(devices, per_node)}x{name}"
     made = cluster(f"{here}@{rate}" if rate else here)
-    if not rate and habits.network:
-        made = replace(made, network=replace(made.network, bandwidth=habits.network))
+    if not rate and network:
+        made = replace(made, network=replace(made.network, bandwidth=network))
     return made
 
 
@@ -156,6 +160,7 @@ _BY_FRAMEWORK = {
     "ZeroBubble-Megatron": "zero-bubble",
     "PyTorch (NVIDIA examples)": "nvidia-examples",
     "AA-Megatron": "aa-megatron-flash",
+    "NeMo-MLPerf": "nemo",
 }
 
 

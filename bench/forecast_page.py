@@ -1,0 +1,6 @@
+def report(found, refused):
+    return ""
+
+
+def write(found, refused):
+    pass

@@ -1,0 +1,279 @@
+"""Forecasts of a source that no constant has seen: every constant is fitted anew on all other sources.
+
+Of a framework only what is known of it is used: which kernels it joins, what it overlaps, what it sends in which
+precision. What was fitted to runs (of a family of devices, of collectives, of how far such kernels and overlaps go) is
+fitted without the source that is judged, from physical defaults. So is a whole family of devices left out, whose
+constants are then those of the family most like it.
+
+The fit is Gauss-Newton on the logarithm of forecast over measured, each source with the square root of its rows as
+weight, large errors cut down (Huber, "Robust estimation of a location parameter", 1964). What leaving a source out does
+to it is found by one more step of Gauss-Newton from the fit of all (Giordano et al., "A Swiss army infinitesimal
+jackknife", 2019); the forecasts of that source are then made in full with those constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.forecast import Forecast, Habits, Work, forecasts
+from phalanx.forecast.forecast import times
+from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.rates import family
+from phalanx.profile import Profile
+from phalanx.spec import Cluster
+from phalanx.verify.published.foretold import Foretold
+from phalanx.verify.published.rows import Row
+from phalanx.verify.published.subject import Subject, subject
+
+Array = npt.NDArray[np.float64]
+
+_MOST = 40  # rows of a source that constants are fitted on: its others differ from them by one setting
+_CUT = 0.25  # errors of a logarithm beyond which they count by their size, not its square
+_ROUNDS = 4
+_LONGEST = 1.0  # of a step of Gauss-Newton, in units of a constant's own spread
+_FARTHEST = 4.0  # from where a constant starts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constant:
+    """A constant that is fitted.
+
+    Attributes:
+        name: a field of ``Kernels``, ``Wires`` or ``Habits``, or one of ``_GENERIC``.
+        start: what is known of it without any run.
+        spread: by how much it may plausibly be another: the fit is held to ``start`` as if that had been measured so.
+        family: of devices that it is of; empty for all.
+        grows: whether it is positive, and ``spread`` is of its logarithm.
+        most: the largest that it can be.
+    """
+
+    name: str
+    start: float
+    spread: float
+    family: str = ""
+    grows: bool = True
+    most: float = np.inf
+
+    def value(self, at: float) -> float:
+        """The constant, ``at`` spreads from its start."""
+        if self.grows:
+            return min(self.most, self.start * float(np.exp(at * self.spread)))
+        return min(self.most, max(0.0 if self.name != "eager" else -4.0, self.start + at * self.spread))
+
+
+_KERNELS = (
+    Constant(name="product", start=0.8, spread=0.2, most=1.0),
+    Constant(name="waves", start=0.5, spread=0.3, grows=False, most=1.0),
+    Constant(name="depth", start=128.0, spread=1.0),
+    Constant(name="attention", start=0.6, spread=0.3, most=1.0),
+    Constant(name="attention_backward", start=0.5, spread=0.3, most=1.0),
+    Constant(name="stream", start=0.8, spread=0.2, most=1.0),
+    Constant(name="floor", start=3e-6, spread=0.7),
+    Constant(name="host", start=6e-6, spread=0.7),
+)
+CONSTANTS = (
+    *(replace(one, family=name) for name in ("ampere", "hopper") for one in _KERNELS),
+    Constant(name="inside", start=0.75, spread=0.2, most=1.0),
+    Constant(name="between", start=0.8, spread=0.2, most=1.0),
+    Constant(name="start", start=20e-6, spread=0.7),
+    Constant(name="start_between", start=30e-6, spread=0.7),
+    Constant(name="hop", start=1e-6, spread=1.0),
+    Constant(name="hop_between", start=5e-6, spread=0.7),
+    Constant(name="jitter", start=0.0, spread=0.02, grows=False),
+    Constant(name="crowd", start=0.01, spread=0.05, grows=False),
+    Constant(name="eager", start=0.0, spread=1.0, grows=False, most=1.0),
+    Constant(name="fused", start=0.8, spread=0.3, grows=False, most=1.0),
+    Constant(name="scores", start=5.0, spread=0.4),
+    Constant(name="contention", start=0.1, spread=0.1, grows=False, most=1.0),
+    Constant(name="overlap", start=0.5, spread=0.3, grows=False, most=1.0),
+    Constant(name="overlap_tensor", start=0.3, spread=0.3, grows=False, most=1.0),
+    Constant(name="rest", start=2e-3, spread=1.0),
+)
+_LIKE = {"ampere": "hopper", "hopper": "ampere"}  # whose constants a family has that was never measured
+_GENERIC = ("eager", "fused", "scores", "contention", "overlap", "overlap_tensor", "rest")
+
+_JOINS = ("megatron", "zero-bubble", "nvidia", "deepspeed", "torchtitan-compiled", "torchtitan-async", "nemo")
+"""Frameworks that join elementwise kernels, by the beginnings of their names; those of ``aa-`` join norms at most."""
+
+_SCORES_APART = 8.0  # passes over scores that are scaled, masked, made a softmax of and dropped one by one
+_FIRST_FLASH = 0.6  # of the second's speed: Dao, "FlashAttention-2", 2023, figure 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Without:
+    """What was forecast of rows whose source, or family of devices, no constant had seen.
+
+    Attributes:
+        source: that was left out.
+        found: its rows with their forecasts.
+    """
+
+    source: str
+    found: tuple[Foretold, ...]
+
+
+def framework(row: Row) -> str:
+    """What is left out together: all that was published of a framework."""
+    return row.text("framework").removesuffix("-memory")
+
+
+def generation(row: Row) -> str:
+    """The family of a row's devices."""
+    return family(subject(row).cluster.groups[0].device)
+
+
+class Fit:
+    """Constants fitted on published runs, whole and without each group of them."""
+
+    def __init__(self, rows: Iterable[Row], profile: Callable[[Subject], Profile]) -> None:
+        self._profile = profile
+        self._all = [(row, subject(row, network=False)) for row in rows if row.step and not row.ran_out]
+        counts: dict[str, int] = {}
+        self._few: list[tuple[Row, Subject]] = []
+        for row, one in sorted(self._all, key=lambda pair: pair[0].mark):
+            counts[framework(row)] = counts.get(framework(row), 0) + 1
+            if counts[framework(row)] <= _MOST:
+                self._few.append((row, one))
+        self._weights = np.array([min(counts[framework(row)], _MOST) ** -0.25 for row, _ in self._few])
+        self.at = np.zeros(len(CONSTANTS))
+        self._errors, self._slopes = self._fitted()
+
+    def values(self) -> dict[str, float]:
+        """Every constant, fitted on all rows, those of a family by ``family.name``."""
+        return _values(self.at)
+
+    def without(self, key: Callable[[Row], str]) -> tuple[Without, ...]:
+        """Forecasts of the rows of each group by ``key``, from constants of the others."""
+        names = dict.fromkeys(key(row) for row, _ in self._all)
+        made: list[Without] = []
+        for name in names:
+            kept = np.array([key(row) != name for row, _ in self._few])
+            values = _values(self._step(kept))
+            for one in _KERNELS if name in _LIKE else ():
+                values[f"{name}.{one.name}"] = values[f"{_LIKE[name]}.{one.name}"]
+            left = [(row, one) for row, one in self._all if key(row) == name]
+            found = [replace_constants(one, values) for _, one in left]
+            made.append(Without(source=name, found=tuple(self._foretold([row for row, _ in left], found))))
+        return tuple(made)
+
+    def _foretold(self, rows: Sequence[Row], subjects: Sequence[Subject]) -> list[Foretold]:
+        made: dict[int, Forecast] = {}
+        for indices in _alike(subjects).values():
+            first = subjects[indices[0]]
+            work = Work(profile=self._profile(first), batch=first.batch, length=first.length)
+            plans = [subjects[index].plan for index in indices]
+            made |= dict(zip(indices, forecasts(work, plans, first.cluster, first.habits), strict=True))
+        return [
+            Foretold(row=row, subject=one, forecast=made[index])
+            for index, (row, one) in enumerate(zip(rows, subjects, strict=True))
+        ]
+
+    def _fitted(self) -> tuple[Array, Array]:
+        everything = np.ones(len(self._few), dtype=bool)
+        for _ in range(_ROUNDS):
+            self._errors = self._off(self.at)
+            self._slopes = self._sloped(self._errors)
+            by = np.clip(self._step(everything) - self.at, -_LONGEST, _LONGEST)
+            self.at = self._better(self.at + by, everything)
+        self._errors = self._off(self.at)
+        return self._errors, self._sloped(self._errors)
+
+    def _sloped(self, errors: Array) -> Array:
+        slopes = np.zeros((len(errors), len(CONSTANTS)))
+        for index in range(len(CONSTANTS)):
+            moved = self.at.copy()
+            moved[index] += 0.1
+            slopes[:, index] = (self._off(moved, only=CONSTANTS[index].family, like=errors) - errors) / 0.1
+        return slopes
+
+    def _step(self, kept: npt.NDArray[np.bool_]) -> Array:
+        """Where Gauss-Newton leads from ``at`` with the rows ``kept``."""
+        weights = self._weights * np.sqrt(_CUT / np.maximum(np.abs(self._errors), _CUT)) / _CUT
+        rows = (weights * kept)[:, None] * self._slopes
+        wanted = -(weights * kept) * self._errors
+        by = np.linalg.solve(rows.T @ rows + np.eye(len(self.at)), rows.T @ wanted - self.at)
+        return np.clip(self.at + by, -_FARTHEST, _FARTHEST)
+
+    def _better(self, there: Array, kept: npt.NDArray[np.bool_]) -> Array:
+        """``there``, or as far towards it as things get better."""
+        before = self._loss(self.at, self._errors, kept)
+        for share in (1.0, 0.5, 0.25):
+            at = self.at + share * (there - self.at)
+            if self._loss(at, self._off(at), kept) < before:
+                return at
+        return self.at
+
+    def _loss(self, at: Array, errors: Array, kept: npt.NDArray[np.bool_]) -> float:
+        sizes = np.abs(errors) / _CUT
+        cut = np.where(sizes < 1, sizes**2, 2 * sizes - 1)
+        return float((self._weights**2 * cut)[kept].sum() + (at**2).sum())
+
+    def _off(self, at: Array, only: str = "", like: Array | None = None) -> Array:
+        """Logarithms of forecast over measured; of rows of other families than ``only`` as in ``like``."""
+        values = _values(at)
+        subjects = [replace_constants(one, values) for _, one in self._few]
+        found = np.zeros(len(subjects)) if like is None else like.copy()
+        for indices in _alike(subjects).values():
+            first = subjects[indices[0]]
+            if only and _kernels_of(first.cluster) != only:
+                continue
+            work = Work(profile=self._profile(first), batch=first.batch, length=first.length)
+            layouts = Layouts.of([subjects[index].plan for index in indices], work.batch, work.tokens)
+            total = times(work, layouts, first.cluster, first.plan.precision, first.habits).total
+            for place, index in enumerate(indices):
+                found[index] = np.log(total[place] / self._few[index][0].step)
+        return found
+
+
+def _alike(subjects: Sequence[Subject]) -> Mapping[object, list[int]]:
+    groups: dict[object, list[int]] = {}
+    for index, one in enumerate(subjects):
+        network = (one.cluster.network.bandwidth, one.cluster.network.latency)
+        key = (one.shape, str(one.cluster.groups), network, one.habits.name, one.batch, one.plan.precision)
+        groups.setdefault(key, []).append(index)
+    return groups
+
+
+def _values(at: Array) -> dict[str, float]:
+    return {
+        f"{one.family}.{one.name}" if one.family else one.name: one.value(float(where))
+        for one, where in zip(CONSTANTS, at, strict=True)
+    }
+
+
+def _kernels_of(cluster: Cluster) -> str:
+    """The family whose constants devices of ``cluster`` have."""
+    return "hopper" if family(cluster.groups[0].device) in ("hopper", "blackwell") else "ampere"
+
+
+def replace_constants(one: Subject, values: Mapping[str, float]) -> Subject:
+    """``one`` with ``values`` for everything that was fitted, and of its framework only what is known of it."""
+    mine = f"{_kernels_of(one.cluster)}."
+    found = {name.removeprefix(mine): value for name, value in values.items() if name.startswith(mine)}
+    found |= {name: value for name, value in values.items() if "." not in name and name not in _GENERIC}
+    groups = tuple(replace(group, device=replace(group.device, measured=found)) for group in one.cluster.groups)
+    return replace(one, cluster=replace(one.cluster, groups=groups), habits=known(one.habits, values))
+
+
+def known(habits: Habits, values: Mapping[str, float]) -> Habits:
+    """What is known of a framework, with ``values`` for how far it goes."""
+    joins = habits.name.startswith(_JOINS)
+    apart = habits.name == "aa-megatron-eager"
+    return replace(
+        habits,
+        joined=values["fused"] if joins else values["eager"],
+        scores=_SCORES_APART if apart else values["scores"],
+        launches=min(habits.launches, 1.0),
+        overlap=values["overlap"] if habits.overlap else 0.0,
+        overlap_tensor=values["overlap_tensor"] if habits.overlap_tensor else 0.0,
+        speed=_FIRST_FLASH if habits.name == "aa-megatron-flash1" else 1.0,
+        relay=0.0,
+        network=0.0,
+        contention=values["contention"],
+        reach=1.0,
+        rest=values["rest"],
+    )
