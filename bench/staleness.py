@@ -25,8 +25,9 @@ import phalanx as px
 from phalanx.comm import Place
 from phalanx.parallel.server.update import Pushed, Rule, Shard
 from phalanx.spec.keys import Compensate
-from phalanx.train.assembly import Assembly, Parameters, build
+from phalanx.train.assembly import Assembly, build
 from phalanx.train.evaluate import evaluate
+from phalanx.train.parameters import Parameters
 from quality import digits, gpt
 from stored import load, save
 

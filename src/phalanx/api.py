@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import Problem, RefusedError, WorkerError
+from phalanx.errors import Problem, RefusedError, SpecError, WorkerError
 from phalanx.events import read
 from phalanx.spec import Cluster, Job, Plan, RunSpec
 
@@ -119,6 +119,10 @@ def _start(job: Job, spec: RunSpec, watch: Callable[[], None] | None, cores: int
         with Teller(job, spec, threads=cores, watch=watch) as teller:
             prepare_run(spec)
             launch(work, plan.processes, watch=teller, hosts=hosts, reserves=_RESERVES if plan.server else 0)
+    except SpecError as error:  # what only a worker could see, or the forecast once the run had begun
+        if folder.is_dir():
+            record(error, folder)
+        raise
     except WorkerError as error:
         record(error, folder)
         if said := too_little(error, folder):

@@ -17,7 +17,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.comm import Across, Place, joined, place_within, within
-from phalanx.errors import LossError, WorkerError
+from phalanx.errors import LossError, RefusedError, WorkerError
 from phalanx.events import faults
 from phalanx.launch import launch
 from phalanx.observe.summary import summarise
@@ -240,7 +240,7 @@ class TestFragments:
                 assert found == {"w.0": [-steps] * 2, "w.1": [-steps] * 2}
 
     def test_more_than_the_model_has_parameters_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(WorkerError, match="fragments=9 for 8 parameters") as caught:
+        with pytest.raises(RefusedError, match="fragments=9 for 8 parameters") as caught:
             fit("dp=2 sync=local every=9 fragments=9", tmp_path / "run")
         assert caught.value.exit_code == 2
 

@@ -222,11 +222,11 @@ class TestRefusals:
                 super().__init__()
                 self.names = nn.Embedding(3, 9, sparse=True)
 
-        with pytest.raises(WorkerError, match="sparse gradients of names"):
+        with pytest.raises(RefusedError, match="sparse gradients of names"):
             trained("dp=2 compress=int8", tmp_path, model=Sparse)
 
     def test_an_optimizer_that_takes_zeros_for_rest(self, tmp_path: Path) -> None:
         how: dict[str, Any] = {"optimizer": lambda params: torch.optim.Rprop(params, lr=1e-3), "epochs": 1}
-        with pytest.raises(WorkerError, match="Rprop with compress=topk"):
+        with pytest.raises(RefusedError, match="Rprop with compress=topk"):
             trained("dp=2 compress=topk:0.1", tmp_path, **how)
         trained("dp=2 compress=int8", tmp_path / "fixed", **how)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from split_layouts import SHAPES, laid_out, own, value
 from torch import nn
 
 import phalanx as px
-from phalanx.errors import WorkerError
+from phalanx.errors import RefusedError
 from phalanx.parallel import Held
 from phalanx.spec import Plan
-from phalanx.train.elementwise import elementwise
+from phalanx.train.elementwise import elementwise, half_steps
 from phalanx.train.optimizers import LAMB, LARS
 from phalanx.train.slices import _GROUPS, groups_of_slices, note_slices
 
@@ -92,20 +93,58 @@ def test_notes_end_with_their_parameters_and_are_not_copied() -> None:
     assert groups_of_slices(nn.Parameter(torch.zeros(1))) == ()
 
 
+WEIGHTS = {"up": nn.Parameter(torch.zeros(8, 4)), "bias": nn.Parameter(torch.zeros(8))}
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
 def test_most_optimizers_treat_each_element_by_itself(kind: Any) -> None:
-    assert elementwise(kind([nn.Parameter(torch.zeros(2, 2))], lr=0.0))
+    assert elementwise(squares(kind, lr=0.0), WEIGHTS)
 
 
-def test_an_optimizer_of_another_form_is_let_be() -> None:
-    class Other(torch.optim.SGD):
-        def __init__(self, params: Any, *, must: int) -> None:
-            super().__init__(params, lr=must)
+class Other(torch.optim.SGD):
+    """Not to be built from its defaults."""
 
-    assert elementwise(Other([nn.Parameter(torch.zeros(2, 2))], must=1))
+    def __init__(self, params: Any, *, must: int) -> None:
+        super().__init__(params, lr=must)
 
 
-def squares(kind: Any) -> px.Job:
+class Normed(Other):
+    """Steps by the norm of a whole parameter's gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["lr"] * parameter.grad / parameter.grad.norm()
+
+
+def picky(params: Any) -> torch.optim.Optimizer:
+    params = list(params)
+    if params[0].shape != (64, 8):
+        raise ValueError("made for one model alone")
+    return torch.optim.SGD(params, lr=1e-2)
+
+
+def test_optimizers_are_made_as_the_job_makes_them() -> None:
+    assert elementwise(replace(squares(None), optimizer=lambda params: Other(params, must=1)), WEIGHTS)
+    assert not elementwise(replace(squares(None), optimizer=lambda params: Normed(params, must=1)), WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "why"),
+    [
+        (lambda params: Normed(params, must=1), "steps a whole parameter otherwise than its slices"),
+        (picky, "could not be tried on small parameters .*made for one model alone"),
+    ],
+)
+def test_what_is_not_elementwise_or_not_known_is_refused_where_parameters_are_slices(optimizer: Any, why: str) -> None:
+    job = replace(squares(None), optimizer=optimizer)
+    with pytest.raises(RefusedError, match=why) as caught:
+        px.prove(job, "tp=2", steps=1)
+    assert px.prove(job, caught.value.problems[0].fix, steps=2).equal
+
+
+def squares(kind: Any, lr: float = 1e-2) -> px.Job:
     def model() -> nn.Module:
         return nn.Sequential(nn.Sequential(nn.Linear(8, 64, bias=False), nn.ReLU(), nn.Linear(64, 8, bias=False)))
 
@@ -113,7 +152,7 @@ def squares(kind: Any) -> px.Job:
         model=model,
         data=lambda: list(torch.linspace(-1, 1, 64).view(8, 8)),
         loss=lambda output, batch: (output - batch).square().mean(),
-        optimizer=lambda params: kind(params, lr=1e-2),
+        optimizer=lambda params: kind(params, lr=lr),
         batch=4,
         steps=2,
     )
@@ -121,7 +160,36 @@ def squares(kind: Any) -> px.Job:
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
 def test_one_that_looks_at_whole_parameters_is_refused_where_they_are_slices(kind: Any) -> None:
-    with pytest.raises(WorkerError, match=f"{kind.__name__} under tp=2") as caught:
+    with pytest.raises(RefusedError, match=f"{kind.__name__} under tp=2") as caught:
         px.prove(squares(kind), "tp=2", steps=1)
     assert caught.value.exit_code == 2
+    assert px.prove(squares(kind), caught.value.problems[0].fix, steps=2).equal
+
+
+@pytest.mark.parametrize("plan", ["fsdp=2", "fsdp=2 zero=1"])
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Rprop])
+def test_one_that_fails_on_rows_is_refused_before_the_first_step(kind: Any, plan: str) -> None:
+    with pytest.raises(RefusedError, match=f"{kind.__name__} under {plan}: it fails on rows") as caught:
+        px.prove(squares(kind), plan, steps=1)
+    assert caught.value.problems[0].fix == "dp=2"
     assert px.prove(squares(kind), "dp=2", steps=2).equal
+
+
+def test_one_that_steps_rows_otherwise_is_refused() -> None:
+    class OfThisRank(Normed):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    mine, grad = local(parameter), local(parameter.grad)
+                    mine -= group["lr"] * grad / grad.norm()
+
+    job = replace(squares(None), optimizer=lambda params: OfThisRank(params, must=1))
+    with pytest.raises(RefusedError, match="steps rows on several ranks otherwise"):
+        px.prove(job, "fsdp=2", steps=1)
+
+
+def test_half_precision_within_a_step_is_named() -> None:
+    muon = half_steps(squares(torch.optim.Muon), {"up": WEIGHTS["up"]})
+    assert muon.startswith("Muon computes its step in bfloat16")
+    assert half_steps(squares(torch.optim.Adafactor), WEIGHTS) == ""

@@ -149,7 +149,7 @@ def test_a_stream_is_refused() -> None:
         def __iter__(self) -> Any:
             return iter(table())
 
-    with pytest.raises(WorkerError, match="map-style"):
+    with pytest.raises(SpecError, match="map-style"):
         fit("dp=2 server=1", "run", data=Stream)
 
 

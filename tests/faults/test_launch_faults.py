@@ -152,9 +152,10 @@ def test_what_was_written_wrong_is_no_matter_of_ranks() -> None:
     def target(place: Place, report: Callable[[int], None]) -> None:
         raise RefusedError([wrong])
 
-    error, _ = fails(target, 1)
-    assert (error.exit_code, error.kind) == (2, "RefusedError")
-    assert str(error) == str(wrong)
+    with pytest.raises(RefusedError) as caught:
+        launch(target, 1)
+    assert caught.value.problems == (wrong,)
+    assert caught.value.exit_code == 2
 
 
 def test_result_that_is_no_json() -> None:

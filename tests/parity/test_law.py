@@ -9,7 +9,7 @@ import pytest
 from models import MODELS, plain
 from table import APART, APART_AFTER, BAR, REFUSED, SHARES, SHORT, SHORT_SPLIT, STEPS
 
-from phalanx.errors import WorkerError
+from phalanx.errors import RefusedError
 from phalanx.spec import Plan
 from phalanx.verify import OneDevice
 
@@ -34,7 +34,7 @@ def test_a_plan_equals_one_device(model: str, plan: str) -> None:
 
 @pytest.mark.parametrize(("model", "plan", "reason"), REFUSED)
 def test_what_cannot_be_split_is_refused_with_the_reason(model: str, plan: str, reason: str) -> None:
-    with pytest.raises(WorkerError, match=reason) as caught:
+    with pytest.raises(RefusedError, match=reason) as caught:
         one_device(model).prove(Plan.parse(plan))
     assert caught.value.exit_code == 2
     assert "try:" in str(caught.value)

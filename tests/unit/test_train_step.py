@@ -15,7 +15,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.comm import Place
-from phalanx.errors import LossError, SpecError
+from phalanx.errors import LossError, RefusedError, SpecError
 from phalanx.train import gradients
 from phalanx.train.assembly import Assembly, build
 from phalanx.train.evaluate import evaluate
@@ -23,6 +23,14 @@ from phalanx.train.metrics import Metrics, towards_host
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from small import Net, job, table
+
+
+def one_cycle(params: Any, *, hook: bool = True) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=20)
+    if hook:
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
 
 
 def assembled(*, lr_scale: float = 1.0, **how: Any) -> Assembly:
@@ -56,6 +64,52 @@ class TestRates:
 
     def test_the_scale_of_a_run(self) -> None:
         assert {one.lr for one in steps(assembled(lr_scale=3.0))} == {3e-2}
+
+    def test_a_scheduler_of_torch_that_is_stepped_by_a_hook_is_honoured(self) -> None:
+        assembly = assembled(optimizer=one_cycle, epochs=None, steps=6)
+        found = [metrics.lr for metrics in steps(assembly)]
+        plain = nn.Parameter(torch.ones(1))
+        optimizer = one_cycle([plain])
+        expected: list[float] = []
+        for _ in range(6):
+            expected.append(optimizer.param_groups[0]["lr"])
+            plain.grad = torch.ones(1)
+            optimizer.step()
+        assert found == pytest.approx(expected)
+        assert len(set(expected)) == 6
+        assert any("OneCycleLR" in note and "no checkpoint" in note for note in assembly.notes)
+
+    @pytest.mark.parametrize(
+        ("how", "words"),
+        [
+            ({"schedule": px.Schedule(warmup_steps=3)}, "OneCycleLR on the optimizer and Schedule.*one of the two"),
+            ({"lr_scale": 2.0}, "OneCycleLR on the optimizer and a factor of 2"),
+            ({"optimizer": lambda params: one_cycle(params, hook=False)}, "that nobody steps.*register_step_post_hook"),
+        ],
+    )
+    def test_one_that_cannot_be_honoured_is_refused(self, how: dict[str, Any], words: str) -> None:
+        with pytest.raises(RefusedError, match=f"(?s){words}"):
+            assembled(**{"optimizer": one_cycle, **how})
+
+    def test_one_is_refused_where_a_run_resumes(self) -> None:
+        with pytest.raises(RefusedError, match="of a run to resume"):
+            build(job(optimizer=one_cycle), px.Plan(), Place(), first_step=2)
+
+    def test_what_a_loop_of_ones_own_sets_stands(self) -> None:
+        assembly = assembled(epochs=None, steps=3)
+        found: list[float] = []
+        for batch in assembly.loader:
+            assembly.optimizer.param_groups[0]["lr"] = 0.1 / (1 + batch.step)
+            found.append(assembly.step(batch).lr)
+        assert found == pytest.approx([0.1, 0.05, 0.1 / 3])
+
+    def test_or_is_refused_where_a_schedule_sets_it(self) -> None:
+        assembly = assembled(epochs=None, steps=3, schedule=px.Schedule(decay="linear"))
+        first, second, _ = assembly.loader
+        assembly.step(first)
+        assembly.optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(RefusedError, match=r"something else set to 0\.5 before step 1"):
+            assembly.step(second)
 
     def test_a_rate_that_is_a_tensor(self) -> None:
         rate = torch.tensor(0.5)
@@ -279,3 +333,22 @@ class TestInitialValues:
             dict(assembled(model=Drawn, unused="allow").layout.module.named_parameters())["a"] for _ in range(2)
         )
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_would_train_in_half_precision_unsaid_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(SpecError, match=r"trainable parameters in .*float16(.|\n)*precision=bf16 in the plan"):
+        assembled(model=lambda: Net().to(dtype))
+
+
+def test_frozen_parameters_may_be_of_any_precision() -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(9, 5).to(torch.bfloat16).requires_grad_(False)
+            self.adapter = nn.Linear(9, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x.to(torch.bfloat16)).float() + self.adapter(x)
+
+    assert len(steps(assembled(model=Adapted))) == 8

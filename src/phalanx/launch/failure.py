@@ -11,13 +11,15 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import PhalanxError, WorkerError
+from phalanx.errors import PhalanxError, Problem, ProfileError, RefusedError, SpecError, WorkerError
 from phalanx.events import EventLog
+
+_WRITTEN = (SpecError, RefusedError, ProfileError)
 
 _LOST_PEER_KINDS = {
     "DistNetworkError",
@@ -55,6 +57,7 @@ class Failure:
         signal: the signal that ended the worker, 0 where none did.
         expected: raised by Phalanx on purpose; its message already says what to do.
         exit_code: for the launcher's process.
+        problems: of a SpecError, each as JSON: it is raised again as what it was.
     """
 
     rank: int
@@ -67,6 +70,7 @@ class Failure:
     signal: int = 0
     expected: bool = False
     exit_code: int = 3
+    problems: Sequence[Mapping[str, str]] = ()
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -81,6 +85,7 @@ def describe(error: BaseException) -> dict[str, Any]:
         "lost_peer": _reports_lost_peer(error),
         "expected": expected,
         "exit_code": error.exit_code if isinstance(error, PhalanxError) else 3,
+        "problems": [asdict(one) for one in error.problems] if isinstance(error, _WRITTEN) else [],
     }
     try:
         # the outermost frame is the launcher's own
@@ -108,6 +113,14 @@ def _reports_lost_peer(error: BaseException) -> bool:
 def first(failures: Sequence[Failure]) -> Failure:
     """The failure that caused the others: the earliest that is not merely about a lost peer, else the earliest."""
     return min(failures, key=lambda failure: (failure.lost_peer, failure.time))
+
+
+def refusal(failure: Failure) -> SpecError | None:
+    """What a worker refused, as the launcher would have, had it known; ``None`` where it failed otherwise."""
+    if not failure.problems:
+        return None
+    kind = next((one for one in _WRITTEN if one.__name__ == failure.kind), SpecError)
+    return kind(Problem(**one) for one in failure.problems)
 
 
 def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> WorkerError:
@@ -144,11 +157,14 @@ def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> Wor
     )
 
 
-def record(error: WorkerError, folder: Path) -> None:
+def record(error: WorkerError | SpecError, folder: Path) -> None:
     """Append the error to the events of the run in ``folder``."""
     message = str(error).partition("\n\n")[0]
+    rank, step, kind = 0, None, type(error).__name__
+    if isinstance(error, WorkerError):
+        rank, step, kind = error.rank, error.step, error.kind
     with EventLog(folder / "events.jsonl") as log:
-        log.write("error", rank=error.rank, step=error.step, kind=error.kind, message=message)
+        log.write("error", rank=rank, step=step, kind=kind, message=message)
 
 
 def advice(failure: Failure, *, memory_kills: int) -> str:

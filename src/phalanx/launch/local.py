@@ -15,7 +15,7 @@ import torch
 from phalanx.errors import RunError
 from phalanx.launch.child import Target
 from phalanx.launch.crew import Crew, Hosts
-from phalanx.launch.failure import first, memory_kills, worker_error
+from phalanx.launch.failure import first, memory_kills, refusal, worker_error
 from phalanx.launch.guard import Interrupts
 
 _TICK = 0.05  # seconds between looks at the workers while nothing is heard of them
@@ -45,6 +45,7 @@ def launch(
         reserves: how many killed workers are replaced by a process that begins anew, with the same rank.
 
     Raises:
+        SpecError: a worker refused the job or the plan; it comes as what the worker raised.
         WorkerError: a worker failed; the first that did is named, with its own traceback.
         RunError: workers cannot be forked from this process.
     """
@@ -68,7 +69,7 @@ def launch(
             interrupts.ending = False
         if crew.failures:
             failure = first(crew.failures)
-            raise worker_error(failure, world_size, memory_kills=memory_kills() - kills_before)
+            raise refusal(failure) or worker_error(failure, world_size, memory_kills=memory_kills() - kills_before)
         if watch:
             watch()
         return [worker.result for worker in crew.workers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,24 +18,14 @@ from phalanx.parallel import Apart, Example, Layout, advice, assemble, check, de
 from phalanx.parallel.compress import refuse_optimizer
 from phalanx.spec import Job, Plan
 from phalanx.train.consistency import same_initial_values, same_length
-from phalanx.train.elementwise import refuse_unless_elementwise
+from phalanx.train.elementwise import refuse_rows, refuse_slices
 from phalanx.train.inputs import Inputs
+from phalanx.train.parameters import Parameters
 from phalanx.train.rng import stream
+from phalanx.train.schedulers import scheduler_notes, scheduler_problems
 from phalanx.train.sharing import Sharing
 from phalanx.train.slices import note_slices
 from phalanx.train.step import Course, Step
-
-
-class Parameters(list[torch.Tensor]):
-    """The parameters an optimizer is built over: a list, which also knows their names (for parameter groups)."""
-
-    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(named.values())
-        self._named = named
-
-    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, parameter) pairs, in order."""
-        return iter(self._named.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,9 +120,13 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     same_length(loader.length, "job.data", everyone)
     own, there = within(plan), place_within(plan, place)
     layout = assemble(module, job, own, there, lambda: looked_at(example_of(job, module, loader), module, found))
+    refuse_slices(job, layout.held, own)
     optimizer = build_optimizer(job, layout)
-    refuse_unless_elementwise(optimizer, layout.held, own)
+    refuse_rows(job, optimizer, layout.held, own)
     refuse_optimizer(optimizer, plan)
+    if problems := scheduler_problems(job, plan, optimizer, lr_scale=lr_scale, resumes=first_step > 0):
+        raise RefusedError(problems)
+    found += scheduler_notes(optimizer)
     course = Course(
         first_step=first_step, total_steps=_total_steps(job, loader), lr_scale=lr_scale, first_part=lane.first
     )
@@ -204,6 +198,20 @@ def build_model(job: Job, making: Callable[[Callable[[], Any]], Any] = lambda ma
                     given=f"a function that gives {type(module).__name__}",
                     allowed="a function that gives a torch.nn.Module",
                     fix="model=lambda: Net()",
+                )
+            ]
+        )
+    if halves := sorted({str(one.dtype) for one in module.parameters() if one.requires_grad and one.itemsize < 4}):
+        half = " and ".join(name.removeprefix("torch.") for name in halves)
+        raise SpecError(
+            [
+                Problem(
+                    where="job.model",
+                    given=f"a model with trainable parameters in {half}: steps smaller than 1/256 of a value would be "
+                    "rounded away",
+                    allowed="trainable parameters in float32 (frozen ones in any); the plan's precision says what is "
+                    "computed in",
+                    fix="model=lambda: Net().float(), and precision=bf16 in the plan",
                 )
             ]
         )

@@ -1,78 +1,223 @@
-"""Whether an optimizer may step a slice of a parameter as if it were a whole one: it treats each element by itself."""
+"""What an optimizer makes of a part of a parameter: tried on small ones, because no optimizer says so of itself.
+
+Under ``tp`` and ``ep`` a rank steps its slice of a weight as if it were a whole one, which is right where each element
+is treated by itself. Under ``fsdp`` it steps rows of a DTensor, whose operations may look over all ranks; not every
+optimizer is written so that they can. What cannot be tried is refused, too: nothing would show that it is wrong.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from phalanx.comm import is_dtensor
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel import Held
-from phalanx.spec import Plan
+from phalanx.spec import Job, Plan
+from phalanx.train.parameters import Parameters, learning, small
+
+_STEPS = 3
+_HALVES = 16 * 2.0**-8
+"""Of a step: Muon's five iterations round three products each to bf16, and the result once more."""
+
+_ON_ROWS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "LARS", "LAMB")
+"""Optimizers whose steps on DTensors the tests of this project hold beside those on whole parameters."""
+
+_GOOD = "optimizers that treat each element by itself (SGD, Adam, AdamW), px.LARS and px.LAMB"
+
+Values = Mapping[str, torch.Tensor]
 
 
-def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, held: Held, plan: Plan) -> None:
-    """Raise if this rank holds slices that are plain tensors and ``optimizer`` looks at more than single elements.
+def slice_problems(job: Job, plan: Plan, parameters: Values) -> list[Problem]:
+    """What keeps the job's optimizer from stepping slices of ``parameters``, which ``plan`` cuts; pure."""
+    optimizer = _made(job, small(parameters))
+    if getattr(optimizer, "adds_up_over_slices", False):
+        return []
+    why = _not_elementwise(job, parameters)
+    if not why:
+        return []
+    return [_problem(job, plan, parameters, f"it {why}", f"under tp and ep, {_GOOD}")]
+
+
+def refuse_slices(job: Job, held: Held, plan: Plan) -> None:
+    """Raise if this rank holds slices that are plain tensors, and the job's optimizer looks at more than elements.
 
     Raises:
-        RefusedError: if so.
+        RefusedError: if so, or if that cannot be found out.
     """
     if not any(holding.placed for name, holding in held.slices.items() if name in held.parameters):
         return
-    if getattr(optimizer, "adds_up_over_slices", False) or elementwise(optimizer):
+    if problems := slice_problems(job, plan, held.parameters):
+        raise RefusedError(problems)
+
+
+def elementwise(job: Job, parameters: Values) -> bool:
+    """Whether the job's optimizer makes of parts of a parameter what it makes of the whole; false where not known."""
+    return not _not_elementwise(job, parameters)
+
+
+def _not_elementwise(job: Job, parameters: Values) -> str:
+    """Why the job's optimizer cannot be given parts of parameters; empty where it can."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            start, grads = _drawn(parameters)
+            whole = stepped(job, start, grads)
+            for dim in range(2):
+                halves = [stepped(job, _half(start, dim, at), [_half(one, dim, at) for one in grads]) for at in (0, 1)]
+                for name, expected in whole.items():
+                    pair = [half[name] for half in halves]
+                    found = torch.cat(pair, dim) if expected.dim() > dim else pair[0]
+                    if not torch.allclose(found, expected, rtol=1e-5, atol=1e-7):
+                        return "steps a whole parameter otherwise than its slices"
+    except Exception as error:  # a factory or a step of any make
+        return f"could not be tried on small parameters ({type(error).__name__}: {_line(error)})"
+    return ""
+
+
+def refuse_rows(job: Job, optimizer: torch.optim.Optimizer, held: Held, plan: Plan) -> None:
+    """Raise if this rank holds rows as DTensors, and the job's optimizer does not step them as whole parameters.
+
+    Collective: every rank tries the optimizer on the same small DTensors, on the mesh of the real ones.
+
+    Raises:
+        RefusedError: if it fails on them, or makes something else of them.
+    """
+    kind = type(optimizer)
+    if kind.__name__ in _ON_ROWS and kind.__module__.startswith(("torch.optim.", "phalanx.")):
         return
-    ranks = plan.tp * plan.ep
-    raise RefusedError(
-        [
-            Problem(
-                where="job.optimizer",
-                given=f"{type(optimizer).__name__} under {plan}: it steps a whole parameter otherwise than its slices",
-                allowed="under tp and ep, optimizers that treat each element by itself (SGD, Adam, AdamW), "
-                "px.LARS and px.LAMB",
-                fix=f"fsdp={ranks}",
+    mesh = next((one.device_mesh for one in held.parameters.values() if is_dtensor(one)), None)
+    if mesh is None:
+        return
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    def rows(value: torch.Tensor) -> torch.Tensor:
+        placed = [Shard(0)] * mesh.ndim if value.dim() else None
+        return distribute_tensor(value.to(mesh.device_type), mesh, placed, src_data_rank=None)
+
+    why, more = "", ""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        start, grads = _drawn(held.parameters)
+        try:
+            whole = stepped(job, start, grads)
+            found = stepped(job, start, grads, rows)
+            limit = _HALVES if half_within(job, held.parameters) else 1e-5
+            if _apart(whole, {name: one.full_tensor().cpu() for name, one in found.items()}, start) > limit:  # pyright: ignore
+                why = "steps rows on several ranks otherwise than a whole parameter"
+        except Exception as error:  # a step of any make, on tensors that it may not have been written for
+            why, more = (
+                f"fails on rows of DTensors, which is what ranks of fsdp hold ({type(error).__name__})",
+                _line(error),
             )
-        ]
+    if why:
+        allowed = f"under fsdp, {_GOOD}, and others that are written for DTensors"
+        problem = _problem(job, plan, held.parameters, f"it {why}{': ' if more else ''}{more}", allowed)
+        raise RefusedError([problem])
+
+
+def half_steps(job: Job, parameters: Values) -> str:
+    """A note where the job's optimizer computes in half precision within its step; empty where it does not."""
+    found = half_within(job, parameters)
+    if not found:
+        return ""
+    name = type(_made(job, small(parameters))).__name__
+    return (
+        f"{name} computes its step in {found}: the last bits of a gradient, which depend on the order of adding up, "
+        "decide how values in between are rounded, by 1/256 each. Gradients agree, parameters within that only."
     )
 
 
-def elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether one like ``optimizer`` makes of a small matrix what it makes of its parts; true where none can be made.
-
-    Tried, because no optimizer says so of itself.
-    """
-    kind = type(optimizer)
-    taken = inspect.signature(kind.__init__).parameters
-    settings = {name: value for name, value in optimizer.defaults.items() if name in taken}
-    if "lr" in settings:
-        settings["lr"] = 0.125  # a schedule may have set it to zero
+def half_within(job: Job, parameters: Values) -> str:
+    """The half precision that the job's optimizer computes in within its step, as Muon's iterations do; or nothing."""
+    seen: set[torch.dtype] = set()
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.manual_seed(0)
-            start, *grads = torch.randn(4, 8, 6).unbind()
-            whole = _stepped(kind, settings, start, grads)
-            for dim in range(2):
-                parts = [_stepped(kind, settings, *pair) for pair in _halves(start, grads, dim)]
-                if not torch.allclose(torch.cat(parts, dim), whole, rtol=1e-5, atol=1e-7):
-                    return False
-    except Exception:  # a constructor or step of another form: nothing is known
-        return True
-    return True
+        with torch.random.fork_rng(devices=[]):
+            start, grads = _drawn(parameters)
+            with _Dtypes(seen):
+                stepped(job, start, grads[:1])
+    except Exception:  # a factory or a step of any make
+        return ""
+    return " and ".join(str(one).removeprefix("torch.") for one in (torch.bfloat16, torch.float16) if one in seen)
 
 
-def _stepped(
-    kind: type[torch.optim.Optimizer], settings: dict[str, Any], start: torch.Tensor, grads: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    parameter = torch.nn.Parameter(start.clone())
-    one = kind([parameter], **settings)
-    for grad in grads:
-        parameter.grad = grad.clone()
-        one.step()
-    return parameter.detach()
+class _Dtypes(TorchFunctionMode):
+    """Notes the types of all that is computed."""
+
+    def __init__(self, seen: set[torch.dtype]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self._seen |= {one.dtype for one in tree_leaves(found) if isinstance(one, torch.Tensor)}
+        return found
 
 
-def _halves(
-    start: torch.Tensor, grads: Sequence[torch.Tensor], dim: int
-) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    return [(start.chunk(2, dim)[half], [grad.chunk(2, dim)[half] for grad in grads]) for half in range(2)]
+def stepped(
+    job: Job,
+    start: Values,
+    grads: list[dict[str, torch.Tensor]],
+    dress: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Values after the job's optimizer has stepped these gradients; ``dress`` makes a parameter of each value."""
+    given = learning(start) if dress is None else {name: torch.nn.Parameter(dress(one)) for name, one in start.items()}
+    with torch.enable_grad():
+        optimizer: Any = job.optimizer(Parameters(given))
+        for group in optimizer.param_groups:
+            if not isinstance(group.get("lr"), torch.Tensor) and not group.get("lr"):
+                group["lr"] = 0.125  # warm-up may begin at zero
+        for grad in grads:
+            for name, parameter in given.items():
+                parameter.grad = grad[name].clone() if dress is None else dress(grad[name])
+            optimizer.step()
+    return {name: one.detach() for name, one in given.items()}
+
+
+def _drawn(parameters: Values) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    start = small(parameters)
+    return start, [{name: torch.randn_like(one) for name, one in start.items()} for _ in range(_STEPS)]
+
+
+def _half(values: Values, dim: int, at: int) -> dict[str, torch.Tensor]:
+    return {name: one.chunk(2, dim)[at] if one.dim() > dim else one for name, one in values.items()}
+
+
+def _apart(expected: Values, found: Values, start: Values) -> float:
+    """The largest difference of a parameter, relative to how far it moved."""
+    away = 0.0
+    for name, one in expected.items():
+        way = float((one - start[name]).norm())
+        if way:
+            away = max(away, float((found[name] - one).norm()) / way)
+    return away
+
+
+def _made(job: Job, values: Values) -> Any:
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return job.optimizer(Parameters(learning(values)))
+    except Exception:  # a factory of any make
+        return None
+
+
+def _problem(job: Job, plan: Plan, parameters: Values, why: str, allowed: str) -> Problem:
+    optimizer = _made(job, small(parameters))
+    name = "the job's optimizer" if optimizer is None else type(optimizer).__name__
+    return Problem(
+        where="job.optimizer", given=f"{name} under {plan}: {why}", allowed=allowed, fix=whole_parameters(plan)
+    )
+
+
+def whole_parameters(plan: Plan) -> str:
+    """A plan for as many devices in which every rank steps whole parameters."""
+    return str(replace(Plan(dp=plan.world_size), micro=plan.micro, precision=plan.precision, device=plan.device))
+
+
+def _line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "").partition(". ")[0][:160]

@@ -30,6 +30,7 @@ from phalanx.train.inputs import Inputs, to_device
 from phalanx.train.lossform import Reading, check_totals, read_loss
 from phalanx.train.metrics import Metrics, Totals, towards_host
 from phalanx.train.precision import LossScale, compute_context
+from phalanx.train.rates import Rates
 from phalanx.train.rng import stream
 from phalanx.train.sharing import Sharing
 
@@ -105,9 +106,8 @@ class Step:
         self.progress = Progress(
             step=course.first_step, loss_scale=LossScale.for_batch(job.batch) if plan.precision == "fp16" else None
         )
-        self._course = course
         self._inputs = Inputs(job, layout.module)
-        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._rates = Rates(job, optimizer, total_steps=course.total_steps, scale=course.lr_scale)
         self._first_part = course.first_part
         self._whole_here = not active() and plan.devices == 1 and not self.sync.alone
         self._checked = False
@@ -159,7 +159,7 @@ class Step:
         """Clip, step the optimizer at the schedule's rate, bring the new values to where forward reads them."""
         held = self.layout.held
         parameters = held.parameters.values()
-        lr = self._set_rate()
+        lr = self._rates.set(self.progress.step)
         scaling = self.progress.loss_scale
         norm = global_norm(held) if self.job.clip is not None or scaling else None
         progress = self.progress
@@ -218,18 +218,6 @@ class Step:
     def _compute(self, device: torch.device) -> AbstractContextManager[object]:
         context = compute_context(self.plan, device)
         return context if self.watch is None else self.watch.around(context)
-
-    def _set_rate(self) -> float:
-        course = self._course
-        factor = course.lr_scale * self.job.schedule.factor(
-            step=self.progress.step, batch=self.job.batch, total_steps=course.total_steps
-        )
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate * factor)  # a compiled or captured step reads this very tensor
-            else:
-                group["lr"] = rate * factor
-        return self._rates[0] * factor
 
     def _nothing_here(self, batch: StepBatch, totals: Totals) -> bool:
         """Whether the losses of a replica that steps by itself counted nothing: it has no share of a short last batch.

@@ -14,10 +14,11 @@ from phalanx.forecast import Lengths, Work
 from phalanx.parallel.example import Example
 from phalanx.profile import Described, trace
 from phalanx.spec import Job
-from phalanx.train.assembly import Parameters, begun, example_of
+from phalanx.train.assembly import begun, example_of
 from phalanx.train.inputs import Inputs
 from phalanx.train.lengths import look
 from phalanx.train.lossform import read_loss
+from phalanx.train.parameters import Parameters
 
 _ADAM = 8.0  # bytes a parameter
 

@@ -15,8 +15,9 @@ from phalanx.parallel.layout import Held
 from phalanx.parallel.server import Flat, Rule, Shard, Slice, cut_out, partition, starved
 from phalanx.parallel.single import Single
 from phalanx.spec import Job, Plan
-from phalanx.train.assembly import Parameters, build_model, build_optimizer
+from phalanx.train.assembly import build_model, build_optimizer
 from phalanx.train.elementwise import elementwise
+from phalanx.train.parameters import Parameters
 from phalanx.train.served.statistics import Statistics
 from phalanx.train.state import identity, model_tensors
 
@@ -64,7 +65,7 @@ class Keeper:
         self.layout = Single(build_model(job), torch.device("cpu"))
         self._whole = build_optimizer(job, self.layout)
         parameters = self.layout.parameters
-        cut = elementwise(self._whole)
+        cut = elementwise(job, parameters)
         problems = starved(parameters, plan, cut=cut)
         others = {tensor.dtype for tensor in parameters.values()} - {torch.float32}
         if plan.compress != "none" and others:

@@ -9,7 +9,6 @@ import torch
 from phalanx.errors import Problem
 from phalanx.parallel.server import starved
 from phalanx.spec import Job, Plan
-from phalanx.train.assembly import Parameters
 from phalanx.train.elementwise import elementwise
 
 
@@ -32,7 +31,6 @@ def _starved(job: Job, plan: Plan) -> list[Problem]:
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             parameters = {name: one for name, one in job.model().named_parameters() if one.requires_grad}
-            optimizer = job.optimizer(Parameters(parameters))
     except Exception:  # some models need values; then the servers themselves find out
         return []
-    return starved(parameters, plan, cut=elementwise(optimizer))
+    return starved(parameters, plan, cut=elementwise(job, parameters))
