@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .NOTPARALLEL:
-.PHONY: help demo test lint types contracts docs suite parity bench gpu format clean
+.PHONY: help demo test check lint types contracts docs suite parity bench gpu format clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
@@ -16,6 +16,7 @@ PYTHON ?= $(shell for name in python3 python3.11 python3.12 python3.13 python3.1
 help:
 	@echo 'make demo       install, then train, prove and report a small model on this machine'
 	@echo 'make test       the whole suite: lint, types, contracts, docs, tests'
+	@echo 'make check      style, import contracts and the tests that start no process: seconds'
 	@echo 'make parity     every plan x model x ranks against one device -> docs/reference/parity.md'
 	@echo 'make bench      the comparisons with peers (about an hour on 2 cores)'
 	@echo 'make gpu        the tests that need CUDA devices'
@@ -32,6 +33,10 @@ define stage
 	if [ $$status -eq 0 ]; then said=passed; else said="FAILED ($$status)"; fi; \
 	echo "== $(1): $$said in $$((SECONDS - start)) s"; exit $$status
 endef
+
+# Seconds, for between two edits: what is not about style starts no process.
+check: lint contracts
+	@echo "== quick tests"; $(BIN)/pytest -m quick $$(grep -l 'pytest.mark.quick' tests/unit/*.py)
 
 # The suite comes last, so that the last line printed is pytest's.
 test: lint types contracts docs suite

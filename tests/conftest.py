@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +41,17 @@ def _nothing_left() -> Iterator[None]:
     changed = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
     torchs_own = {"TORCHINDUCTOR_CACHE_DIR"}  # set when its compiler is first imported
     assert changed <= {"PYTEST_CURRENT_TEST", *torchs_own}, f"environment changed: {changed}"
+
+
+@pytest.fixture(autouse=True)
+def _quick_starts_no_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "quick" in request.keywords:
+        for module, name in ((os, "fork"), (subprocess, "Popen")):
+            monkeypatch.setattr(module, name, _refused)
+
+
+def _refused(*given: Any, **how: Any) -> Any:
+    raise AssertionError("a quick test starts a process: take pytest.mark.quick from its file")
 
 
 def _left(threads: set[threading.Thread]) -> list[str]:

@@ -11,17 +11,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from stopwatch import Stopwatch
-from workloads import WORKLOADS, loss
+from workloads import WORKLOADS, as_it_is, loss
 
 
 def main(name: str, steps: int) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     workload, watch = WORKLOADS[name], Stopwatch()
-    model = DistributedDataParallel(workload.model(), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        workload.model(), gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False
+    )
     optimizer = workload.optimizer(model.parameters())
     data = workload.data()
-    loader = DataLoader(data, batch_size=workload.batch // dist.get_world_size(), sampler=DistributedSampler(data))
+    batch = workload.batch // dist.get_world_size()
+    loader = DataLoader(data, batch_size=batch, sampler=DistributedSampler(data), collate_fn=as_it_is)
     for inputs, target in islice(chain.from_iterable(repeat(loader)), steps):
         watch.begin()
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from stopwatch import Stopwatch
-from workloads import WORKLOADS, loss
+from workloads import WORKLOADS, as_it_is, loss
 
 
 def main(name: str, steps: int) -> None:
@@ -17,7 +17,7 @@ def main(name: str, steps: int) -> None:
     workload, watch = WORKLOADS[name], Stopwatch()
     model = workload.model()
     optimizer = workload.optimizer(model.parameters())
-    loader = DataLoader(workload.data(), batch_size=workload.batch, shuffle=True)
+    loader = DataLoader(workload.data(), batch_size=workload.batch, shuffle=True, collate_fn=as_it_is)
     for inputs, target in islice(chain.from_iterable(repeat(loader)), steps):
         watch.begin()
         optimizer.zero_grad()

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from phalanx.train.balance import Balance, Pace, fastest, lasting
 
+pytestmark = pytest.mark.quick
+
 
 def paces(*each: float) -> list[Pace]:
     return [Pace(each=one) for one in each]

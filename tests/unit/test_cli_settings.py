@@ -11,6 +11,8 @@ from phalanx.cli.settings import Given, earlier_run, settle
 from phalanx.errors import RefusedError, SpecError
 from phalanx.spec import Job, Plan, RunSpec
 
+pytestmark = pytest.mark.quick
+
 
 def job(**changes: Any) -> Job:
     given: dict[str, Any] = dict.fromkeys(("model", "data", "loss", "optimizer"), print)

@@ -17,6 +17,8 @@ from phalanx.data.permutation import Permutation
 from phalanx.data.shares import cuts
 from phalanx.errors import SpecError
 
+pytestmark = pytest.mark.quick
+
 
 class TestPermutation:
     @settings(max_examples=150, deadline=None)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from phalanx.events import EventLog, EventReader, faults, read
+
+pytestmark = pytest.mark.quick
 
 
 def test_events_come_back_in_order(tmp_path: Path) -> None:

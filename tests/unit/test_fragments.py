@@ -9,6 +9,8 @@ from torch import nn
 from phalanx.errors import RefusedError
 from phalanx.parallel.fragments import Fragment, divide, owners
 
+pytestmark = pytest.mark.quick
+
 SIZES = {"embed": 8, "b0.w": 4, "b0.b": 1, "b1.w": 4, "b1.b": 1, "b2.w": 4, "b2.b": 1, "head": 8}
 OWNERS = {name: int(name[1]) for name in SIZES if name[0] == "b"}
 

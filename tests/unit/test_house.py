@@ -61,18 +61,22 @@ class TestImports:
         assert int(in_fresh_python(code)) > 5
 
 
+@pytest.mark.quick
 def test_every_file_says_what_it_is_for() -> None:
     assert [name_of(path) for path in FILES if not ast.get_docstring(ast.parse(path.read_text()))] == []
 
 
+@pytest.mark.quick
 def test_files_are_small() -> None:
     assert [name_of(path) for path in FILES if len(path.read_text().splitlines()) > MOST_LINES] == []
 
 
+@pytest.mark.quick
 def test_functions_are_small() -> None:
     assert [where for where, function in FUNCTIONS if _lines(function) > MOST_FUNCTION_LINES] == []
 
 
+@pytest.mark.quick
 def test_functions_take_few_arguments() -> None:
     # A command's arguments are its options, and click needs each as one of its own.
     many = [
@@ -82,6 +86,7 @@ def test_functions_take_few_arguments() -> None:
     assert many == []
 
 
+@pytest.mark.quick
 def test_public_names_have_docstrings() -> None:
     bare = [
         f"{name_of(path)}: {node.name}"
@@ -94,20 +99,24 @@ def test_public_names_have_docstrings() -> None:
     assert bare == []
 
 
+@pytest.mark.quick
 def test_names_say_something() -> None:
     assert [name for path in FILES if {Path(name := name_of(path)).stem, *Path(name).parts} & FORBIDDEN_NAMES] == []
 
 
+@pytest.mark.quick
 def test_environment_is_read_in_launch_only() -> None:
     readers = [name_of(path) for path in FILES if re.search(r"os\.(environ|getenv|putenv)", path.read_text())]
     assert [name for name in readers if not name.startswith("launch/")] == []
 
 
+@pytest.mark.quick
 def test_no_pickle_is_read() -> None:
     pattern = r"^\s*(import|from) (pickle|dill|cloudpickle|joblib)|torch\.load\("
     assert [name_of(path) for path in FILES if re.search(pattern, path.read_text(), re.MULTILINE)] == []
 
 
+@pytest.mark.quick
 def test_init_only_reexports() -> None:
     lazily = (SOURCE, SOURCE / "checkpoint")  # what these offer is slow to load, and is fetched when first used
     allowed = (ast.Import, ast.ImportFrom, ast.Assign, ast.Expr)
@@ -121,6 +130,7 @@ def test_init_only_reexports() -> None:
     assert others == []
 
 
+@pytest.mark.quick
 def test_every_package_imported_is_declared_and_explained() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

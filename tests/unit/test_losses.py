@@ -16,6 +16,8 @@ from phalanx.train.losses import (
     router_z_loss,
 )
 
+pytestmark = pytest.mark.quick
+
 torch.manual_seed(0)
 LOGITS_BC = torch.randn(6, 4)
 LABELS_B = torch.tensor([0, 3, -100, 1, 2, -100])

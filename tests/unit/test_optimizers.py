@@ -11,6 +11,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from phalanx.errors import GradientError, SpecError
 from phalanx.train.optimizers import LAMB, LARS
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(autouse=True)
 def _one_thread():

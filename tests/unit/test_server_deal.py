@@ -9,6 +9,8 @@ import pytest
 
 from phalanx.parallel.server import Dealer, Pace, Piece, Report
 
+pytestmark = pytest.mark.quick
+
 
 def report(worker: int, version: int = 0, seconds: float = 1.0) -> Report:
     return Report(worker=worker, version=version, sums={"loss": (1.0, 2.0)}, samples=2, seconds=seconds)

@@ -22,6 +22,8 @@ from phalanx.train.pace import Stopwatch
 from phalanx.train.room import Room
 from phalanx.train.sharing import Sharing
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:

@@ -14,6 +14,8 @@ import phalanx
 from phalanx.errors import SpecError
 from phalanx.spec import Job, Plan, RunSpec, Schedule
 
+pytestmark = pytest.mark.quick
+
 counts = st.integers(1, 9)
 plans = st.one_of(
     st.builds(Plan, threads=counts, micro=st.none() | counts, precision=st.sampled_from(["fp32", "bf16", "fp16"])),

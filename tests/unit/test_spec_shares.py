@@ -10,6 +10,8 @@ from phalanx.spec import Plan
 from phalanx.spec.rules import share_problems
 from phalanx.spec.shares import dealt, weights
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("text", "told"),

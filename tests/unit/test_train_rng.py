@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from phalanx.parallel.streams import reseed
 from phalanx.train.assembly import build_model
 from phalanx.train.rng import stream
+
+pytestmark = pytest.mark.quick
 
 
 def test_streams_differ_by_every_word() -> None:
