@@ -84,12 +84,34 @@ def prints(tensor: Tensor) -> Iterator[tuple[int, float, float]]:
     return recipe.tape.prints(recipe.place) if recipe else iter(())
 
 
-def fill(module: nn.Module, known: Mapping[str, Recipe], slices: Mapping[str, Holding] | None = None) -> None:
+def loaded(module: nn.Module) -> int:
+    """Bytes of large values that were there when the model was made: read from a file, say, and not drawn."""
+    here = [one for one in module.parameters() if not one.is_meta and one.numel() >= LARGE]
+    tapes = {id(recipe.tape): recipe.tape for recipe in recipes(module).values()}
+    return sum(one.nbytes for one in here) + sum(tape.given for tape in tapes.values())
+
+
+def fill(
+    module: nn.Module,
+    known: Mapping[str, Recipe],
+    slices: Mapping[str, Holding] | None = None,
+    *,
+    within: nn.Module | None = None,
+    device: torch.device | None = None,
+) -> None:
     """Give the parameters that ``module`` has left on the meta device their values, one after the other, in place.
 
-    Of those in ``slices`` only this rank's part is kept. ``known`` are the recipes of the whole model.
+    Of those in ``slices`` only this rank's part is kept.
+
+    Args:
+        module: where they are.
+        known: the recipes of the whole model, by name.
+        slices: by name, what this rank holds of those of which it holds a part.
+        within: only those of this part of ``module``; all where not given.
+        device: where each goes as soon as it is made; it stays on the host where not given.
     """
-    left = [(name, tensor) for name, tensor in module.named_parameters() if tensor.is_meta and name in known]
+    chosen = {id(tensor) for tensor in (within or module).parameters() if tensor.is_meta}
+    left = [(name, tensor) for name, tensor in module.named_parameters() if id(tensor) in chosen and name in known]
     if not left:
         return
     made: dict[int, Any] = {}
@@ -102,7 +124,8 @@ def fill(module: nn.Module, known: Mapping[str, Recipe], slices: Mapping[str, Ho
             local = piece(local, one.dim, one.cut, one.axis.rank)
         assert local.shape == before.shape, f"{name}: {tuple(local.shape)} in place of {tuple(before.shape)}"
         partly = local.numel() * local.itemsize < local.untyped_storage().nbytes()
-        value = nn.Parameter(local.clone() if partly else local, requires_grad=before.requires_grad)
+        local = (local.clone() if partly else local).to(device)
+        value = nn.Parameter(local, requires_grad=before.requires_grad)
         vars(value).update({key: kept for key, kept in vars(before).items() if key != _RECIPE})
         made[id(before)] = value
 

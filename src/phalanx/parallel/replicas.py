@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,7 +16,7 @@ from phalanx.parallel.layout import trainable
 from phalanx.parallel.statistics import RunningStatistics
 from phalanx.parallel.sums import add_up
 from phalanx.parallel.unused import without_gradient
-from phalanx.spec import Job, Plan
+from phalanx.spec import Job
 
 COPIES = ("dp", "ep", "cp")
 """Dimensions whose ranks hold copies of the same slice, beside ``fsdp``, whose ranks may share it out."""
@@ -133,12 +133,16 @@ class Rows(Replicas):
 class Sharded(Replicas):
     """Ranks of ``fsdp`` share out each slice: torch's ``fully_shard`` over them, copies along the other dimensions."""
 
-    def __init__(self, module: nn.Module, device: torch.device, plan: Plan, mesh: Mesh, dealt: Dealt) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, mesh: Mesh, dealt: Dealt, values: Callable[[nn.Module], None]
+    ) -> None:
+        """``values(part)`` gives a part of the model its values, where it has none yet."""
         from phalanx.parallel.shard import apply
 
+        plan = mesh.plan
         for name in dealt.modules if plan.ep > 1 else ():
-            apply(module.get_submodule(name), device, plan, mesh.sharding(device, "fsdp", APART))
-        apply(module, device, plan, mesh.sharding(device, "fsdp", COPIES))
+            apply(module.get_submodule(name), device, plan, mesh.sharding(device, "fsdp", APART), values)
+        apply(module, device, plan, mesh.sharding(device, "fsdp", COPIES), values)
         # Reads parameters as they are, which from now on the model's own code may see as wholes of their slices.
         module._get_fsdp_state()._lazy_init()  # pyright: ignore
         self._parameters = trainable(module)

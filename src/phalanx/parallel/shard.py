@@ -27,7 +27,7 @@ that no rank uses; stages 1 and 2 allow both.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from phalanx.comm import data_mesh
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
+from phalanx.parallel.materialise import fill, recipes
 from phalanx.parallel.statistics import RunningStatistics
 from phalanx.profile.blocks import blocks
 from phalanx.spec import Plan
@@ -51,7 +52,8 @@ class FullyShard(Layout):
 
     def __init__(self, module: nn.Module, device: torch.device, plan: Plan) -> None:
         refuse_scalars(module, plan)
-        apply(module, device, plan, data_mesh(plan, device))
+        known = recipes(module)
+        apply(module, device, plan, data_mesh(plan, device), lambda part: fill(module, known, within=part))
         self._module = module
         self._device = device
         self._held = Held(module=module, parameters=trainable(module), divisor=plan.world_size)
@@ -95,8 +97,13 @@ def refuse_scalars(module: nn.Module, plan: Plan) -> None:
         )
 
 
-def apply(module: nn.Module, device: torch.device, plan: Plan, mesh: DeviceMesh) -> nn.Module:
+def apply(
+    module: nn.Module, device: torch.device, plan: Plan, mesh: DeviceMesh, values: Callable[[nn.Module], None]
+) -> nn.Module:
     """Shard ``module`` over ``mesh`` in place: each repeated block by itself, then what is left.
+
+    ``values(part)`` gives a part its values where it has none yet, just before it is moved to ``device`` and sharded:
+    a rank never holds more than its shards and one part.
 
     With half precision, parameters are gathered in it and gradients are reduced in fp32.
     """
@@ -107,11 +114,11 @@ def apply(module: nn.Module, device: torch.device, plan: Plan, mesh: DeviceMesh)
     offload = OffloadPolicy()
     if plan.offload == "parameters":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    else:
-        module.to(device)
     inner = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
     for block in blocks(module):
+        values(block)
         fully_shard(block, mesh=mesh, mp_policy=inner, offload_policy=offload)
+    values(module)
     # Also the root is resharded after forward: a forward without backward (evaluation) must not leave old
     # values gathered.
     fully_shard(module, mesh=mesh, mp_policy=inner, offload_policy=offload, reshard_after_forward=True)

@@ -43,9 +43,17 @@ class Split(Layout):
         self._device, self._module = device, module
         known, again = recipes(module), parts(module)
         cut = _Cut(module, device, plan, mesh, example)
-        fill(module, known, cut.slices)
+        if plan.zero < 3:
+            fill(module, known, cut.slices, device=device)
+            module.to(device)
         recompute.apply(module, plan, again if cut.stages is None else cut.stages.recomputed(again))
-        self._replicas = _replicas(module, device, job, plan, mesh, cut.dealt)
+        if plan.zero == 3:
+            values = lambda part: fill(module, known, cut.slices, within=part)  # noqa: E731
+            self._replicas: Replicas = Sharded(module, device, mesh, cut.dealt, values)
+        elif plan.zero:
+            self._replicas = Rows(module, device, job, mesh, cut.dealt)
+        else:
+            self._replicas = Whole(module, job, mesh, cut.dealt)
         if plan.zero == 3:
             open_for_hooks(module, [*cut.entrances, *cut.dealt.modules])
         show_slices(cut.places)
@@ -94,15 +102,6 @@ class Split(Layout):
 
     def stepped(self) -> None:
         self._replicas.stepped()
-
-
-def _replicas(
-    module: nn.Module, device: torch.device, job: Job, plan: Plan, mesh: Mesh, dealt: expert.Dealt
-) -> Replicas:
-    if plan.zero == 3:
-        return Sharded(module, device, plan, mesh, dealt)
-    module.to(device)
-    return Rows(module, device, job, mesh, dealt) if plan.zero else Whole(module, job, mesh, dealt)
 
 
 class _Cut:

@@ -98,6 +98,12 @@ class Tape:
         """Bytes of each piece of memory that some fake still stands for."""
         return [one.nbytes() for one in self._memory if torch._C._storage_Use_Count(one._cdata) > 1]
 
+    @property
+    def given(self) -> int:
+        """Bytes of the tensors with values among the steps."""
+        leaves = (leaf for step in self._steps for leaf in tree_leaves((step.args, step.kwargs)))
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+
     def close(self) -> None:
         """No more steps will come."""
         self._numbers, self._memory = {}, []

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.comm import data_mesh
 from phalanx.parallel.buckets import Bucket, Slice, cut
 from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch
+from phalanx.parallel.materialise import fill, recipes
 from phalanx.parallel.statistics import RunningStatistics
 from phalanx.parallel.unused import without_gradient
 from phalanx.spec import Job, Plan
@@ -34,6 +35,7 @@ class ShardedRows(Layout):
     """ZeRO-1 and 2: gradients summed and scattered during backward, each rank stepping its rows."""
 
     def __init__(self, module: nn.Module, device: torch.device, job: Job, plan: Plan) -> None:
+        fill(module, recipes(module), device=device)
         self._module = module.to(device)
         self._device = device
         self._partition = Partition.over_all_ranks(self._module, device, plan)

@@ -26,6 +26,7 @@ from phalanx.train.schedulers import scheduler_notes, scheduler_problems
 from phalanx.train.sharing import Sharing
 from phalanx.train.slices import note_slices
 from phalanx.train.step import Course, Step
+from phalanx.units import show_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +109,8 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
                 )
             ]
         )
-    module, unbuilt = begun(job) if plan.kind == "split" else (build_model(job), [])
+    own, there = within(plan), place_within(plan, place)
+    module, unbuilt = begun(job) if own.kind in ("split", "shard") else (build_model(job), [])
     across = Across(plan, place) if plan.sync != "each" else None
     everyone = across.from_every_rank if across else from_every_rank
     same_initial_values(module, everyone)
@@ -118,7 +120,6 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     kind = device_kind(plan, here)
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
     same_length(loader.length, "job.data", everyone)
-    own, there = within(plan), place_within(plan, place)
     layout = assemble(module, job, own, there, lambda: looked_at(example_of(job, module, loader), module, found))
     refuse_slices(job, layout.held, own)
     optimizer = build_optimizer(job, layout)
@@ -166,13 +167,17 @@ def looked_at(example: Example, module: nn.Module, found: list[str]) -> Example:
 
 
 def begun(job: Job) -> tuple[nn.Module, list[str]]:
-    """The model without the values of its large parameters, or if that cannot be, whole, with a note that says so."""
-    from phalanx.parallel.materialise import UnrecordedError, recorded
+    """The model without the values of its large parameters, and a note where it comes with them all the same."""
+    from phalanx.parallel.materialise import UnrecordedError, loaded, recorded
 
     try:
-        return build_model(job, recorded), []
+        module = build_model(job, recorded)
     except UnrecordedError as error:
         return build_model(job), [_WHOLE.format(error)]
+    there = loaded(module)
+    if 2 * there > sum(tensor.numel() * tensor.itemsize for tensor in module.parameters()):
+        return module, [_WHOLE.format(f"job.model gives {show_bytes(there)} of values that it has read or computed")]
+    return module, []
 
 
 _WHOLE = "the model could not be built piece by piece: {}; every process held it whole at the start."
