@@ -156,7 +156,7 @@ def reborn(monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...]) -> None:
         return built
 
     build = assembly.build
-    monkeypatch.setattr("phalanx.verify.capture.build", other)
+    monkeypatch.setattr("phalanx.train.loop.build", other)
 
 
 @pytest.mark.parametrize(("plan", "ranks"), [("pp=2 micro=7", (1,)), ("pp=2 dp=2 micro=7", (2, 3))])
@@ -176,7 +176,7 @@ def test_a_slice_with_another_seed_is_named_with_its_place(monkeypatch: pytest.M
         return built
 
     build = assembly.build
-    monkeypatch.setattr("phalanx.verify.capture.build", other)
+    monkeypatch.setattr("phalanx.train.loop.build", other)
     proof = unequal("tp=2", residual())
     assert "blocks.1.up.weight in rows 32:64, which rank 1 holds" in proof.cause
 
@@ -270,7 +270,9 @@ def test_a_healthy_split_shows_no_pattern(plan: str, monkeypatch: pytest.MonkeyP
     """Every pattern that reads evidence of splits alone is silent where nothing is wrong."""
     said: list[str] = []
 
-    def judged(evidence: Any, tolerance: Any) -> str:
+    def judged(pair: Any) -> Any:
+        checks = right(pair)
+        evidence = one_residual().evidence(pair, checks)
         patterns = (
             diagnose_split.other_start,
             diagnose_split.copies_apart_at_the_start,
@@ -278,13 +280,13 @@ def test_a_healthy_split_shows_no_pattern(plan: str, monkeypatch: pytest.MonkeyP
             diagnose_split.auxiliary_once_per_rank,
             diagnose_split.not_synchronised,
         )
-        said.extend(pattern(evidence, tolerance, given, evidence.plan) for pattern in patterns)
+        said.extend(pattern(evidence, pair.tolerance, given, evidence.plan) for pattern in patterns)
         said.append(diagnose_split.apart(evidence, "end"))
         said.append("" if len(evidence.other.traces[0]) > 1 else "no trace was taken")
-        return first(evidence, tolerance)
+        return checks
 
-    given, first = one_residual().job, parity._first
-    monkeypatch.setattr(parity, "_first", judged)
+    given, right = one_residual().job, parity.judged
+    monkeypatch.setattr(parity, "judged", judged)
     assert one_residual().prove(px.Plan.parse(plan)).equal
     assert len(said) == 7
     assert not any(said), said

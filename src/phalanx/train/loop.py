@@ -25,6 +25,7 @@ from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.evaluate import evaluate
 from phalanx.train.memory import Measured, Parts
 from phalanx.train.metrics import Metrics
+from phalanx.train.observer import AssemblyScene, Observer
 from phalanx.train.sending import traffic
 from phalanx.train.sharing import Sharing
 from phalanx.train.state import restore, save
@@ -34,15 +35,20 @@ from phalanx.train.together import come_together
 _LAPS, _WARM_UP = 1000, 3  # steps timed, and those at their beginning that do not count
 
 
-def train(job: Job, run: RunSpec, place: Place, *, report: Callable[[int], None]) -> dict[str, Any]:
+def train(
+    job: Job, run: RunSpec, place: Place, *, report: Callable[[int], None], observer: Observer | None = None
+) -> dict[str, Any]:
     """Run the whole training on this worker; ``report(step)`` is called as each step begins.
+
+    ``observer`` looks on; every run goes the same way, with and without one.
 
     Returns a summary: steps taken, last loss, last evaluation.
     """
+    observer = observer or Observer()
     if run.plan.server:
         from phalanx.train.served import take_part
 
-        return take_part(job, run, place, report)
+        return take_part(job, run, place, report, observer=observer)
     here = place.workers_here * run.plan.threads
     refuse(job, run.plan, place.world_size, here)
     with joined(place_within(run.plan, place), device_for(place, device_kind(run.plan, here))):
@@ -50,6 +56,8 @@ def train(job: Job, run: RunSpec, place: Place, *, report: Callable[[int], None]
         assembly = build(job, run.plan, place, first_step=first_step, lr_scale=run.lr_scale)
         if path:
             restore(path, job, assembly)
+        assembly.step.observer = observer
+        observer.built(AssemblyScene(assembly))
         with _Recorder(job, run, place, assembly, path) as recorder:
             return _Loop(job, run, assembly, recorder).run(report)
 
@@ -59,6 +67,7 @@ class _Loop:
 
     def __init__(self, job: Job, run: RunSpec, assembly: Assembly, recorder: _Recorder) -> None:
         self._job, self._run, self._assembly, self._recorder = job, run, assembly, recorder
+        self._observer = assembly.step.observer
         self._evaluation_data = _evaluation_data(job)
         self._measured = Measured(assembly.step, assembly.device)
         only = only_step(assembly.device, assembly.step.progress.step, assembly.loader.total_steps)
@@ -70,14 +79,16 @@ class _Loop:
 
     def run(self, report: Callable[[int], None]) -> dict[str, Any]:
         step = self._assembly.step
-        job, run, recorder = self._job, self._run, self._recorder
+        job, run, recorder, observer = self._job, self._run, self._recorder, self._observer
         metrics: Metrics | None = None
         for batch in self._assembly.loader:
             report(batch.step)
             if self._assembly.loader.length is None:
                 same_stream(batch)
+            observer.begins(batch)
             with self._listener.around(batch.step), self._tells_where_memory_runs_out():
                 metrics = self._measured(batch)
+            observer.updated(batch, metrics)
             recorder.stepped(batch, metrics, step.seconds)
             recorder.shares(step.sharing)
             recorder.averaged(self._assembly)
@@ -95,6 +106,7 @@ class _Loop:
             self._evaluate()
         if self._saved_at != step.progress.step:
             self._save()
+        observer.ended()
         if kinds := ", ".join(sorted(self._measured.uncounted)):
             recorder.write("warning", message=f"memory: the tensors of these kinds are not counted: {kinds}")
         across = self._assembly.apart.across if self._assembly.apart else None
@@ -122,6 +134,7 @@ class _Loop:
         result = evaluate(self._job, self._run.plan, self._assembly, self._evaluation_data)
         self._evaluated_at = self._assembly.step.progress.step
         self._last_evaluation = {"loss": result.loss, "samples": result.samples, "metrics": result.metrics}
+        self._observer.evaluated(self._evaluated_at, self._last_evaluation)
         self._recorder.write("evaluate", step=self._evaluated_at, seconds=result.seconds, **self._last_evaluation)
 
     def _save(self) -> None:
@@ -136,6 +149,7 @@ class _Loop:
             return
         path = save(self._run.folder / "checkpoints", self._job, self._assembly, keep=self._run.keep)
         self._saved_at = step
+        self._observer.saved(step, path)
         size = sum(file.stat().st_size for file in path.iterdir())
         relative = str(path.relative_to(self._run.folder))
         self._recorder.write("checkpoint", step=step, path=relative, bytes=size, seconds=time.perf_counter() - begun)

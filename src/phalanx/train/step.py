@@ -29,6 +29,7 @@ from phalanx.train.gradients import clip, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs, to_device
 from phalanx.train.lossform import Reading, check_totals, read_loss
 from phalanx.train.metrics import Metrics, Totals, towards_host
+from phalanx.train.observer import Observer
 from phalanx.train.precision import LossScale, compute_context
 from phalanx.train.rates import Rates
 from phalanx.train.rng import stream
@@ -87,7 +88,8 @@ class Step:
 
     Attributes:
         sync: how replicas are kept together; before a loop of one's own reads parameters, ``sync.together()``.
-        watch: who looks on; ``None`` for nobody.
+        watch: who measures memory; ``None`` for nobody.
+        observer: who looks on.
         sharing: the ranks' uneven shares, which may follow their speed; ``None`` where they are even.
         seconds: that the host took, in the last step, for forward and backward, and for the update.
     """
@@ -114,6 +116,7 @@ class Step:
         self._reads_means: bool | None = None
         self._unchecked: Metrics | None = None
         self.watch: Watch | None = None
+        self.observer = Observer()
         self.sharing: Sharing | None = None
         self.seconds = (0.0, 0.0)
 
@@ -153,6 +156,7 @@ class Step:
         correction = work.correction(totals)
         if correction is not None:
             scale(local_gradients(self.layout.parameters.values()), correction)
+        self.observer.gradients(batch, totals)
         return totals
 
     def update(self, batch: StepBatch, totals: Totals) -> Metrics:
@@ -190,6 +194,7 @@ class Step:
         if not metrics.skipped and not nothing:
             if self.job.clip is not None and norm is not None:
                 clip(local_gradients(parameters), norm, self.job.clip)
+            self.observer.steps(batch)
             self.optimizer.step()
         self.sync.parameters_stepped(progress.step + 1, totals)
         self.layout.stepped()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
+
+from phalanx.verify.record import Tensors
 
 _UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 _PROMISE = 1e-5
@@ -35,6 +39,20 @@ class Tolerance:
     noise: float
     parameter: float
 
+    def gradient_at(self, step: int) -> float:
+        """Of a gradient of this step, at parameters that have drifted apart since the first.
+
+        Steps that do not blow up are short against the curvature: they change a gradient by no more than twice its size
+        (a step of rate lr along the sharpest direction is stable up to lr times its curvature = 2; Cohen et al. 2021,
+        for adaptive optimizers 2022). So parameters that differ by a share of their way change gradients by no more
+        than twice that share.
+        """
+        return self.gradient + 2 * self.parameter_at(step) if step else self.gradient
+
+    def parameter_at(self, steps: int) -> float:
+        """Of a parameter after so many steps."""
+        return min(0.25, 10 * self.gradient * math.sqrt(steps))
+
     @classmethod
     def of(cls, precision: str, *, batch: int, layers: int, steps: int) -> Tolerance:
         """The tolerance of a proof over ``steps`` steps at this precision."""
@@ -42,8 +60,8 @@ class Tolerance:
         rounding = min(16 * _UNIT_ROUNDOFF["fp32"] * (math.sqrt(batch) + math.sqrt(layers)), _PROMISE)
         halves = 0.0 if precision == "fp32" else unit * math.sqrt(layers)
         loss, gradient = rounding + halves, rounding + 4 * halves
-        parameter = min(0.25, 10 * gradient * math.sqrt(steps))
-        return cls(loss=loss, gradient=gradient, noise=rounding + halves / 4, parameter=parameter)
+        made = cls(loss=loss, gradient=gradient, noise=rounding + halves / 4, parameter=0.0)
+        return replace(made, parameter=made.parameter_at(steps))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +74,7 @@ class Difference:
         ratio: the factor that brings the reference closest to the other; 1 where they agree.
         residual: what then still differs, relative.
         where: the part of the tensor that the difference is in, and which ranks hold it; empty where it is everywhere.
+        allowed: what ``relative`` may be.
     """
 
     name: str
@@ -63,42 +82,57 @@ class Difference:
     ratio: float
     residual: float
     where: str = ""
+    allowed: float = 0.0
+
+    @property
+    def beyond(self) -> bool:
+        """Whether it is more than is allowed; what is not a number is."""
+        return not self.relative <= self.allowed
 
 
-def losses(reference: list[float], other: list[float]) -> list[float]:
+def losses(reference: Sequence[float], other: Sequence[float]) -> list[float]:
     """Relative difference of each step's loss."""
-    return [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(reference, other, strict=True)]
+    return [apart(a, b) for a, b in zip(reference, other, strict=True)]
 
 
-def gradients(
-    reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor], noise: float
-) -> tuple[list[Difference], list[str]]:
-    """Differences of gradients, and the names of those that are zero but for rounding and so not compared."""
-    total = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in reference.values()))
+def apart(a: float, b: float) -> float:
+    """Relative difference of two numbers; 0 where both are no number, or the same infinity."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    return abs(a - b) / max(abs(a), 1e-30)
+
+
+def values(reference: Tensors, other: Tensors, allowed: float = 0.0) -> list[Difference]:
+    """Differences of tensors, each relative to its norm; of those that only one side has, all of it."""
+    found = [
+        difference(name, expected, other[name], norm(expected), allowed) if name in other else missing(name)
+        for name, expected in reference.items()
+    ]
+    return found + [missing(name) for name in other if name not in reference]
+
+
+def gradients(reference: Tensors, other: Tensors, allowed: float, noise: float) -> tuple[list[Difference], list[str]]:
+    """Differences of gradients, and the names of those that are zero but for rounding and so not compared.
+
+    One that is not there is as good as one of zeros: what an optimizer makes of either shows in its state.
+    """
+    total = math.sqrt(sum(norm(tensor) ** 2 for tensor in reference.values()))
     found: list[Difference] = []
     silent: list[str] = []
-    for name, expected in reference.items():
-        given = other.get(name)
-        if given is None:
-            found.append(Difference(name=name, relative=math.inf, ratio=0.0, residual=math.inf))
-        elif float(expected.double().norm()) <= noise * total and float(given.double().norm()) <= noise * total:
-            silent.append(name)
+    for name in dict.fromkeys((*reference, *other)):
+        here, there = reference.get(name), other.get(name)
+        sizes = [0.0 if one is None else norm(one) for one in (here, there)]
+        if max(sizes) <= noise * total:
+            silent += [name] if max(sizes) else []
+        elif here is None or there is None:
+            found.append(missing(name))
         else:
-            found.append(_difference(name, expected, given, float(expected.double().norm())))
-    found += [
-        Difference(name=name, relative=math.inf, ratio=math.inf, residual=math.inf)
-        for name in other
-        if name not in reference
-    ]
+            found.append(difference(name, here, there, sizes[0], allowed))
     return found, silent
 
 
 def parameters(
-    initial: dict[str, torch.Tensor],
-    reference: dict[str, torch.Tensor],
-    other: dict[str, torch.Tensor],
-    first: dict[str, torch.Tensor],
-    noise: float,
+    initial: Tensors, reference: Tensors, other: Tensors, first: Tensors, tolerance: Tolerance
 ) -> list[Difference]:
     """Differences of final parameters relative to how far each moved.
 
@@ -107,22 +141,40 @@ def parameters(
     key third of a fused bias, rows of an embedding not seen yet.
     """
     found: list[Difference] = []
-    for name in reference:
-        if name not in first:
+    for name, grad in first.items():
+        if name not in reference or name not in other:
+            found.append(missing(name))
             continue
-        grad = first[name].double()
-        meaningful = grad.abs() > noise * grad.square().mean().sqrt()
-        start, here, there = (tensor[name].double()[meaningful] for tensor in (initial, reference, other))
+        meaningful = grad.abs() > tolerance.noise * norm(grad) / math.sqrt(max(1, grad.numel()))
+        start, here, there = (tensor[name][meaningful] for tensor in (initial, reference, other))
         if here.numel():
-            found.append(_difference(name, here, there, max(float((here - start).norm()), 1e-30)))
+            found.append(difference(name, here, there, max(norm(here - start), 1e-30), tolerance.parameter))
     return found
 
 
-def _difference(name: str, expected: torch.Tensor, given: torch.Tensor, scale: float) -> Difference:
+def difference(name: str, expected: Tensor, given: Tensor, scale: float, allowed: float) -> Difference:
+    """Of one tensor, relative to ``scale``."""
     if expected.shape != given.shape:
-        return Difference(name=name, relative=math.inf, ratio=math.nan, residual=math.inf)
-    a, b = expected.double().flatten(), given.double().flatten()
-    square = float(a @ a)
-    ratio = float(a @ b) / square if square else math.nan
-    residual = float((b - ratio * a).norm()) / max(scale, 1e-300) if square else math.inf
-    return Difference(name=name, relative=float((a - b).norm()) / max(scale, 1e-300), ratio=ratio, residual=residual)
+        return Difference(name=name, relative=math.inf, ratio=math.nan, residual=math.inf, allowed=allowed)
+    if torch.equal(expected, given):
+        return Difference(name=name, relative=0.0, ratio=1.0, residual=0.0, allowed=allowed)
+    a, b = _numbers(expected), _numbers(given)
+    square = float(torch.dot(a, a))
+    ratio = float(torch.dot(a, b)) / square if square else math.nan
+    residual = norm(b - ratio * a) / max(scale, 1e-300) if square else math.inf
+    relative = norm(a - b) / max(scale, 1e-300)
+    return Difference(name=name, relative=relative, ratio=ratio, residual=residual, allowed=allowed)
+
+
+def missing(name: str) -> Difference:
+    """Of a tensor that only one side has."""
+    return Difference(name=name, relative=math.inf, ratio=math.nan, residual=math.inf)
+
+
+def norm(tensor: Tensor) -> float:
+    """The L2 norm, added up in fp64."""
+    return float(torch.linalg.vector_norm(_numbers(tensor)))
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).double()

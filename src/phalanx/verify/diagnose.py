@@ -65,20 +65,20 @@ def _same_samples(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan
     for rank, capture in enumerate(evidence.other.ranks):
         first = firsts.setdefault(plan.part(rank), rank)
         if first != rank:
-            if capture["ids"] != evidence.other.ranks[first]["ids"]:
+            if capture.ids != evidence.other.ranks[first].ids:
                 return (
                     f"other samples on two ranks of one replica: ranks {first} and {rank} work on the same part of the "
                     "batch and were given unlike parts in step 0. The loader must give ranks of tp, pp and cp the same."
                 )
             continue
-        for one in capture["ids"]:
+        for one in capture.ids:
             if one in seen:
                 return (
                     f"identical samples on two ranks: sample {one} was on ranks {seen[one]} and {rank} in step 0. "
                     "The sampler gives ranks the same part: look at what feeds the loader."
                 )
             seen[one] = rank
-    samples = sum(len(capture["ids"]) for capture in evidence.one.ranks)
+    samples = sum(len(capture.ids) for capture in evidence.one.ranks)
     if len(seen) < samples and seen:
         return f"step 0 saw {len(seen)} samples where one device saw {samples}: some were dropped by the sampler."
     return ""

@@ -9,7 +9,8 @@ from phalanx.parallel import micro_batches
 from phalanx.spec import Job, Plan
 from phalanx.units import show_names
 from phalanx.verify.compare import Tolerance
-from phalanx.verify.evidence import Evidence, holders, ranks_in_words
+from phalanx.verify.copies import copies_apart
+from phalanx.verify.evidence import Evidence, ranks_in_words
 from phalanx.verify.prints import Piece, Print, cut_out
 from phalanx.verify.trace import Passed
 
@@ -60,13 +61,11 @@ def copies_apart_at_the_start(evidence: Evidence, tolerance: Tolerance, job: Job
 
 def apart(evidence: Evidence, when: str) -> str:
     """Which ranks hold different values of which parameters, in words; empty where copies are equal, bit by bit."""
-    prints = evidence.other.prints(when)
+    _, found = copies_apart(evidence.other, when, everywhere=True)
     pairs: dict[tuple[int, int], list[str]] = {}
-    for name, pieces in holders(prints).items():
-        for first, *others in pieces.values():
-            for rank in others:
-                if prints[rank][name][1] != prints[first][name][1]:
-                    pairs.setdefault((first, rank), []).append(name)
+    for one in found:
+        if one.kind == "value":
+            pairs.setdefault(one.ranks, []).append(one.name)
     if not pairs:
         return ""
     (first, rank), names = max(pairs.items(), key=lambda pair: len(pair[1]))
@@ -75,7 +74,7 @@ def apart(evidence: Evidence, when: str) -> str:
 
 def passed_on_in_parts(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
     """What ranks of ``tp`` have of a whole output, or of a gradient, is a part of the sum, or many times it."""
-    if plan.tp == 1 or not evidence.other.traces[0] or not evidence.one.traces[0]:
+    if plan.tp == 1 or not any(evidence.other.traces) or not any(evidence.one.traces):
         return ""
     names = [name for name in evidence.one.traces[0] if any(name in trace for trace in evidence.other.traces)]
     allowed = max(1e-3, 4 * tolerance.gradient)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,36 +12,8 @@ from torch import Tensor
 from phalanx.comm import Mesh
 from phalanx.spec import Plan
 from phalanx.verify.compare import Difference
-from phalanx.verify.prints import Piece, Prints, in_words, prints_from
-from phalanx.verify.trace import Passed, trace_from_json
-
-
-@dataclass(frozen=True)
-class Captured:
-    """What a run gave.
-
-    Attributes:
-        ranks: each worker's answer, in rank order.
-        initial: the parameters before the first step, whole.
-        gradients: of the first step.
-        parameters: after the last step.
-        auxiliary: of parameters that choose experts, the gradients that come to them by no expert.
-    """
-
-    ranks: list[dict[str, Any]]
-    initial: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    parameters: dict[str, Tensor]
-    auxiliary: dict[str, Tensor]
-
-    def prints(self, when: str) -> list[Prints]:
-        """Each rank's: ``start``, ``gradients`` or ``end``."""
-        return [prints_from(capture[when]) for capture in self.ranks]
-
-    @cached_property
-    def traces(self) -> list[dict[str, Passed]]:
-        """Each rank's; empty where none was taken."""
-        return [trace_from_json(capture["trace"]) for capture in self.ranks]
+from phalanx.verify.prints import Piece, Prints, cut_out, in_words
+from phalanx.verify.record import Copy, Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +31,12 @@ class Evidence:
         silent: names of those that are zero but for rounding.
         parameters: differences of the final parameters.
         batch_norm: names of modules that take statistics of their micro-batch.
+        checks: everything that was compared, in the order in which a run computes it.
     """
 
     plan: Plan
-    one: Captured
-    other: Captured
+    one: Record
+    other: Record
     losses: list[float]
     skipped: int | None
     initial: list[Difference]
@@ -71,6 +44,7 @@ class Evidence:
     silent: list[str]
     parameters: list[Difference]
     batch_norm: list[str]
+    checks: list[Any] = field(default_factory=list[Any])
 
     @cached_property
     def first_gradients(self) -> list[Prints]:
@@ -79,7 +53,7 @@ class Evidence:
 
     def peers(self, axis: str) -> Iterator[list[int]]:
         """Ranks that differ along one dimension of the mesh only, by groups."""
-        for rank in range(self.plan.world_size):
+        for rank in range(self.plan.world_size if len(self.other.ranks) > 1 else 0):
             ranks = Mesh(self.plan, rank).peers(axis)
             if ranks[0] == rank:
                 yield ranks
@@ -90,12 +64,14 @@ class Evidence:
         return [name for name, size in self.plan.mesh.items() if size > 1]
 
 
-def holders(prints: list[Prints]) -> dict[str, dict[Piece, list[int]]]:
-    """Name → each part of the tensor that some rank holds → those ranks."""
+def holders(copies: Sequence[Mapping[str, Copy]], kind: str) -> dict[str, dict[Piece, list[int]]]:
+    """Name → each part of the tensor that some rank holds → those ranks; of tensors of this kind."""
     found: dict[str, dict[Piece, list[int]]] = {}
-    for rank, known in enumerate(prints):
-        for name, (piece, _) in known.items():
-            found.setdefault(name, {}).setdefault(piece, []).append(rank)
+    for rank, known in enumerate(copies):
+        for key, copy in known.items():
+            of, _, name = key.partition(".")
+            if of == kind:
+                found.setdefault(name, {}).setdefault(copy.piece, []).append(rank)
     return found
 
 
@@ -106,8 +82,6 @@ def ranks_in_words(ranks: list[int]) -> str:
 
 def where(a: Tensor, b: Tensor, by_piece: dict[Piece, list[int]], plan: Plan) -> str:
     """Where most of the difference of two tensors is, if that is one of the parts that ranks hold, or one stage."""
-    from phalanx.verify.prints import cut_out
-
     if a.shape != b.shape:
         return f"of shape {list(b.shape)}, not {list(a.shape)}"
     away = (a.double() - b.double()).square()

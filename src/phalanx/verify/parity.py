@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load
 
-from phalanx.launch import launch, make_ready
 from phalanx.parallel import batch_statistics, dropouts
 from phalanx.spec import Job, Plan
 from phalanx.spec.plan import Device, Precision
 from phalanx.train.assembly import refuse
 from phalanx.verify import compare
-from phalanx.verify.capture import capture, model_of, recurrent_dropouts
+from phalanx.verify.capture import Watch, capture, model_of, recurrent_dropouts, traced
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import diagnose
-from phalanx.verify.evidence import Captured, Evidence, holders, where
-from phalanx.verify.prints import Piece
-from phalanx.verify.served import capture_served
-
-Watch = Callable[[], None] | None
+from phalanx.verify.evidence import Evidence
+from phalanx.verify.judge import Check, Pair, judged
+from phalanx.verify.record import Record
+from phalanx.verify.trace import traceable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +34,15 @@ class Proof:
         steps: optimizer steps compared.
         tolerance: what rounding may make differ, by kind.
         losses: relative difference of each step's loss.
-        gradients: of the first step, by parameter.
+        gradients: of the first step, by parameter, before clipping.
         parameters: after the last step, relative to how far each moved, by parameter; elements whose gradient is zero
             but for rounding are left out, since Adam makes a whole step out of rounding.
         not_compared: parameters whose whole gradient is zero but for rounding.
         notes: what no plan can keep, said before the run; dropout is switched off for the comparison.
         first: the first tensor or loss that differs, in words; empty where equal.
         cause: its likely cause; empty where equal.
+        checks: everything that was compared, in the order in which a run computes it.
+        never: parameters that had no gradient but zeros in any step.
     """
 
     equal: bool
@@ -57,6 +56,13 @@ class Proof:
     notes: list[str]
     first: str
     cause: str
+    checks: list[Check] = field(default_factory=list[Check])
+    never: list[str] = field(default_factory=list[str])
+
+    @property
+    def copies(self) -> int:
+        """How many tensors that a rank holds were compared with another rank's copy of the same."""
+        return sum(check.many for check in self.checks if check.kind == "copies")
 
     @property
     def largest(self) -> dict[str, float]:
@@ -88,7 +94,7 @@ class OneDevice:
     precision: Precision
     device: Device
     _module: torch.nn.Module
-    _captured: Captured
+    _record: Record
 
     @classmethod
     def run(
@@ -99,8 +105,9 @@ class OneDevice:
         Raises:
             WorkerError: if the run failed.
         """
-        captured = _run(job, Plan(precision=precision, device=device), steps, watch)
-        return cls(job=job, steps=steps, precision=precision, device=device, _module=model_of(job), _captured=captured)
+        with _folder() as name:
+            record = capture(job, Plan(precision=precision, device=device), steps, Path(name), watch)
+        return cls(job=job, steps=steps, precision=precision, device=device, _module=model_of(job), _record=record)
 
     def prove(self, plan: Plan, *, watch: Watch = None) -> Proof:
         """Run the same steps under ``plan`` and compare.
@@ -110,10 +117,54 @@ class OneDevice:
             WorkerError: if the run failed.
         """
         refuse(self.job, plan, plan.world_size)
-        other = _run(self.job, plan, self.steps, watch)
+        with _folder() as name:
+            other = capture(self.job, plan, self.steps, Path(name), watch)
         layers = sum(1 for child in self._module.modules() if next(child.parameters(recurse=False), None) is not None)
         tolerance = Tolerance.of(plan.precision, batch=self.job.batch, layers=layers, steps=self.steps)
-        return _judge(self, other, plan, tolerance)
+        pair = Pair(one=self._record, other=other, plan=plan, tolerance=tolerance)
+        checks = judged(pair)
+        first = next((check.first for check in checks if check.first), "")
+        losses = compare.losses(pair.one.losses, other.losses)
+        gradients = _of(checks, "gradient", 0)
+        return Proof(
+            equal=not first,
+            plan=plan,
+            steps=self.steps,
+            tolerance=tolerance,
+            losses=losses,
+            gradients=gradients,
+            parameters=_of(checks, "parameter", None),
+            not_compared=_silent(pair),
+            notes=_notes(self._module),
+            first=first,
+            cause=diagnose(self.evidence(pair, checks, watch), tolerance, self.job, plan) if first else "",
+            checks=checks,
+            never=pair.one.never,
+        )
+
+    def evidence(self, pair: Pair, checks: list[Check], watch: Watch = None) -> Evidence:
+        """What a cause is told from; for it the first step is taken once more on both sides, and looked into."""
+        one, other, plan = pair.one, pair.other, pair.plan
+        if traceable(plan):
+            alone = Plan(precision=self.precision, device=self.device)
+            with _folder() as name:
+                one = traced(one, self.job, alone, Path(name), watch)
+            with _folder() as name:
+                other = traced(other, self.job, plan, Path(name), watch)
+        pairs = zip(one.steps, other.steps, strict=True)
+        return Evidence(
+            plan=plan,
+            one=one,
+            other=other,
+            losses=compare.losses(one.losses, other.losses),
+            skipped=next((step for step, (a, b) in enumerate(pairs) if a.skipped != b.skipped), None),
+            initial=_of(checks, "initial", None),
+            gradients=_of(checks, "gradient", 0),
+            silent=_silent(pair),
+            parameters=_of(checks, "parameter", None),
+            batch_norm=batch_statistics(self._module),
+            checks=checks,
+        )
 
 
 def prove(
@@ -135,102 +186,18 @@ def prove(
     return one.prove(plan, watch=watch)
 
 
-def _run(job: Job, plan: Plan, steps: int, watch: Watch) -> Captured:
-    with tempfile.TemporaryDirectory(prefix="phalanx-proof-") as name:
-        folder = Path(name)
-        make_ready(plan)
-        if plan.server:
-            ranks = launch(capture_served(job, plan, steps, folder), plan.processes, watch=watch)[plan.world_size]
-        else:
-            ranks = launch(capture(job, plan, steps, folder), plan.world_size, watch=watch)
-        initial, gradients, parameters, auxiliary = (
-            _read(folder, part) for part in ("initial", "gradients", "parameters", "auxiliary")
-        )
-    return Captured(ranks=ranks, initial=initial, gradients=gradients, parameters=parameters, auxiliary=auxiliary)
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="phalanx-proof-")
 
 
-def _read(folder: Path, what: str) -> dict[str, torch.Tensor]:
-    """What all stages have written. Read whole, not mapped: the folder goes."""
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob(f"{what}-*.safetensors")):
-        found |= load(file.read_bytes())
-    return found
+def _of(checks: list[Check], kind: str, step: int | None) -> list[Difference]:
+    """Differences of the tensors of one kind."""
+    return [one for check in checks if (check.kind, check.step) == (kind, step) for one in check.differences]
 
 
-def _judge(one: OneDevice, other: Captured, plan: Plan, tolerance: Tolerance) -> Proof:
-    reference = one._captured
-    losses = compare.losses(reference.ranks[0]["losses"], other.ranks[0]["losses"])
-    gradients, silent = compare.gradients(reference.gradients, other.gradients, tolerance.noise)
-    meant = {name: grad for name, grad in reference.gradients.items() if name not in silent}
-    parameters = compare.parameters(reference.initial, reference.parameters, other.parameters, meant, tolerance.noise)
-    initial = compare.gradients(reference.initial, other.initial, 0.0)[0]
-    parts = holders(other.prints("start"))
-    initial = _placed(initial, 0.0, (reference.initial, other.initial), parts, plan)
-    gradients = _placed(gradients, tolerance.gradient, (reference.gradients, other.gradients), parts, plan)
-    parameters = _placed(parameters, tolerance.parameter, (reference.parameters, other.parameters), parts, plan)
-    pairs = zip(reference.ranks[0]["skipped"], other.ranks[0]["skipped"], strict=True)
-    evidence = Evidence(
-        plan=plan,
-        one=reference,
-        other=other,
-        losses=losses,
-        skipped=next((step for step, (a, b) in enumerate(pairs) if a != b), None),
-        initial=initial,
-        gradients=gradients,
-        silent=silent,
-        parameters=parameters,
-        batch_norm=batch_statistics(one._module),
-    )
-    first = _first(evidence, tolerance)
-    return Proof(
-        equal=not first,
-        plan=plan,
-        steps=one.steps,
-        tolerance=tolerance,
-        losses=losses,
-        gradients=gradients,
-        parameters=parameters,
-        not_compared=silent,
-        notes=_notes(one._module),
-        first=first,
-        cause=diagnose(evidence, tolerance, one.job, plan) if first else "",
-    )
-
-
-def _placed(
-    found: list[Difference],
-    allowed: float,
-    pair: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
-    parts: dict[str, dict[Piece, list[int]]],
-    plan: Plan,
-) -> list[Difference]:
-    """Those that differ by more than is allowed, with where in the tensor they do."""
-    reference, other = pair
-    return [
-        replace(one, where=where(reference[one.name], other[one.name], parts.get(one.name, {}), plan))
-        if one.relative > allowed and one.name in reference and one.name in other
-        else one
-        for one in found
-    ]
-
-
-def _first(evidence: Evidence, tolerance: Tolerance) -> str:
-    """The first thing beyond tolerance, in the order it was computed: loss, gradient, later losses, parameters."""
-    if not evidence.losses[0] <= tolerance.loss:
-        return f"the loss of step 0, by {evidence.losses[0]:.2g} (allowed {tolerance.loss:.2g})"
-    for one in evidence.gradients:
-        if not one.relative <= tolerance.gradient:
-            at = f" ({one.where})" if one.where else ""
-            return f"the gradient of {one.name}{at} in step 0, by {one.relative:.2g} (allowed {tolerance.gradient:.2g})"
-    for step, loss in enumerate(evidence.losses):
-        if not loss <= tolerance.loss:
-            return f"the loss of step {step}, by {loss:.2g} (allowed {tolerance.loss:.2g})"
-    for one in evidence.parameters:
-        if not one.relative <= tolerance.parameter:
-            at = f" ({one.where})" if one.where else ""
-            by = f"by {one.relative:.2g} of its way (allowed {tolerance.parameter:.2g})"
-            return f"{one.name}{at} after the last step, {by}"
-    return ""
+def _silent(pair: Pair) -> list[str]:
+    """Parameters whose first gradient is zero but for rounding."""
+    return compare.gradients(pair.one.gradients, pair.other.gradients, 0.0, pair.tolerance.noise)[1]
 
 
 def _notes(module: torch.nn.Module) -> list[str]:

@@ -7,7 +7,7 @@ but whether each has a part of what one device has.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.comm import is_dtensor, local
+from phalanx.comm import is_dtensor
 from phalanx.parallel import Holding
 
 Ranges = tuple[tuple[int, int], ...]
@@ -137,20 +137,3 @@ def in_words(piece: Piece) -> str:
 
 Prints = dict[str, tuple[Piece, Print]]
 """Name → which part of the tensor a rank has, and its print."""
-
-
-def prints_of(tensors: Mapping[str, Tensor], slices: Mapping[str, Holding]) -> dict[str, Any]:
-    """Of what this rank has of each, as JSON."""
-    return {
-        name: [piece_of(tensor, slices.get(name)), Print.of(local(tensor)).to_json()]
-        for name, tensor in tensors.items()
-    }
-
-
-def prints_from(given: Mapping[str, Any]) -> Prints:
-    """What ``prints_of`` gave, from JSON."""
-    found: Prints = {}
-    for name, (piece, known) in given.items():
-        cuts = tuple((dim, tuple((a, b) for a, b in ranges)) for dim, ranges in piece)
-        found[name] = cuts, Print.from_json(known)
-    return found

@@ -20,13 +20,14 @@ from phalanx.parallel.server import Dealer, Kind, Pace, Report
 from phalanx.spec import Job, RunSpec
 from phalanx.train.lossform import check_totals
 from phalanx.train.metrics import Metrics
+from phalanx.train.observer import Observer
 from phalanx.train.served.desk import Desk
 from phalanx.train.served.group import Group, ServerLostError
 from phalanx.train.served.keeper import Keeper, put_together
 from phalanx.train.served.meeting import Directory, Patience
-from phalanx.train.served.recorder import Recorder
+from phalanx.train.served.recorder import Recorder, batch_of
+from phalanx.train.served.scene import ServedScene
 from phalanx.train.served.servant import Servant
-from phalanx.train.served.watch import Watcher
 
 _LOOK = 0.2  # seconds between looks at who is there, while nothing comes in
 
@@ -67,7 +68,8 @@ class Office:
     pieces: Pieces
     evaluation: Pieces | None
     patience: Patience
-    watcher: Watcher | None
+    observer: Observer
+    scene: ServedScene
 
 
 @final
@@ -78,7 +80,6 @@ class Coordinator:
         self._office, self.progress, self._report = office, progress, report
         self._dealer = office.desk.dealer
         self._divisor = divisor_of(office.job)
-        self._nth = 0
 
     def run(self, *, behind: bool) -> dict[str, Any]:
         """Train to the end; ``behind``: servers have to be brought to one version first. Returns the run's summary."""
@@ -147,12 +148,12 @@ class Coordinator:
         job, run, parts = office.job, office.run, list(reports)
         rate = run.lr_scale * job.schedule.factor(step=step, batch=job.batch, total_steps=office.pieces.total_steps)
         scale, norm, meta = self._divisor / count, None, {"parts": parts}
-        if job.clip is not None or (office.watcher and self._nth == 0):
+        batch = batch_of(office.pieces, step, parts)
+        if job.clip is not None or office.observer.listens:
             squares = office.group.tell(Kind.PREPARE, {"step": step, "parts": parts})
             norm = math.sqrt(sum(answer["square"] for answer in squares)) * scale
-            meta = {}
-            if office.watcher and self._nth == 0:
-                self._show_gradients(office.watcher, step, scale)
+            meta, office.scene.scale = {}, scale
+            office.observer.gradients(batch, (total, count))
             if job.clip is not None:
                 scale *= min(1.0, job.clip / (norm + 1e-6))
             else:
@@ -160,7 +161,6 @@ class Coordinator:
         with office.desk.news:
             oldest = self._dealer.oldest
         office.group.tell(Kind.APPLY, {"step": step, "scale": scale, "rate": rate, "oldest": oldest, **meta})
-        self._nth += 1
         with office.desk.news:
             closed, dropped = self._dealer.applied(step)
             brought = office.desk.statistics.pop(step, None)
@@ -175,6 +175,7 @@ class Coordinator:
             _totals=(total, count),
             _norm=None if norm is None else torch.tensor(norm),
         )
+        office.observer.updated(batch, metrics)
         self._settle(metrics, closed, dropped)
 
     def _settle(self, metrics: Metrics, reports: Mapping[int, Report], dropped: int) -> None:
@@ -183,8 +184,6 @@ class Coordinator:
         self.progress.samples += metrics.samples
         self.progress.loss = metrics.loss
         office.recorder.updated(metrics, version, reports, dropped)
-        if office.watcher:
-            office.watcher.updated(metrics)
         every = office.run.snapshot_every
         if every and version % every == 0 and version < office.pieces.total_steps:
             office.recorder.flush()
@@ -197,12 +196,6 @@ class Coordinator:
         progress = {**dealer, "samples": self.progress.samples, "begun": self.progress.begun}
         self._office.group.tell(Kind.SNAPSHOT, {"progress": progress})
 
-    def _show_gradients(self, watcher: Watcher, step: int, scale: float) -> None:
-        office = self._office
-        found, _ = put_together(office.group.gather("gradients"), office.keeper.layout.parameters)
-        ids = [office.pieces.ids(step, part).tolist() for part in range(office.run.plan.dp)]
-        watcher.gradients({name.removeprefix("model."): tensor * scale for name, tensor in found.items()}, ids)
-
     def _rest(self, *, last: bool) -> None:
         """Nothing is on its way: evaluate and save, if it is time."""
         office, at, progress = self._office, self._dealer.floor, self.progress
@@ -214,9 +207,8 @@ class Coordinator:
             self._evaluate(office.evaluation)
         if progress.saved != at and due(office.run.checkpoint_every):
             self._save()
-        if last and office.watcher:
-            found, _ = put_together(office.group.gather("parameters"), office.keeper.layout.parameters)
-            office.watcher.ended({name.removeprefix("model."): tensor for name, tensor in found.items()})
+        if last:
+            office.observer.ended()
 
     def _evaluate(self, data: Pieces) -> None:
         office, begun = self._office, time.perf_counter()
@@ -243,6 +235,7 @@ class Coordinator:
         result = {"loss": ratios.pop("loss"), "samples": counted, "metrics": ratios}
         self.progress.evaluated, self.progress.evaluation = self._dealer.floor, result
         seconds = time.perf_counter() - begun
+        office.observer.evaluated(self._dealer.floor, result)
         office.recorder.write("evaluate", step=self._dealer.floor, seconds=seconds, **result)
 
     def _save(self) -> None:
@@ -257,6 +250,7 @@ class Coordinator:
         }
         path = office.keeper.save(office.run.folder / "checkpoints", tensors, states, progress, office.run.keep)
         self.progress.saved = self._dealer.floor
+        office.observer.saved(self._dealer.floor, path)
         office.recorder.write(
             "checkpoint",
             step=self._dealer.floor,

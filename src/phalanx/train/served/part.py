@@ -17,6 +17,7 @@ from phalanx.parallel.compress import Codec, codec
 from phalanx.parallel.server import Dealer, Kind, Pace
 from phalanx.spec import Job, RunSpec
 from phalanx.train.assembly import refuse
+from phalanx.train.observer import Observer
 from phalanx.train.served.coordinator import Coordinator, Office, Progress, divisor_of, find_others
 from phalanx.train.served.desk import Desk
 from phalanx.train.served.group import Group
@@ -24,8 +25,8 @@ from phalanx.train.served.keeper import Keeper
 from phalanx.train.served.links import Links
 from phalanx.train.served.meeting import Address, Directory, Patience
 from phalanx.train.served.recorder import Recorder, last_version
+from phalanx.train.served.scene import ServedScene
 from phalanx.train.served.servant import Servant
-from phalanx.train.served.watch import Watcher
 from phalanx.train.served.worker import Worker
 
 
@@ -36,7 +37,7 @@ def take_part(
     report: Callable[[int], None],
     *,
     patience: Patience | None = None,
-    watcher: Watcher | None = None,
+    observer: Observer | None = None,
 ) -> dict[str, Any]:
     """Be the worker or the server that ``place.rank`` is, to the end of the run.
 
@@ -54,7 +55,7 @@ def take_part(
     if place.rank < plan.dp:
         _work(job, run, place, report, waits)
         return {}
-    return _Serving(job, run, place, waits, watcher).run(report)
+    return _Serving(job, run, place, waits, observer or Observer()).run(report)
 
 
 def workers_here(run: RunSpec, place: Place) -> int:
@@ -78,8 +79,8 @@ def _work(job: Job, run: RunSpec, place: Place, report: Callable[[int], None], p
 class _Serving:
     """One server's process."""
 
-    def __init__(self, job: Job, run: RunSpec, place: Place, patience: Patience, watcher: Watcher | None) -> None:
-        self._job, self._run, self._place, self._patience, self._watcher = job, run, place, patience, watcher
+    def __init__(self, job: Job, run: RunSpec, place: Place, patience: Patience, observer: Observer) -> None:
+        self._job, self._run, self._place, self._patience, self._observer = job, run, place, patience, observer
         self._index = place.rank - run.plan.dp
         self._directory = Directory(place)
         self._again = place.generation > 0
@@ -143,7 +144,8 @@ class _Serving:
             pieces=pieces,
             evaluation=evaluation,
             patience=patience,
-            watcher=self._watcher,
+            observer=self._observer,
+            scene=ServedScene(keeper, group, _notes(job, run, keeper)),
         )
         samples = int(state.get("samples", 0))
         coordinator = Coordinator(office, Progress(samples=samples, begun=samples, saved=first), report)
@@ -160,7 +162,6 @@ class _Serving:
 
     def _begin(self, office: Office, coordinator: Coordinator, resumed: Path | None, first: int) -> None:
         job, run, keeper = self._job, self._run, office.keeper
-        found = _notes(job, run, keeper)
         office.recorder.write(
             "start",
             schema=SCHEMA_VERSION,
@@ -175,15 +176,13 @@ class _Serving:
             total_steps=office.pieces.total_steps,
             first_step=first,
             parameters=keeper.elements,
-            notes=found,
+            notes=office.scene.notes,
         )
         if resumed:
             office.recorder.write("resume", step=first, path=str(resumed.relative_to(run.folder)))
             if run.snapshot_every:
                 coordinator.snapshot()
-        if self._watcher:
-            whole = {name: tensor.detach().clone() for name, tensor in keeper.layout.parameters.items()}
-            self._watcher.begun(whole, found)
+        self._observer.built(office.scene)
 
     def _publish(self, servant: Servant) -> None:
         self._directory.publish(self._index, Address(self._place.host, servant.port, self._place.generation))

@@ -86,16 +86,20 @@ class Recorder:
             self.write("step", **self._unwritten)
 
     def _record(self, step: int, parts: list[int]) -> None:
-        micros = tuple(
-            MicroBatch(batch=None, ids=tuple(ids.tolist()), samples=len(ids))
-            for ids in (self._pieces.ids(step, part) for part in parts)
-        )
-        samples = sum(micro.samples for micro in micros)
-        batch = StepBatch(step=step, epoch=self._pieces.epoch(step), samples=samples, parts=(micros,))
-        self._ledger.record(batch)
+        self._ledger.record(batch_of(self._pieces, step, parts))
 
     def _segment(self, first: int) -> Ledger:
         return Ledger(self._run.folder / "ledger", rank=0, first_step=first, world_size=1)
+
+
+def batch_of(pieces: Pieces, step: int, parts: list[int]) -> StepBatch:
+    """The samples of a step's ``parts``; the batches themselves are with the workers."""
+    micros = tuple(
+        MicroBatch(batch=None, ids=tuple(ids.tolist()), samples=len(ids))
+        for ids in (pieces.ids(step, part) for part in parts)
+    )
+    samples = sum(micro.samples for micro in micros)
+    return StepBatch(step=step, epoch=pieces.epoch(step), samples=samples, parts=(micros,))
 
 
 def last_version(run: RunSpec) -> int:

@@ -1,0 +1,192 @@
+"""Looks on while a run trains: called by the loop that every run goes through, by default with nobody to listen."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from phalanx.data import StepBatch
+from phalanx.parallel import Holding
+from phalanx.train.metrics import Metrics, Totals
+
+if TYPE_CHECKING:
+    from phalanx.train.assembly import Assembly
+    from phalanx.train.step import Step
+
+State = Mapping[str, Mapping[str, Any]]
+"""Parameter → key → what an optimizer keeps of it: tensors and numbers."""
+
+
+class Scene(ABC):
+    """A run as it stands, seen from one process of it. What is read is as of now, and not to be changed."""
+
+    @property
+    @abstractmethod
+    def notes(self) -> list[str]:
+        """What the plan does not keep of one device's result."""
+
+    @property
+    @abstractmethod
+    def replica(self) -> int:
+        """Which of the replicas that step by themselves this process is of; 0 where none do."""
+
+    @property
+    @abstractmethod
+    def slices(self) -> Mapping[str, Holding]:
+        """Which part of the whole each tensor here is, as in ``Held``."""
+
+    @property
+    @abstractmethod
+    def modules(self) -> list[nn.Module]:
+        """Every copy of the model in this process; the first one's names are everybody's."""
+
+    @abstractmethod
+    def values(self) -> Mapping[str, torch.Tensor]:
+        """Parameter → what forward reads of it here, frozen ones among them."""
+
+    @abstractmethod
+    def stepped(self) -> Mapping[str, torch.Tensor]:
+        """Parameter → what the optimizer steps of it here."""
+
+    @abstractmethod
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Buffer → its values here."""
+
+    @abstractmethod
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        """Parameter → its gradient, where it has one."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """The state of the optimizer."""
+
+    @abstractmethod
+    def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        """Each parameter group of the optimizer: names of its parameters, its options that are numbers."""
+
+    @abstractmethod
+    def from_every_process(self, value: Any) -> list[Any]:
+        """One small JSON-like value of each process that is observed, in rank order. Collective."""
+
+
+class Observer:
+    """Told of a run as it goes, in each of its processes; tells nothing back. This one does nothing with it.
+
+    With servers the first of them is told, for all, and what it is shown is whole; ``begins`` and ``steps`` are not
+    called there, since workers begin and every server steps by itself.
+
+    Attributes:
+        listens: whether it is to be told of gradients that nobody else asks for.
+    """
+
+    listens = False
+
+    def built(self, scene: Scene) -> None:
+        """Model, optimizer and loader are there, restored where the run resumes; no step was taken yet."""
+
+    def begins(self, batch: StepBatch) -> None:
+        """A step begins, with this process's part of its batch."""
+
+    def gradients(self, batch: StepBatch, totals: Totals) -> None:
+        """Gradients are those of the global batch, divided by its count, not yet clipped.
+
+        Where replicas step by themselves, those of this replica's part; ``totals`` are its loss's sum and count.
+        """
+
+    def steps(self, batch: StepBatch) -> None:
+        """The optimizer is about to step, with the gradients as they are now."""
+
+    def updated(self, batch: StepBatch, metrics: Metrics) -> None:
+        """The new values are where forward reads them."""
+
+    def evaluated(self, step: int, result: Mapping[str, Any]) -> None:
+        """The model was evaluated after ``step`` steps: ``loss``, ``samples``, ``metrics``."""
+
+    def saved(self, step: int, path: Path) -> None:
+        """A checkpoint was written after ``step`` steps."""
+
+    def ended(self) -> None:
+        """The last step is taken, evaluated and saved; everything is still there."""
+
+
+class AssemblyScene(Scene):
+    """A worker's assembly."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly = assembly
+
+    @property
+    def notes(self) -> list[str]:
+        return self._assembly.notes
+
+    @property
+    def replica(self) -> int:
+        return self._assembly.apart.across.index if self._assembly.apart else 0
+
+    @property
+    def slices(self) -> Mapping[str, Holding]:
+        return self._assembly.layout.held.slices
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [self._assembly.layout.module]
+
+    @property
+    def step(self) -> Step:
+        """What takes the steps."""
+        return self._assembly.step
+
+    def values(self) -> Mapping[str, torch.Tensor]:
+        return dict(self._assembly.layout.module.named_parameters())
+
+    def stepped(self) -> Mapping[str, torch.Tensor]:
+        return self._assembly.layout.parameters
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        return dict(self._assembly.layout.module.named_buffers())
+
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        return {name: tensor.grad for name, tensor in self.stepped().items() if tensor.grad is not None}
+
+    def state(self) -> State:
+        return state_of(self._assembly.optimizer, self.stepped())
+
+    def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        return groups_of(self._assembly.optimizer, self.stepped())
+
+    def from_every_process(self, value: Any) -> list[Any]:
+        return self._assembly.from_every_rank(value)
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> State:
+    """What ``optimizer`` keeps of each of ``parameters``, by name."""
+    return {name: optimizer.state[tensor] for name, tensor in parameters.items() if tensor in optimizer.state}
+
+
+def groups_of(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
+) -> list[tuple[list[str], dict[str, Any]]]:
+    """Names and options of each parameter group."""
+    names = {id(tensor): name for name, tensor in parameters.items()}
+    return [
+        (
+            [names[id(tensor)] for tensor in group["params"]],
+            {key: number for key, value in group.items() if key != "params" and (number := _number(value)) is not None},
+        )
+        for group in optimizer.param_groups
+    ]
+
+
+def _number(value: Any) -> Any:
+    """An option as JSON holds it; ``None`` for what is neither a number nor a few of them."""
+    if isinstance(value, torch.Tensor):
+        return float(value.detach()) if value.numel() == 1 else None
+    if isinstance(value, tuple | list):
+        numbers = [_number(one) for one in value]
+        return None if None in numbers else numbers
+    return value if isinstance(value, bool | int | float) else None

@@ -1,0 +1,363 @@
+"""Compares two records, thing by thing in the order in which a run computes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.spec import Plan
+from phalanx.verify import compare
+from phalanx.verify.compare import Difference, Tolerance
+from phalanx.verify.copies import Apart, copies_apart
+from phalanx.verify.evidence import holders, where
+from phalanx.verify.record import END, FIRST, START, Record, StepRecord, Tensors
+
+_WORDS = {START: "before the first step", FIRST: "after the first update", END: "after the last step"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One kind of thing at one moment, compared.
+
+    Attributes:
+        kind: of thing: ``copies``, ``initial``, ``loss``, ``gradient``, ``used``, ``parameter``, ``buffer``,
+            ``state``, ``exact`` (numbers that must be the same), ``evaluation``, ``checkpoint``.
+        when: in words.
+        step: it belongs to; ``None`` for what is before or after all.
+        many: how many were compared.
+        largest: relative difference.
+        allowed: of the one that came closest to what it is allowed, or went beyond it most.
+        first: what is beyond that, in words; empty where nothing is.
+        differences: of tensors.
+    """
+
+    kind: str
+    when: str
+    many: int
+    step: int | None = None
+    largest: float = 0.0
+    allowed: float = 0.0
+    first: str = ""
+    differences: tuple[Difference, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two records, and what may differ.
+
+    Attributes:
+        one: the reference.
+        other: what is judged.
+        plan: of the other.
+        tolerance: what rounding may make differ.
+    """
+
+    one: Record
+    other: Record
+    plan: Plan
+    tolerance: Tolerance
+
+
+def judged(pair: Pair) -> list[Check]:
+    """Everything that both records have, and all copies of it, compared."""
+    return [check for check in _all(pair) if check.many]
+
+
+def _all(pair: Pair) -> Iterator[Check]:
+    one, other, tolerance = pair.one, pair.other, pair.tolerance
+    together = pair.plan.sync == "each"
+    yield _copies(pair, START)
+    yield _tensors(pair, "initial", START, compare.values(one.values[START], other.values[START], _SAME))
+    yield _tensors(pair, "buffer", START, _common(one.buffers.get(START, {}), other.buffers.get(START, {}), _SAME))
+    yield _exact("options of the optimizer", "before the first step", _options(one, other))
+    for index, (here, there) in enumerate(zip(one.steps, other.steps, strict=True)):
+        yield from _step(pair, index, here, there)
+        if index == 0 and together:
+            yield from _values(pair, FIRST)
+    yield from _values(pair, END)
+    yield _ranks_agree(other)
+    yield from _evaluations(one, other, tolerance)
+    yield from _checkpoint(other)
+
+
+_SAME = 1e-6
+"""Relative difference up to which initial values are one device's: machines may differ in the last bit."""
+
+
+def _step(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterator[Check]:
+    one, other, tolerance = pair.one, pair.other, pair.tolerance
+    off = compare.apart(here.loss, there.loss)
+    beyond = not off <= tolerance.loss
+    words = f"the loss of step {index}, by {off:.2g} (allowed {tolerance.loss:.2g})" if beyond else ""
+    yield Check(
+        kind="loss", when=f"in step {index}", step=index, many=1, largest=off, allowed=tolerance.loss, first=words
+    )
+    yield replace(
+        _exact(f"numbers of step {index}", f"in step {index}", _numbers(pair, index, here, there)), step=index
+    )
+    if here.skipped and there.skipped:
+        return
+    for kind, mine, others in (("gradient", one.reduced, other.reduced), ("used", one.used, other.used)):
+        # Replicas that step by themselves clip what each of them has.
+        if index in mine and index in others and (kind == "gradient" or pair.plan.sync == "each"):
+            found, _ = compare.gradients(mine[index], others[index], tolerance.gradient_at(index), tolerance.noise)
+            yield _tensors(pair, kind, f"{'reduced' if kind == 'gradient' else kind}-{index}", found, step=index)
+    if pair.plan.sync == "each":
+        yield _copies(pair, f"reduced-{index}", step=index)
+        yield _copies(pair, f"used-{index}", step=index)
+
+
+def _values(pair: Pair, moment: str) -> Iterator[Check]:
+    one, other, tolerance = pair.one, pair.other, pair.tolerance
+    step = 0 if moment == FIRST else None
+    yield _copies(pair, moment, step=step)
+    if moment not in one.values or moment not in other.values:
+        return
+    first = _meant(one, tolerance)
+    found = compare.parameters(one.initial, one.values[moment], other.values[moment], first, tolerance)
+    trained = set(one.options)
+    still = [name for name in one.values[moment] if name not in trained]
+    here, there = ({name: each.values[moment][name] for name in still} for each in (one, other))
+    found += compare.values(here, there)
+    yield _tensors(pair, "parameter", moment, found, step=step)
+    yield _tensors(
+        pair, "buffer", moment, _common(one.buffers.get(moment, {}), other.buffers.get(moment, {}), tolerance.parameter)
+    )
+    yield _tensors(pair, "state", moment, _states(pair, moment, set(first)), step=step)
+    numbers = _different(one.numbers.get(moment, {}), other.numbers.get(moment, {}))
+    yield _exact("numbers in the optimizer's state", _WORDS[moment], numbers)
+
+
+def _meant(one: Record, tolerance: Tolerance) -> dict[str, Tensor]:
+    """The first gradient of each parameter that is not zero but for rounding."""
+    found: dict[str, Tensor] = {}
+    for grads in one.reduced.values():
+        total = math.sqrt(sum(compare.norm(grad) ** 2 for grad in grads.values()))
+        found |= {
+            name: grad
+            for name, grad in grads.items()
+            if name not in found and compare.norm(grad) > tolerance.noise * total
+        }
+    return found
+
+
+def _states(pair: Pair, moment: str, meant: set[str]) -> list[Difference]:
+    """The optimizer's state, but for that of parameters whose gradients are zero but for rounding.
+
+    What adds up gradients differs as they do. What adds up their squares, and so is nowhere below zero, differs by
+    twice that where they are large: the bound for the sum v of g² is that of the norm of 2 · g · (difference of g).
+    """
+    tolerance = pair.tolerance.gradient if moment == FIRST else pair.tolerance.parameter
+    mine, others = (
+        {name: one for name, one in record.state.get(moment, {}).items() if name.rpartition(".")[0] in meant}
+        for record in (pair.one, pair.other)
+    )
+    found: list[Difference] = []
+    for one in _common(mine, others, tolerance):
+        tensor = mine.get(one.name)
+        if tensor is not None and tensor.numel() and one.relative and bool((tensor >= 0).all()):
+            most, total = float(tensor.double().max()), float(tensor.double().sum())
+            one = replace(one, allowed=2 * tolerance * math.sqrt(most * total) / max(compare.norm(tensor), 1e-300))
+        found.append(one)
+    return found
+
+
+def _common(one: Tensors, other: Tensors, allowed: float) -> list[Difference]:
+    return compare.values(one, other, allowed) if one and other else []
+
+
+def _tensors(pair: Pair, kind: str, moment: str, found: Sequence[Difference], step: int | None = None) -> Check:
+    """A check of tensors; where one differs by more than is allowed, with where in it that is."""
+    of = {"initial": "value", "parameter": "value", "used": "gradient"}.get(kind, kind)
+    when = f"in step {step}" if kind in ("gradient", "used") else _WORDS[moment]
+    parts = (
+        holders([rank.copies.get(moment, {}) for rank in pair.other.ranks], of)
+        if any(one.beyond for one in found)
+        else {}
+    )
+    sides = [_side(record, of, moment) for record in (pair.one, pair.other)]
+    placed = [
+        replace(one, where=where(sides[0][one.name], sides[1][one.name], parts.get(one.name, {}), pair.plan))
+        if one.beyond and all(one.name in side for side in sides)
+        else one
+        for one in found
+    ]
+    worst = max(placed, key=_excess, default=None)
+    first = next((one for one in placed if one.beyond), None)
+    return Check(
+        kind=kind,
+        when=when,
+        step=step,
+        many=len(placed),
+        largest=worst.relative if worst else 0.0,
+        allowed=worst.allowed if worst else 0.0,
+        first=_in_words(kind, when, first) if first else "",
+        differences=tuple(placed),
+    )
+
+
+def _side(record: Record, of: str, moment: str) -> Tensors:
+    name, _, step = moment.partition("-")
+    if of == "gradient":
+        return (record.reduced if name == "reduced" else record.used).get(int(step), {})
+    known: Mapping[str, Tensors] = {"value": record.values, "buffer": record.buffers, "state": record.state}[of]
+    return known.get(moment, {})
+
+
+def _excess(one: Difference) -> float:
+    if math.isnan(one.relative):
+        return math.inf
+    return one.relative / one.allowed if one.allowed else one.relative * math.inf if one.relative else 0.0
+
+
+def _in_words(kind: str, when: str, one: Difference) -> str:
+    at = f" ({one.where})" if one.where else ""
+    by = f"by {one.relative:.2g}"
+    allowed = f"(allowed {one.allowed:.2g})"
+    match kind:
+        case "gradient":
+            return f"the gradient of {one.name}{at} {when}, {by} {allowed}"
+        case "used":
+            return f"the gradient of {one.name}{at} that the optimizer was given {when}, {by} {allowed}"
+        case "parameter":
+            return f"{one.name}{at} {when}, {by} of its way {allowed}"
+        case "buffer":
+            return f"the buffer {one.name}{at} {when}, {by} {allowed}"
+        case "state":
+            return f"the optimizer's {one.name}{at} {when}, {by} {allowed}"
+        case _:
+            return f"{one.name}{at} {when}, {by} {allowed}"
+
+
+def _copies(pair: Pair, moment: str, step: int | None = None) -> Check:
+    many, apart = copies_apart(pair.other, moment, _same_everywhere(pair.plan, moment))
+    when = f"in step {step}" if "-" in moment else _WORDS[moment]
+    first = f"copies of {apart[0].words} {when}" if apart else ""
+    return Check(kind="copies", when=when, step=step, many=many, largest=_farthest(apart), first=first)
+
+
+def _same_everywhere(plan: Plan, moment: str) -> bool:
+    """Whether replicas that step by themselves are together at that moment."""
+    return plan.sync == "each" or moment == START
+
+
+def _farthest(found: Sequence[Apart]) -> float:
+    return max((one.relative for one in found), default=0.0)
+
+
+def _exact(what: str, when: str, found: tuple[int, list[str]]) -> Check:
+    many, wrong = found
+    first = f"{what}: {wrong[0]}" if wrong else ""
+    return Check(kind="exact", when=when, many=many, largest=math.inf if wrong else 0.0, first=first)
+
+
+def _options(one: Record, other: Record) -> tuple[int, list[str]]:
+    many, wrong = 0, list[str]()
+    for name in one.options if one.options and other.options else ():
+        count, found = _different(one.options[name], other.options.get(name, {}))
+        many += count
+        wrong += [f"{text} for {name}" for text in found]
+    return many, wrong
+
+
+def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[int, list[str]]:
+    keys = list(dict.fromkeys((*one, *other))) if one and other else []
+    wrong = [
+        f"{key} is {other.get(key, 'missing')}, not {one.get(key, 'there')}"
+        for key in keys
+        if one.get(key) != other.get(key)
+    ]
+    return len(keys), wrong
+
+
+def _numbers(pair: Pair, step: int, here: StepRecord, there: StepRecord) -> tuple[int, list[str]]:
+    """What a step says beside its loss; sums of counts may be rounded, norms are as gradients are."""
+    tolerance = pair.tolerance
+    wrong: list[str] = []
+    allowed = {"count": 1e-12, "samples": 0.0, "norm": tolerance.gradient_at(step), "skipped": 0.0}
+    many = 0
+    for name, most in allowed.items():
+        a, b = getattr(here, name), getattr(there, name)
+        if a is None or b is None:
+            continue
+        many += 1
+        if not compare.apart(float(a), float(b)) <= most:
+            wrong.append(f"{name} is {b}, not {a}")
+    expected = here.rates
+    if pair.plan.server:  # the first server tells those of the parameters that it holds
+        expected = {name: rate for name, rate in expected.items() if name in there.rates}
+    count, rates = _different(expected, there.rates)
+    return many + count, wrong + [f"the learning rate of {text}" for text in rates]
+
+
+def _ranks_agree(other: Record) -> Check:
+    """Every rank of a replica tells the same of every step, and all tell the same of evaluations."""
+    many, wrong = 0, list[str]()
+    firsts: dict[int, int] = {}
+    for rank, told in enumerate(other.ranks):
+        first = firsts.setdefault(told.replica, rank)
+        if first == rank:
+            continue
+        for index, (here, there) in enumerate(zip(other.ranks[first].steps, told.steps, strict=True)):
+            for name in ("loss", "count", "samples", "norm", "skipped"):
+                a, b = getattr(here, name), getattr(there, name)
+                many += 1
+                if a != b and not (a != a and b != b):
+                    wrong.append(f"{name} of step {index} is {a} on rank {first} and {b} on rank {rank}")
+        for step, result in other.ranks[first].evaluations.items():
+            many += 1
+            if told.evaluations.get(step) != result:
+                wrong.append(f"the evaluation after step {step} differs between ranks {first} and {rank}")
+    return _exact("what ranks tell", "in all steps", (many, wrong))
+
+
+def _evaluations(one: Record, other: Record, tolerance: Tolerance) -> Iterator[Check]:
+    for step, here in one.evaluations.items():
+        there = other.evaluations.get(step, {})
+        pairs = {"loss": (here["loss"], there.get("loss", math.nan))}
+        pairs |= {
+            name: (value, there.get("metrics", {}).get(name, math.nan)) for name, value in here["metrics"].items()
+        }
+        off = {name: compare.apart(float(a), float(b)) for name, (a, b) in pairs.items()}
+        wrong = [
+            f"{name} of the evaluation after step {step} is {pairs[name][1]}, not {pairs[name][0]}"
+            for name, by in off.items()
+            if not by <= tolerance.parameter
+        ]
+        if here["samples"] != there.get("samples"):
+            wrong.append(f"samples of the evaluation are {there.get('samples')}, not {here['samples']}")
+        largest, first = max(off.values(), default=0.0), wrong[0] if wrong else ""
+        yield Check(
+            kind="evaluation",
+            when=f"after step {step}",
+            many=len(pairs) + 1,
+            largest=largest,
+            allowed=tolerance.parameter,
+            first=first,
+        )
+
+
+def _checkpoint(other: Record) -> Iterator[Check]:
+    held = {
+        **{
+            f"model.{name}": tensor
+            for name, tensor in (*other.values[END].items(), *other.buffers.get(END, {}).items())
+        },
+        **{f"optimizer.{name}": tensor for name, tensor in other.state.get(END, {}).items()},
+    }
+    for words, found in (
+        ("in the checkpoint", other.saved),
+        ("once one device has loaded the checkpoint", other.loaded),
+    ):
+        if found:
+            common = [name for name in held if name in found]
+            unlike = [
+                one for name in common for one in compare.values({name: held[name]}, {name: found[name]}) if one.beyond
+            ]
+            first = f"{unlike[0].name} {words}, by {unlike[0].relative:.2g} (allowed 0)" if unlike else ""
+            largest = max((one.relative for one in unlike), default=0.0)
+            yield Check(kind="checkpoint", when=words, many=len(common), largest=largest, first=first)

@@ -1,0 +1,57 @@
+"""Reads a run's last checkpoint back: its tensors as they are, and what one device makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from phalanx.comm import Place, device_for, joined
+from phalanx.launch import launch
+from phalanx.spec import Job, Plan
+from phalanx.train.assembly import build
+from phalanx.train.observer import AssemblyScene
+from phalanx.train.state import restore
+
+_LOADED = "loaded.safetensors"
+
+
+def saved_in(path: Path) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint in folder ``path``, whole: ``model.<name>``, ``optimizer.<parameter>.<key>``."""
+    from phalanx import checkpoint
+    from phalanx.checkpoint.manifest import Manifest
+
+    stored = Manifest.read(path).tensors
+    found = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in stored.items()}
+    checkpoint.load(path, found)
+    return found
+
+
+def loaded_by_one_device(job: Job, path: Path, folder: Path) -> dict[str, Tensor]:
+    """What one device that resumes from the checkpoint ``path`` begins with, named likewise; ``folder`` is for files.
+
+    Raises:
+        WorkerError: if it cannot be loaded.
+    """
+
+    def work(place: Place, report: Callable[[int], None]) -> Any:
+        plan = Plan(device="cpu")
+        with joined(place, device_for(place, "cpu")):
+            assembly = build(job, plan, place)
+            restore(path, job, assembly)
+            scene = AssemblyScene(assembly)
+            found = {f"model.{name}": tensor for name, tensor in {**scene.values(), **scene.buffers()}.items()}
+            found |= {
+                f"optimizer.{name}.{key}": tensor
+                for name, state in scene.state().items()
+                for key, tensor in state.items()
+                if isinstance(tensor, Tensor)
+            }
+            save_file({name: tensor.detach().clone() for name, tensor in found.items()}, folder / _LOADED)
+
+    launch(work, 1)
+    return load((folder / _LOADED).read_bytes())

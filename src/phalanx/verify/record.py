@@ -1,0 +1,162 @@
+"""What one run of a job gave, whoever ran it: a plan, Phalanx on one device, or a loop that is not Phalanx's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.verify.prints import Piece, Print, Prints, cut_out
+from phalanx.verify.trace import Passed
+
+Tensors = Mapping[str, Tensor]
+"""Name → the whole tensor, on the host."""
+
+START, FIRST, END = "start", "first", "end"
+"""Moments at which values are looked at: before the first step, after its update, after the last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """What one optimizer step told of itself.
+
+    Attributes:
+        loss: of the global batch.
+        skipped: whether fp16's loss scale skipped the update.
+        count: what the loss was divided by; ``None`` where it is not known.
+        samples: in the global batch; ``None`` where it is not known.
+        norm: of all gradients, before clipping; ``None`` where nothing needed it.
+        rates: learning rate by parameter, as the optimizer read it; empty where the update was skipped.
+    """
+
+    loss: float
+    skipped: bool = False
+    count: float | None = None
+    samples: int | None = None
+    norm: float | None = None
+    rates: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """What one process held of one tensor at one moment.
+
+    Attributes:
+        piece: which part of the whole tensor.
+        digest: of the bytes of its values.
+        shape: of the whole tensor.
+        values: on the host, where they had to be kept: of the first process with this piece, and of those that had
+            other bytes than it.
+    """
+
+    piece: Piece
+    digest: str
+    shape: tuple[int, ...] = ()
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRecord:
+    """What one process of a plan told.
+
+    Attributes:
+        steps: as in ``Record``, as this process knows them.
+        replica: which of the replicas that step by themselves it is of.
+        ids: samples of its part of the first batch.
+        copies: moment → kind and name (``value.<parameter>``) → what it held.
+        numbers: moment → ``<parameter>.<key>`` → what its optimizer keeps that is one number.
+        evaluations: steps taken → result, as this process knows it.
+    """
+
+    steps: list[StepRecord]
+    replica: int = 0
+    ids: list[int] = field(default_factory=list[int])
+    copies: Mapping[str, Mapping[str, Copy]] = field(default_factory=dict[str, Mapping[str, Copy]])
+    numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
+    evaluations: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a run gave; tensors are whole.
+
+    A loop that is not Phalanx's gives the fields that it knows, ``steps`` and ``values`` at least.
+
+    Attributes:
+        steps: of each optimizer step, in order.
+        values: moment (``start``, ``first``, ``end``) → parameter → its value. ``first``: after the first update.
+        reduced: step → parameter → gradient of the global batch divided by its count, before clipping. Of the first
+            steps all; of later ones those of parameters that had none, or only zeros, before.
+        used: step → parameter → gradient as the optimizer got it, after clipping.
+        buffers: moment → buffer → its value.
+        state: moment (``first``, ``end``) → ``<parameter>.<key>`` → tensor of the optimizer's state.
+        numbers: moment → ``<parameter>.<key>`` → what the optimizer keeps that is one number, such as ``step``.
+        options: parameter → the options of its group that are numbers, but for the learning rate.
+        evaluations: steps taken → ``loss``, ``samples``, ``metrics`` of an evaluation.
+        saved: the last checkpoint, read back: ``model.<name>``, ``optimizer.<parameter>.<key>`` → tensor.
+        loaded: the same after one device has taken it up; empty where that was not tried.
+        notes: what the run said that it does not keep of one device's result.
+        ranks: what each process told, in rank order; empty where there is only one and nothing to compare it with.
+        traces: of each process, what passed the modules in the first step; only where they were asked for.
+        auxiliary: of parameters that choose experts, the gradients that come to them by no expert; likewise.
+    """
+
+    steps: list[StepRecord]
+    values: Mapping[str, Tensors]
+    reduced: Mapping[int, Tensors] = field(default_factory=dict[int, Tensors])
+    used: Mapping[int, Tensors] = field(default_factory=dict[int, Tensors])
+    buffers: Mapping[str, Tensors] = field(default_factory=dict[str, Tensors])
+    state: Mapping[str, Tensors] = field(default_factory=dict[str, Tensors])
+    numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    evaluations: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
+    saved: Tensors = field(default_factory=dict[str, Tensor])
+    loaded: Tensors = field(default_factory=dict[str, Tensor])
+    notes: list[str] = field(default_factory=list[str])
+    ranks: list[RankRecord] = field(default_factory=list[RankRecord])
+    traces: list[dict[str, Passed]] = field(default_factory=list[dict[str, Passed]])
+    auxiliary: Tensors = field(default_factory=dict[str, Tensor])
+
+    @property
+    def losses(self) -> list[float]:
+        """Of each step."""
+        return [step.loss for step in self.steps]
+
+    @property
+    def initial(self) -> Tensors:
+        """The parameters before the first step."""
+        return self.values[START]
+
+    @property
+    def gradients(self) -> Tensors:
+        """Of the first step, before clipping."""
+        return self.reduced.get(0, {})
+
+    @property
+    def parameters(self) -> Tensors:
+        """After the last step."""
+        return self.values[END]
+
+    @cached_property
+    def never(self) -> list[str]:
+        """Trained parameters that had no gradient but zeros in any step."""
+        had = {name for grads in self.reduced.values() for name, grad in grads.items() if bool(grad.any())}
+        return [name for name in self.options if name not in had]
+
+    def prints(self, when: str) -> list[Prints]:
+        """Of each process, of what it held at a moment: ``start``, ``gradients`` (of the first step), ``end``."""
+        kind, moment = ("gradient", "reduced-0") if when == "gradients" else ("value", when)
+        return [self._prints(rank, moment, kind) for rank in range(len(self.ranks))]
+
+    def _prints(self, rank: int, moment: str, kind: str) -> Prints:
+        whole = self.gradients if kind == "gradient" else self.values[moment]
+        found: Prints = {}
+        for key, copy in self.ranks[rank].copies.get(moment, {}).items():
+            of, _, name = key.partition(".")
+            if of == kind and name in whole:
+                values = cut_out(whole[name], copy.piece) if copy.values is None else copy.values
+                found[name] = copy.piece, Print.of(values)
+        return found

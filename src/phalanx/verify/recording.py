@@ -1,0 +1,176 @@
+"""Looks on while a plan trains: what each process holds, as digests, and every part of every tensor once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from phalanx.comm import local
+from phalanx.data import StepBatch
+from phalanx.parallel import Holding
+from phalanx.train.metrics import Metrics, Totals
+from phalanx.train.observer import Observer, Scene
+from phalanx.verify.prints import piece_of
+from phalanx.verify.record import END, FIRST, START
+
+Found = tuple[Tensor, Holding | None]
+"""What a process has of a tensor, and which part of the whole that is."""
+
+GRADIENT_STEPS = 3
+"""Steps whose gradients are all looked at; later ones only where a parameter had none before."""
+
+
+class Recording(Observer):
+    """One process's side of a record; ``answer`` is what it tells as JSON, tensors go to files in ``folder``.
+
+    Processes tell each other the digest of what they hold. The first that holds a part of a tensor keeps its values,
+    and so does every other one whose digest differs.
+    """
+
+    listens = True
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._scene: Scene | None = None
+        self._pending: set[str] = set()
+        self._metrics: list[Metrics] = []
+        self._rates: dict[int, list[float]] = {}
+        self._totals: list[float] = []
+        self.answer: dict[str, Any] = {"moments": {}, "numbers": {}, "evaluations": {}, "ids": []}
+
+    def built(self, scene: Scene) -> None:
+        self._scene = scene
+        self.answer |= {"notes": scene.notes, "replica": scene.replica, "groups": scene.groups()}
+        self._pending = set(scene.stepped()) or set(scene.values())
+        self._take(START, self._values())
+
+    def gradients(self, batch: StepBatch, totals: Totals) -> None:
+        self._totals = [float(one) for one in totals]
+        if batch.step == 0:
+            self.answer["ids"] = [one for part in batch.parts for micro in part for one in micro.ids]
+            self.answer["counts"] = self._totals[1]
+        if batch.step < GRADIENT_STEPS or self._pending:
+            self._take_gradients(f"reduced-{batch.step}", only=batch.step >= GRADIENT_STEPS)
+
+    def steps(self, batch: StepBatch) -> None:
+        if batch.step < GRADIENT_STEPS:
+            self._take(f"used-{batch.step}", self._gradients(self._there.gradients()))
+
+    def updated(self, batch: StepBatch, metrics: Metrics) -> None:
+        self._metrics.append(metrics)
+        if not metrics.skipped:
+            self._rates[batch.step] = [options["lr"] for _, options in self._there.groups()]
+        if len(self._metrics) == 1:
+            self._take(FIRST, {**self._values(), **self._state(FIRST)})
+
+    def evaluated(self, step: int, result: Mapping[str, Any]) -> None:
+        self.answer["evaluations"][str(step)] = dict(result)
+
+    def saved(self, step: int, path: Path) -> None:
+        self.answer["checkpoint"] = str(path)
+
+    def ended(self) -> None:
+        self._take(END, {**self._values(), **self._state(END)})
+        self.answer["steps"] = [
+            {
+                "loss": one.loss,
+                "skipped": one.skipped,
+                "count": one.count,
+                "samples": one.samples,
+                "norm": one.grad_norm,
+                "rates": self._rates.get(one.step, []),
+            }
+            for one in sorted(self._metrics, key=lambda one: one.step)
+        ]
+
+    @property
+    def _there(self) -> Scene:
+        assert self._scene is not None
+        return self._scene
+
+    def _values(self) -> dict[str, Found]:
+        """What forward reads, and beside it what the optimizer steps where that lies elsewhere."""
+        scene = self._there
+        slices, read, found = scene.slices, scene.values(), dict[str, Found]()
+        for name, tensor in read.items():
+            found[f"value.{name}"] = tensor, slices.get(name)
+        for name, tensor in scene.stepped().items():
+            if name not in read or _storage(read[name]) != _storage(tensor):
+                found[f"stepped.{name}"] = tensor, slices.get(name)
+        for name, tensor in scene.buffers().items():
+            holding = slices.get(name)
+            if holding is None or holding.counts:  # that of another stage is kept up to date there
+                found[f"buffer.{name}"] = tensor, holding
+        return found
+
+    def _gradients(self, grads: Mapping[str, Tensor]) -> dict[str, Found]:
+        slices = self._there.slices
+        return {f"gradient.{name}": (grad, slices.get(name)) for name, grad in grads.items()}
+
+    def _state(self, moment: str) -> dict[str, Found]:
+        scene, found, numbers = self._there, dict[str, Found](), dict[str, float]()
+        slices, parameters = scene.slices, {**scene.values(), **scene.stepped()}
+        for name, entries in scene.state().items():
+            for key, value in entries.items():
+                alike = isinstance(value, Tensor) and value.shape == parameters[name].shape
+                if isinstance(value, Tensor) and (alike or value.dim()) and key != "step":
+                    found[f"state.{name}.{key}"] = value, slices.get(name) if alike else None
+                elif isinstance(value, Tensor | int | float):
+                    numbers[f"{name}.{key}"] = float(value)
+        self.answer["numbers"][moment] = numbers
+        return found
+
+    def _take_gradients(self, moment: str, *, only: bool) -> None:
+        """Keep the gradients; with ``only`` those of parameters that had none but zeros before, if they have now."""
+        grads = self._there.gradients()
+        here = {name: grad for name, grad in grads.items() if name in self._pending or not only}
+        came = [name for name, grad in here.items() if name in self._pending and bool(local(grad).any())]
+        everyone = self._there.from_every_process([came, sorted(self._pending)])
+        anywhere = {name for names, _ in everyone for name in names}
+        kept = {name: grad for name, grad in here.items() if name in anywhere or not only}
+        if anywhere or not only:
+            self._take(moment, self._gradients(kept))
+        self._pending = {name for _, names in everyone for name in names} - anywhere
+
+    @torch.no_grad()
+    def _take(self, moment: str, tensors: Mapping[str, Found]) -> None:
+        """Tell everybody what is here, and keep the values of what nobody before this process has the same of."""
+        there: dict[str, Tensor] = {}
+        told: dict[str, Any] = {}
+        for key, (tensor, holding) in tensors.items():
+            values = _plain(local(tensor))
+            if values.numel():
+                shape = holding.shape if holding is not None else tensor.shape
+                told[key] = [piece_of(tensor, holding), _digest(values), list(shape)]
+                there[key] = values
+        everyone = self._there.from_every_process([self._there.replica, told])
+        first: dict[tuple[Any, ...], tuple[int, str]] = {}
+        for rank, (replica, known) in enumerate(everyone):
+            for key, (piece, digest, _) in known.items():
+                first.setdefault((replica, key, str(piece)), (rank, digest))
+        mine = self._rank if len(everyone) > 1 else 0
+        owners = {key: first[self._there.replica, key, str(told[key][0])] for key in there}
+        kept = {key: there[key] for key, (rank, digest) in owners.items() if rank == mine or digest != told[key][1]}
+        self.answer["moments"][moment] = told
+        save_file(kept, self._folder / f"{moment}-{self._rank}.safetensors")
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The values on the host, one after the other, in memory of their own."""
+    values = tensor.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.to("cpu", copy=True).contiguous()
+
+
+def _digest(values: Tensor) -> str:
+    return hashlib.blake2b(values.reshape(-1).view(torch.uint8).numpy().data, digest_size=12).hexdigest()
+
+
+def _storage(tensor: Tensor) -> int:
+    return local(tensor).untyped_storage()._cdata

@@ -1,0 +1,100 @@
+"""A proof trains by the very calls that ``fit`` trains by: which function calls which is recorded, and compared."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from models import MODELS
+
+import phalanx as px
+from phalanx.train import loop
+
+PACKAGES = ("train/", "parallel/", "data/", "comm/", "checkpoint/")
+BY_CHANCE = ("__del__", "<module>", "_files.<locals>.<lambda>")
+"""Called when memory is let go, by who is first to import, and once for each file that other ranks have begun."""
+ONLOOKERS = ("train/observer.py", "verify/recording.py", "verify/prints.py")
+
+
+def place_in_house(frame: FrameType) -> str:
+    """File within the house and function, such as ``train/step.py:Step.update``; empty for others' code."""
+    _, inside, file = frame.f_code.co_filename.rpartition("/phalanx/")
+    return f"{file}:{frame.f_code.co_qualname}" if inside else ""
+
+
+class Calls:
+    """Which functions of the training packages call which, directly or through torch and the job, in every thread."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        callee = place_in_house(frame) if event == "call" else ""
+        if not callee.startswith(PACKAGES) or callee.startswith(ONLOOKERS) or callee.endswith(BY_CHANCE):
+            return
+        callers = [place for each in outwards(frame.f_back) if (place := place_in_house(each))]
+        if any(place.startswith(ONLOOKERS) for place in callers):
+            return
+        if callers and callers[0].startswith(PACKAGES) and not callers[0].endswith("<module>"):
+            self.found.add(f"{callers[0]} -> {callee}")
+
+
+def outwards(frame: FrameType | None) -> Any:
+    """The frame and those that called it, without those that switch dropout off around torch's functions."""
+    while frame is not None:
+        if not place_in_house(frame).startswith("verify/capture.py"):
+            yield frame
+        frame = frame.f_back
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Have workers write into ``folder`` what they call."""
+
+    def train(job: Any, run: Any, place: Any, **how: Any) -> Any:
+        calls = Calls()
+        threading.setprofile(calls)
+        sys.setprofile(calls)
+        try:
+            return right(job, run, place, **how)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+            folder.mkdir(exist_ok=True)
+            (folder / f"{run.plan} on {place.rank}.json").write_text(json.dumps(sorted(calls.found)))
+
+    right = loop.train
+    monkeypatch.setattr(loop, "train", train)
+
+
+def read(folder: Path, plan: str) -> list[list[str]]:
+    """What each rank called."""
+    ranks = range(px.Plan.parse(plan).world_size)
+    return [json.loads((folder / f"{px.Plan.parse(plan)} on {rank}.json").read_text()) for rank in ranks]
+
+
+PLANS = ("single", "dp=2 micro=2", "threads=2", "fsdp=2 zero=1", "fsdp=2", "tp=2 sequence=true", "pp=2 micro=7", "cp=2")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_proof_takes_the_path_of_a_run(plan: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = MODELS["own GPT"]()
+    given = replace(given, steps=4, epochs=None, evaluate=given.data, evaluate_every=2)
+    with monkeypatch.context() as patched:
+        recorded(patched, tmp_path / "fit")
+        px.fit(given, plan, folder=tmp_path / "run")
+    with monkeypatch.context() as patched:
+        recorded(patched, tmp_path / "prove")
+        assert px.prove(given, plan, steps=4).equal
+    fitted, proven = read(tmp_path / "fit", plan), read(tmp_path / "prove", plan)
+    assert any("train/step.py:Step.update" in call for call in fitted[0])
+    assert any("train/memory.py:Measured" in call for call in fitted[0])
+    assert any("train/evaluate.py:evaluate" in call for call in fitted[0])
+    assert any("checkpoint/store.py:save" in call for call in fitted[0])
+    for here, there in zip(fitted, proven, strict=True):
+        assert set(here) ^ set(there) == set()
