@@ -8,7 +8,8 @@ need has arrived. Such values are numbered as they come about, so that both side
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from phalanx.parallel.pipeline.hidden import Recompute
 from phalanx.parallel.sliced.tensor import METADATA, is_sliced
 from phalanx.profile.fakes import fake
 
@@ -66,6 +68,8 @@ class Flow(TorchFunctionMode):
         real: whether values are computed here, not stood in for.
         call: the last unit that was called.
         inside: whether it is running.
+        recomputes: whether the model has recomputed activations by itself so far.
+        reentrant: of each reentrant checkpoint so far, whether what it was called with required a gradient.
     """
 
     def __init__(self, fakes: FakeTensorMode) -> None:
@@ -74,7 +78,11 @@ class Flow(TorchFunctionMode):
         self.real = False
         self.call = -1
         self.inside = False
+        self.recomputes = False
+        self.reentrant: list[bool] = []
         self._count = 0
+        self._again: list[Recompute] = []
+        self._unseen = False
 
     def used(self, leaves: list[Tensor]) -> None:
         """Something reads these values."""
@@ -137,10 +145,44 @@ class Flow(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
-        if name in METADATA:
+        if name in METADATA or self._unseen:
             return func(*args, **kwargs)
         if self.inside:
             return self.within(func, args, kwargs)
+        return self._operation(func, name, args, kwargs)
+
+    def function(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """An autograd function, as one operation: what its forward does is none of the model's work."""
+
+        def alone(*given: Any) -> Any:
+            self._unseen = True
+            try:
+                return call(*given)
+            finally:
+                self._unseen = False
+
+        return call(*args) if self._unseen else self._operation(alone, "apply", args, {})
+
+    @contextmanager
+    def recomputing(self, how: Recompute) -> Generator[None]:
+        """Around what the model computes a second time in backward; units inside are wrapped by ``recomputed``."""
+        self.recomputes = True
+        self._again.append(how)
+        try:
+            yield
+        finally:
+            self._again.pop()
+
+    def learns(self, args: tuple[Any, ...]) -> bool:
+        """Whether what the next reentrant checkpoint is called with requires a gradient."""
+        self.reentrant.append(any(leaf.requires_grad for leaf in args if isinstance(leaf, Tensor)))
+        return self.reentrant[-1]
+
+    def recomputed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call`` of a unit, as the checkpoint around it wants it."""
+        return self._again[-1](call) if self._again else call
+
+    def _operation(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and self.depends(leaf)]
         # What is drawn is drawn where this code belongs: other stages are at another place of the random stream.
         chance = not leaves and name in _RANDOM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.example import Example
 from phalanx.parallel.pipeline.flops import Flops
 from phalanx.parallel.pipeline.flow import Flow, Key, tensors
+from phalanx.parallel.pipeline.hidden import told_to
 from phalanx.parallel.pipeline.outline import Outline, outline, signature
 from phalanx.profile.blocks import leave_cache_out
 from phalanx.profile.fakes import fake
@@ -80,6 +81,8 @@ class Program:
         values: what depends on parameters.
         parameters: name → the regions that use it, none for one that nothing uses.
         costs: of each region, in floating-point operations of a forward, or what takes as long.
+        recomputes: whether the model recomputes activations by itself.
+        reentrant: of each reentrant checkpoint around units, whether what it is called with requires a gradient.
     """
 
     module: nn.Module
@@ -88,6 +91,14 @@ class Program:
     values: dict[Key, Value]
     parameters: dict[str, frozenset[int]]
     costs: tuple[float, ...]
+    recomputes: bool
+    reentrant: tuple[bool, ...]
+
+    def uncalled(self, units: Iterable[nn.Module]) -> list[nn.Module]:
+        """Those of ``units`` that were never called though something reads their parameters."""
+        called = {call.unit for call in self.calls}
+        read = {id(tensor) for name, tensor in self.module.named_parameters() if self.parameters[name]}
+        return [unit for unit in units if unit not in called and any(id(one) in read for one in unit.parameters())]
 
     def crossing(self, cut: int) -> list[Key]:
         """The values that pass a cut before region ``cut``, in order."""
@@ -111,6 +122,7 @@ def program(module: nn.Module, units: Mapping[nn.Module, str], example: Example)
         torch.random.fork_rng(devices=[]),
         dry.fake_parameters(),
         intercepted(units, dry.called),
+        told_to(dry),
         Flops(lambda: max(dry.call, 0)) as flops,
     ):
         try:
@@ -131,6 +143,8 @@ def program(module: nn.Module, units: Mapping[nn.Module, str], example: Example)
         values=dry.values,
         parameters=parameters,
         costs=tuple(flops.found.get(region, 0.0) for region in regions),
+        recomputes=dry.recomputes,
+        reentrant=tuple(dry.reentrant),
     )
 
 
@@ -170,7 +184,8 @@ def by_values(error: BaseException, where: str = "") -> RefusedError:
     """The model looks into a tensor that this stage does not have."""
     if not where:
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame for frame in frames if not {"torch", "pipeline"} & set(Path(frame.filename).parts)]
+        others = {Path(torch.__file__).parent, Path(__file__).parent}
+        lines = [frame for frame in frames if others.isdisjoint(Path(frame.filename).parents)]
         where = f"{Path(lines[-1].filename).name}:{lines[-1].lineno} ({lines[-1].line})" if lines else "the model"
     return RefusedError(
         [

@@ -67,7 +67,8 @@ class PipelineRunner:
         recomputed activations want it whole.
         """
         self.pipeline, self.on_event = pipeline, on_event
-        self._mesh, self._device, self._halves = mesh, device, halves
+        self._mesh, self._device = mesh, device
+        self._halves = halves and not pipeline.program.recomputes
         self._rank = mesh.at["pp"]
         self._stages = {stage.index: stage for stage in pipeline.keep(self._rank, device)}
         self.stages_here = list(self._stages)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.pipeline.flow import Flow, Key, Mark, tensors
+from phalanx.parallel.pipeline.hidden import told_to
 from phalanx.parallel.pipeline.outline import Outline, drawn, like_arguments, outline, signature
 from phalanx.parallel.pipeline.program import Program, by_values, intercepted, quiet
 from phalanx.parallel.streams import reseed, seed_of
@@ -85,7 +86,7 @@ class Stage:
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         run = _Run(self, self._forms)
         try:
-            with intercepted(self._units, run.called), quiet(), run:
+            with intercepted(self._units, run.called), told_to(run), quiet(), run:
                 output = tree_map(run.as_real, forward(*args, **kwargs))
         except _Leave as leave:
             return leave.values
@@ -209,6 +210,14 @@ class _Run(Flow):
         elif key in self._waits:
             self._awaited.setdefault(key, []).append((mark, tensor))
 
+    def learns(self, args: tuple[Any, ...]) -> bool:
+        super().learns(args)
+        known = self._stage.program.reentrant  # what stands in for a value does not say whether that learns
+        at = len(self.reentrant) - 1
+        if at >= len(known):
+            raise differs("recomputed activations where it did not before")
+        return known[at]
+
     def within(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self.real:
             args, kwargs = tree_map(self.as_real, args), tree_map(self.as_real, kwargs)
@@ -234,7 +243,8 @@ class _Run(Flow):
         try:
             with _pop_mode_temporarily() if self._on_top() and not (known.reads and self.real) else nullcontext():
                 if self.real:
-                    output = call(*args, **kwargs)
+                    # What reads more than it is called with is not there any more in backward.
+                    output = (call if known.reads else self.recomputed(call))(*args, **kwargs)
                 else:
                     output = drawn(self._forms.of(index, args, kwargs), args, kwargs, self.fakes)
         finally:

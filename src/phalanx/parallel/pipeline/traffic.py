@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from phalanx.placement.schedules import Order, timed
 
@@ -176,6 +177,8 @@ class Traffic:
             length = torch.tensor([len(line)], device=self._device)
             tensors = [(_MOST_LEAVES - 2, length), (_MOST_LEAVES - 1, line), *tensors]
         for leaf, tensor in tensors:
+            # Would be sent by nobody, and the other rank wait for ever.
+            assert not isinstance(tensor, FakeTensor), f"{message}: a stand-in for a value of another stage"
             work = dist.isend(tensor, self._peers[other], group=self._group, tag=self._tag(message, leaf))
             self._sent.append((work, tensor))
 
