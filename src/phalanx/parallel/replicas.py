@@ -176,6 +176,8 @@ class Sharded(Replicas):
 
 def _fill(parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
     """Zeros for gradients that some rank has and this one has not. Collective."""
+    if not parameters:
+        return
     device = next(iter(parameters.values())).device
     present = torch.tensor([float(tensor.grad is not None) for tensor in parameters.values()], device=device)
     dist.all_reduce(present, group=group)

@@ -78,7 +78,7 @@ class Stages:
         """Add the gradients of parameters that several stages use up over those stages."""
         for names, group in self._tied:
             if group is not None:
-                grads = [parameters[name].grad for name in names]
+                grads = [parameters[name].grad for name in names if name in parameters]  # frozen ones have none
                 add_up([None if grad is None else local(grad) for grad in grads], group)
 
 

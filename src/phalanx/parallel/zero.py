@@ -145,6 +145,8 @@ class Scattering:
 
     def _seen_anywhere(self) -> set[str]:
         names = list(self._partition.shards)
+        if not names:
+            return set()
         first = self._partition.slices[0].whole
         present = torch.tensor([float(name in self._seen) for name in names], device=first.device)
         if self._partition.world_size > 1:

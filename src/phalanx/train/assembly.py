@@ -239,7 +239,9 @@ def build_model(job: Job, making: Callable[[Callable[[], Any]], Any] = lambda ma
 def build_optimizer(job: Job, layout: Layout) -> torch.optim.Optimizer:
     """The job's optimizer, which must hold exactly the parameters it was given."""
     note_slices(layout.held)
-    given = Parameters(layout.parameters)
+    # A stage of frozen parameters alone has none to step, and no optimizer is built over nothing.
+    stand_in = {} if layout.parameters else {_STAND_IN: nn.Parameter(torch.empty(0))}
+    given = Parameters(layout.parameters or stand_in)
     optimizer: Any = job.optimizer(given)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SpecError(
@@ -264,7 +266,14 @@ def build_optimizer(job: Job, layout: Layout) -> torch.optim.Optimizer:
             "that nobody reads.\n    try: optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4), over exactly "
             "the `params` it is called with; for parameters that shall not train: requires_grad=False in the model"
         )
+    if stand_in:
+        for group in optimizer.param_groups:
+            group["params"] = []
     return optimizer
+
+
+_STAND_IN = "nothing_to_step"
+"""Name of the empty parameter that an optimizer is built over on a rank that steps none."""
 
 
 def _total_steps(job: Job, loader: Loader) -> int:

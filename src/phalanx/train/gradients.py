@@ -31,7 +31,8 @@ def global_norm(held: Held) -> torch.Tensor:
     What is held by one rank only is summed over the ranks that share it out; what every rank holds counts once.
     """
     shared: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-    device = torch.device("cpu")
+    # A stage of frozen parameters alone steps none; its part is a zero where the others' parts are.
+    device = next(iter(held.parameters.values()), next(held.module.parameters())).device
     for name, tensor in held.parameters.items():
         grad = tensor.grad
         if grad is None:
