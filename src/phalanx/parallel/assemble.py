@@ -63,11 +63,16 @@ def assemble(
     """Lay ``module`` out as ``plan`` says, on this rank's device; a plan that splits the model needs an ``example``."""
     kind = device_kind(plan, place.workers_here * plan.threads)
     device = torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind)
+    seen = example() if example and (plan.kind == "split" or plan.zero == 3 or plan.recompute != "none") else None
+    if seen is not None and (plan.zero == 3 or plan.recompute != "none"):
+        from phalanx.parallel.opened import look_inside
+
+        look_inside(module, seen)
     if plan.kind == "split":
         from phalanx.parallel.split import Split
 
-        assert example is not None
-        layout: Layout = Split(module, device, job, plan, Mesh(plan, place.rank), example())
+        assert seen is not None
+        layout: Layout = Split(module, device, job, plan, Mesh(plan, place.rank), seen)
     else:
         module = recompute.apply(module, plan)
         module = compiled.apply(module, plan)

@@ -13,7 +13,7 @@ from phalanx.parallel.example import Example
 from phalanx.parallel.pipeline.balance import chosen
 from phalanx.parallel.pipeline.program import Program, program
 from phalanx.parallel.pipeline.stage import Forms, Stage, strip
-from phalanx.parallel.pipeline.units import units
+from phalanx.parallel.pipeline.units import take_apart, units
 from phalanx.placement.schedules import holders
 from phalanx.spec import Plan
 
@@ -71,7 +71,11 @@ def cut(module: nn.Module, example: Example, plan: Plan) -> Pipeline:
         RefusedError: if it cannot be cut so.
     """
     count = plan.pp * plan.stages
-    found = program(module, units(module, count, plan.split.split("/") if plan.split else ()), example)
+    whole = units(module, count, plan.split.split("/") if plan.split else ())
+    found = program(module, whole, example)
+    while uncalled := found.uncalled(whole):  # the model calls what is inside them itself
+        whole = take_apart(module, whole, uncalled)
+        found = program(module, whole, example)
     starts = chosen(found, plan)
     regions = tuple(range(a, b) for a, b in pairwise([*starts, len(found.calls)]))
     stage_of = {region: stage for stage, its in enumerate(regions) for region in its}

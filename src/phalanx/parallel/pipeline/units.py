@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from phalanx.profile.blocks import blocks
+from phalanx.profile.blocks import blocks, can_be_called
 
 
 def units(module: nn.Module, at_least: int, beginning: Iterable[str] = ()) -> dict[nn.Module, str]:
@@ -30,7 +30,21 @@ def units(module: nn.Module, at_least: int, beginning: Iterable[str] = ()) -> di
             whole.add(largest)
         else:
             _take_apart(found, largest)
-    return {unit: names[unit] for unit in sorted(found, key=list(names).index)}
+    return _in_order(module, found)
+
+
+def take_apart(module: nn.Module, units: Iterable[nn.Module], those: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """``units`` with what is inside ``those`` in place of them."""
+    found = list(units)
+    for unit in those:
+        _take_apart(found, unit)
+    return _in_order(module, found)
+
+
+def _in_order(module: nn.Module, found: list[nn.Module]) -> dict[nn.Module, str]:
+    names = {child: name for name, child in module.named_modules()}
+    order = {child: index for index, child in enumerate(names)}
+    return {unit: names[unit] for unit in sorted(found, key=order.__getitem__)}
 
 
 def _beside(module: nn.Module, among: set[nn.Module]) -> list[nn.Module]:
@@ -52,7 +66,7 @@ def _parts(module: nn.Module, *, itself: bool = False) -> list[nn.Module]:
     """The children with parameters, through containers that have no forward of their own or only call one by one."""
     if next(module.parameters(), None) is None:
         return []
-    if itself and _can_be_called(module) and not isinstance(module, nn.Sequential):
+    if itself and can_be_called(module) and not isinstance(module, nn.Sequential):
         return [module]
     found: list[nn.Module] = []
     for child in module.children():
@@ -68,10 +82,6 @@ def _take_apart(found: list[nn.Module], unit: nn.Module, down_to: nn.Module | No
         for part in parts:
             if down_to in set(part.modules()):
                 _take_apart(found, part, down_to)
-
-
-def _can_be_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
 
 
 def _size(module: nn.Module) -> int:

@@ -1,0 +1,87 @@
+"""Blocks that a model takes apart itself: it calls what is inside them, or reads their weights, without calling them.
+
+What happens around a block's call, such as gathering its parameters (``shard``) or recomputing what it kept
+(``recompute``), does not happen for such a block. One run on fake tensors shows which they are; from then on they are
+containers, and what is inside them is taken for the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from phalanx.parallel.example import Example
+from phalanx.parallel.sliced.tensor import METADATA
+from phalanx.profile.blocks import blocks, leave_cache_out, open_up
+from phalanx.profile.fakes import Mode, Values, fake, faked, quiet
+
+
+def look_inside(module: nn.Module, example: Example) -> None:
+    """Find the blocks of ``module`` that are not called wherever their parameters are read, and open them up."""
+    around = _uses(module, example)
+    while opened := [block for block in blocks(module) if not _runs_whole(block, around)]:
+        open_up(opened)
+
+
+def _runs_whole(block: nn.Module, around: Mapping[int, set[nn.Module]]) -> bool:
+    return all(block in around[id(tensor)] for tensor in block.parameters() if id(tensor) in around)
+
+
+def _uses(module: nn.Module, example: Example) -> dict[int, set[nn.Module]]:
+    """Id of each parameter that is read → the modules that are running whenever it is; none if nothing is known."""
+    leave_cache_out(module)
+    modes: list[Mode] = [FakeTensorMode(allow_non_fake_inputs=True)]
+    if not any(tensor.is_meta for tensor in module.parameters()):
+        modes.append(Values())  # of what decides by values
+    for mode in modes:
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet(), faked(module, mode) as meant:
+                run = _Run(meant)
+
+                def given(leaf: Any, mode: Mode = mode) -> Any:
+                    return fake(mode, leaf) if isinstance(leaf, Tensor) else leaf
+
+                with run.following(), run:
+                    module(*tree_map(given, example.args), **tree_map(given, example.kwargs))
+                return run.around
+        except Exception:  # whatever the model raises on fakes
+            continue
+    return {}
+
+
+class _Run(TorchFunctionMode):
+    def __init__(self, meant: Mapping[int, nn.Parameter]) -> None:
+        super().__init__()
+        self.around: dict[int, set[nn.Module]] = {}
+        self._meant, self._running = meant, list[nn.Module]()
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """While inside, knows which modules are running."""
+        begins = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
+        ends = register_module_forward_hook(lambda *_: self._end(), always_call=True)
+        try:
+            yield
+        finally:
+            begins.remove()
+            ends.remove()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        if name not in METADATA:
+            for leaf in tree_leaves((args, kwargs)):
+                if id(leaf) in self._meant:
+                    known = self.around.setdefault(id(self._meant[id(leaf)]), set(self._running))
+                    known.intersection_update(self._running)
+        return func(*args, **(kwargs or {}))
+
+    def _end(self) -> None:
+        self._running.pop()

@@ -1,0 +1,205 @@
+"""Models that are written otherwise than a stack of blocks: split, they give what one device gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small import job
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import phalanx as px
+from phalanx.spec import Plan
+from phalanx.verify import OneDevice
+
+WIDTH, CLASSES = 9, 5
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
+
+
+def layer(width: int = WIDTH) -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+
+class Stack(nn.Module):
+    """Residual layers and a head."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([layer() for _ in range(layers)])
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for each in self.layers:
+            x = x + self.run(each, x)
+        return self.head(x)
+
+    def run(self, each: nn.Module, x: Tensor) -> Tensor:
+        return each(x)
+
+
+class Recomputed(Stack):
+    """Recomputes its layers by itself."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def run(self, each: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(each, x, use_reentrant=self.reentrant)
+
+
+class RecomputedInPairs(Stack):
+    """Recomputes two layers at a time, with work of its own between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for one, other in zip(self.layers[::2], self.layers[1::2], strict=True):
+            x = checkpoint(lambda x, one=one, other=other: other(torch.tanh(one(x))) + x, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Cube(torch.autograd.Function):
+    """The third power."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
+cube = Cube.apply
+
+
+class Dissected(Stack):
+    """Calls what is inside its layers, and reads the weight of one, but never calls a layer."""
+
+    def run(self, each: Any, x: Tensor) -> Tensor:
+        norm, up, _, down = each
+        return F.linear(cube(0.5 * up(norm(x))), down.weight, down.bias)
+
+
+class Cells(nn.Module):
+    """Layers held by containers that have no forward, one inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.cells = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "pair": nn.ModuleList([layer(), layer()])}) for _ in range(2)
+        )
+        self.ends = nn.ModuleDict({"left": layer(), "right": layer()})
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        cell: Any
+        for cell in self.cells:
+            normed = cell["norm"](x)
+            x = x + cell["pair"][0](normed) + cell["pair"][1](normed)
+        return self.head(self.ends["left"](x) + self.ends["right"](x))
+
+
+class FrozenAndTied(nn.Module):
+    """The head is the table of the embedding, and neither learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, WIDTH)
+        self.layers = nn.ModuleList([layer() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.head.weight = self.table.weight
+        self.table.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.table((x[:, 0] > 0).long())
+        for each in self.layers:
+            x = x + each(x)
+        return self.head(x)
+
+
+class Distilled(nn.Module):
+    """A large frozen teacher before a small student: half of the stages have nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student = Stack(6), Stack(2)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            taught = self.teacher(x)
+        return self.student(x), taught
+
+
+def distance(output: tuple[Tensor, Tensor], batch: Any) -> px.Loss:
+    found, taught = output
+    return px.Loss((found - taught).square().sum() + F.cross_entropy(found, batch["y"], reduction="sum"), len(found))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "recomputed": partial(Recomputed, reentrant=False),
+    "recomputed, reentrant": partial(Recomputed, reentrant=True),
+    "recomputed in pairs": RecomputedInPairs,
+    "dissected": Dissected,
+    "cells": Cells,
+    "frozen and tied": FrozenAndTied,
+    "distilled": Distilled,
+}
+
+
+def small(model: str, **how: Any) -> px.Job:
+    # 40 samples in batches of 13: the last one has a single sample
+    given = {"model": MODELS[model], "data": partial(data, 40), "batch": 13, "epochs": None, "steps": 4, "clip": 1.0}
+    return job(**given, **({"loss": distance} if model == "distilled" else {}), **how)
+
+
+def data(length: int) -> px.Table:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(length, WIDTH, generator=generator)
+    return px.Table(x=x, y=torch.randint(CLASSES, (length,), generator=generator))
+
+
+@cache
+def one_device(model: str) -> OneDevice:
+    return OneDevice.run(small(model), 4)
+
+
+def assert_equal(model: str, plan: str) -> None:
+    proof = one_device(model).prove(Plan.parse(plan))
+    assert proof.equal, f"{proof.first}\n{proof.cause}"
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2 micro=4", "fsdp=2"])
+def test_equal(model: str, plan: str) -> None:
+    assert_equal(model, plan)
+
+
+@pytest.mark.parametrize("model", ["frozen and tied", "distilled"])
+@pytest.mark.parametrize("plan", ["pp=2 fsdp=2", "pp=2 dp=2 micro=2", "pp=2 fsdp=2 zero=1 micro=2", "pp=2 tp=2"])
+def test_equal_in_products(model: str, plan: str) -> None:
+    assert_equal(model, plan)
+
+
+@pytest.mark.parametrize("plan", ["dp=2 recompute=full", "fsdp=2 recompute=selective", "pp=2 recompute=full micro=4"])
+@pytest.mark.parametrize("model", ["cells", "dissected", "recomputed"])
+def test_equal_with_the_plans_recomputation(model: str, plan: str) -> None:
+    assert_equal(model, plan)
+
+
+# Micro-batches of 4 make 4 of a batch, fewer than stages and no multiple of ranks with 5; the last batch has one.
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("model", "micro"), [("recomputed", 5), ("distilled", 4), ("cells", 1), ("dissected", 3)])
+def test_every_schedule(model: str, micro: int, schedule: str) -> None:
+    assert_equal(model, f"pp=2 micro={micro} schedule={schedule}")
