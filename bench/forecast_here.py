@@ -34,7 +34,7 @@ from phalanx.observe.summary import WARM_UP
 from phalanx.spec import Plan, RunSpec
 from phalanx.train.work import work_of
 
-STEPS = 9
+STEPS = 9  # whole rounds of three for replicas that are averaged after as many
 PATIENCE = 2.0  # seconds to wait before each run until nothing else computes
 
 
@@ -75,6 +75,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--on", default="")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no run of a later round after so many")
     parser.add_argument("--only", default="")
     parser.add_argument("--save", default="", help="also write what was measured into this file, for another --from")
     parser.add_argument("--write", action="store_true", help="write the page, and the spread that intervals rest on")
@@ -85,7 +86,7 @@ def main() -> int:
         machine = Path(folder) / default_path()
         machine.write_text(Path(given.on).read_text() if given.on else _calibrated(Path(folder) / "own.toml"))
         with chdir(folder):
-            found, refused = cases(given.rounds, given.only)
+            found, refused = cases(given.rounds, given.only, time.monotonic() + 60 * given.minutes)
     if given.save:
         rows = [{"job": one.job, "plan": str(one.plan), "rounds": one.rounds} for one in found]
         Path(given.save).write_text(json.dumps(rows), encoding="utf-8")
@@ -95,7 +96,7 @@ def main() -> int:
     return 0
 
 
-def cases(rounds: int, only: str) -> tuple[list[Case], list[tuple[str, Plan, str]]]:
+def cases(rounds: int, only: str, end: float) -> tuple[list[Case], list[tuple[str, Plan, str]]]:
     """Every plan of every job, its rounds apart from each other in time; and what was refused, with why."""
     asked: list[Case] = []
     refused: list[tuple[str, Plan, str]] = []
@@ -112,7 +113,7 @@ def cases(rounds: int, only: str) -> tuple[list[Case], list[tuple[str, Plan, str
     times: dict[int, list[tuple[float, float]]] = {}
     for turn in range(rounds):
         for index, one in enumerate(asked):
-            if turn and index not in times:
+            if turn and (index not in times or time.monotonic() > end):
                 continue
             busy = wait_until_quiet(PATIENCE)
             try:

@@ -41,7 +41,7 @@ KINDS = (
     Kind(name="threads", counts=(2,), plans=("threads={n}",)),
     Kind(name="recompute", counts=(1, 2, 4), plans=("dp={n} recompute=full",)),
     Kind(name="bf16", counts=(1, 2, 4), plans=("dp={n} precision=bf16",)),
-    Kind(name="compile", counts=(1,), plans=("compile=true",)),
+    Kind(name="compile", counts=(1,), plans=("compile=true",), jobs=("mlp",)),
     Kind(name="dp", counts=(2, 4), plans=("dp={n}", "dp={n} micro={part}")),
     Kind(name="shares", counts=(2,), plans=("dp=2 shares=3,1",)),
     Kind(name="zero=1", counts=(2, 4), plans=("fsdp={n} zero=1",)),

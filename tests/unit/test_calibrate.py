@@ -11,11 +11,11 @@ import pytest
 from phalanx.cli.app import main
 from phalanx.errors import SpecError
 from phalanx.forecast.cores import Core
-from phalanx.forecast.crowd import crowded
+from phalanx.forecast.crowd import _others, crowded
 from phalanx.forecast.links import Fabric, collective
 from phalanx.forecast.rates import Wires, rates
 from phalanx.forecast.step import StepTime
-from phalanx.hardware import cluster, fitted
+from phalanx.hardware import cluster, fitted, quiet
 from phalanx.hardware.calibrate import Sweeps, calibrated
 from phalanx.hardware.exchanges import Exchange
 from phalanx.hardware.probe import cpu_group
@@ -170,6 +170,14 @@ class TestForecasts:
         assert step.products == pytest.approx([1.0, 1.2, 2.4])
         assert step.memory == pytest.approx([0.5, 0.75, 1.5])
 
+    def test_groups_beside_each_other_share_the_cores_while_they_exchange(self) -> None:
+        ranks, processes = np.array([1.0, 2.0, 2.0, 4.0, 4.0]), np.array([4.0, 2.0, 4.0, 4.0, 8.0])
+        # one rank exchanges nothing; the others' lines were measured with no more than their own ranks on two cores
+        assert _others(ranks, processes, 2)[1:] == pytest.approx([1.0, 2.0, 1.0, 2.0])
+
+    def test_cores_need_no_share_of_their_bandwidth(self, machine: Cluster) -> None:
+        assert rates(machine.groups[0].device).kernels.stream == 1.0
+
     def test_turns_fill_what_a_pipeline_waits(self) -> None:
         core = Core(floor=1e-6, operand={"fp32": 0.0}, near=1e10, far=1e10, cache=1e6)
         step = crowded(_step(products=1.0, memory=0.0, pipeline=0.75), np.array([4.0, 4.0, 4.0]), 2, core)
@@ -190,11 +198,31 @@ class TestMeasuring:
         assert {one.name for one in points if one.kind == "named"} == set(operations("cpu"))
         assert all(one.seconds > 0 for one in points)
 
-    def test_a_quiet_machine_is_told_from_a_busy_one(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("later", "share"),
+        [
+            ("10 0 10 180 20 0 0 0", 0.0),  # all of 100 ticks idle or waiting for a disk
+            ("45 5 20 130 20 0 0 0", 0.5),
+            ("60 0 40 100 0 0 0 20", 1.0),  # what the host of a virtual machine takes is no idle time either
+        ],
+    )
+    def test_a_quiet_machine_is_told_from_a_busy_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str, share: float
+    ) -> None:
         path = tmp_path / "stat"
         path.write_text("cpu  10 0 10 100 0 0 0 0 0 0\n")
-        assert busy_share(path, 0.0) == 0.0
+        monkeypatch.setattr(quiet.time, "sleep", lambda seconds: path.write_text(f"cpu  {later} 0 0\n"))
+        assert busy_share(path, 0.1) == pytest.approx(share)
+
+    def test_where_nobody_says_a_machine_counts_as_quiet(self, tmp_path: Path) -> None:
         assert busy_share(tmp_path / "missing", 0.0) == 0.0
+
+    def test_waiting_ends_when_it_is_quiet_or_patience_is_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        looks = iter((0.9, 0.5, 0.1, 0.0))
+        monkeypatch.setattr(quiet, "busy_share", lambda: next(looks))
+        assert quiet.wait_until_quiet(60.0) == 0.1
+        monkeypatch.setattr(quiet, "busy_share", lambda: 0.9)
+        assert quiet.wait_until_quiet(0.0) == 0.9
 
     def test_the_command_writes_a_cluster(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = tmp_path / "machine.toml"

@@ -10,7 +10,7 @@ from small_profiles import LARGE, transformer
 
 from phalanx.errors import RefusedError
 from phalanx.forecast import Forecast, Work, forecast
-from phalanx.forecast.doubt import interval
+from phalanx.forecast.doubt import interval, quantile, quantiles, technique
 from phalanx.forecast.habits import PHALANX
 from phalanx.forecast.links import Fabric, collective
 from phalanx.forecast.price import Shapes, price
@@ -158,10 +158,44 @@ def test_the_interval_holds_the_forecast_and_is_wider_where_nothing_was_measured
         assert found.low < found.step < found.high
         assert found.low * found.high == pytest.approx(found.step**2)
     parts = dict.fromkeys((one.name for one in fields(StepTime)), 1.0)
-    known, unknown = (interval(parts, entry(name).device, PHALANX) for name in ("A100-80GB", "L4"))
-    assert unknown[0] < known[0] < known[1] < unknown[1]
-    doubtful = interval(parts, entry("A100-80GB").device, replace(PHALANX, doubt=2 * PHALANX.doubt))
-    assert doubtful[0] < known[0] < known[1] < doubtful[1]
+    names = ("A100-80GB", "L4")
+    known, unknown = (interval(parts, entry(name).device, PHALANX, Plan(dp=8)) for name in names)
+    assert unknown.low < known.low < known.high < unknown.high
+    assert "no run of Phalanx on such devices has been measured yet" in known.basis
+
+
+def test_the_interval_of_cores_that_nobody_measured_is_the_widest_of_all() -> None:
+    parts = dict.fromkeys((one.name for one in fields(StepTime)), 1.0)
+    core = entry("cpu").device
+    calibrated = interval(parts, replace(core, measured={"floor": 1e-6}), PHALANX, Plan())
+    catalog = interval(parts, core, PHALANX, Plan())
+    assert catalog.low < calibrated.low < calibrated.high < catalog.high
+    assert "phalanx calibrate" in catalog.basis
+
+
+def test_four_of_five_errors_lie_within_their_quantile() -> None:
+    errors = [("pipeline", 0.01 * at) for at in range(1, 21)] + [("split", -1.0)] * 9
+    found = quantiles(errors)
+    assert found == {"all": 1.0, "pipeline": pytest.approx(0.17)}  # 17 is 0.8 x 21, rounded up; 9 are too few
+    assert quantile(found, "split") == 1.0
+    assert quantiles([("one", 0.5)])["all"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        ("single", "single"),
+        ("threads=2", "replicas"),
+        ("dp=2 fsdp=2", "sharded"),
+        ("fsdp=2 tp=2", "split"),
+        ("pp=2 tp=2", "pipeline"),
+        ("dp=2 compress=int8", "loose"),
+        ("dp=2 sync=local", "loose"),
+        ("dp=2 server=1", "loose"),
+    ],
+)
+def test_errors_are_counted_by_technique(plan: str, name: str) -> None:
+    assert technique(Plan.parse(plan)) == name
 
 
 def test_a_precision_that_devices_lack_is_refused() -> None:

@@ -11,9 +11,12 @@ from small_profiles import LARGE, transformer
 
 from phalanx.forecast import Work, forecast
 from phalanx.forecast.forecast import sweep
+from phalanx.forecast.odds import CHANCE, SAFE, runs_out
 from phalanx.hardware import cluster
 from phalanx.planner import Goal, Prices, Question, rank
 from phalanx.planner.clusters import doublings, precision_for, resized
+from phalanx.planner.explain import explain
+from phalanx.planner.neighbours import neighbours
 from phalanx.planner.rules import problems
 from phalanx.planner.search import search
 from phalanx.planner.space import MESH, space
@@ -90,16 +93,54 @@ def test_arrays_give_what_each_plan_gives_by_itself() -> None:
     assert found.reserved[some] == pytest.approx(alone.memory.reserved)
 
 
-def test_the_first_is_the_fastest_of_all_that_fit() -> None:
+def test_the_first_is_the_fastest_of_all_that_fit_with_a_margin() -> None:
     asked = question("8xA100-40GB", 16, layers=12, width=5120, heads=40)
     found = rank(asked)
     assert found.best is not None
     each = sweep(asked.work, plans(asked), asked.cluster)
-    fits = each.fits > 0
-    assert 0 < fits.sum() < len(fits)
+    fits, safe = each.fits > 0, each.memory.reserved <= SAFE * each.room
+    assert 0 < safe.sum() < fits.sum() < len(fits)
+    assert found.best.safe
+    assert found.best.step <= each.step.total[safe].min() * (1 + 1e-3)
+    search = found.search
+    assert (search.considered, search.fitting, search.safe) == (len(fits), fits.sum(), safe.sum())
+
+
+def test_no_neighbour_that_fits_with_a_margin_is_faster_than_the_first() -> None:
+    for on, batch, layers in (("8xA100-40GB", 16, 12), ("8xH100", 24, 20), ("2x8xA100", 48, 12)):
+        asked = question(on, batch, layers=layers, width=5120, heads=40)
+        best = rank(asked).best
+        assert best is not None
+        near = sweep(asked.work, [plan for _, plan in neighbours(best.plan, asked)], asked.cluster)
+        safe = near.memory.reserved <= SAFE * near.room
+        assert not (near.step.total[safe] < best.step).any()
+
+
+def test_the_chance_to_run_out_is_even_where_the_room_is_just_full() -> None:
+    assert runs_out(10.0, 10.0) == pytest.approx(0.5)
+    assert runs_out(SAFE * 10.0, 10.0) == pytest.approx(CHANCE)
+    assert runs_out(20.0, 10.0) > 0.999 > 0.001 > runs_out(5.0, 10.0)
+
+
+def test_where_no_plan_leaves_a_margin_those_that_fit_are_ranked() -> None:
+    asked = question("1xA100-40GB", 1, layers=12, width=1024, heads=16)
+    best = rank(asked).best
+    assert best is not None
+    (group,) = asked.cluster.groups
+    tight = replace(group.device, memory=int(best.reserved + group.device.kept + 2**20))
+    tight = replace(asked, cluster=replace(asked.cluster, groups=(replace(group, device=tight),)))
+    found = rank(tight)
+    while found.best is not None and found.best.safe:  # down to where none leaves one
+        (group,) = tight.cluster.groups
+        less = replace(group.device, memory=int(group.device.memory * 0.97))
+        tight = replace(tight, cluster=replace(tight.cluster, groups=(replace(group, device=less),)))
+        found = rank(tight)
+    assert found.best is not None
     assert found.best.fits
-    assert found.best.step == pytest.approx(each.step.total[fits].min(), rel=1e-3)
-    assert (found.search.considered, found.search.fitting) == (len(fits), fits.sum())
+    assert (found.search.safe, found.best.safe) == (0, False)
+    explained = explain(found)
+    assert explained is not None
+    assert "none of them leaves a margin" in explained.reasons[0]
 
 
 def test_plans_told_of_are_in_order_and_of_unlike_meshes() -> None:
@@ -117,7 +158,7 @@ def test_nothing_is_computed_again_that_fits_without() -> None:
     for index in again[:10]:
         plan = found.space.plan(index)
         lesser = Plan.parse(str(plan).replace("recompute=full", "recompute=selective"))
-        assert not forecast(asked.work, lesser, asked.cluster).fits
+        assert not forecast(asked.work, lesser, asked.cluster).safe
 
 
 def test_held_keys_are_held() -> None:

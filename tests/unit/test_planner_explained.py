@@ -14,7 +14,7 @@ from phalanx.forecast import Forecast, StepTime, Work, forecast
 from phalanx.hardware import cluster, names
 from phalanx.planner import Bill, Curve, Goal, Point, Question, advise, bill, prices, rank, scale, shortfall
 from phalanx.planner.clusters import precision_for
-from phalanx.planner.explain import PARTS
+from phalanx.planner.explain import PARTS, tied
 from phalanx.planner.neighbours import neighbours
 from phalanx.planner.roofline import rooflines
 from phalanx.planner.rules import problems
@@ -74,6 +74,18 @@ class TestExplanation:
         assert advice.explanation is not None
         text = " ".join(advice.explanation.reasons)
         assert f"{advice.ranking.search.fitting} plans that fit, of {advice.ranking.search.considered}" in text
+
+    def test_meshes_within_the_interval_of_the_first_are_called_ties(self) -> None:
+        advice = advise(question())
+        best, explained = advice.ranking.best, advice.explanation
+        assert best is not None
+        assert explained is not None
+        alike = [one for one in advice.ranking.plans[1:] if one.step <= best.high]
+        assert alike
+        text = " ".join(explained.reasons)
+        assert f"{len(alike)} of the {len(advice.ranking.plans) - 1} other meshes" in text
+        assert tied(best, replace(best, seconds={"products": best.high}))
+        assert not tied(best, replace(best, seconds={"products": best.high * 1.001}))
 
     def test_one_device_is_best_is_said_first(self) -> None:
         advice = advise(question(batch=2, layers=2, width=64, heads=2, vocabulary=100, length=128))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import runpy
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,16 @@ from small_profiles import transformer
 
 from phalanx.cli import main
 from phalanx.errors import SpecError
+from phalanx.forecast.doubt import FILE
 from phalanx.verify.published import Foretold, Outcome, Row, accuracy, foretell, read
 from phalanx.verify.published.accuracy import Errors, choice, source
+from phalanx.verify.published.left_out import LeftOut, Without, framework
 from phalanx.verify.published.measures import Measure, measures
 from phalanx.verify.published.page import page
 from phalanx.verify.published.subject import subject
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden"
 CELLS = {
     "id": "one",
     "kind": "transformer",
@@ -71,6 +76,19 @@ def measured(id: str, share: float, **cells: str) -> Foretold:
 @pytest.fixture(scope="module")
 def golden() -> Outcome:
     return foretell(read(GOLDEN / "published.csv"))
+
+
+def seen_by_none(golden: Outcome) -> LeftOut:
+    """The tables of what was left out, here with forecasts that were not made so: what they say is not looked at."""
+    timed = [one for one in golden.found if one.row.step and not one.row.ran_out]
+    names = dict.fromkeys(framework(one.row) for one in timed)
+    groups = [Without(source=name, found=tuple(one for one in timed if framework(one.row) == name)) for name in names]
+    return LeftOut(sources=tuple(groups), devices=tuple(groups), constants={})
+
+
+def masked(line: str) -> str:
+    """A line without its numbers."""
+    return re.sub(r"[-+]?\d[\d,.]*", "#", line)
 
 
 class TestRows:
@@ -198,11 +216,27 @@ class TestGolden:
         assert rows == sum(1 for one in golden.found if one.row.step and not one.row.ran_out)
 
     def test_the_page_has_every_source_and_the_largest_errors(self, golden: Outcome) -> None:
-        text = page(golden.found)
+        text = page(golden.found, seen_by_none(golden), golden.found)
         held = accuracy([one for one in golden.found if not one.row.calibrated])
         assert all(f"| {name} |" in text for name in held.sources)
         timed = [one for one in golden.found if one.row.step and not one.row.ran_out]
         assert max(timed, key=lambda one: abs(one.error)).row.id in text
+
+    def test_every_line_of_the_reference_is_one_that_its_script_writes(self, golden: Outcome) -> None:
+        written = {masked(line) for line in page(golden.found, seen_by_none(golden), golden.found).splitlines()}
+        there = (ROOT / "docs/reference/accuracy.md").read_text(encoding="utf-8").splitlines()
+        prose = [line for line in there if not line.startswith("|")]
+        assert [line for line in prose if masked(line) not in written] == []
+        headings = [line for line in there if line.startswith("|") and "---" not in line and masked(line) == line]
+        assert [line for line in headings if "|" in line and line not in written] == []
+
+    def test_the_reference_and_the_intervals_that_forecasts_print_are_of_one_run(self) -> None:
+        text = (ROOT / "docs/reference/accuracy.md").read_text(encoding="utf-8")
+        spread = tomllib.loads(FILE.read_text(encoding="utf-8"))
+        for name in ("published", "unknown"):
+            size = spread[name]["four_of_five"]["all"]
+            assert f"{100 * (math.exp(-size) - 1):.0f} to {100 * (math.exp(size) - 1):+.0f} %" in " ".join(text.split())
+            assert f"| all, by row | {spread[name]['runs']:,} |" in text
 
     def test_the_command_tells_of_rows_without_a_forecast(self) -> None:
         result = CliRunner().invoke(main, ["validate", str(written(row(id="bad", device="Abacus")))])

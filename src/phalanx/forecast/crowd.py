@@ -26,11 +26,14 @@ def on_cores(step: StepTime, costs: Table, layouts: Layouts, core: Core, *, core
     tensors = np.maximum(_tensors(costs, lie), 1.0)
     update = core.stepping(optimizer, stepped, tensors, layouts.returned)
     added = (layouts.micros - 1) * tensors * core.moving(_ADDED * whole / tensors)
+    inner = layouts.tp * layouts.cp * layouts.ep
     known = replace(
         step,
         update=update,
         memory=step.memory + added,
-        replicas=step.replicas + _packing(whole, layouts, core),
+        exchange=step.exchange * _others(inner, layouts.devices, cores),
+        replicas=step.replicas * _others(np.maximum(layouts.summed, layouts.fsdp), layouts.devices, cores)
+        + _packing(whole, layouts, core),
         rest=core.fixed(layouts.devices) if core.rest else step.rest,
     )
     return crowded(known, layouts.devices, cores, core)
@@ -41,7 +44,8 @@ def crowded(step: StepTime, processes: Array, cores: int, core: Core) -> StepTim
 
     Up to as many as the cores, arithmetic and traffic slow down on the way to what was measured with all of them busy.
     Beyond, each has cores/processes of one; what waits for another process leaves its core to those that do not, so
-    that a pipeline is idle only as far as its way is longer than the turns. Exchanges were measured in the crowd.
+    that a pipeline is idle only as far as its way is longer than the turns. Exchanges were measured in the crowd of
+    those that take part: see ``_others`` for one that is larger.
     """
     turns = np.maximum(processes / cores, 1.0)
     filled = np.clip((processes - 1) / (cores - 1), 0.0, 1.0) if cores > 1 else np.ones_like(processes)
@@ -61,6 +65,11 @@ def crowded(step: StepTime, processes: Array, cores: int, core: Core) -> StepTim
         pipeline=np.maximum(path - beside * turns, 0.0),
         update=step.update * traffic * turns,
     )
+
+
+def _others(ranks: Array, processes: Array, cores: int) -> Array:
+    """By how much longer an exchange of ``ranks`` takes where other groups of ``processes`` are on the same cores."""
+    return np.maximum(processes / cores, 1.0) / np.maximum(np.minimum(ranks, processes) / cores, 1.0)
 
 
 def _packing(whole: Array, layouts: Layouts, core: Core) -> Array:

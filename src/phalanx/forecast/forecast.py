@@ -13,6 +13,7 @@ from phalanx.forecast.doubt import interval
 from phalanx.forecast.habits import PHALANX, Habits
 from phalanx.forecast.layouts import Layouts, Whole
 from phalanx.forecast.memory import Memory
+from phalanx.forecast.odds import SAFE, runs_out
 from phalanx.forecast.step import StepTime
 from phalanx.forecast.tables import Array
 from phalanx.forecast.unequal import deal, memory_of, step_of
@@ -30,6 +31,7 @@ class Forecast:
         seconds: of one optimizer step, by what they go to (see ``StepTime``).
         low: seconds of a step that four of five alike plans stay above or below ``high`` of.
         high: see ``low``.
+        basis: what ``low`` and ``high`` rest on.
         memory: bytes at the peak on the rank that needs most, by what they are (see ``Memory``).
         allocated: bytes of tensors at the peak.
         reserved: bytes the allocator then holds.
@@ -47,6 +49,7 @@ class Forecast:
     seconds: dict[str, float]
     low: float
     high: float
+    basis: str = ""
     memory: dict[str, float]
     allocated: float
     reserved: float
@@ -67,6 +70,16 @@ class Forecast:
     def fits(self) -> bool:
         """Whether the rank that needs most has room for it."""
         return self.reserved <= self.room
+
+    @property
+    def runs_out(self) -> float:
+        """The chance that it runs out of memory all the same, or does not where it is forecast not to fit."""
+        return runs_out(self.reserved, self.room)
+
+    @property
+    def safe(self) -> bool:
+        """Whether it fits with a margin: at most one time in ten would it run out of memory."""
+        return self.reserved <= SAFE * self.room
 
     @property
     def throughput(self) -> float:
@@ -173,14 +186,15 @@ def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habit
     made: list[Forecast] = []
     for index, plan in enumerate(plans):
         seconds = {one.name: float(getattr(found.step, one.name)[index]) for one in fields(StepTime)}
-        spans = [interval(seconds, group.device, habits) for group in cluster.groups]
+        spans = [interval(seconds, group.device, habits, plan) for group in cluster.groups]
         made.append(
             Forecast(
                 plan=plan,
                 cluster=str(cluster),
                 seconds=seconds,
-                low=min(low for low, _ in spans),
-                high=max(high for _, high in spans),
+                low=min(one.low for one in spans),
+                high=max(one.high for one in spans),
+                basis=max(spans, key=lambda one: one.high).basis,
                 memory={name: float(size[index]) for name, size in found.memory.at_peak().items()},
                 allocated=float(found.memory.allocated[index]),
                 reserved=float(found.memory.reserved[index]),

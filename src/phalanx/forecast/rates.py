@@ -158,7 +158,8 @@ def measured(device: Device, known: Rates) -> Rates:
     found = device.measured
     lines = {name: value for name, value in found.items() if name.endswith((".start", ".byte"))}
     if device.kind == "cpu":
-        kernels = replace(known.kernels, host=0.0) if found else known.kernels
+        # a core's bandwidth is the one that was measured, not a data sheet's of which kernels reach a share
+        kernels = replace(known.kernels, host=0.0, stream=1.0) if found else known.kernels
         return replace(known, kernels=kernels, wires=replace(known.wires, lines=lines), core=Core.of(found))
     return replace(
         known,

@@ -43,8 +43,11 @@ def facts(one: Forecast, paid: Bill, steps: int) -> RenderableType:
     table.add_column(overflow="fold")
     verdict = "yes" if one.fits else "[red]no[/]"
     share = one.reserved / one.room
-    table.add_row("fits", f"{verdict}: {show_bytes(one.reserved)} of {show_bytes(one.room)} ({share:.0%})")
+    odds = f"{one.runs_out:.0%}" if one.runs_out >= 0.005 else "less than 1%"
+    held = f"{show_bytes(one.reserved)} of {show_bytes(one.room)} ({share:.0%})"
+    table.add_row("fits", f"{verdict}: {held}; chance to run out of memory: {odds}")
     table.add_row("time per step", f"{show_seconds(one.step)}  (4 of 5: {_range(one)})")
+    table.add_row("4 of 5 by", escape(one.basis))
     pace = f"{show_count(one.throughput)} samples/s"
     table.add_row("pace", pace + (f", {show_count(one.throughput * one.tokens)} tokens/s" if one.tokens > 1 else ""))
     table.add_row("MFU", f"{one.mfu:.1%} of {show_count(one.peak)}FLOP/s")

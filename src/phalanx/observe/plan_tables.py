@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -14,7 +14,7 @@ from phalanx.forecast import Forecast
 from phalanx.observe.forecast_tables import facts, memory_bars, money, short, shortfall_view, step_bars
 from phalanx.planner import Ranking
 from phalanx.planner.advise import Advice
-from phalanx.planner.explain import Explanation, Neighbour
+from phalanx.planner.explain import Explanation, Neighbour, tied
 from phalanx.planner.scaling import Point
 from phalanx.units import show_bytes, show_seconds
 
@@ -46,17 +46,19 @@ def plan_view(name: str, advice: Advice) -> RenderableType:
     return Group(*parts)
 
 
-def ranked(plans: Iterable[Forecast]) -> RenderableType:
-    """Plans, the best first."""
+def ranked(plans: Sequence[Forecast]) -> RenderableType:
+    """Plans, the best first; ``=`` where one is as fast as the first as far as forecasts can tell."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", justify="right")
     table.add_column("plan", overflow="fold")
-    for heading in ("time\nper step", "4 of 5\nwithin", "MFU", "memory\nof a rank"):
+    for heading in ("time\nper step", "4 of 5\nwithin", "MFU", "memory\nof a rank", "chance to\nrun out"):
         table.add_column(heading, justify="right", no_wrap=True)
     for place, one in enumerate(plans, 1):
         within = f"{show_seconds(one.low)} - {show_seconds(one.high)}"
-        cells = (show_seconds(one.step), within, f"{one.mfu:.1%}", show_bytes(one.reserved))
-        table.add_row(str(place), escape(short(one.plan)), *cells, style="bold" if place == 1 else None)
+        odds = f"{one.runs_out:.0%}" if one.runs_out >= 0.005 else "< 1%"
+        cells = (show_seconds(one.step), within, f"{one.mfu:.1%}", show_bytes(one.reserved), odds)
+        mark = "=" if place > 1 and tied(plans[0], one) else ""
+        table.add_row(f"{mark}{place}", escape(short(one.plan)), *cells, style="bold" if place == 1 else None)
     return table
 
 

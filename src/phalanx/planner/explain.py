@@ -9,6 +9,7 @@ from typing import Any
 from phalanx.errors import RefusedError
 from phalanx.forecast import Forecast, forecast
 from phalanx.forecast.forecast import forecasts
+from phalanx.forecast.odds import CHANCE
 from phalanx.planner.neighbours import neighbours
 from phalanx.planner.question import Question
 from phalanx.planner.rank import Ranking
@@ -148,7 +149,7 @@ def _difference(best: Forecast, other: Forecast) -> str:
 def _reasons(ranking: Ranking) -> list[str]:
     best, question = ranking.best, ranking.question
     assert best is not None
-    found = [f"{best.plan} is the fastest of {ranking.search.fitting} plans that fit, of {ranking.search.considered}."]
+    found = [_fastest(ranking, best)]
     if ranking.goal.by == "cost":
         found = [f"{best.plan} on {question.cluster} takes the least device time for each sample."]
     elif ranking.goal.by == "devices":
@@ -160,9 +161,16 @@ def _reasons(ranking: Ranking) -> list[str]:
         second = ranking.plans[1]
         told = _difference(best, second)
         found.append(f"The next mesh, {second.plan}, takes {second.step / best.step - 1:.1%} longer: {told}.")
+        alike = [one for one in ranking.plans[1:] if tied(best, one)]
+        if alike:
+            found.append(
+                f"{len(alike)} of the {len(ranking.plans) - 1} other meshes listed {'are' if len(alike) > 1 else 'is'} "
+                "as fast as far as forecasts can tell (=): within the interval of the first. Only runs can tell them "
+                "apart."
+            )
     if best.plan.recompute != "none":
         found.append(
-            f"It computes activations again (recompute={best.plan.recompute}) because without it does not fit."
+            f"It computes activations again (recompute={best.plan.recompute}) because without it memory would not do."
         )
     fewer = ranking.fewer
     if fewer is not None:
@@ -173,6 +181,25 @@ def _reasons(ranking: Ranking) -> list[str]:
             f"{fewer.forecast.plan}); {_hindrance(best)} is what the others add.",
         )
     return found
+
+
+def _fastest(ranking: Ranking, best: Forecast) -> str:
+    """Among which plans the first is the fastest."""
+    search = ranking.search
+    if not best.safe:
+        return (
+            f"{best.plan} is forecast to be the fastest of {search.fitting} plans that fit, of {search.considered}; "
+            f"none of them leaves a margin of memory: it runs out with a chance of {best.runs_out:.0%}."
+        )
+    return (
+        f"{best.plan} is forecast to be the fastest of {search.safe} plans that run out of memory at most one time in "
+        f"{1 / CHANCE:.0f}, of {search.fitting} plans that fit, of {search.considered}."
+    )
+
+
+def tied(best: Forecast, other: Forecast) -> bool:
+    """Whether ``other`` is as fast as ``best`` as far as its forecast can tell."""
+    return other.step <= best.high
 
 
 def _hindrance(best: Forecast) -> str:

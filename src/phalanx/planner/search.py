@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from phalanx.forecast.alone import Scene
 from phalanx.forecast.forecast import times
+from phalanx.forecast.odds import SAFE
 from phalanx.forecast.unequal import deal, memory_of
 from phalanx.planner.question import Question
 from phalanx.planner.space import MESH, Space, space
@@ -33,6 +34,7 @@ class Search:
         question: that was asked.
         considered: plans whose memory was priced.
         fitting: how many of them fit.
+        safe: how many of these leave a margin; plans without are ranked only where there are no others.
         least: bytes that the least hungry of them reserves; 0 where there was none.
         leanest: it; ``None`` where there was none.
         space: those whose time was priced, too: of plans that differ in recompute only, the one that fits and computes
@@ -45,6 +47,7 @@ class Search:
     question: Question
     considered: int
     fitting: int
+    safe: int
     least: float
     leanest: Plan | None
     space: Space
@@ -86,7 +89,9 @@ def search(question: Question, held: Mapping[str, Any] | None = None, *, most: i
     needed, room = memory_of(scene, deal(scene, whole.layouts()))
     reserved = needed.reserved
     fits: npt.NDArray[np.bool_] = reserved <= room
-    kept = np.flatnonzero(fits if held and "recompute" in held else _least_again(fits))
+    safe: npt.NDArray[np.bool_] = reserved <= SAFE * room
+    ranked = safe if safe.any() else fits
+    kept = np.flatnonzero(ranked if held and "recompute" in held else _least_again(ranked))
     found = whole.take(kept)
     seconds, order = _priced(question, found, reserved[kept], most)
     at = int((reserved - room).argmin()) if len(reserved) else -1
@@ -94,6 +99,7 @@ def search(question: Question, held: Mapping[str, Any] | None = None, *, most: i
         question=question,
         considered=len(whole),
         fitting=int(fits.sum()),
+        safe=int(safe.sum()),
         least=float(reserved[at]) if at >= 0 else 0.0,
         leanest=whole.plan(at) if at >= 0 else None,
         space=found,

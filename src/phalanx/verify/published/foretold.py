@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.forecast import Forecast, Work, forecasts
-from phalanx.profile import Profile
+from phalanx.forecast import Forecast, Habits, Work, forecasts
+from phalanx.profile import Profile, Shape
 from phalanx.verify.published.rows import Row
 from phalanx.verify.published.subject import Subject, subject
 
@@ -31,6 +33,11 @@ class Foretold:
     def error(self) -> float:
         """Forecast over measured step time, less 1; only where a time was measured."""
         return self.forecast.step / self.row.step - 1
+
+    @property
+    def log_error(self) -> float:
+        """Logarithm of measured over forecast."""
+        return math.log(self.row.step / self.forecast.step)
 
     @property
     def inside(self) -> bool:
@@ -71,14 +78,29 @@ class Outcome:
     refused: dict[str, str]
 
 
-def foretell(rows: Sequence[Row], profile: Callable[[Subject], Profile] | None = None) -> Outcome:
-    """A forecast for every row; ``profile`` gives a model's costs where they are known already."""
+@cache
+def traced(shape: Shape) -> Profile:
+    """The costs of a model; traced once."""
+    return shape.profile()
+
+
+def foretell(
+    rows: Sequence[Row], profile: Callable[[Subject], Profile] | None = None, *, habits: Habits | None = None
+) -> Outcome:
+    """A forecast for every row.
+
+    Args:
+        rows: of a table.
+        profile: gives a model's costs where they are known already.
+        habits: in place of those of each row's framework; the network that these imply is not used then either.
+    """
     subjects: dict[str, Subject] = {}
     refused: dict[str, str] = {}
     alike: dict[Any, list[Row]] = {}
     for row in rows:
         try:
-            one = subjects[row.id] = subject(row)
+            one = subject(row, network=habits is None)
+            one = subjects[row.id] = replace(one, habits=habits) if habits else one
         except PhalanxError as error:
             refused[row.id] = str(error)
             continue
@@ -88,7 +110,7 @@ def foretell(rows: Sequence[Row], profile: Callable[[Subject], Profile] | None =
     for some in alike.values():
         first = subjects[some[0].id]
         try:
-            costs = profile(first) if profile else first.shape.profile()
+            costs = profile(first) if profile else traced(first.shape)
             work = Work(profile=costs, batch=first.batch, length=first.length)
             plans = [subjects[row.id].plan for row in some]
             made = forecasts(work, plans, first.cluster, first.habits)
