@@ -3,6 +3,9 @@
 A fenced ``console`` block holds commands after ``$``; a ``python`` block is run, or written to the file its ``title``
 names (so is a ``toml`` block). A comment on the line before a block changes that: ``<!-- not run: reason -->`` leaves
 it out, ``<!-- exit 2 -->`` says which exit code is right.
+
+The commands of the README start as a user's do; those of the other pages are forked from a process that has imported
+torch (``forked.py``).
 """
 
 from __future__ import annotations
@@ -10,17 +13,23 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import click
 import pytest
+from forked import Forked
 
+from phalanx.cli import main as cli
 from phalanx.spec import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +39,7 @@ FENCE = re.compile(
     flags=re.MULTILINE | re.DOTALL,
 )
 _PATIENCE = 200  # seconds for a command
+_SIDE_BY_SIDE = 2  # pages wait for processes to start
 LANGUAGES = {"console", "python", "toml", "text", "mermaid"}
 
 
@@ -79,15 +89,26 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def run(argv: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command; one that does not end in time fails with 124, as ``timeout`` has it."""
+def environment() -> dict[str, str]:
     tools = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+
+def run(argv: list[str], folder: Path) -> tuple[int, str]:
+    """Exit code and output of a command; one that does not end in time fails with 124, as ``timeout`` has it."""
     argv = ["timeout", str(_PATIENCE), *argv]
-    return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(argv, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    return done.returncode, f"{done.stdout}{done.stderr}"
 
 
-def walked(page: Path, folder: Path) -> str:
+def command(text: str, folder: Path, forked: Forked | None) -> tuple[int, str]:
+    """Run a command of a console block."""
+    if forked is None or not text.startswith("phalanx ") or re.search(r"[|&;<>$`]", text):
+        return run(["bash", "-c", text], folder)
+    return forked.run(shlex.split(text)[1:], folder, patience=_PATIENCE)
+
+
+def walked(page: Path, folder: Path, forked: Forked | None) -> str:
     """What goes wrong when everything on the page is run in order; empty where nothing does."""
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     for block in blocks(page):
@@ -96,26 +117,38 @@ def walked(page: Path, folder: Path) -> str:
         if block.title:
             (folder / block.title).write_text(block.text)
         elif block.language == "python":
-            done = run([sys.executable, "-c", block.text], folder)
-            if done.returncode:
-                return f"{name_of(page)}:{block.line}\n{block.text}\n{done.stdout}{done.stderr}"
+            code, told = run([sys.executable, "-c", block.text], folder)
+            if code:
+                return f"{name_of(page)}:{block.line}\n{block.text}\n{told}"
         elif block.language == "console":
-            for command in commands(block):
-                done = run(["bash", "-c", command], folder)
-                if done.returncode != block.exit_code:
-                    told = f"{done.stdout}{done.stderr}"
-                    return f"{name_of(page)}:{block.line}: exit {done.returncode}\n$ {command}\n{told}"
+            for text in commands(block):
+                code, told = command(text, folder, forked)
+                if code != block.exit_code:
+                    return f"{name_of(page)}:{block.line}: exit {code}\n$ {text}\n{told}"
     return ""
 
 
 @pytest.fixture(scope="module")
 def walks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
-    """What goes wrong on each page that is asked for. Pages wait for processes to start: two are run at a time."""
+    """What goes wrong on each page that is asked for."""
     asked = [
         item.callspec.params["page"] for item in request.session.items if "walks" in getattr(item, "fixturenames", ())
     ]
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(asked, pool.map(walked, asked, [tmp_path_factory.mktemp("page") for _ in asked]), strict=True))
+    ready: SimpleQueue[Forked] = SimpleQueue()
+    with ExitStack() as up:
+        for _ in range(_SIDE_BY_SIDE):
+            ready.put(up.enter_context(closing(Forked(environment()))))
+
+        def walk(page: Path) -> str:
+            forked = ready.get()
+            try:
+                folder = tmp_path_factory.mktemp("page")
+                return walked(page, folder, None if page.parent == ROOT else forked)
+            finally:
+                ready.put(forked)
+
+        with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
+            return dict(zip(asked, pool.map(walk, asked), strict=True))
 
 
 @pytest.mark.timeout(400, func_only=True)
@@ -189,3 +222,14 @@ def test_log_entries_are_newest_first() -> None:
     dates = [found[1] for found in said if found and found[1] != "not recorded"]
     assert dates == sorted(dates, reverse=True)
     assert len(dates) > 10
+
+
+def test_commands_named_in_passing_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    verbs = set(cli.list_commands(click.Context(cli)))
+    named = {(name_of(page), *found) for page in PAGES for found in NAMED.findall(page.read_text())}
+    assert len(named) > 20
+    assert [each for each in sorted(named) if each[2] not in (targets if each[1] == "make" else verbs)] == []
+
+
+NAMED = re.compile(r"(?:^ {4}|^\$ |`)(make|phalanx) ([a-z]+)", flags=re.MULTILINE)

@@ -1,0 +1,103 @@
+"""Runs ``phalanx`` commands in forks of one process that has imported torch, which is most of what a command takes.
+
+``python forked.py`` reads a JSON line a command (``argv``, ``folder``, ``output``, ``patience``) and answers each with
+its exit code; 124 where it did not end in time. ``Forked`` is the other end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Forked:
+    """A process to fork commands from, until ``close``."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, argv: Sequence[str], folder: Path, *, patience: float) -> tuple[int, str]:
+        """Exit code and output of ``phalanx`` with these arguments in ``folder``."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        output = folder / ".output"
+        asked = {"argv": list(argv), "folder": str(folder), "output": str(output), "patience": patience}
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        code = int(self._process.stdout.readline())
+        return code, output.read_text()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def serve() -> None:
+    """Answer one command after the other."""
+    import torch
+
+    import phalanx.cli
+    import phalanx.train.loop  # noqa: F401
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        child = os.fork()
+        if not child:
+            _become(asked)
+        print(_waited(child, asked["patience"]), flush=True)
+
+
+def _waited(child: int, patience: float) -> int:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return 124
+
+
+def _become(asked: Mapping[str, Any]) -> None:
+    """Be the command, as a new interpreter would."""
+    os.setsid()
+    os.chdir(asked["folder"])
+    output = os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for here, there in ((0, nothing), (1, output), (2, output)):
+        os.dup2(there, here)
+    sys.argv = ["phalanx", *asked["argv"]]
+    sys.path[0] = str(Path(sys.executable).parent)
+    code: Any = 1
+    try:
+        from phalanx.cli import main
+
+        code = main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+if __name__ == "__main__":
+    serve()
