@@ -72,6 +72,7 @@ bench: .venv/.installed-bench
 	$(BIN)/python bench/split_limit.py
 	$(BIN)/python bench/idle_share.py
 	$(BIN)/python bench/split_step.py
+	$(BIN)/python bench/together.py
 	$(BIN)/python bench/server_transport.py
 	$(BIN)/python bench/unequal.py
 	$(BIN)/python bench/slow_network.py

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import phalanx as px
+from compare import announce
 from counting import Sent
 from phalanx.comm import Place, joined
 from phalanx.demo.jobs import gpt
@@ -132,6 +133,7 @@ def measured(job: px.Job, plan: Plan) -> Counter[str]:
 
 def main() -> int:
     met = True
+    announce()
     print(f"bytes sent in a step, all ranks together, against the papers (bar <= {BAR})")
     for (job, model), plans in ((dense(), DENSE), (experts(), EXPERTS)):
         asked = [text for text in sys.argv[1:] if (" ep=" in f" {text}") == (plans is EXPERTS)]

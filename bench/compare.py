@@ -6,6 +6,7 @@ Alternating and pairing take out what the machine does meanwhile: a slow minute 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import statistics
@@ -19,6 +20,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from stopwatch import WARM_UP
 
 BENCH = Path(__file__).resolve().parent
 PYTHON = sys.executable
@@ -90,10 +93,10 @@ def train(job: str, plan: str, steps: int) -> Callable[[], Measures]:
             began, seconds, _ = execute([*argv, "--run", str(folder)])
             events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
         stepped = [event for event in events if event["event"] == "step"]
-        loops = [event["seconds"] for event in stepped[3:]]
+        loops = [event["seconds"] for event in stepped[WARM_UP + 1 :]]
         measures = {"first_step": stepped[0]["time"] - began, "wall": seconds, "loss": stepped[-1]["loss"]}
         if loops:
-            measures["loop_s"] = statistics.median(loops)
+            measures |= {"loop_s": statistics.median(loops), "mean_s": statistics.fmean(loops)}
         peaks = [event["peak_bytes"] for event in events if event["event"] == "memory"]
         if peaks:
             measures["peak_bytes"] = max(peaks)
@@ -153,11 +156,23 @@ def show(title: str, contenders: Sequence[Contender], results: list[list[Measure
     return met
 
 
+def announce() -> None:
+    """Print when, on what and by which command what follows was measured, as an entry of the log has it."""
+    import torch
+
+    what = f"{os.cpu_count()} cores, torch {torch.__version__}"
+    command = " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    print(f"**When** {datetime.date.today()} · **machine** {what} · **command** `{command}`", flush=True)
+
+
 def rounds_from_command_line(default: int) -> int:
     """``--rounds N`` of a measuring script."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=default, help="measured rounds; more give steadier medians")
-    return parser.parse_args().rounds
+    rounds = parser.parse_args().rounds
+    announce()
+    print(f"{rounds} measured rounds", flush=True)
+    return rounds
 
 
 def _seconds(value: float) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 
 import phalanx as px
+from compare import announce
 from phalanx.demo.jobs.digits import job as digits_job
 from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.events import read
@@ -115,6 +116,7 @@ def main() -> int:
     options.add_argument("--render", action="store_true", help="write the page from what is stored; measure nothing")
     options.add_argument("--page", type=Path, default=PAGE)
     asked = options.parse_args()
+    announce()
     stored: dict[str, dict[str, Row]] = {
         name: {plan: Row(plan=plan, **row) for plan, row in rows.items()} for name, rows in load(RESULTS).items()
     }

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import phalanx as px
+from compare import announce
 from phalanx.comm import Place
 from phalanx.demo.jobs.gpt import gpt_job, windows
 from phalanx.events import read
@@ -102,6 +103,7 @@ def main() -> int:
     options.add_argument("--rate", default="100mbit")
     options.add_argument("--delay", default="20ms")
     asked = options.parse_args()
+    announce()
     network, console = {"rate": asked.rate, "delay": asked.delay}, Console(width=130)
     ddp = run("DDP", DDP, job(asked.steps), network)
     free = run("DDP, no limit", DDP, job(asked.steps), {})

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import phalanx as px
+from compare import announce
 from phalanx.comm import Place
 from phalanx.parallel.server.update import Pushed, Rule, Shard
 from phalanx.spec.keys import Compensate
@@ -117,6 +118,7 @@ def main() -> int:
     options.add_argument("--render", action="store_true", help="write the page from what is stored; measure nothing")
     options.add_argument("--page", type=Path, default=PAGE)
     asked = options.parse_args()
+    announce()
     torch.set_num_threads(1)
     stored = load(RESULTS)
     if not asked.render:

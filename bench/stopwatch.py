@@ -34,13 +34,15 @@ class Stopwatch:
         """Print one JSON line, with ``more`` in it.
 
         ``first_step``: Unix time, seconds. ``step_s``: median seconds from the batch in hand to the parameters
-        stepped. ``loop_s``: median seconds from one step's end to the next, data loading included.
+        stepped. ``loop_s``: median seconds from one step's end to the next, data loading included. ``mean_s``: their
+        mean.
         """
         loops = [late - early for early, late in zip(self._ends[:-1], self._ends[1:], strict=True)]
         line = {
             "first_step": self._first_step,
             "step_s": _median(self._steps[WARM_UP:]),
             "loop_s": _median(loops[WARM_UP:]),
+            "mean_s": statistics.fmean(loops[WARM_UP:]) if loops[WARM_UP:] else None,
             **more,
         }
         print(json.dumps(line), flush=True)

@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from compare import announce
 from phalanx.comm import Place
 from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.events import read
@@ -84,6 +85,7 @@ def options() -> argparse.Namespace:
 def main() -> int:
     """Run the rounds and print the table."""
     asked = options()
+    announce()
     ideal = (1 + 1 / asked.slow) / (2 / asked.slow)
     even: list[Rate] = []
     others: dict[str, list[Rate]] = {plan: [] for plan in PLANS}

@@ -7,12 +7,15 @@ GPT of the workload, whose blocks, heads and vocabulary divide evenly.
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from stopwatch import Stopwatch
 from workloads import CLIP, WORKLOADS, loss
@@ -57,14 +60,16 @@ def main(steps: int, plan: dict[str, str]) -> None:
         for block in part.blocks:
             fully_shard(block, mesh=mesh["fsdp"])
         fully_shard(part, mesh=mesh["fsdp"], reshard_after_forward=True)
-    optimizer = WORKLOAD.optimizer(part.parameters())
+    optimizer = WORKLOAD.optimizer(by_kind(part))
     inputs, target = (tensor[mesh.get_local_rank("fsdp") :: sizes[1]] for tensor in WORKLOAD.data()[: WORKLOAD.batch])
     run = pipelined(part, mesh, plan) if sizes[0] > 1 else at_once(part)
+    cut = loss_parallel if sizes[2] > 1 else nullcontext
     watch, value = Stopwatch(), torch.zeros(())
     for _ in range(steps):
         watch.begin()
         optimizer.zero_grad()
-        value = run(inputs, target)
+        with cut():
+            value = run(inputs, target)
         clip(list(part.parameters()), mesh)
         optimizer.step()
         value.item()
@@ -75,9 +80,17 @@ def main(steps: int, plan: dict[str, str]) -> None:
     dist.destroy_process_group()
 
 
+def by_kind(part: Part) -> list[dict[str, list[Tensor]]]:
+    """Parameters in a group for each kind: a fused optimizer does not take DTensors and tensors together."""
+    groups: dict[bool, list[Tensor]] = {}
+    for parameter in part.parameters():
+        groups.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return [{"params": group} for group in groups.values()]
+
+
 def split_weights(part: Part, mesh: DeviceMesh) -> None:
-    """Megatron-LM's layout by torch's own styles; outputs are whole on every rank."""
-    from torch.distributed.tensor import Replicate
+    """Megatron-LM's layout by torch's own styles; logits stay cut by vocabulary, for ``loss_parallel``."""
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     styles: dict[str, Any] = {
@@ -89,12 +102,17 @@ def split_weights(part: Part, mesh: DeviceMesh) -> None:
     if part.first:
         styles["token"] = RowwiseParallel(input_layouts=Replicate())
     if part.last:
-        styles["head"] = ColwiseParallel(output_layouts=Replicate())
+        styles["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     for block in part.blocks:
         for tensor in (block.qkv.weight, block.qkv.bias):  # queries, keys and values of the same heads go together
             parts = tensor.data.view(3, mesh.size(), -1, *tensor.shape[1:])
             tensor.data = parts.transpose(0, 1).reshape(tensor.shape).contiguous()
     parallelize_module(part, mesh, styles)
+
+
+def whole(value: Tensor) -> Tensor:
+    """A loss that every rank of ``loss_parallel`` has, as a plain tensor."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def at_once(part: Part) -> Any:
@@ -103,7 +121,7 @@ def at_once(part: Part) -> Any:
     def run(inputs: Tensor, target: Tensor) -> Tensor:
         value = loss(part(inputs), target)
         value.backward()
-        return value.detach()
+        return whole(value.detach())
 
     return run
 
@@ -124,7 +142,7 @@ def pipelined(part: Part, mesh: DeviceMesh, plan: dict[str, str]) -> Any:
         given = (inputs,) if part.first else ()
         if part.last:
             schedule.step(*given, target=target, losses=losses)
-            return torch.stack(losses).mean().detach()
+            return torch.stack([whole(one.detach()) for one in losses]).mean()
         schedule.step(*given)
         return torch.zeros(())
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from stopwatch import Stopwatch
-from workloads import WORKLOADS, Workload, loss
+from workloads import WORKLOADS, Workload, as_it_is, loss
 
 warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -53,11 +54,12 @@ class Watching(L.Callback):
 def main(name: str, steps: int, processes: int) -> None:
     L.seed_everything(0, verbose=False)
     workload, watch = WORKLOADS[name], Stopwatch()
-    loader = DataLoader(workload.data(), batch_size=workload.batch // processes, shuffle=True)
+    loader = DataLoader(workload.data(), batch_size=workload.batch // processes, shuffle=True, collate_fn=as_it_is)
+    ddp = DDPStrategy(gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=processes,
-        strategy="ddp" if processes > 1 else "auto",
+        strategy=ddp if processes > 1 else "auto",
         max_steps=steps,
         max_epochs=-1,
         logger=False,
