@@ -53,8 +53,10 @@ contracts: .venv/.installed-dev
 docs: .venv/.installed-dev
 	$(call stage,docs,NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build --strict)
 
+# make SIDES=1 suite runs it one test after the other.
+SIDES ?= 2
 suite: .venv/.installed-dev
-	@echo "== suite"; $(BIN)/pytest
+	@echo "== suite"; if [ $(SIDES) = 1 ]; then $(BIN)/pytest; else $(BIN)/python tests/side_by_side.py; fi
 
 gpu: .venv/.installed-dev
 	$(BIN)/pytest -m gpu tests/gpu
