@@ -53,8 +53,8 @@ contracts: .venv/.installed-dev
 docs: .venv/.installed-dev
 	$(call stage,docs,NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build --strict)
 
-# make SIDES=1 suite runs it one test after the other.
-SIDES ?= 2
+# make SIDES=2 suite runs it in two halves side by side.
+SIDES ?= 1
 suite: .venv/.installed-dev
 	@echo "== suite"; if [ $(SIDES) = 1 ]; then $(BIN)/pytest; else $(BIN)/python tests/side_by_side.py; fi
 
