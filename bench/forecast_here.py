@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import chdir
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 
 import phalanx as px
 from forecast_models import JOBS, plans
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, ProfileError
 from phalanx.events import read
 from phalanx.forecast import Forecast, Work, forecast
 from phalanx.foresight import cluster_for
@@ -35,6 +36,7 @@ from phalanx.spec import Plan, RunSpec
 from phalanx.train.work import work_of
 
 STEPS = 9  # whole rounds of three for replicas that are averaged after as many
+LONGEST = 120  # seconds of a run
 PATIENCE = 2.0  # seconds to wait before each run until nothing else computes
 
 
@@ -103,7 +105,11 @@ def cases(rounds: int, only: str, end: float) -> tuple[list[Case], list[tuple[st
     for name, make in JOBS.items():
         job = make()
         wanted = [(kind, plan) for kind, plan in plans(name, job.batch) if only in f"{name} {kind} {plan}"]
-        work = _apart(make) if wanted else None
+        try:
+            work = _apart(make) if wanted else None
+        except PhalanxError as error:
+            refused += [(name, plan, _line(error)) for _, plan in wanted]
+            continue
         for kind, plan in wanted:
             assert work is not None
             try:
@@ -118,7 +124,7 @@ def cases(rounds: int, only: str, end: float) -> tuple[list[Case], list[tuple[st
             busy = wait_until_quiet(PATIENCE)
             try:
                 times.setdefault(index, []).append((measured(JOBS[one.job](), one.plan), busy))
-            except PhalanxError as error:
+            except (PhalanxError, TimeoutError) as error:
                 times.pop(index, None)
                 refused.append((one.job, one.plan, _line(error)))
                 continue
@@ -134,7 +140,23 @@ def cases(rounds: int, only: str, end: float) -> tuple[list[Case], list[tuple[st
     return found, refused
 
 
-def _line(error: PhalanxError) -> str:
+@contextmanager
+def _at_most(seconds: int) -> Iterator[None]:
+    """Give a run up that takes longer than that, so that the others are measured."""
+
+    def over(*_: object) -> None:
+        raise TimeoutError(f"it took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
 
 
@@ -153,7 +175,10 @@ def _apart(make: Callable[[], px.Job]) -> Work:
 
 
 def _work(make: Callable[[], px.Job]) -> Work:
-    return work_of(make())
+    try:
+        return work_of(make())
+    except ProfileError:  # shapes that depend on values, as ``phalanx forecast --profile measure`` looks at them
+        return work_of(make(), values=True)
 
 
 def measured(job: px.Job, plan: Plan) -> float:
@@ -165,7 +190,8 @@ def measured(job: px.Job, plan: Plan) -> float:
     asked = replace(job, steps=STEPS, epochs=None, evaluate=None, metrics=None)
     with tempfile.TemporaryDirectory() as scratch:
         spec = RunSpec(job=job.name, plan=plan, folder=Path(scratch) / "run", forecast="none")
-        run = px.fit(asked, run=spec)
+        with _at_most(LONGEST):
+            run = px.fit(asked, run=spec)
         seconds = [float(event["seconds"]) for event in _steps(run.folder)][WARM_UP:]
     return statistics.fmean(seconds) if plan.every > 1 else statistics.median(seconds)
 
