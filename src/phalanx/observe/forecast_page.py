@@ -143,6 +143,8 @@ def _facts(one: Forecast) -> list[tuple[str, str]]:
     return [
         ("fits", f"{'yes' if one.fits else 'no'}: {show_bytes(one.reserved)} of {show_bytes(one.room)}"),
         ("time per step", f"{show_seconds(one.step)} ({show_seconds(one.low)} to {show_seconds(one.high)})"),
+        ("4 of 5 by", one.basis),
+        ("chance to run out of memory", f"{one.runs_out:.1%}"),
         ("samples/s", f"{one.throughput:.4g}"),
         ("MFU", f"{one.mfu:.1%}"),
         ("bound by", ", ".join(one.limits)),
