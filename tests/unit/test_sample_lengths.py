@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,15 @@ def test_a_stated_length_is_not_looked_for() -> None:
     data = Text(short=100)
     work = work_of(job(data), length=32)
     assert (work.lengths, work.tokens, data.read) == (None, 32, 2)
+
+
+def test_a_length_that_is_stated_takes_the_place_of_those_that_were_seen() -> None:
+    seen = work_of(job(Text(short=100)))
+    there = cluster("1xA100-80GB")
+    stated = forecast(replace(seen, length=32), Plan(), there)
+    alone = forecast(replace(seen, length=32, lengths=None), Plan(), there)
+    assert (stated.step, stated.reserved) == (alone.step, alone.reserved)
+    assert stated.memory["activations"] < forecast(seen, Plan(), there).memory["activations"]
 
 
 def test_padded_batches_are_as_long_as_their_longest_sample() -> None:

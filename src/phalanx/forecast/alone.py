@@ -55,7 +55,7 @@ def alone(scene: Scene, layouts: Layouts, group: Group, events: bool = False) ->
         allowed = ", ".join(group.device.peak)
         raise RefusedError([Problem(where="plan.precision", given=given, allowed=allowed, fix="precision=fp32")])
     costs, setting = table(scene.work.profile), _setting(scene, group)
-    layouts = timed(scene.work.lengths, layouts)
+    layouts = timed(scene.work.unlike, layouts)
     unlike, alike = _unlike(layouts)
     few = compute(costs, layouts.take(unlike), setting)
     each = Times(**{one.name: getattr(few, one.name)[..., alike] for one in fields(few)})

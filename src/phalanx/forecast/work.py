@@ -29,6 +29,11 @@ class Work:
     optimizer: str = "adamw"
 
     @property
+    def unlike(self) -> Lengths | None:
+        """The lengths that count: none where one is stated."""
+        return None if self.length else self.lengths
+
+    @property
     def tokens(self) -> int:
         """In one sample."""
         return self.length or (round(self.lengths.mean) if self.lengths else self.profile.length)
