@@ -27,7 +27,7 @@ PAGE = Path(__file__).parent.parent / "docs/reference/accuracy-here.md"
 
 _HEAD = """# Forecasts of this machine's own runs
 
-Written by `OMP_NUM_THREADS=1 python bench/forecast_here.py --rounds 3 --write`, which calibrates first; do not edit.
+Written by `OMP_NUM_THREADS=1 python bench/forecast_here.py --rounds 3 --minutes 14 --write`; do not edit.
 
 {when}, {cpu}, {cores} cores, one thread a process, by the clock. Runs go through `phalanx.fit`; a run's time of a step
 is the median of {steps} steps, as its own summary tells it (the mean where replicas are averaged now and then), and a
