@@ -181,11 +181,12 @@ def prove(
     steps: int = 20,
     say: Callable[[str], None] | None = None,
     watch: Callable[[], None] | None = None,
+    dropout: bool = False,
 ) -> Proof:
     """Compare ``job`` under ``plan`` with one device over ``steps`` steps; see ``phalanx.verify.prove``."""
     from phalanx.verify import prove as compare
 
-    return compare(job, _plan(plan, job, None), steps=steps, say=say, watch=watch)
+    return compare(job, _plan(plan, job, None), steps=steps, say=say, watch=watch, dropout=dropout)
 
 
 def forecast(job: Job, plan: Plan | str, cluster: Cluster | str) -> Forecast:

@@ -15,9 +15,10 @@ _NOT_EQUAL = 1
 @job_argument
 @click.option("--plan", type=PlanText(), required=True, help='The plan to prove, such as "dp=2" or "fsdp=2 zero=2".')
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Optimizer steps to compare.")
+@click.option("--dropout", is_flag=True, help="Leave dropout on, drawn by sample and layer on both sides.")
 @json_option
 @click.pass_context
-def command(ctx: click.Context, job: str, plan: Plan, steps: int, as_json: bool) -> None:
+def command(ctx: click.Context, job: str, plan: Plan, steps: int, dropout: bool, as_json: bool) -> None:
     """Train JOB twice, on one device and under the plan, and compare losses, gradients and parameters.
 
     Exit code 0: equal within what rounding explains. 1: not equal; the first tensor that differs and the likely cause
@@ -45,7 +46,7 @@ def command(ctx: click.Context, job: str, plan: Plan, steps: int, as_json: bool)
         stderr.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
 
     with Waiting(stderr, f"{loaded.name}: {steps} steps on one device, then under {plan}") as waiting:
-        proof = prove(loaded, plan, steps=steps, watch=waiting, say=say)
+        proof = prove(loaded, plan, steps=steps, watch=waiting, say=say, dropout=dropout)
     if as_json:
         print_json({"job": loaded.name, **proof.to_dict()})
     else:

@@ -15,6 +15,7 @@ from phalanx.launch import launch, make_ready
 from phalanx.spec import Job, Plan, RunSpec
 from phalanx.train import loop
 from phalanx.train.assembly import build_model
+from phalanx.verify.dropout import BySample
 from phalanx.verify.readback import loaded_by_one_device, saved_in
 from phalanx.verify.reading import record_of
 from phalanx.verify.record import Record
@@ -24,8 +25,10 @@ from phalanx.verify.tracing import Tracing, traces_of
 Watch = Callable[[], None] | None
 
 
-def capture(job: Job, plan: Plan, steps: int, folder: Path, watch: Watch = None) -> Record:
+def capture(job: Job, plan: Plan, steps: int, folder: Path, watch: Watch = None, *, dropout: bool = False) -> Record:
     """Train ``steps`` steps of ``job`` under ``plan`` as ``phalanx train`` does, look on, and give what was seen.
+
+    Dropout is off, or with ``dropout`` drawn by sample and layer.
 
     Tensors, and the run itself, are written into ``folder``; its checkpoint is read back. ``watch`` is called ten times
     a second meanwhile.
@@ -33,7 +36,8 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path, watch: Watch = None)
     Raises:
         WorkerError: if the run failed, or its checkpoint cannot be loaded.
     """
-    answers = _trained(job, plan, steps, folder, lambda place: Recording(folder, place.rank), watch)
+    given = proven(job, steps)
+    answers = _trained(given, plan, folder, lambda place: Recording(folder, place.rank), watch, dropout=dropout)
     first = 0
     if plan.server:  # the first of the servers has looked on, for all
         first, answers = plan.dp, answers[plan.dp : plan.dp + 1]
@@ -46,22 +50,24 @@ def proven(job: Job, steps: int) -> Job:
     return replace(job, model=without_dropout(job), steps=steps, epochs=None)
 
 
-def traced(record: Record, job: Job, plan: Plan, folder: Path, watch: Watch = None) -> Record:
+def traced(record: Record, job: Job, plan: Plan, folder: Path, watch: Watch = None, *, dropout: bool = False) -> Record:
     """``record`` with what passes the modules in the first step, for which that is taken once more."""
-    answers = _trained(job, plan, 1, folder, lambda place: Tracing(folder, plan), watch)
+    answers = _trained(proven(job, 1), plan, folder, lambda place: Tracing(folder, plan), watch, dropout=dropout)
     traces, auxiliary = traces_of(answers, folder)
     return replace(record, traces=traces, auxiliary=auxiliary)
 
 
 def _trained(
-    job: Job, plan: Plan, steps: int, folder: Path, look: Callable[[Place], Recording | Tracing], watch: Watch
+    given: Job, plan: Plan, folder: Path, look: Callable[[Place], Recording | Tracing], watch: Watch, *, dropout: bool
 ) -> list[dict[str, Any]]:
     """Each process's answer."""
-    given = proven(job, steps)
-    run = RunSpec(job=job.name, plan=plan, folder=folder / "run", forecast="none")
+    run = RunSpec(job=given.name, plan=plan, folder=folder / "run", forecast="none")
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
-        switch_off_dropout()
+        if dropout:
+            BySample(given.seed).install()
+        else:
+            switch_off_dropout()
         observer = look(place)
         loop.train(given, run, place, report=report, observer=observer)
         return observer.answer

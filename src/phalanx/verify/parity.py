@@ -18,6 +18,7 @@ from phalanx.verify import compare
 from phalanx.verify.capture import Watch, capture, model_of, recurrent_dropouts, traced
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import diagnose
+from phalanx.verify.dropout import off_by_sample
 from phalanx.verify.evidence import Evidence
 from phalanx.verify.judge import Check, Pair, judged
 from phalanx.verify.record import Record
@@ -87,6 +88,7 @@ class OneDevice:
         steps: optimizer steps taken.
         precision: of the computation.
         device: ``auto``, ``cpu`` or ``cuda``.
+        dropout: whether dropout is on, drawn by sample and layer.
     """
 
     job: Job
@@ -95,10 +97,18 @@ class OneDevice:
     device: Device
     _module: torch.nn.Module
     _record: Record
+    dropout: bool = False
 
     @classmethod
     def run(
-        cls, job: Job, steps: int, *, precision: Precision = "fp32", device: Device = "auto", watch: Watch = None
+        cls,
+        job: Job,
+        steps: int,
+        *,
+        precision: Precision = "fp32",
+        device: Device = "auto",
+        watch: Watch = None,
+        dropout: bool = False,
     ) -> OneDevice:
         """Run ``steps`` steps of ``job`` on one device; ``watch`` is called ten times a second meanwhile.
 
@@ -106,8 +116,16 @@ class OneDevice:
             WorkerError: if the run failed.
         """
         with _folder() as name:
-            record = capture(job, Plan(precision=precision, device=device), steps, Path(name), watch)
-        return cls(job=job, steps=steps, precision=precision, device=device, _module=model_of(job), _record=record)
+            record = capture(job, Plan(precision=precision, device=device), steps, Path(name), watch, dropout=dropout)
+        return cls(
+            job=job,
+            steps=steps,
+            precision=precision,
+            device=device,
+            dropout=dropout,
+            _module=model_of(job),
+            _record=record,
+        )
 
     def prove(self, plan: Plan, *, watch: Watch = None) -> Proof:
         """Run the same steps under ``plan`` and compare.
@@ -118,7 +136,7 @@ class OneDevice:
         """
         refuse(self.job, plan, plan.world_size)
         with _folder() as name:
-            other = capture(self.job, plan, self.steps, Path(name), watch)
+            other = capture(self.job, plan, self.steps, Path(name), watch, dropout=self.dropout)
         layers = sum(1 for child in self._module.modules() if next(child.parameters(recurse=False), None) is not None)
         tolerance = Tolerance.of(plan.precision, batch=self.job.batch, layers=layers, steps=self.steps)
         pair = Pair(one=self._record, other=other, plan=plan, tolerance=tolerance)
@@ -135,7 +153,7 @@ class OneDevice:
             gradients=gradients,
             parameters=_of(checks, "parameter", None),
             not_compared=_silent(pair),
-            notes=_notes(self._module),
+            notes=_notes(self._module, dropout=self.dropout),
             first=first,
             cause=diagnose(self.evidence(pair, checks, watch), tolerance, self.job, plan) if first else "",
             checks=checks,
@@ -148,9 +166,9 @@ class OneDevice:
         if traceable(plan):
             alone = Plan(precision=self.precision, device=self.device)
             with _folder() as name:
-                one = traced(one, self.job, alone, Path(name), watch)
+                one = traced(one, self.job, alone, Path(name), watch, dropout=self.dropout)
             with _folder() as name:
-                other = traced(other, self.job, plan, Path(name), watch)
+                other = traced(other, self.job, plan, Path(name), watch, dropout=self.dropout)
         pairs = zip(one.steps, other.steps, strict=True)
         return Evidence(
             plan=plan,
@@ -168,9 +186,17 @@ class OneDevice:
 
 
 def prove(
-    job: Job, plan: Plan, *, steps: int = 20, say: Callable[[str], None] | None = None, watch: Watch = None
+    job: Job,
+    plan: Plan,
+    *,
+    steps: int = 20,
+    say: Callable[[str], None] | None = None,
+    watch: Watch = None,
+    dropout: bool = False,
 ) -> Proof:
     """Run ``steps`` steps of ``job`` on one device and under ``plan``, and compare.
+
+    Dropout is switched off for both; with ``dropout`` it is on, and drawn by sample and layer.
 
     ``say`` is called with each note before anything runs, ``watch`` ten times a second while it does.
 
@@ -179,10 +205,10 @@ def prove(
         WorkerError: if one of the runs failed.
     """
     refuse(job, plan, plan.world_size)
-    for note in _notes(model_of(job)):
+    for note in _notes(model_of(job), dropout=dropout):
         if say:
             say(note)
-    one = OneDevice.run(job, steps, precision=plan.precision, device=plan.device, watch=watch)
+    one = OneDevice.run(job, steps, precision=plan.precision, device=plan.device, watch=watch, dropout=dropout)
     return one.prove(plan, watch=watch)
 
 
@@ -200,9 +226,12 @@ def _silent(pair: Pair) -> list[str]:
     return compare.gradients(pair.one.gradients, pair.other.gradients, 0.0, pair.tolerance.noise)[1]
 
 
-def _notes(module: torch.nn.Module) -> list[str]:
+def _notes(module: torch.nn.Module, *, dropout: bool) -> list[str]:
     found: list[str] = []
-    if names := list(dict.fromkeys([*dropouts(module), *recurrent_dropouts(module)])):
+    names = list(dict.fromkeys([*dropouts(module), *recurrent_dropouts(module)]))
+    if dropout:
+        names = off_by_sample(module)
+    if names:
         found.append(f"dropout is switched off for the comparison ({len(names)} modules, {names[0]} the first)")
     if names := batch_statistics(module):
         found.append(f"BatchNorm takes statistics of each micro-batch and is not equal when one is split ({names[0]})")
