@@ -197,11 +197,12 @@ def forecast(job: Job, plan: Plan | str, cluster: Cluster | str) -> Forecast:
         ProfileError: if the model's operations or shapes depend on values.
     """
     from phalanx.forecast import forecast as priced
-    from phalanx.planner import refuse
+    from phalanx.planner.rules import refusals
 
     question = _question(job, cluster)
     chosen = plan if isinstance(plan, Plan) else Plan.parse(plan)
-    refuse(chosen, question.work, question.cluster)
+    if wrong := refusals(chosen, question):
+        raise RefusedError(wrong)
     return priced(question.work, chosen, question.cluster)
 
 
@@ -224,10 +225,17 @@ def _question(job: Job, cluster: Cluster | str) -> Question:
     from phalanx.hardware import cluster as read
     from phalanx.planner import Question
     from phalanx.planner.clusters import precision_for
+    from phalanx.train.outlook import refusals
     from phalanx.train.work import steps_of, work_of
 
     there = read(cluster) if isinstance(cluster, str) else cluster
-    return Question(work=work_of(job), cluster=there, precision=precision_for(there), steps=steps_of(job) or 0)
+    return Question(
+        work=work_of(job),
+        cluster=there,
+        precision=precision_for(there),
+        steps=steps_of(job) or 0,
+        look=lambda plan: refusals(job, plan),
+    )
 
 
 def _alone(plan: Plan) -> Problem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -15,6 +15,7 @@ from phalanx.spec.plan import Precision
 if TYPE_CHECKING:
     from phalanx.forecast import Work
     from phalanx.planner import Question
+    from phalanx.spec import Plan
 
 PRECISIONS = get_args(Precision)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -28,11 +29,13 @@ class Subject:
         name: for headings.
         work: of each step.
         steps: of the whole training; 0 where nobody knows.
+        look: what keeps a plan from the job; ``None`` for a configuration.
     """
 
     name: str
     work: Work
     steps: int
+    look: Callable[[Plan], list[Problem]] | None = None
 
 
 profile_option = click.option(
@@ -84,10 +87,13 @@ def subject(what: str, *, batch: int, seq: int, steps: int, profile: str = "trac
     from phalanx.launch.jobfile import load_job
 
     job = load_job(what)
+    from phalanx.train.outlook import refusals
     from phalanx.train.work import steps_of, work_of
 
+    seen = replace(job, batch=batch) if batch else job
     found = steps or steps_of(job, batch) or 0
-    return Subject(name=job.name, work=work_of(job, batch=batch, length=seq, values=profile == "measure"), steps=found)
+    work = work_of(job, batch=batch, length=seq, values=profile == "measure")
+    return Subject(name=job.name, work=work, steps=found, look=lambda plan: refusals(seen, plan))
 
 
 def question_of(subject: Subject, on: str, precision: str | None, price: str | None) -> Question:
@@ -98,7 +104,8 @@ def question_of(subject: Subject, on: str, precision: str | None, price: str | N
 
     there = cluster(on)
     chosen: Any = precision or precision_for(there)
-    return Question(work=subject.work, cluster=there, precision=chosen, steps=subject.steps, prices=prices(price))
+    given: dict[str, Any] = {"work": subject.work, "steps": subject.steps, "look": subject.look}
+    return Question(cluster=there, precision=chosen, prices=prices(price), **given)
 
 
 def span(text: str | None) -> float:

@@ -23,6 +23,9 @@ from phalanx.spec import Cluster, Group
 _PROCESSOR = 100e9
 """Bytes/s at which a host steps parameters: about half of eight channels of DDR4-3200 (204.8 GB/s); no figure of the
 catalog."""
+_NEAR, _FAR = 3.4e-6, 14e-6
+"""Seconds of latency, by the catalog, of the links (NVLink) and networks (InfiniBand) that constants were fitted on: by
+what a cluster states beyond them each hop takes longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +75,7 @@ def _setting(scene: Scene, group: Group) -> Setting:
     speeds, link, habits = rates(group.device), group.host.link, scene.habits
     return Setting(
         rates=speeds,
+        bus=link.latency if link else 0.0,
         fabric=_fabric(group, scene.cluster, speeds),
         # on cores, what reduces takes them from what computes
         habits=replace(habits, overlap=0.0) if speeds.core else habits,
@@ -82,11 +86,17 @@ def _setting(scene: Scene, group: Group) -> Setting:
 
 
 def _fabric(group: Group, cluster: Cluster, speeds: Rates) -> Fabric:
+    wires = speeds.wires
+    wires = replace(
+        wires,
+        hop=max(0.0, wires.hop + (group.link.latency if group.link else _NEAR) - _NEAR),
+        hop_between=max(0.0, wires.hop_between + cluster.network.latency - _FAR),
+    )
     return Fabric(
         inside=group.link.bandwidth if group.link else group.device.bandwidth / 4,
         node=cluster.network.bandwidth,
         per_node=group.per_node,
-        wires=speeds.wires,
+        wires=wires,
         socket=max(group.host.slots, group.per_node) // 2 or 1,
     )
 
@@ -94,7 +104,7 @@ def _fabric(group: Group, cluster: Cluster, speeds: Rates) -> Fabric:
 def _unlike(layouts: Layouts) -> tuple[Whole, Whole]:
     """One candidate of each kind that ``compute`` tells apart, and for each candidate its kind."""
     shared = (layouts.tp, layouts.sequence, layouts.cp, layouts.ep, layouts.returned)
-    keys = (layouts.micro, layouts.length, *shared, layouts.recompute)
+    keys = (layouts.micro, layouts.length, *shared, layouts.recompute, layouts.attention)
     codes = np.zeros(len(layouts.tp), dtype=np.int64)
     for key in keys:
         values, found = np.unique(key, return_inverse=True)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.forecast.habits import Habits
-from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.layouts import ATTENTIONS, Layouts
 from phalanx.forecast.links import Fabric, collective
 from phalanx.forecast.price import Priced, itemsize, price
 from phalanx.forecast.setting import Setting
@@ -146,8 +146,9 @@ def _joins(costs: Table, layouts: Layouts, fabric: Fabric, precision: str) -> Ar
 def _around(costs: Table, layouts: Layouts, fabric: Fabric, precision: str, priced: Priced) -> Array:
     """Exchanges of ``cp`` and ``ep``, forward and backward, as far as computing does not hide them.
 
-    Keys and values go around a ring while attention computes (Liu et al., "Ring Attention", 2023); experts' tokens go
-    out and come back (Lepikhin et al., "GShard", 2020), which nothing hides.
+    Keys and values go around a ring while attention computes (Liu et al., "Ring Attention", 2023), or are gathered
+    before it; queries, keys, values and results change from tokens to heads and back (Jacobs et al., "DeepSpeed
+    Ulysses", 2023); experts' tokens go out and come back (Lepikhin et al., "GShard", 2020). Only a ring is hidden.
     """
     count, size = len(costs.parts), itemsize(precision)
     shape = (2, count, len(layouts.tp))
@@ -158,13 +159,16 @@ def _around(costs: Table, layouts: Layouts, fabric: Fabric, precision: str, pric
         at = costs.attention & (costs.backward == backward)
         if at.any() and (layouts.cp > 1).any():
             dims = [laws.at(shapes.samples, shapes.length) for laws in costs.dims]
-            kept = 2 * dims[0] * dims[2] * dims[4] * dims[5] * size / np.where(costs.inner[:, None], layouts.tp, 1.0)
+            cut = np.where(costs.inner[:, None], layouts.tp, 1.0)
+            kept = 2 * dims[0] * dims[2] * dims[4] * dims[5] * size / cut
+            asked = 2 * dims[0] * dims[1] * dims[3] * dims[5] * size / cut
             moved = (2.0 if backward else 1.0) * _summed(kept, costs, at, count)
-            ring = collective(
-                "all-gather", moved, layouts.cp * np.ones((count, 1)), stride * np.ones((count, 1)), fabric
-            )
-            hidden = _summed(priced.seconds, costs, at, count)
-            found[int(backward)] += np.where(layouts.cp > 1, np.maximum(ring - hidden, 0.1 * ring), 0.0)
+            among = layouts.cp * np.ones((count, 1)), stride * np.ones((count, 1)), fabric
+            gathered = collective("all-gather", moved, *among)
+            turned = 4 * collective("all-to-all", _summed(kept + asked, costs, at, count) / 4 / layouts.cp, *among)
+            ring = np.maximum(gathered - _summed(priced.seconds, costs, at, count), 0.1 * gathered)
+            kinds = [layouts.attention == ATTENTIONS.index(name) for name in ("alltoall", "gather")]
+            found[int(backward)] += np.where(layouts.cp > 1, np.select(kinds, [turned, gathered], ring), 0.0)
         experts = costs.expert & costs.matmul & ~costs.backward
         if experts.any() and (layouts.ep > 1).any():
             dims = [laws.at(shapes.samples, shapes.length) for laws in costs.dims]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -11,13 +12,16 @@ from phalanx.forecast.alone import Scene
 from phalanx.forecast.assumed import assumed
 from phalanx.forecast.doubt import interval
 from phalanx.forecast.habits import PHALANX, Habits
+from phalanx.forecast.host import on_hosts
 from phalanx.forecast.layouts import Layouts, Whole
 from phalanx.forecast.memory import Memory
 from phalanx.forecast.odds import SAFE, runs_out
 from phalanx.forecast.step import StepTime
 from phalanx.forecast.tables import Array
 from phalanx.forecast.unequal import deal, memory_of, step_of
+from phalanx.forecast.unpriced import unpriced
 from phalanx.forecast.work import Work
+from phalanx.placement.limits import not_run_yet
 from phalanx.spec import Cluster, Plan
 
 
@@ -40,6 +44,9 @@ class Forecast:
         tokens: in one sample.
         flops: of the model in one step, without recomputation.
         peak: FLOP/s of all devices in the plan's precision.
+        host: bytes that a node's ranks keep in its host's memory.
+        host_room: bytes of that memory; infinite where not known.
+        unrun: why ``train`` does not run it yet; empty where it does.
         watts: that all devices draw at most; 0 where not known.
         notes: what the reader should know.
     """
@@ -58,6 +65,9 @@ class Forecast:
     tokens: int
     flops: float
     peak: float
+    host: float = 0.0
+    host_room: float = math.inf
+    unrun: str = ""
     watts: float = 0.0
     notes: tuple[str, ...] = ()
 
@@ -68,8 +78,13 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the rank that needs most has room for it."""
-        return self.reserved <= self.room
+        """Whether the rank that needs most has room for it, and so has its host."""
+        return self.missing <= 0
+
+    @property
+    def missing(self) -> float:
+        """Bytes that it lacks, of the device or of the host's memory; 0 or less where it fits."""
+        return max(self.reserved - self.room, self.host - self.host_room)
 
     @property
     def runs_out(self) -> float:
@@ -183,7 +198,7 @@ def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habit
     """The future of each of ``plans`` on ``cluster``, in their order."""
     found = sweep(work, plans, cluster, habits)
     flops = work.profile.flops(1, work.tokens) * work.batch
-    made: list[Forecast] = []
+    made, hosts = list[Forecast](), on_hosts(work, plans, cluster, habits)
     for index, plan in enumerate(plans):
         seconds = {one.name: float(getattr(found.step, one.name)[index]) for one in fields(StepTime)}
         spans = [interval(seconds, group.device, habits, plan) for group in cluster.groups]
@@ -203,8 +218,15 @@ def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habit
                 tokens=work.tokens,
                 flops=flops,
                 peak=_peak(cluster, plan),
+                host=float(hosts.needed[index]),
+                host_room=float(hosts.room[index]),
+                unrun=not_run_yet(plan, cluster),
                 watts=_watts(cluster, plan),
-                notes=(*work.profile.notes, *assumed(plan, cluster, found.samples[:, index].tolist())),
+                notes=(
+                    *work.profile.notes,
+                    *assumed(plan, cluster, found.samples[:, index].tolist()),
+                    *unpriced(plan, cluster),
+                ),
             )
         )
     return tuple(made)

@@ -12,13 +12,14 @@ import numpy.typing as npt
 from phalanx.forecast.price import Shapes
 from phalanx.forecast.tables import Array
 from phalanx.spec import Plan
-from phalanx.spec.keys import Offload, Recompute, Schedule
+from phalanx.spec.keys import Attention, Offload, Recompute, Schedule
 
 Texts = npt.NDArray[np.str_]
 Whole = npt.NDArray[np.int64]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 RECOMPUTES: tuple[str, ...] = get_args(Recompute)
 OFFLOADS: tuple[str, ...] = get_args(Offload)
+ATTENTIONS: tuple[str, ...] = get_args(Attention)
 SYNCS = ("each", "local", "diloco")
 OUTERS = ("none", "nesterov", "sgd")
 DILOCO, NESTEROV = SYNCS.index("diloco"), OUTERS.index("nesterov")
@@ -39,6 +40,7 @@ class Layouts:
         stages: on each rank of ``pp``.
         schedule: index in ``SCHEDULES``.
         recompute: index in ``RECOMPUTES``.
+        attention: index in ``ATTENTIONS``: how ranks of ``cp`` exchange keys and values.
         sequence: 1 where the stream is cut along the tokens with ``tp``.
         asked: most samples in one forward of a rank; 0 for its whole share.
         batch: samples in one step of all.
@@ -65,6 +67,7 @@ class Layouts:
     stages: Array
     schedule: Array
     recompute: Array
+    attention: Array
     sequence: Array
     asked: Array
     batch: Array
@@ -156,6 +159,7 @@ class Layouts:
             stages=each("stages"),
             schedule=np.array([float(SCHEDULES.index(plan.schedule)) for plan in plans]),
             recompute=np.array([float(RECOMPUTES.index(plan.recompute)) for plan in plans]),
+            attention=np.array([float(ATTENTIONS.index(plan.attention)) for plan in plans]),
             sequence=each("sequence"),
             asked=np.array([float(plan.micro or 0) for plan in plans]),
             batch=np.full(len(plans), float(batch)),

@@ -43,7 +43,7 @@ def collective(kind: Collective, size: Array, ranks: Array, stride: Array, fabri
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009; Thakur et al., 2005 (latency terms).
     """
     wires = fabric.wires
-    if wires.lines:
+    if any(name.endswith(".byte") for name in wires.lines):
         return _measured(kind, size, ranks, wires.lines)
     near = np.clip(np.floor(fabric.per_node / stride), 1, ranks)
     nodes = np.ceil(ranks / near)
@@ -66,13 +66,20 @@ def collective(kind: Collective, size: Array, ranks: Array, stride: Array, fabri
     return np.where(ranks > 1, start + hops + sent / speed * crowded, 0.0)
 
 
-_ALIKE: Mapping[str, str] = {"all-to-all": "all-gather"}
-"""What sends as much, where a kind was not measured."""
+_ALIKE: Mapping[str, tuple[str, ...]] = {
+    "all-to-all": ("all-gather", "reduce-scatter", "all-reduce"),
+    "all-gather": ("reduce-scatter", "all-reduce"),
+    "reduce-scatter": ("all-gather", "all-reduce"),
+    "send": ("all-gather", "reduce-scatter", "all-reduce"),
+    "all-reduce": ("all-gather", "reduce-scatter"),
+}
+"""What sends about as much, where a kind was not measured: the nearest first."""
 
 
 def _measured(kind: Collective, size: Array, ranks: Array, lines: Mapping[str, float]) -> Array:
     """Seconds on lines that were measured at some counts of ranks: between them, and beyond in proportion."""
-    name = kind if f"{kind}.2.byte" in lines else _ALIKE.get(kind, kind)
+    there = {key.split(".")[0] for key in lines if key.endswith(".byte")}
+    name = next(one for one in (kind, *_ALIKE[kind], *sorted(there)) if one in there)
     counts = sorted(int(key.split(".")[1]) for key in lines if key.startswith(f"{name}.") and key.endswith(".byte"))
 
     def at(end: str) -> Array:

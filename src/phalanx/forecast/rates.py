@@ -143,6 +143,8 @@ def rates(device: Device) -> Rates:
     """The rates of a device of the catalog, with the constants of its family, or those of the family most like it."""
     near = {"blackwell": _HOPPER}.get(family(device), _AMPERE)
     kernels = _FAMILIES.get(family(device), near)
+    if device.launch is not None and device.kind != "cpu":
+        kernels = replace(kernels, host=max(kernels.host, device.launch))
     return measured(
         device,
         Rates(peak=device.peak, bandwidth=device.bandwidth, units=device.processors or 1, kernels=kernels, wires=_CUDA),

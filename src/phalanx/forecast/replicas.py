@@ -87,7 +87,9 @@ def update(costs: Table, layouts: Layouts, setting: Setting) -> Array:
     lie = stages(costs, layouts)
     count = held(costs, layouts, lie) / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
     stepped = count * setting.habits.update / (setting.rates.bandwidth * setting.rates.kernels.stream)
-    copied = count * (setting.habits.sent + setting.habits.weights) / setting.host
-    passed = 2 * layouts.micros * count * setting.habits.weights / setting.host
+    weighty = np.array([float(bool(part.weights)) for part in costs.parts])
+    there = np.einsum("kpn,p->kn", lie.each, weighty).max(axis=0)
+    copied = count * (setting.habits.sent + setting.habits.weights) / setting.host + 2 * there * setting.bus
+    passed = 2 * layouts.micros * (count * setting.habits.weights / setting.host + there * setting.bus)
     stepped = np.where(layouts.server > 0, 0.0, stepped)  # servers do it
     return stepped + np.where(layouts.offload > 0, copied, 0.0) + np.where(layouts.offload == 2, passed, 0.0)

@@ -19,6 +19,7 @@ class Setting:
         habits: of the framework.
         precision: computed in.
         host: bytes/s between a device and the memory of its host.
+        bus: seconds until a copy between the two begins.
         processor: bytes/s at which a host steps the parameters of a server on it.
     """
 
@@ -27,4 +28,5 @@ class Setting:
     habits: Habits
     precision: str
     host: float = 25e9
+    bus: float = 0.0
     processor: float = 100e9

@@ -18,6 +18,7 @@ class Work:
         length: tokens in a sample; 0 for that of the profile.
         lengths: of samples that were looked at, where they differ and ``length`` is 0.
         state: bytes of optimizer state for each parameter.
+        modules: names of the model's, where they are known; empty where not.
         optimizer: in lower case, such as ``adamw``, with ``-fused`` where one kernel steps a tensor.
     """
 
@@ -26,6 +27,7 @@ class Work:
     length: int = 0
     lengths: Lengths | None = None
     state: float = 8.0
+    modules: frozenset[str] = frozenset()
     optimizer: str = "adamw"
 
     @property

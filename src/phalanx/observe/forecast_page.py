@@ -55,7 +55,7 @@ def plan_page(name: str, advice: Advice) -> str:
             title, [f"<p>None of {ranking.search.considered:,} plans fits.</p>", *_missing(advice.shortfall)], []
         )
     plans = ranking.plans
-    rows = [(str(one.plan), show_seconds(one.step), f"{one.mfu:.1%}", show_bytes(one.reserved)) for one in plans]
+    rows = [(_named(one), show_seconds(one.step), f"{one.mfu:.1%}", show_bytes(one.reserved)) for one in plans]
     parts = [
         _table(("plan", "time per step", "MFU", "memory of a rank"), rows),
         _list(advice.explanation.reasons),
@@ -186,3 +186,7 @@ def _plotly() -> str:
     except ModuleNotFoundError:
         raise MissingExtraError("plotly", "page") from None
     return str(get_plotlyjs())
+
+
+def _named(one: Forecast) -> str:
+    return f"{one.plan} (train does not run this yet: {one.unrun})" if one.unrun else str(one.plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import isfinite
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -46,6 +47,11 @@ def facts(one: Forecast, paid: Bill, steps: int) -> RenderableType:
     odds = f"{one.runs_out:.0%}" if one.runs_out >= 0.005 else "less than 1%"
     held = f"{show_bytes(one.reserved)} of {show_bytes(one.room)} ({share:.0%})"
     table.add_row("fits", f"{verdict}: {held}; chance to run out of memory: {odds}")
+    if one.unrun:
+        table.add_row("train", f"does not run this yet: {escape(one.unrun)}")
+    if one.host:
+        whole = f" of {show_bytes(one.host_room)}" if isfinite(one.host_room) else ", which is not known to be there"
+        table.add_row("on the host", f"{show_bytes(one.host)}{whole}, of all ranks of a node")
     table.add_row("time per step", f"{show_seconds(one.step)}  (4 of 5: {_range(one)})")
     table.add_row("4 of 5 by", escape(one.basis))
     pace = f"{show_count(one.throughput)} samples/s"

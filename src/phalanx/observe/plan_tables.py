@@ -58,7 +58,10 @@ def ranked(plans: Sequence[Forecast]) -> RenderableType:
         odds = f"{one.runs_out:.0%}" if one.runs_out >= 0.005 else "< 1%"
         cells = (show_seconds(one.step), within, f"{one.mfu:.1%}", show_bytes(one.reserved), odds)
         mark = "=" if place > 1 and tied(plans[0], one) else ""
-        table.add_row(f"{mark}{place}", escape(short(one.plan)), *cells, style="bold" if place == 1 else None)
+        what = escape(short(one.plan))
+        if one.unrun:
+            what += f"\n[yellow]train does not run this yet: {escape(one.unrun)}[/]"
+        table.add_row(f"{mark}{place}", what, *cells, style="bold" if place == 1 else None)
     return table
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from phalanx.comm import Mesh, found_by_first, local
-from phalanx.errors import Problem, RefusedError
+from phalanx.errors import RefusedError
 from phalanx.parallel import expert, recompute
 from phalanx.parallel.context import Entrance, added_late, entrances, open_for_hooks, share_out_tokens
 from phalanx.parallel.example import Example
@@ -26,6 +26,7 @@ from phalanx.parallel.replicas import Replicas, Rows, Sharded, Whole
 from phalanx.parallel.sliced import Axis, Cut, Placed
 from phalanx.parallel.sums import add_up
 from phalanx.parallel.tensor import Places, find, show_slices, split_weights
+from phalanx.placement.limits import no_attention, no_layers_to_cut
 from phalanx.profile.blocks import leave_cache_out, parts
 from phalanx.spec import Job, Plan
 from phalanx.units import show_names
@@ -183,12 +184,12 @@ def look(module: nn.Module, plan: Plan, example: Example) -> Found:
     expert.by_rows(module, experts)
     weights, whole = _weights(module, plan, example) if plan.tp > 1 else ({}, [])
     dealt = expert.rows_of(experts, plan)
-    over_tp = _tokens(module, example, plan.tp, "sequence") if plan.sequence else {}
+    over_tp = _tokens(module, example, plan, "sequence") if plan.sequence else {}
     return Found(
         experts=experts,
         weights=weights,
         whole=[name for name in whole if name not in dealt],
-        over_cp=_tokens(module, example, plan.cp, "cp") if plan.cp > 1 else {},
+        over_cp=_tokens(module, example, plan, "cp") if plan.cp > 1 else {},
         over_tp=over_tp,
         late=added_late(module, example, over_tp, weights) if plan.sequence else [],
     )
@@ -209,34 +210,16 @@ def _weights(module: nn.Module, plan: Plan, example: Example) -> tuple[dict[str,
     found = find(module, example, plan.tp)
     if found.cuts:
         return found.cuts, found.whole
-    raise RefusedError(
-        [
-            Problem(
-                where="plan.tp",
-                given=f"tp={plan.tp} for a model in which no two layers can share out their weights",
-                allowed="models with linear layers that follow one another, such as transformers",
-                fix=f"fsdp={plan.tp}",
-            )
-        ]
-    )
+    raise RefusedError([no_layers_to_cut(plan)])
 
 
-def _tokens(module: nn.Module, example: Example, ranks: int, key: str) -> dict[str, Entrance]:
+def _tokens(module: nn.Module, example: Example, plan: Plan, key: str) -> dict[str, Entrance]:
     """Where tokens are shared out.
 
     Raises:
         RefusedError: if the model does not attend over any.
     """
-    found = entrances(module, example, ranks)
+    found = entrances(module, example, plan.tp if key == "sequence" else plan.cp)
     if found:
         return found
-    raise RefusedError(
-        [
-            Problem(
-                where=f"plan.{key}",
-                given=f"{key} for a model without attention over tokens",
-                allowed="models whose repeated blocks attend over a sequence",
-                fix=f"dp={ranks}" if key == "cp" else f"tp={ranks}",
-            )
-        ]
-    )
+    raise RefusedError([no_attention(key, plan)])

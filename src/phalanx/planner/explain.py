@@ -13,7 +13,7 @@ from phalanx.forecast.odds import CHANCE
 from phalanx.planner.neighbours import neighbours
 from phalanx.planner.question import Question
 from phalanx.planner.rank import Ranking
-from phalanx.planner.rules import problems
+from phalanx.planner.rules import refusals
 from phalanx.planner.search import search
 from phalanx.planner.space import SEARCHED
 from phalanx.planner.told import told
@@ -115,7 +115,7 @@ def beside(best: Forecast, other: Forecast, change: str) -> Neighbour:
     """``other`` against ``best``: what makes the difference."""
     slower = other.step / best.step - 1
     if not other.fits:
-        why = f"does not fit: {show_bytes(other.reserved - other.room)} too much, most of it {_most(best, other)}"
+        why = f"does not fit: {show_bytes(other.missing)} too much, most of it {_most(best, other)}"
     else:
         why = _difference(best, other)
     return Neighbour(change=change, forecast=other, slower=slower, why=why)
@@ -213,7 +213,7 @@ def _argued(ranking: Ranking, because: Plan, keys: Sequence[str]) -> Neighbour:
     plan = _completed(question, because, keys)
     if plan is None:
         plan = because if "precision" in keys else replace(because, precision=question.precision)
-        wrong = problems(plan, question.work, question.cluster)
+        wrong = refusals(plan, question)
         if wrong:
             raise RefusedError(wrong)
     there = forecast(question.work, plan, question.cluster, question.habits)

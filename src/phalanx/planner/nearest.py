@@ -75,7 +75,7 @@ def shortfall(question: Question, plan: Plan | None = None) -> Shortfall | None:
         return None
     changes = [*(_of_plan(question, given) if plan else ()), *_of_question(question, given)]
     unlike = {one.words: one for one in reversed(changes)}
-    return Shortfall(plan=given, missing=there.reserved - there.room, changes=tuple(reversed(unlike.values()))[:_MOST])
+    return Shortfall(plan=given, missing=there.missing, changes=tuple(reversed(unlike.values()))[:_MOST])
 
 
 def _of_plan(question: Question, plan: Plan) -> list[Change]:
@@ -146,7 +146,7 @@ def _priced(question: Question, plan: Plan, words: str) -> Change | None:
     there = forecast(question.work, plan, question.cluster, question.habits)
     if not there.fits:
         return None
-    return Change(words=words, plan=plan, spare=there.room - there.reserved, step=there.step)
+    return Change(words=words, plan=plan, spare=-there.missing, step=there.step)
 
 
 def _found(change: Change | None) -> Iterator[Change]:

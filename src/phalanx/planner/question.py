@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from phalanx.errors import Problem
 from phalanx.forecast import PHALANX, Habits, Work
 from phalanx.planner.clusters import mixed, resized
 from phalanx.planner.cost import Prices
-from phalanx.spec import Cluster
+from phalanx.spec import Cluster, Plan
 from phalanx.spec.plan import Precision
 
 
@@ -22,6 +24,7 @@ class Question:
         steps: optimizer steps of the whole training; 0 where nobody knows.
         prices: what devices cost; none where nobody says.
         habits: of the framework.
+        look: what keeps a plan from the job, by a look at its model; ``None`` where there is none to look at.
     """
 
     work: Work
@@ -30,6 +33,7 @@ class Question:
     steps: int = 0
     prices: Prices = field(default_factory=Prices)
     habits: Habits = PHALANX
+    look: Callable[[Plan], list[Problem]] | None = field(default=None, compare=False)
 
     @property
     def mixed(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from phalanx.errors import Problem, SpecError
@@ -132,6 +132,7 @@ def rank(question: Question, goal: Goal | None = None, *, most: int = 6) -> Rank
         if chosen is not question:
             found = search(chosen, most=most)
             plans = _first(chosen, found, most)
+    plans = _that_run(chosen, plans)
     paid = bill(plans[0].step * max(1, question.steps), chosen.cluster, question.prices) if plans else None
     return Ranking(
         question=chosen,
@@ -162,6 +163,14 @@ def _first(question: Question, found: Search, most: int) -> list[Forecast]:
         best = min(quicker, key=lambda one: one.step)
         made = [best, *(one for one in made if one.plan.mesh != best.plan.mesh)]
     return made[:most]
+
+
+def _that_run(question: Question, plans: list[Forecast]) -> list[Forecast]:
+    """``plans``, each with why ``train`` does not run it, if so; those that run first."""
+    if question.look is not None:
+        looked = [question.look(one.plan) if not one.unrun else [] for one in plans]
+        plans = [replace(one, unrun=wrong[0].given) if wrong else one for one, wrong in zip(plans, looked, strict=True)]
+    return sorted(plans, key=lambda one: bool(one.unrun))
 
 
 def _chosen(goal: Goal, points: list[Point]) -> Point:

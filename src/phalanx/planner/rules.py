@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
@@ -9,7 +10,8 @@ from math import gcd
 from phalanx.errors import Problem, RefusedError
 from phalanx.forecast import Work
 from phalanx.planner.clusters import mixed, resized
-from phalanx.planner.limits import Limits
+from phalanx.planner.limits import limits_of
+from phalanx.planner.question import Question
 from phalanx.spec import Cluster, Plan
 from phalanx.spec.rules import batch_problems, share_problems, stage_problems
 from phalanx.spec.shares import AUTO, weights
@@ -33,10 +35,21 @@ def problems(plan: Plan, work: Work, cluster: Cluster) -> list[Problem]:
         *batch_problems(plan, work.batch),
         *share_problems(plan, work.batch),
         *stage_problems(plan),
-        *_model(plan, Limits.of(work)),
+        *limits_of(work).problems(plan),
         *_nodes(plan, cluster),
         *_precision(plan, cluster),
+        *_device(plan, cluster),
+        *_names(plan, work),
     ]
+
+
+def refusals(plan: Plan, question: Question) -> list[Problem]:
+    """As ``problems``; where the question's job can be looked at, its model is, in place of what its work tells."""
+    if question.look is None:
+        return problems(plan, question.work, question.cluster)
+    there = [*_devices(plan, question.cluster), *_nodes(plan, question.cluster)]
+    there += [*_precision(plan, question.cluster), *_device(plan, question.cluster)]
+    return there or question.look(plan)
 
 
 def crosses(plan: Plan, cluster: Cluster) -> bool:
@@ -64,30 +77,6 @@ def _by_speed(cluster: Cluster) -> str:
     return f" shares={AUTO}" if mixed(cluster) else ""
 
 
-def _model(plan: Plan, limits: Limits) -> Iterator[Problem]:
-    if not limits.tp(plan.tp):
-        allowed = f"a divisor of the {limits.heads} heads of keys" if limits.products else "1: no layers to cut"
-        yield _of("tp", plan, allowed, gcd(plan.tp, limits.heads) if limits.products else 1)
-    if not limits.cp(plan.cp):
-        allowed = f"a divisor of the {limits.tokens} tokens" if limits.attends else "1: no attention over tokens"
-        yield _of("cp", plan, allowed, gcd(plan.cp, limits.tokens) if limits.attends else 1)
-    if not limits.ep(plan.ep):
-        allowed = f"a divisor of the {limits.experts} experts" if limits.experts else "1: the model has no experts"
-        yield _of("ep", plan, allowed, gcd(plan.ep, limits.experts) if limits.experts else 1)
-    if not limits.pp(plan.pp * plan.stages) and plan.pp > 1:
-        yield Problem(
-            where="plan.pp",
-            given=f"{plan.pp * plan.stages} stages ({plan.pp} ranks with {plan.stages} each)",
-            allowed=f"at most {limits.blocks}, one for each block of the model",
-            fix=str(Plan(pp=limits.blocks)) if limits.blocks > 1 else "fsdp=2",
-        )
-
-
-def _of(key: str, plan: Plan, allowed: str, ranks: int) -> Problem:
-    given = getattr(plan, key)
-    return Problem(where=f"plan.{key}", given=f"{key}={given}", allowed=allowed, fix=f"{key}={max(1, ranks)}")
-
-
 def _nodes(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
     if plan.devices != cluster.devices or not crosses(plan, cluster):
         return
@@ -102,6 +91,30 @@ def _nodes(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
         f"{whole}, with even shares at the pace of the slowest: only dp and pp may join unlike devices",
         fix=f'--plan "{able}"',
     )
+
+
+def _device(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
+    for group in cluster.groups:
+        if plan.device not in ("auto", "cuda" if group.device.kind == "rocm" else group.device.kind):
+            yield Problem(
+                where="plan.device",
+                given=f"device={plan.device} on {group.device.name}, which is of kind {group.device.kind}",
+                allowed="auto, or the kind of the cluster's devices",
+                fix="device=auto",
+            )
+
+
+def _names(plan: Plan, work: Work) -> Iterator[Problem]:
+    unknown = [name for name in plan.split.split("/") if name not in work.modules] if plan.split else []
+    if unknown and work.modules:
+        near = difflib.get_close_matches(unknown[0], sorted(work.modules), n=1, cutoff=0.0)
+        yield Problem(
+            where="plan.split",
+            given=f"split={plan.split}: {unknown[0]!r}, no module of the model",
+            allowed="the names of the modules that begin each stage but the first, in the order in which forward calls "
+            "them",
+            fix=f"split={plan.split.replace(unknown[0], near[0])}",
+        )
 
 
 def _precision(plan: Plan, cluster: Cluster) -> Iterator[Problem]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.errors import RefusedError
 from phalanx.forecast import Forecast, forecast
 from phalanx.planner.cost import Bill, bill
 from phalanx.planner.nearest import Shortfall, shortfall
 from phalanx.planner.question import Question
-from phalanx.planner.rules import refuse
+from phalanx.planner.rules import refusals
 from phalanx.planner.told import told
 from phalanx.spec import Plan
 
@@ -47,7 +48,8 @@ def foretell(question: Question, plan: Plan | None = None) -> Foretold:
         RefusedError: if the plan cannot serve the work on the cluster.
     """
     chosen = plan or Plan(dp=question.cluster.devices, precision=question.precision)
-    refuse(chosen, question.work, question.cluster)
+    if wrong := refusals(chosen, question):
+        raise RefusedError(wrong)
     found = forecast(question.work, chosen, question.cluster, question.habits)
     return Foretold(
         question=question,

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.forecast.layouts import RECOMPUTES, SCHEDULES, Layouts
-from phalanx.planner.limits import Limits
+from phalanx.placement.limits import Limits
+from phalanx.planner.limits import limits_of
 from phalanx.planner.question import Question
 from phalanx.spec import Plan
 from phalanx.spec.plan import Precision
@@ -60,6 +61,7 @@ class Space:
             batch=full * self.batch,
             samples=self.batch / (each["dp"] * each["fsdp"] * each["ep"]),
             length=full * self.tokens,
+            attention=none,
             offload=none,
             sync=none,
             every=full,
@@ -107,7 +109,7 @@ class Space:
 
 def space(question: Question) -> Space:
     """The plans that use every device of the question's cluster, that its work allows, and that can be run."""
-    limits = Limits.of(question.work)
+    limits = limits_of(question.work)
     meshes = list(_meshes(question, limits))
     columns = {name: np.array([mesh[at] for mesh in meshes], dtype=np.int64) for at, name in enumerate(MESH)}
     columns = _crossed(columns, ("zero",), [(zero,) for zero in range(4)], _zero_fits)
@@ -140,19 +142,19 @@ def _meshes(question: Question, limits: Limits) -> Iterator[tuple[int, ...]]:
     node = min(group.per_node for group in cluster.groups)
     whole = [group.devices for group in cluster.groups] if question.mixed else []
     for tp in divisors(cluster.devices):
-        if node % tp or not limits.tp(tp):
+        if node % tp or not limits.evenly(tp=tp):
             continue
         for pp in divisors(cluster.devices // tp):
-            if not limits.pp(pp):
+            if pp > max(1, limits.blocks):
                 continue
             for cp in divisors(cluster.devices // tp // pp):
-                if not limits.cp(cp) or (cp > 1 and limits.tokens // cp < _FEWEST_TOKENS):
+                if not limits.evenly(cp=cp) or (cp > 1 and limits.tokens // cp < _FEWEST_TOKENS):
                     continue
                 replicas = cluster.devices // tp // pp // cp
                 if replicas > limits.batch:
                     continue
                 for ep in divisors(replicas):
-                    if not limits.ep(ep):
+                    if not limits.evenly(ep=ep):
                         continue
                     for fsdp in divisors(replicas // ep):
                         if not any(devices % (tp * cp * ep * fsdp) for devices in whole):

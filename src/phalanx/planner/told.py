@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 from phalanx.forecast import Forecast
@@ -15,6 +16,7 @@ def told(one: Forecast) -> dict[str, Any]:
         "devices": one.plan.devices,
         "fits": one.fits,
         "runs_out": one.runs_out,
+        "train": f"train does not run this yet: {one.unrun}" if one.unrun else None,
         "step": one.step,
         "low": one.low,
         "high": one.high,
@@ -24,6 +26,8 @@ def told(one: Forecast) -> dict[str, Any]:
         "allocated": one.allocated,
         "reserved": one.reserved,
         "room": one.room,
+        "host": one.host,
+        "host_room": one.host_room if isfinite(one.host_room) else None,
         "samples": one.samples,
         "tokens": one.tokens,
         "samples_per_second": one.throughput,

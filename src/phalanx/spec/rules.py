@@ -42,7 +42,21 @@ def share_problems(plan: Plan, batch: int) -> list[Problem]:
 
 
 def stage_problems(plan: Plan) -> list[Problem]:
-    """``zero=2`` in a pipeline: its stages run backward at different times, so that no moment has all gradients."""
+    """What keeps a pipeline from running whatever the model: ``zero=2``, and names that do not begin all stages.
+
+    Stages run backward at different times, so that no moment has all gradients.
+    """
+    names, wanted = plan.split.split("/") if plan.split else [], plan.pp * plan.stages - 1
+    if names and len(names) != wanted:
+        return [
+            Problem(
+                where="plan.split",
+                given=f"split={plan.split}: {len(names)} names for {wanted + 1} stages",
+                allowed="the names of the modules that begin each stage but the first, in the order in which forward "
+                f"calls them; {wanted} of them for {plan.pp} ranks with {plan.stages} each",
+                fix="no split, for stages balanced by cost",
+            )
+        ]
     if plan.pp == 1 or plan.zero != 2:
         return []
     return [

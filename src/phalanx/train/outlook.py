@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.data import Lane, Loader
-from phalanx.errors import RefusedError
+from phalanx.errors import Problem, RefusedError
 from phalanx.parallel import check, notes
 from phalanx.parallel.survey import Survey, survey
 from phalanx.spec import Job, Plan
@@ -49,3 +49,21 @@ def outlook(job: Job, plan: Plan) -> Outlook:
     loader = Loader(job.data(), job, Lane(), micro=plan.micro)
     example = looked_at(example_of(job, module, loader), module, found)
     return Outlook(survey=survey(module, plan, example), notes=tuple(found))
+
+
+def refusals(job: Job, plan: Plan) -> list[Problem]:
+    """What keeps ``plan`` from ``job`` on the devices it is for, by a look at the model; empty where nothing does.
+
+    What is merely not run yet, such as ``precision=fp8``, is left to ``placement.limits.not_run_yet``.
+
+    Raises:
+        SpecError: if the job's functions give something else than they must.
+    """
+    there = replace(plan, device="auto", compile=False)  # these ask for what is on this machine
+    if there.precision in ("fp8", "tf32"):
+        there = replace(there, precision="bf16")
+    try:
+        outlook(job, there)
+    except RefusedError as error:
+        return list(error.problems)
+    return []

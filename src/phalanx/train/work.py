@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ def work_of(job: Job, *, batch: int = 0, length: int = 0, values: bool = False) 
     if state is None:
         told = "the optimizer could not be tried on small parameters: 8 bytes of state each are taken, as Adam has"
         profile = replace(profile, notes=(*profile.notes, told))
+    profile = replace(profile, notes=(*profile.notes, *_unpriced(job)))
     return Work(
         profile=profile,
         batch=batch or job.batch,
@@ -64,6 +65,7 @@ def work_of(job: Job, *, batch: int = 0, length: int = 0, values: bool = False) 
         lengths=lengths,
         state=_ADAM if state is None else state,
         optimizer=optimizer_name(job, module),
+        modules=frozenset(name for name, _ in module.named_modules() if name),
     )
 
 
@@ -76,6 +78,25 @@ def _example(job: Job, module: nn.Module, *, look_at_lengths: bool) -> tuple[Len
     lengths, batch = look(loader, lambda one: inputs(one, host)[:2])
     args, kwargs, batch = inputs(batch, host)
     return lengths, Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
+
+
+_BESIDE_STEP = ("workers", "prefetch", "collate", "clip", "evaluate", "metrics", "evaluate_every")
+_LEARNING = ("seed", "shuffle", "drop_last", "schedule", "unused")
+
+
+def _unpriced(job: Job) -> Iterator[str]:
+    """What a job states that changes no number of a forecast."""
+    default = {one.name: one.default_factory() if callable(one.default_factory) else one.default for one in fields(job)}
+
+    def stated(names: Sequence[str]) -> str:
+        return ", ".join(name for name in names if getattr(job, name) != default[name])
+
+    if found := stated(_BESIDE_STEP):
+        yield f"Of the job, {found}: not priced; data is taken to be there when a step wants it."
+    if found := stated(_LEARNING):
+        yield f"Of the job, {found}: changes what is learnt, not what a step takes."
+    if job.tensor_parallel:
+        yield "Of the job, tensor_parallel: not priced; layers are taken to be cut as they are found."
 
 
 _LARGE = 2e8  # elements: some seconds of random numbers

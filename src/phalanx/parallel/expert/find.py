@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from phalanx.errors import Problem, RefusedError
+from phalanx.errors import RefusedError
 from phalanx.parallel.example import Example
 from phalanx.parallel.sliced import Cut
 from phalanx.parallel.tensor.find import dry
 from phalanx.parallel.tensor.trial import fixed
+from phalanx.placement.limits import few_experts, no_experts
 from phalanx.profile.blocks import blocks
 from phalanx.spec import Plan
 from phalanx.units import show_names
@@ -279,23 +280,17 @@ def _refuse(module: nn.Module, plan: Plan, found: list[Experts], unlike: list[st
     fewest = min((experts.count for experts in found), default=0)
     if fewest >= plan.ep:
         return
-    whole = replace(plan, ep=1, dp=plan.dp * plan.ep)
-    allowed = (
-        "models with a module that holds all experts' weights in tensors (experts, ..., ...) and is called with hidden "
-        "states (tokens, width), the experts chosen for each (tokens, k) and their weights (tokens, k)"
-    )
     if found:
-        given, allowed = f"ep={plan.ep} for layers of {fewest} experts", f"at most {fewest}: a rank holds one or more"
-        whole = replace(plan, ep=fewest, dp=plan.dp * plan.ep // fewest) if plan.ep % fewest == 0 else whole
-    elif unlike:
-        given = f"ep={plan.ep} for experts that do not simply add up, one by one: {show_names(unlike)}"
+        raise RefusedError([few_experts(plan, fewest)])
+    if unlike:
+        what = f"experts that do not simply add up, one by one: {show_names(unlike)}"
     elif lists := _lists(module):
-        given = f"ep={plan.ep} for experts that are modules of their own, called one by one: {show_names(lists)}"
+        what = f"experts that are modules of their own, called one by one: {show_names(lists)}"
     elif others := [name for name, child in module.named_modules() if _own(child) and _count(child) > 1]:
-        given = f"ep={plan.ep} for modules that are called in another way: {show_names(others)}"
+        what = f"modules that are called in another way: {show_names(others)}"
     else:
-        given = f"ep={plan.ep} for a model without experts"
-    raise RefusedError([Problem(where="plan.ep", given=given, allowed=allowed, fix=str(whole))])
+        what = "a model without experts"
+    raise RefusedError([no_experts(plan, what)])
 
 
 def _lists(module: nn.Module) -> list[str]:

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.pipeline.program import Program
+from phalanx.placement.limits import few_parts
 from phalanx.spec import Plan
 
 
@@ -58,19 +59,7 @@ def chosen(program: Program, plan: Plan) -> list[int]:
     if found is None:
         most = sum(allowed[1:]) + 1
         because = next((program.trouble(cut) for cut in range(1, len(allowed)) if not allowed[cut]), "")
-        names = ", ".join(call.name for call in program.calls[:4])
-        raise RefusedError(
-            [
-                Problem(
-                    where="plan.pp",
-                    given=f"{stages} stages ({plan.pp} ranks with {plan.stages} each)"
-                    + (f"; some cuts are not possible: {because}" if because else ""),
-                    allowed=f"at most {most} for this model, one for each of its parts: {names}"
-                    + (", ..." if len(program.calls) > 4 else ""),
-                    fix=f"pp={most} schedule=1f1b" if most > 1 else "fsdp=2",
-                )
-            ]
-        )
+        raise RefusedError([few_parts(plan, most, [call.name for call in program.calls], because)])
     return found
 
 

@@ -1,0 +1,40 @@
+"""What a forecast was told and does not price, in words: no input is left out without being named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.spec import Cluster, Plan
+from phalanx.spec.plan import words
+
+_LEARNING = ("outer_lr", "outer_momentum", "compensate")
+
+
+def unpriced(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """A sentence for each input of ``plan`` and ``cluster`` that changes no number of the forecast."""
+    if plan.compile:
+        yield "compile is not priced: kernels are taken to be eager ones."
+    if plan.split:
+        yield "split is not priced: stages are taken to be balanced by their blocks."
+    if plan.threads > 1:
+        yield f"threads={plan.threads} is priced as dp={plan.threads}: what threads save of reductions is left out."
+    learning = [name for word in words(str(plan)) if (name := word.partition("=")[0]) in _LEARNING]
+    if learning:
+        yield f"{', '.join(learning)}: changes what is learnt, not what a step takes."
+    yield from _of_cluster(cluster)
+
+
+def _of_cluster(cluster: Cluster) -> Iterator[str]:
+    hosts = {
+        name
+        for group in cluster.groups
+        for name, value in (("cores", group.host.cores), ("NUMA nodes", group.host.numa))
+        if value and (group.device.kind != "cpu" or name != "cores")
+    }
+    if hosts:
+        yield f"Of the hosts, {' and '.join(sorted(hosts))} are not priced: loading data is taken to keep up."
+    measured = [group for group in cluster.groups if group.device.measured]
+    if any(name.endswith(".byte") for group in measured for name in group.device.measured):
+        yield "Measured exchanges stand in place of the bandwidth and latency of link and network."
+    if any(group.device.kind == "cpu" for group in measured):
+        yield "Measured cores stand in place of launch and processors of the device."

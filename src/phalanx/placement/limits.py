@@ -1,0 +1,136 @@
+"""What a model allows each dimension of a plan to be, and what ``train`` does not run yet, in words of every verb."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.errors import Problem
+from phalanx.spec import Cluster, Plan
+
+_RUN = {"precision": ("fp32", "bf16", "fp16"), "kind": ("cpu", "cuda", "rocm")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Of one model and batch.
+
+    Attributes:
+        batch: samples in a step: the most replicas.
+        tokens: in a sample.
+        blocks: that repeat.
+        ends: parts before and after them; each can be a stage of its own.
+        heads: of keys; 0 without attention.
+        experts: of the layer with fewest; 0 without.
+        products: whether any weights can be cut over ``tp``.
+    """
+
+    batch: int
+    tokens: int
+    blocks: int
+    ends: int
+    heads: int
+    experts: int
+    products: bool
+
+    @property
+    def attends(self) -> bool:
+        """Whether samples have tokens to share out."""
+        return self.heads > 0 and self.tokens > 1
+
+    def evenly(self, *, tp: int = 1, cp: int = 1, ep: int = 1) -> bool:
+        """Whether ranks of these dimensions get as much of heads, tokens and experts each: what is worth a try."""
+        return (
+            (tp == 1 or (self.products and self.heads % tp == 0))
+            and (cp == 1 or (self.attends and self.tokens % cp == 0))
+            and (ep == 1 or (self.experts > 0 and self.experts % ep == 0))
+        )
+
+    def problems(self, plan: Plan) -> Iterator[Problem]:
+        """What keeps ``plan`` from the model."""
+        if plan.tp > 1 and not self.products:
+            yield no_layers_to_cut(plan)
+        if plan.cp > 1 and not self.attends:
+            yield no_attention("cp", plan)
+        if plan.sequence and not self.attends:
+            yield no_attention("sequence", plan)
+        if plan.ep > max(1, self.experts):
+            yield few_experts(plan, self.experts)
+        most = self.blocks + self.ends
+        if plan.pp > 1 and plan.pp * plan.stages > max(1, most):
+            yield few_parts(plan, most)
+
+
+def no_layers_to_cut(plan: Plan) -> Problem:
+    """``tp`` for a model in which nothing pairs up."""
+    return Problem(
+        where="plan.tp",
+        given=f"tp={plan.tp} for a model in which no two layers can share out their weights",
+        allowed="models with linear layers that follow one another, such as transformers",
+        fix=f"fsdp={plan.tp}",
+    )
+
+
+def no_attention(key: str, plan: Plan) -> Problem:
+    """``cp`` or ``sequence`` for a model without attention over tokens."""
+    ranks = plan.tp if key == "sequence" else plan.cp
+    return Problem(
+        where=f"plan.{key}",
+        given=f"{key} for a model without attention over tokens",
+        allowed="models whose repeated blocks attend over a sequence",
+        fix=f"tp={ranks}" if key == "sequence" else f"dp={ranks}",
+    )
+
+
+def few_experts(plan: Plan, fewest: int) -> Problem:
+    """More ranks of ``ep`` than experts; 0 for a model without any."""
+    if not fewest:
+        return no_experts(plan, "a model without experts")
+    fits = plan.ep % fewest == 0
+    whole = replace(plan, ep=fewest, dp=plan.dp * plan.ep // fewest) if fits else _without_experts(plan)
+    return Problem(
+        where="plan.ep",
+        given=f"ep={plan.ep} for layers of {fewest} experts",
+        allowed=f"at most {fewest}: a rank holds one or more",
+        fix=str(whole),
+    )
+
+
+def no_experts(plan: Plan, what: str) -> Problem:
+    """``ep`` for ``what`` cannot be dealt out."""
+    return Problem(where="plan.ep", given=f"ep={plan.ep} for {what}", allowed=_EXPERTS, fix=str(_without_experts(plan)))
+
+
+_EXPERTS = (
+    "models with a module that holds all experts' weights in tensors (experts, ..., ...) and is called with hidden "
+    "states (tokens, width), the experts chosen for each (tokens, k) and their weights (tokens, k)"
+)
+
+
+def _without_experts(plan: Plan) -> Plan:
+    return replace(plan, ep=1, dp=plan.dp * plan.ep)
+
+
+def few_parts(plan: Plan, most: int, names: Sequence[str] = (), because: str = "") -> Problem:
+    """More stages than the model has parts."""
+    stages = plan.pp * plan.stages
+    shown = f": {', '.join(names[:4])}" + (", ..." if len(names) > 4 else "") if names else ""
+    return Problem(
+        where="plan.pp",
+        given=f"{stages} stages ({plan.pp} ranks with {plan.stages} each)"
+        + (f"; some cuts are not possible: {because}" if because else ""),
+        allowed=f"at most {most} for this model, one for each of its parts{shown}",
+        fix=f"pp={most} schedule=1f1b" if most > 1 else "fsdp=2",
+    )
+
+
+def not_run_yet(plan: Plan, cluster: Cluster) -> str:
+    """Why ``train`` does not run ``plan`` on ``cluster``'s kind of devices yet; empty where it does."""
+    if plan.precision not in _RUN["precision"]:
+        return f"precision={plan.precision} can be forecast but not run yet"
+    unlike = [group.device for group in cluster.groups if group.device.kind not in _RUN["kind"]]
+    if unlike:
+        return f"{unlike[0].name} is of kind {unlike[0].kind}, on which nothing runs yet"
+    if len({group.device.kind for group in cluster.groups}) > 1:
+        return "devices of several kinds in one run"
+    return ""
