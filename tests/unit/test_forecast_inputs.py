@@ -220,7 +220,7 @@ def changed(part: Any, kind: type, name: str, value: Any) -> Any:
 @pytest.mark.parametrize(("kind", "name"), CLUSTERS)
 def test_no_field_of_a_cluster_is_ignored(kind: type, name: str) -> None:
     value, plan = CLUSTERS[kind, name]
-    words = {"numa": "NUMA", "kind": "device"}
+    words = {"numa": "NUMA", "kind": "rocm"}
     there = changed(machines(), kind, name, value)
     assert there != machines()
     assert counts(answer(plan, machines()), answer(plan, there), words.get(name, name))

@@ -115,8 +115,10 @@ class TestExplanation:
         assert str(argued.argued.forecast.plan) == "fsdp=8 precision=bf16 offload=optimizer"
 
     def test_a_plan_in_mind_that_cannot_run_is_refused(self) -> None:
-        with pytest.raises(RefusedError, match="divisor of the 40 heads"):
+        with pytest.raises(RefusedError, match="for 6 devices"):
             advise(question(), because="tp=3 dp=2")
+        with pytest.raises(RefusedError, match="a model without experts"):
+            advise(question(), because="ep=2 dp=4")
 
 
 class TestShortfall:

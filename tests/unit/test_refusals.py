@@ -6,7 +6,6 @@ from functools import cache
 
 import pytest
 
-import phalanx as px
 from phalanx.demo.jobs import digits, gpt
 from phalanx.errors import Problem, RefusedError
 from phalanx.foresight import cluster_for
@@ -102,17 +101,3 @@ def of_show(name: str, plan: Plan) -> list[Problem]:
 def test_forecast_and_show_refuse_what_train_does(name: str, text: str) -> None:
     plan = Plan.parse(text)
     assert of_forecast(name, plan) == of_show(name, plan) == refusals(job(name), plan)
-
-
-REALLY = ("tp=3", "cp=3", "cp=3 attention=alltoall", "ep=2", "pp=7", "pp=2 split=nonsense", "dp=9", "pp=2 micro=1")
-
-
-@pytest.mark.parametrize("text", REALLY)
-def test_that_is_what_fit_really_does(text: str, tmp_path) -> None:
-    wanted = refusals(job("gpt"), Plan.parse(text))
-    try:
-        px.fit(job("gpt"), text, folder=tmp_path / "run")
-    except RefusedError as error:
-        assert list(error.problems) == wanted
-    else:
-        assert wanted == []

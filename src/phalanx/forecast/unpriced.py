@@ -33,6 +33,8 @@ def _of_cluster(cluster: Cluster) -> Iterator[str]:
     }
     if hosts:
         yield f"Of the hosts, {' and '.join(sorted(hosts))} are not priced: loading data is taken to keep up."
+    for kind in sorted({group.device.kind for group in cluster.groups} - {"cpu", "cuda"}):
+        yield f"Devices of kind {kind} are priced with the constants of kernels and collectives of CUDA devices."
     measured = [group for group in cluster.groups if group.device.measured]
     if any(name.endswith(".byte") for group in measured for name in group.device.measured):
         yield "Measured exchanges stand in place of the bandwidth and latency of link and network."
