@@ -25,6 +25,8 @@ def of_fit(text: str, folder: Path) -> list[Problem]:
     return []
 
 
-@pytest.mark.parametrize("text", ["tp=3", "cp=3 attention=alltoall", "ep=2", "pp=7", "pp=2 split=nonsense", "dp=9"])
+@pytest.mark.parametrize(
+    "text", ["tp=3", "tp=5", "cp=5", "cp=3 attention=alltoall", "ep=2", "pp=7", "pp=2 split=nonsense", "dp=9"]
+)
 def test_what_a_look_says_is_what_fit_does(text: str, tmp_path: Path) -> None:
     assert of_fit(text, tmp_path / "run") == refusals(job(), Plan.parse(text))

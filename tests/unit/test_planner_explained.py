@@ -261,9 +261,8 @@ class TestRules:
             ("4xA100", "fsdp=8", "plan", "--on 8xA100-80GB"),
             ("64xA100", "dp=64", "plan", "dp=32"),
             ("8xA100", "pp=4 fsdp=2 zero=2", "plan.zero", "fsdp=2 pp=4 zero=1"),
-            ("16xA100", "tp=16", "plan.tp", "tp=8"),
-            ("2xA100", "ep=2", "plan.ep", "ep=1"),
-            ("16xA100", "pp=16", "plan.pp", "pp=12"),
+            ("2xA100", "ep=2", "plan.ep", "dp=2"),
+            ("16xA100", "pp=16", "plan.pp", "pp=14 schedule=1f1b"),
             ("8xV100", "dp=8 precision=bf16", "plan.precision", "precision=fp16"),
             ("8xA100+8xV100", "fsdp=16", "plan", '--plan "dp=2 fsdp=8 shares=auto"'),
         ],
@@ -272,6 +271,10 @@ class TestRules:
         asked = question(text)
         found = problems(Plan.parse(plan), asked.work, asked.cluster)
         assert [(one.where, one.fix) for one in found] == [(where, fix)]
+
+    def test_ranks_that_do_not_divide_heads_are_forecast_as_they_run(self) -> None:
+        asked = question("3xA100")
+        assert problems(Plan.parse("tp=3"), asked.work, asked.cluster) == []
 
 
 def test_rooflines_name_the_bound_of_each_device() -> None:
