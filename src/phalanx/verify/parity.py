@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from phalanx.launch import look_ahead, make_ready
 from phalanx.parallel import batch_statistics, dropouts
 from phalanx.spec import Job, Plan
 from phalanx.spec.plan import Device, Precision
@@ -155,10 +156,16 @@ class OneDevice:
             not_compared=_silent(pair),
             notes=_notes(self._module, dropout=self.dropout),
             first=first,
-            cause=diagnose(self.evidence(pair, checks, watch), tolerance, self.job, plan) if first else "",
+            cause=self._cause(pair, checks, watch) if first else "",
             checks=checks,
             never=pair.one.never,
         )
+
+    def _cause(self, pair: Pair, checks: list[Check], watch: Watch) -> str:
+        def look() -> list[str]:
+            return [] if pair.plan.server else look_ahead(self.job, pair.plan)
+
+        return diagnose(self.evidence(pair, checks, watch), pair.tolerance, self.job, pair.plan, look)
 
     def evidence(self, pair: Pair, checks: list[Check], watch: Watch = None) -> Evidence:
         """What a cause is told from; for it the first step is taken once more on both sides, and looked into."""
@@ -205,11 +212,14 @@ def prove(
         WorkerError: if one of the runs failed.
     """
     refuse(job, plan, plan.world_size)
-    for note in _notes(model_of(job), dropout=dropout):
+    make_ready(plan)
+    causes = [] if plan.server else look_ahead(job, plan)
+    for note in (*_notes(model_of(job), dropout=dropout), *causes):
         if say:
             say(note)
     one = OneDevice.run(job, steps, precision=plan.precision, device=plan.device, watch=watch, dropout=dropout)
-    return one.prove(plan, watch=watch)
+    proof = one.prove(plan, watch=watch)
+    return replace(proof, notes=[*proof.notes, *causes])
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:
