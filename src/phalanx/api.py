@@ -102,20 +102,18 @@ def _start(job: Job, spec: RunSpec, watch: Callable[[], None] | None, cores: int
     import torch
 
     from phalanx.foresight import Teller, too_little
-    from phalanx.launch import launch, look_ahead, make_ready, prepare_run, record
+    from phalanx.launch import launch, make_ready, prepare_run, record
     from phalanx.train.assembly import refuse
     from phalanx.train.loop import train
 
     plan, folder = spec.plan, spec.folder
     refuse(job, plan, plan.world_size)
     make_ready(plan)
-    causes = [] if plan.server else look_ahead(job, plan)
 
     def work(there: Place, report: Callable[[int], None]) -> dict[str, Any]:
         if cores is not None:
             torch.set_num_threads(cores * plan.threads)
-        told = hosts.counted(there.rank, report) if hosts else report
-        return train(job, spec, there, report=told, causes=causes)
+        return train(job, spec, there, report=hosts.counted(there.rank, report) if hosts else report)
 
     try:
         with Teller(job, spec, threads=cores, watch=watch) as teller:
@@ -181,14 +179,19 @@ def prove(
     plan: Plan | str,
     *,
     steps: int = 20,
+    against: Callable[..., Any] | None = None,
     say: Callable[[str], None] | None = None,
     watch: Callable[[], None] | None = None,
     dropout: bool = False,
 ) -> Proof:
-    """Compare ``job`` under ``plan`` with one device over ``steps`` steps; see ``phalanx.verify.prove``."""
+    """Compare ``job`` under ``plan`` with one device over ``steps`` steps; see ``phalanx.verify.prove``.
+
+    One device is a plain PyTorch loop that the job is turned into, or ``against``: a training loop of your own.
+    """
     from phalanx.verify import prove as compare
 
-    return compare(job, _plan(plan, job, None), steps=steps, say=say, watch=watch, dropout=dropout)
+    compared = {"against": against, "say": say, "watch": watch, "dropout": dropout}
+    return compare(job, _plan(plan, job, None), steps=steps, **compared)
 
 
 def forecast(job: Job, plan: Plan | str, cluster: Cluster | str) -> Forecast:

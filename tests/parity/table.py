@@ -20,7 +20,7 @@ EACH = (
 )
 
 LONG: dict[int, tuple[str, ...]] = {
-    1: ("micro=3", "micro=5 recompute=full", "offload=optimizer"),
+    1: ("single", "micro=3", "micro=5 recompute=full", "offload=optimizer"),
     2: (*(plan.format(n=2) for plan in EACH), "dp=2 server=1", "dp=2 server=2 micro=2"),
     3: tuple(plan.format(n=3) for plan in EACH),
     4: (
@@ -181,5 +181,6 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
     ("own GPT", "pp=2 split=blocks.l", "blocks.1"),
 )
 
+PLAIN_BAR = 1e-6  # of a loss of one device of Phalanx, against the plain loop
 BAR = 1e-5  # relative: every step's loss, and each first gradient against its norm
 STEPS = 20

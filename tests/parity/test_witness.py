@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from models import MODELS, job, rows
-from table import STEPS
+from table import PLAIN_BAR, STEPS
 from torch import nn
 
 import phalanx as px
@@ -23,7 +23,6 @@ from phalanx.verify.witness import Witness, why_not
 from phalanx.verify.witness.loop import rates
 from phalanx.verify.witness.samples import GlobalBatches, KeyedOrder
 
-PLAIN_BAR = 1e-6  # relative, each step's loss in fp32
 SOURCE = Path(px.__file__).parent
 HERE = SOURCE / "verify" / "witness"
 # What a job's own functions call: the user's side, with tests of its own.

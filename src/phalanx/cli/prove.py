@@ -16,10 +16,17 @@ _NOT_EQUAL = 1
 @click.option("--plan", type=PlanText(), required=True, help='The plan to prove, such as "dp=2" or "fsdp=2 zero=2".')
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Optimizer steps to compare.")
 @click.option("--dropout", is_flag=True, help="Leave dropout on, drawn by sample and layer on both sides.")
+@click.option(
+    "--against",
+    metavar="FILE:FUNCTION",
+    help="A training loop of your own to compare with, in place of the plain PyTorch loop that JOB is turned into.",
+)
 @json_option
 @click.pass_context
-def command(ctx: click.Context, job: str, plan: Plan, steps: int, dropout: bool, as_json: bool) -> None:
-    """Train JOB twice, on one device and under the plan, and compare losses, gradients and parameters.
+def command(
+    ctx: click.Context, job: str, plan: Plan, steps: int, dropout: bool, against: str | None, as_json: bool
+) -> None:
+    """Train JOB twice, by a plain PyTorch loop on one device and under the plan, and compare what both computed.
 
     Exit code 0: equal within what rounding explains. 1: not equal; the first tensor that differs and the likely cause
     are named. 2: refused. 3: a run failed.
@@ -28,10 +35,12 @@ def command(ctx: click.Context, job: str, plan: Plan, steps: int, dropout: bool,
     Examples:
       phalanx prove examples/digits.py --plan dp=2
       phalanx prove examples/gpt.py --plan "fsdp=2 zero=3 micro=4" --steps 5
+      phalanx prove job.py --plan dp=2 --against train.py:loop
     """
-    from phalanx.launch.jobfile import load_job
+    from phalanx.launch.jobfile import load_function, load_job
 
     loaded = load_job(job)
+    own = load_function(against) if against else None
 
     from rich.console import Console
     from rich.markup import escape
@@ -46,7 +55,7 @@ def command(ctx: click.Context, job: str, plan: Plan, steps: int, dropout: bool,
         stderr.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
 
     with Waiting(stderr, f"{loaded.name}: {steps} steps on one device, then under {plan}") as waiting:
-        proof = prove(loaded, plan, steps=steps, watch=waiting, say=say, dropout=dropout)
+        proof = prove(loaded, plan, steps=steps, against=own, watch=waiting, say=say, dropout=dropout)
     if as_json:
         print_json({"job": loaded.name, **proof.to_dict()})
     else:

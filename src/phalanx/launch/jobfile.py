@@ -86,6 +86,18 @@ def load_job(reference: str) -> Job:
     return dataclasses.replace(job, name=where.stem) if job.name == "job" else job
 
 
+def load_function(reference: str) -> Callable[..., object]:
+    """The function that ``path/to/file.py:name`` or ``package.module:name`` stands for, not called.
+
+    Raises:
+        SpecError: there is no such file or function, or the file fails.
+    """
+    where = Reference.parse(reference)
+    with _cuda_left_alone():
+        module = _import_file(where.file, reference) if where.file else _import_module(where.module, reference)
+        return _find(module, where, reference)
+
+
 def _split_file(text: str) -> tuple[str, str, str]:
     # the last colon, and only behind ".py": folders may hold colons
     head, colon, tail = text.rpartition(":")

@@ -226,7 +226,7 @@ def _differing(proof: dict[str, Any]) -> list[RenderableType]:
 
 
 def _verdict(proof: dict[str, Any]) -> RenderableType:
-    over = f"{proof['plan']} and one device, over {proof['steps']} steps"
+    over = f"{proof['plan']} and {proof['reference'] or 'one device'}, over {proof['steps']} steps"
     if proof["equal"]:
         return Text.assemble(("equal", "bold green"), f": {over}")
     table = _grid()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 
 from phalanx.parallel import micro_batches
 from phalanx.spec import Job, Plan
@@ -12,22 +11,14 @@ from phalanx.verify.compare import Tolerance
 from phalanx.verify.evidence import Evidence
 
 
-def diagnose(
-    evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan, look: Callable[[], list[str]] = list
-) -> str:
-    """The likely cause of an inequality, most specific first. ``look`` gives what a look at the job itself shows."""
-
-    def of_the_job(*_: object) -> str:
-        found = look()
-        return f"{' Also: '.join(found)} That is no fault of the split." if found else ""
-
+def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    """The likely cause of an inequality, most specific first."""
     for pattern in (
         _not_promised,
         _skipped,
         _same_samples,
         split.other_start,
         split.copies_apart_at_the_start,
-        of_the_job,
         split.passed_on_in_parts,
         split.auxiliary_once_per_rank,
         split.not_synchronised,
@@ -87,7 +78,7 @@ def _same_samples(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan
                     "The sampler gives ranks the same part: look at what feeds the loader."
                 )
             seen[one] = rank
-    samples = sum(len(capture.ids) for capture in evidence.one.ranks)
+    samples = evidence.one.steps[0].samples or 0
     if len(seen) < samples and seen:
         return f"step 0 saw {len(seen)} samples where one device saw {samples}: some were dropped by the sampler."
     return ""

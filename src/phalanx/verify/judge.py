@@ -135,7 +135,7 @@ def _values(pair: Pair, moment: str) -> Iterator[Check]:
 def _meant(one: Record, tolerance: Tolerance) -> dict[str, Tensor]:
     """The first gradient of each parameter that is not zero but for rounding."""
     found: dict[str, Tensor] = {}
-    for grads in one.reduced.values():
+    for grads in (one.reduced or one.used).values():
         total = math.sqrt(sum(compare.norm(grad) ** 2 for grad in grads.values()))
         found |= {
             name: grad
@@ -264,21 +264,27 @@ def _options(one: Record, other: Record) -> tuple[int, list[str]]:
     return many, wrong
 
 
-def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[int, list[str]]:
+def _different(one: Mapping[str, Any], other: Mapping[str, Any], within: float = 0.0) -> tuple[int, list[str]]:
     keys = list(dict.fromkeys((*one, *other))) if one and other else []
     wrong = [
         f"{key} is {other.get(key, 'missing')}, not {one.get(key, 'there')}"
         for key in keys
         if one.get(key) != other.get(key)
+        and not (key in one and key in other and within and compare.apart(one[key], other[key]) <= within)
     ]
     return len(keys), wrong
 
 
+_SAME_RATE = 1e-7
+"""Relative difference of learning rates that another program's arithmetic may have; of rates held in fp32 as well."""
+
+
 def _numbers(pair: Pair, step: int, here: StepRecord, there: StepRecord) -> tuple[int, list[str]]:
-    """What a step says beside its loss; sums of counts may be rounded, norms are as gradients are."""
+    """What a step says beside its loss; whole counts are exact, sums of weights rounded, norms are as gradients are."""
     tolerance = pair.tolerance
     wrong: list[str] = []
-    allowed = {"count": 1e-12, "samples": 0.0, "norm": tolerance.gradient_at(step), "skipped": 0.0}
+    count = tolerance.loss if here.count is not None and here.count % 1 else 1e-12
+    allowed = {"count": count, "samples": 0.0, "norm": tolerance.gradient_at(step), "skipped": 0.0}
     many = 0
     for name, most in allowed.items():
         a, b = getattr(here, name), getattr(there, name)
@@ -290,8 +296,8 @@ def _numbers(pair: Pair, step: int, here: StepRecord, there: StepRecord) -> tupl
     expected = here.rates
     if pair.plan.server:  # the first server tells those of the parameters that it holds
         expected = {name: rate for name, rate in expected.items() if name in there.rates}
-    count, rates = _different(expected, there.rates)
-    return many + count, wrong + [f"the learning rate of {text}" for text in rates]
+    compared, rates = _different(expected, there.rates, _SAME_RATE)
+    return many + compared, wrong + [f"the learning rate of {text}" for text in rates]
 
 
 def _ranks_agree(other: Record) -> Check:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from phalanx.launch import look_ahead, make_ready
+from phalanx.errors import Problem, RefusedError, WorkerError
 from phalanx.parallel import batch_statistics, dropouts
 from phalanx.spec import Job, Plan
 from phalanx.spec.plan import Device, Precision
@@ -23,7 +23,9 @@ from phalanx.verify.dropout import off_by_sample
 from phalanx.verify.evidence import Evidence
 from phalanx.verify.judge import Check, Pair, judged
 from phalanx.verify.record import Record
+from phalanx.verify.references import own_record, plain_record
 from phalanx.verify.trace import traceable
+from phalanx.verify.witness import OwnLoop, why_not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +47,7 @@ class Proof:
         cause: its likely cause; empty where equal.
         checks: everything that was compared, in the order in which a run computes it.
         never: parameters that had no gradient but zeros in any step.
+        reference: what the plan was compared with, in words.
     """
 
     equal: bool
@@ -60,6 +63,7 @@ class Proof:
     cause: str
     checks: list[Check] = field(default_factory=list[Check])
     never: list[str] = field(default_factory=list[str])
+    reference: str = ""
 
     @property
     def copies(self) -> int:
@@ -89,6 +93,7 @@ class OneDevice:
         steps: optimizer steps taken.
         precision: of the computation.
         device: ``auto``, ``cpu`` or ``cuda``.
+        reference: who computed it, in words: a plain PyTorch loop, a loop of the user's own, or Phalanx.
         dropout: whether dropout is on, drawn by sample and layer.
     """
 
@@ -96,6 +101,7 @@ class OneDevice:
     steps: int
     precision: Precision
     device: Device
+    reference: str
     _module: torch.nn.Module
     _record: Record
     dropout: bool = False
@@ -108,22 +114,34 @@ class OneDevice:
         *,
         precision: Precision = "fp32",
         device: Device = "auto",
+        against: OwnLoop | None = None,
         watch: Watch = None,
         dropout: bool = False,
     ) -> OneDevice:
         """Run ``steps`` steps of ``job`` on one device; ``watch`` is called ten times a second meanwhile.
 
+        By the plain loop that the job is turned into; by Phalanx where it cannot be; by ``against`` where it is given.
+
         Raises:
             WorkerError: if the run failed.
         """
+        alone = Plan(precision=precision, device=device)
         with _folder() as name:
-            record = capture(job, Plan(precision=precision, device=device), steps, Path(name), watch, dropout=dropout)
+            if against is not None:
+                reference = f"your own loop {getattr(against.function, '__name__', '')}".rstrip()
+                record = own_record(against, job, alone, steps, Path(name), watch)
+            elif reason := _BY_SAMPLE if dropout else why_not(replace(job, steps=steps, epochs=None)):
+                reference = f"Phalanx on one device ({reason})"
+                record = capture(job, alone, steps, Path(name), watch, dropout=dropout)
+            else:
+                reference, record = "a plain PyTorch loop", _plain(job, alone, steps, Path(name), watch)
         return cls(
             job=job,
             steps=steps,
             precision=precision,
             device=device,
             dropout=dropout,
+            reference=reference,
             _module=model_of(job),
             _record=record,
         )
@@ -156,16 +174,11 @@ class OneDevice:
             not_compared=_silent(pair),
             notes=_notes(self._module, dropout=self.dropout),
             first=first,
-            cause=self._cause(pair, checks, watch) if first else "",
+            cause=diagnose(self.evidence(pair, checks, watch), tolerance, self.job, plan) if first else "",
             checks=checks,
             never=pair.one.never,
+            reference=self.reference,
         )
-
-    def _cause(self, pair: Pair, checks: list[Check], watch: Watch) -> str:
-        def look() -> list[str]:
-            return [] if pair.plan.server else look_ahead(self.job, pair.plan)
-
-        return diagnose(self.evidence(pair, checks, watch), pair.tolerance, self.job, pair.plan, look)
 
     def evidence(self, pair: Pair, checks: list[Check], watch: Watch = None) -> Evidence:
         """What a cause is told from; for it the first step is taken once more on both sides, and looked into."""
@@ -197,29 +210,51 @@ def prove(
     plan: Plan,
     *,
     steps: int = 20,
+    against: Callable[..., Any] | None = None,
     say: Callable[[str], None] | None = None,
     watch: Watch = None,
     dropout: bool = False,
 ) -> Proof:
     """Run ``steps`` steps of ``job`` on one device and under ``plan``, and compare.
 
-    Dropout is switched off for both; with ``dropout`` it is on, and drawn by sample and layer.
-
-    ``say`` is called with each note before anything runs, ``watch`` ten times a second while it does.
+    One device is the plain PyTorch loop that the job is turned into, or ``against``, a loop of the user's own (see
+    ``phalanx.verify.witness.own``). Dropout is switched off for both; with ``dropout`` it is on, and drawn by sample
+    and layer, and one device is Phalanx's. ``say`` is called with each note before anything runs, ``watch`` ten times
+    a second while it does.
 
     Raises:
         RefusedError: if the plan cannot serve the job here.
         WorkerError: if one of the runs failed.
     """
     refuse(job, plan, plan.world_size)
-    make_ready(plan)
-    causes = [] if plan.server else look_ahead(job, plan)
-    for note in (*_notes(model_of(job), dropout=dropout), *causes):
+    for note in _notes(model_of(job), dropout=dropout):
         if say:
             say(note)
-    one = OneDevice.run(job, steps, precision=plan.precision, device=plan.device, watch=watch, dropout=dropout)
-    proof = one.prove(plan, watch=watch)
-    return replace(proof, notes=[*proof.notes, *causes])
+    if dropout and against is not None:
+        raise RefusedError([_OWN_DROPOUT])
+    own = None if against is None else OwnLoop(against)
+    how: dict[str, Any] = {"precision": plan.precision, "device": plan.device}
+    one = OneDevice.run(job, steps, **how, against=own, watch=watch, dropout=dropout)
+    return one.prove(plan, watch=watch)
+
+
+_BY_SAMPLE = "which alone draws dropout by sample and layer"
+_OWN_DROPOUT = Problem(
+    where="--dropout",
+    given="--dropout together with --against: a loop of your own does not draw dropout by sample and layer",
+    allowed="one of the two",
+    fix="--against FILE:FUNCTION",
+)
+
+
+def _plain(job: Job, alone: Plan, steps: int, folder: Path, watch: Watch) -> Record:
+    """The plain loop's record. A job that it fails with is tried by Phalanx, whose errors say what to do."""
+    try:
+        return plain_record(job, alone, steps, folder, watch)
+    except WorkerError:
+        with _folder() as other:
+            capture(job, alone, steps, Path(other), watch)
+        raise
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:

@@ -76,7 +76,8 @@ def _whole(moment: str, copies: list[dict[str, Copy]], answers: list[dict[str, A
     if not moment.startswith(("reduced", "used")) or len(replicas) == 1:
         return _of_replica(copies, answers, replicas[0])
     found: dict[str, Tensor] = {}
-    shares = {answer["replica"]: answer["counts"] for answer in answers}
+    step = moment.rpartition("-")[2]
+    shares = {answer["replica"]: answer["counts"][step] for answer in answers}
     for replica in replicas:
         for key, tensor in _of_replica(copies, answers, replica).items():
             part = tensor * (shares[replica] / sum(shares.values()))

@@ -143,7 +143,9 @@ class Record:
     @cached_property
     def never(self) -> list[str]:
         """Trained parameters that had no gradient but zeros in any step."""
-        had = {name for grads in self.reduced.values() for name, grad in grads.items() if bool(grad.any())}
+        had = {
+            name for grads in (self.reduced or self.used).values() for name, grad in grads.items() if bool(grad.any())
+        }
         return [name for name in self.options if name not in had]
 
     def prints(self, when: str) -> list[Prints]:

@@ -42,7 +42,7 @@ class Recording(Observer):
         self._metrics: list[Metrics] = []
         self._rates: dict[int, list[float]] = {}
         self._totals: list[float] = []
-        self.answer: dict[str, Any] = {"moments": {}, "numbers": {}, "evaluations": {}, "ids": []}
+        self.answer: dict[str, Any] = {"moments": {}, "numbers": {}, "evaluations": {}, "ids": [], "counts": {}}
 
     def built(self, scene: Scene) -> None:
         self._scene = scene
@@ -52,20 +52,22 @@ class Recording(Observer):
 
     def gradients(self, batch: StepBatch, totals: Totals) -> None:
         self._totals = [float(one) for one in totals]
+        self.answer["counts"][str(batch.step)] = self._totals[1]
         if batch.step == 0:
             self.answer["ids"] = [one for part in batch.parts for micro in part for one in micro.ids]
-            self.answer["counts"] = self._totals[1]
         if batch.step < GRADIENT_STEPS or self._pending:
             self._take_gradients(f"reduced-{batch.step}", only=batch.step >= GRADIENT_STEPS)
 
     def steps(self, batch: StepBatch) -> None:
+        self._rates[batch.step] = self._rates_now()
         if batch.step < GRADIENT_STEPS:
             self._take(f"used-{batch.step}", self._gradients(self._there.gradients()))
 
     def updated(self, batch: StepBatch, metrics: Metrics) -> None:
         self._metrics.append(metrics)
         if not metrics.skipped:
-            self._rates[batch.step] = [options["lr"] for _, options in self._there.groups()]
+            # Servers do not tell that a step begins; elsewhere a hook of the optimizer may have set the next rates.
+            self._rates.setdefault(batch.step, self._rates_now())
         if len(self._metrics) == 1:
             self._take(FIRST, {**self._values(), **self._state(FIRST)})
 
@@ -88,6 +90,9 @@ class Recording(Observer):
             }
             for one in sorted(self._metrics, key=lambda one: one.step)
         ]
+
+    def _rates_now(self) -> list[float]:
+        return [options["lr"] for _, options in self._there.groups()]
 
     @property
     def _there(self) -> Scene:

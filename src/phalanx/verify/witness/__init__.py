@@ -4,5 +4,6 @@ Nothing in this folder imports what a proof judges: of Phalanx only what people 
 """
 
 from phalanx.verify.witness.loop import Witness, why_not
+from phalanx.verify.witness.own import OwnLoop
 
-__all__ = ["Witness", "why_not"]
+__all__ = ["OwnLoop", "Witness", "why_not"]

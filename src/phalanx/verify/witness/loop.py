@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from phalanx.spec import Job, Schedule
 from phalanx.verify.witness import samples
 
-Precision = Literal["fp32", "bf16", "fp16"]
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -71,7 +70,7 @@ class Witness:
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
     @classmethod
-    def of(cls, job: Job, steps: int, *, precision: Precision = "fp32", device: str | torch.device = "cpu") -> Witness:
+    def of(cls, job: Job, steps: int, *, precision: str = "fp32", device: str | torch.device = "cpu") -> Witness:
         """Train ``job`` for ``steps`` steps, or as many as it has.
 
         It seeds the global generators of torch, numpy and Python, and so belongs into a process of its own.
@@ -97,7 +96,7 @@ def why_not(job: Job, optimizer: torch.optim.Optimizer | None = None) -> str:
 class _Loop:
     """The objects of the loop, built in the order in which a script would build them."""
 
-    def __init__(self, job: Job, steps: int, precision: Precision, device: torch.device) -> None:
+    def __init__(self, job: Job, steps: int, precision: str, device: torch.device) -> None:
         self.job, self.steps, self.device = job, steps, device
         self.half = _HALVES.get(precision)
         samples.seed_everything(samples.stream_seed(job.seed, 0))
@@ -110,7 +109,12 @@ class _Loop:
         self.optimizer: torch.optim.Optimizer = job.optimizer(_Named(self.trained))
         if reason := why_not(job, self.optimizer):
             raise ValueError(reason)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rates(job.schedule, job.batch, self._total()))
+        self.schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+        if (
+            job.schedule != Schedule()
+        ):  # else what a scheduler of the job's own sets, by a hook of its optimizer, stands
+            factor = rates(job.schedule, job.batch, self._total())
+            self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
         # On sums, as the loss is one: the scale does not follow what the batch happens to count.
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** (12 - round(math.log2(job.batch))))
         self.scales = precision == "fp16"
@@ -212,7 +216,8 @@ class _Loop:
         with warnings.catch_warnings():
             # A first step that fp16 skips is a step of the schedule all the same.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before")
-            self.schedule.step()
+            if self.schedule is not None:
+                self.schedule.step()
 
     def _evaluate(self, step: int) -> None:
         """Loss and metrics over the evaluation data: sums over counts."""

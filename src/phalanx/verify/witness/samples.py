@@ -154,6 +154,17 @@ def epochs_of(data: Any, job: Any) -> Iterator[tuple[int, Iterator[tuple[list[in
         epoch += 1
 
 
+def numbers(data: Any, job: Any, steps: int) -> list[list[int]]:
+    """The sample numbers of each of the first steps, of data that can be read in any order."""
+    found: list[list[int]] = []
+    epoch = 0
+    while len(found) < steps:
+        order = None if job.shuffle is False else KeyedOrder(len(data), job.seed, epoch)
+        found += list(GlobalBatches(len(data), job.batch, order, job.drop_last))
+        epoch += 1
+    return found[:steps]
+
+
 def steps_of_epoch(length: int, batch: int, drop_last: bool) -> int:
     """Steps in a pass over so many samples."""
     return len(range(0, length, batch)) - bool(drop_last and length % batch)

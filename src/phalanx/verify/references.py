@@ -1,0 +1,123 @@
+"""What a plan is held against: the plain loop that a job is turned into, or a loop that the user wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from phalanx.comm import Place, device_for
+from phalanx.launch import launch
+from phalanx.parallel import device_kind
+from phalanx.spec import Job, Plan
+from phalanx.verify.capture import Watch, switch_off_dropout, without_dropout
+from phalanx.verify.record import Record, StepRecord
+from phalanx.verify.witness import OwnLoop, Witness
+
+_MOMENTS = ("values", "buffers", "reduced", "used")
+
+
+def plain_record(job: Job, alone: Plan, steps: int, folder: Path, watch: Watch = None) -> Record:
+    """What the plain loop of ``job`` gives in ``steps`` steps, in the precision and on the device of ``alone``.
+
+    Raises:
+        WorkerError: if the loop failed.
+    """
+    given = replace(job, model=without_dropout(job), steps=steps, epochs=None)
+    return _observed(
+        lambda device: Witness.of(given, steps, precision=alone.precision, device=device), alone, folder, watch
+    )
+
+
+def own_record(loop: OwnLoop, job: Job, alone: Plan, steps: int, folder: Path, watch: Watch = None) -> Record:
+    """What a user's own loop gives.
+
+    Raises:
+        WorkerError: if the loop failed, or did not give what it must.
+    """
+    given = replace(job, model=without_dropout(job), steps=steps, epochs=None)
+    return _observed(lambda device: loop.run(given, steps, device), alone, folder, watch)
+
+
+def _observed(run: Callable[[torch.device], Witness], alone: Plan, folder: Path, watch: Watch) -> Record:
+    """Run it in a process of its own, with dropout off as on the other side."""
+
+    def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
+        switch_off_dropout()
+        witness = run(device_for(place, device_kind(alone, place.workers_here)))
+        tensors, numbers = _flat(witness)
+        save_file(tensors, folder / "plain.safetensors")
+        return numbers
+
+    (numbers,) = launch(work, 1, watch=watch)
+    return _record(load((folder / "plain.safetensors").read_bytes()), numbers)
+
+
+def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by ``kind|moment|name``, and the rest as JSON."""
+    tensors: dict[str, Tensor] = {}
+    for kind in _MOMENTS:
+        for moment, named in getattr(witness, kind).items():
+            tensors |= {f"{kind}|{moment}|{name}": tensor for name, tensor in named.items()}
+    numbers: dict[str, dict[str, float]] = {}
+    for moment, entries in witness.state.items():
+        numbers[moment] = {}
+        for name, state in entries.items():
+            for key, value in state.items():
+                alike = isinstance(value, Tensor) and value.shape == witness.values[moment][name].shape
+                if isinstance(value, Tensor) and (alike or value.dim()) and key != "step":
+                    tensors[f"state|{moment}|{name}.{key}"] = value
+                elif isinstance(value, Tensor | int | float):
+                    numbers[moment][f"{name}.{key}"] = float(value)
+    skipped = witness.skipped or [False] * len(witness.losses)
+    steps = [
+        {
+            "loss": loss,
+            "skipped": skipped[step],
+            "count": witness.counts[step] if witness.counts else None,
+            "samples": len(witness.samples[step]) if witness.samples else None,
+            "norm": witness.norms[step] if witness.norms else None,
+            "rates": witness.rates[step] if witness.rates and not skipped[step] else {},
+        }
+        for step, loss in enumerate(witness.losses)
+    ]
+    options = {name: _numeric(group) for name, group in witness.options.items()}
+    return tensors, {"steps": steps, "numbers": numbers, "options": options, "evaluations": witness.evaluations}
+
+
+def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> Record:
+    kinds: dict[str, dict[str, dict[str, Tensor]]] = {kind: {} for kind in (*_MOMENTS, "state")}
+    for key, tensor in tensors.items():
+        kind, moment, name = key.split("|", 2)
+        kinds[kind].setdefault(moment, {})[name] = tensor
+    return Record(
+        steps=[StepRecord(**step) for step in answer["steps"]],
+        values=kinds["values"],
+        buffers=kinds["buffers"],
+        state=kinds["state"],
+        reduced={int(step): grads for step, grads in kinds["reduced"].items()},
+        used={int(step): grads for step, grads in kinds["used"].items()},
+        numbers=answer["numbers"],
+        options=answer["options"],
+        evaluations={int(step): result for step, result in answer["evaluations"].items()},
+    )
+
+
+def _numeric(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are numbers, or a few of them."""
+    found = {key: _number(value) for key, value in group.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return float(value.detach()) if value.numel() == 1 else None
+    if isinstance(value, tuple | list):
+        numbers = [_number(one) for one in value]
+        return None if None in numbers else numbers
+    return value if isinstance(value, bool | int | float) else None

@@ -1,0 +1,259 @@
+"""The faults: what training on several devices, or one, gets wrong in practice."""
+
+from __future__ import annotations
+
+from mutation import Mutation
+
+STEP = "train/step.py"
+_STEPPED = "            self.optimizer.step()\n        self.sync"
+_RANK = "__import__('torch').distributed.get_rank()"
+
+MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        "gradients × 2 between backward and update, on both sides",
+        STEP,
+        "        parameters = held.parameters.values()\n",
+        "        parameters = held.parameters.values()\n        scale(local_gradients(parameters), 2.0)\n",
+        ("prove rich single",),
+    ),
+    Mutation(
+        "gradients × 2 where sums are divided by the count",
+        STEP,
+        "scale(local_gradients(self.layout.parameters.values()), correction)",
+        "scale(local_gradients(self.layout.parameters.values()), correction * 2)",
+        ("prove rich dp=2",),
+    ),
+    Mutation(
+        "the optimizer steps twice",
+        STEP,
+        _STEPPED,
+        f"            self.optimizer.step()\n{_STEPPED}",
+        ("prove rich single",),
+    ),
+    Mutation(
+        "clipping is off",
+        STEP,
+        "clip(local_gradients(parameters), norm, self.job.clip)",
+        "clip(local_gradients(parameters), norm, math.inf)",
+        ("prove rich single",),
+    ),
+    Mutation(
+        "the learning rate × 2",
+        "train/rates.py",
+        "rate = self._set[index] = self._base[index] * factor",
+        "rate = self._set[index] = self._base[index] * factor * 2",
+        ("prove rich single",),
+    ),
+    Mutation(
+        "initial values from another seed",
+        "train/assembly.py",
+        "seed = stream(job.seed, 0)",
+        "seed = stream(job.seed, 1)",
+        ("prove rich single",),
+    ),
+    Mutation(
+        "a mean of means over ranks",
+        STEP,
+        "return read.samples * step.layout.divisor / self._batch.samples",
+        "return 1.0",
+        ("prove mean dp=3",),
+    ),
+    Mutation(
+        "each rank divides by its own count",
+        STEP,
+        "        total, count, _ = numbers.tolist()\n        return total, count",
+        "        total, count, _ = numbers.tolist()\n"
+        "        return total, self._local_totals(self._device())[1] * dist.get_world_size()",
+        ("prove rich dp=2",),
+    ),
+    Mutation(
+        "one rank's samples on every rank",
+        "data/shares.py",
+        "cut(*each[part], index, count if even else size)",
+        "cut(*each[0], index, count if even else size)",
+        ("prove mean dp=2",),
+    ),
+    Mutation(
+        "a copy drifts by 3e-6 a step on rank 1",
+        STEP,
+        _STEPPED,
+        "            self.optimizer.step()\n"
+        f"            if {_RANK} == 1:\n"
+        "                next(iter(parameters)).data.add_(3e-6)\n        self.sync",
+        ("prove rich dp=2",),
+    ),
+    Mutation(
+        "running statistics of its own on each rank",
+        "parallel/replicate.py",
+        "        self._statistics.share()\n",
+        "",
+        ("copies norm dp=2",),
+    ),
+    Mutation(
+        "the schedule counts micro-batches",
+        "train/rates.py",
+        "job.schedule.factor(step=step,",
+        "job.schedule.factor(step=step * 2,",
+        ("prove rich single",),
+    ),
+    Mutation(
+        "the last batch of an epoch is dropped",
+        "data/sampler.py",
+        "return self.length // self.batch if self.drop_last else -(-self.length // self.batch)",
+        "return self.length // self.batch",
+        ("prove rich single",),
+    ),
+    Mutation(
+        "a parameter is not stepped",
+        STEP,
+        _STEPPED,
+        f"            next(iter(parameters)).grad = None\n{_STEPPED}",
+        ("prove rich single",),
+    ),
+    Mutation(
+        "gradients are reduced twice",
+        "parallel/replicate.py",
+        "        if not self._may_be_unused:\n            check_reduced",
+        "        for one in self._held.parameters.values():\n"
+        "            torch.distributed.all_reduce(one.grad)\n"
+        "        if not self._may_be_unused:\n            check_reduced",
+        ("prove rich dp=2",),
+    ),
+    Mutation(
+        "weight decay on the wrong group",
+        "train/assembly.py",
+        "    held = {id(tensor) for group in optimizer.param_groups",
+        "    decays = [group['weight_decay'] for group in optimizer.param_groups]\n"
+        "    for group, decay in zip(optimizer.param_groups, decays[::-1], strict=True):\n"
+        "        group['weight_decay'] = decay\n"
+        "    held = {id(tensor) for group in optimizer.param_groups",
+        ("prove rich single",),
+    ),
+    Mutation(
+        "the optimizer's state is not restored",
+        "checkpoint/optimizer.py",
+        "    optimizer.state.update(states)\n",
+        "",
+        ("resume rich dp=2",),
+    ),
+    Mutation(
+        "the step that a run goes on from is forgotten by the schedule",
+        "train/state.py",
+        'progress.step, progress.samples, progress.divisor = state["step"], state["samples"], state["divisor"]',
+        'progress.samples, progress.divisor = state["samples"], state["divisor"]',
+        ("resume rich dp=2",),
+    ),
+    Mutation(
+        "a resumed run begins with the first samples again",
+        "data/loader.py",
+        "            first=first_step,\n",
+        "            first=0,\n",
+        ("resume rich dp=2",),
+    ),
+    Mutation(
+        "what a mean is weighted with is the same for every micro-batch",
+        "train/lossform.py",
+        "return Reading(result, float(samples), samples, samples, True)",
+        "return Reading(result, 1.0, 1, samples, True)",
+        ("prove mean micro=4",),
+    ),
+    Mutation(
+        "warm-up begins one step late",
+        "spec/schedule.py",
+        "return min(1.0, (step + 1) / warmup)",
+        "return min(1.0, step / warmup)",
+        ("prove rich single",),
+    ),
+    Mutation(
+        "the decay does not reckon with the warm-up",
+        "spec/schedule.py",
+        "progress = min(1.0, (step - warmup) / max(1.0, total - warmup))",
+        "progress = min(1.0, step / max(1.0, total))",
+        ("prove rich single",),
+    ),
+    Mutation(
+        "every epoch in the same order",
+        "data/sampler.py",
+        "Permutation.keyed(self.length, self.seed, epoch)",
+        "Permutation.keyed(self.length, self.seed, 0)",
+        ("prove rich single",),
+    ),
+    Mutation(
+        "every epoch draws the same for a sample",
+        "data/seeding.py",
+        "repr((seed, epoch)).encode(), digest_size=8",
+        "repr((seed, 0)).encode(), digest_size=8",
+        ("fit noisy single",),
+    ),
+    Mutation(
+        "numpy's generator is not seeded for samples",
+        "data/seeding.py",
+        "        np.random.seed(seed & 0xFFFFFFFF)\n",
+        "",
+        ("fit noisy single",),
+    ),
+    Mutation(
+        "the same dropout in every step",
+        STEP,
+        "reseed(device, stream(self._job.seed, step.progress.step, index",
+        "reseed(device, stream(self._job.seed, 0, index",
+        ("fit noisy single",),
+    ),
+    Mutation(
+        "evaluation with dropout",
+        "train/evaluate.py",
+        "    module.eval()\n",
+        "",
+        ("fit noisy single",),
+    ),
+    Mutation(
+        "each rank evaluates its own samples only",
+        "train/evaluate.py",
+        "    sum_over_ranks(totals)\n",
+        "",
+        ("prove rich dp=2",),
+    ),
+    Mutation(
+        "fillers count in the evaluation",
+        "train/evaluate.py",
+        "                    if micro.samples:\n",
+        "                    if True:\n",
+        ("prove rich dp=2",),
+    ),
+    Mutation(
+        "the ledger notes the last micro-batch only",
+        "data/ledger.py",
+        "                ids += micro.ids\n",
+        "                ids = list(micro.ids)\n",
+        ("ledger rich dp=2 micro=3",),
+    ),
+    Mutation(
+        "the audit of a ledger misses samples that were never seen",
+        "data/audit.py",
+        "if len(unseen) > max(0, length - whole):",
+        "if len(unseen) > length:",
+        ("test unit/test_data_ledger.py",),
+    ),
+    Mutation(
+        "half precision computes in fp32",
+        "train/precision.py",
+        "return torch.autocast(device.type, dtype=_DTYPES[plan.precision])",
+        "return nullcontext()",
+        ("prove tokens precision=bf16",),
+    ),
+    Mutation(
+        "fp16's loss scale never comes down",
+        "train/precision.py",
+        "self.scale = max(_LEAST, self.scale / 2)",
+        "self.scale = max(_LEAST, self.scale)",
+        ("prove overflow precision=fp16",),
+    ),
+    Mutation(
+        "the loss scale is divided out twice",
+        STEP,
+        "        factor = (self._divided_by or self._constant()) * self._step.layout.divisor\n",
+        "        factor = (self._divided_by or self._constant()) * self._step.layout.divisor\n"
+        "        factor *= self._step.progress.loss_scale.scale if self._step.progress.loss_scale else 1.0\n",
+        ("prove rich precision=fp16",),
+    ),
+)
