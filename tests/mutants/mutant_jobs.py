@@ -126,7 +126,8 @@ def experts() -> px.Job:
 
 def overflow() -> px.Job:
     """Values so large that fp16's loss scale has to come down."""
-    return rich(inputs=lambda batch: batch["x"] * 2e3, evaluate=None, metrics=None, evaluate_every=0)
+    model = lambda: nn.Linear(16, 5)  # noqa: E731
+    return rich(model=model, inputs=lambda batch: batch["x"] * 3e3, evaluate=None, metrics=None, evaluate_every=0)
 
 
 def norm() -> px.Job:

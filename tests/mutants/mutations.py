@@ -137,10 +137,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("resume rich dp=2",),
     ),
     Mutation(
-        "the step that a run goes on from is forgotten by the schedule",
+        "parameters are not restored",
         "train/state.py",
-        'progress.step, progress.samples, progress.divisor = state["step"], state["samples"], state["divisor"]',
-        'progress.samples, progress.divisor = state["samples"], state["divisor"]',
+        "        checkpoint.load(path, model_tensors(assembly.layout))\n",
+        "",
         ("resume rich dp=2",),
     ),
     Mutation(
