@@ -2,7 +2,7 @@
 
 Measured: bytes of tensors that a run's first steps see on the rank that has most (see ``train/memory.py``): what comes
 and goes within one operation is not among them. Forecast: the same parts, from the traced profile alone. Of a
-sharded plan the parameters hold what was gathered; a host gathers one block at a time.
+sharded plan the parameters hold what was gathered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from phalanx.train.work import work_of
 
 BAR = 0.05
 PARTS = ("parameters", "gradients", "optimizer", "activations")
-ON_HOST = replace(PHALANX, blocks_gathered=1.0, unscattered=0.0)
 PLANS = (
     "single",
     "single micro=8",
@@ -74,10 +73,9 @@ def beside(job: px.Job, text: str, work: Work | None = None) -> Beside:
     plan = px.Plan.parse(text)
     work = work or work_of(job)
     layouts = Layouts.of([plan], work.batch, work.tokens)
-    found = memory(work.profile, layouts, ON_HOST, plan.precision, work.state)
+    found = memory(work.profile, layouts, PHALANX, plan.precision, work.state)
     forecast = {name: float(getattr(found, name)[0]) for name in PARTS}
-    if plan.zero == 3:
-        forecast["parameters"] += float(found.communication[0])
+    forecast["parameters"] += float(found.gathered[0])
     with tempfile.TemporaryDirectory() as folder:
         run = px.fit(replace(job, steps=2, epochs=None), plan, folder=Path(folder) / "run")
         ranks = summarise(run.folder).memory

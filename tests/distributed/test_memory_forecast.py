@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from phalanx.observe.summary import summarise
 from phalanx.profile import Described, Profile
 
 SIZE = Size(layers=4, width=64, heads=4, context=64)
-HOST = replace(PHALANX, blocks_gathered=1.0, unscattered=0.0)  # gathers no block ahead
 PARTS = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -48,6 +46,9 @@ def profile() -> Profile:
         "fsdp=2 zero=2",
         "fsdp=2 zero=3 recompute=full",
         "fsdp=2 zero=3 precision=bf16",
+        "fsdp=2 pp=2 zero=2 micro=2",
+        "dp=2 offload=optimizer",
+        "fsdp=2 offload=parameters",
         "tp=2",
         "tp=2 sequence=true",
         "cp=2",
@@ -58,12 +59,13 @@ def profile() -> Profile:
 )
 def test_runs_hold_what_was_forecast(plan: str, profile: Profile, tmp_path: Path) -> None:
     layouts = Layouts.of([px.Plan.parse(plan)], 16, SIZE.context)
-    found = memory(profile, layouts, HOST, px.Plan.parse(plan).precision, 8.0)
+    found = memory(profile, layouts, PHALANX, px.Plan.parse(plan).precision, 8.0)
     forecast = {name: float(getattr(found, name)[0]) for name in PARTS}
-    if "zero=3" in plan:
-        forecast["parameters"] += float(found.communication[0])
+    forecast["parameters"] += float(found.gathered[0])
     run = fit(plan, tmp_path, model=lambda: GPT(SIZE), data=texts, inputs=lambda batch: batch["x"], batch=16, epochs=1)
     measured = max(summarise(run.folder).memory, key=lambda parts: sum(parts.values()))
-    assert {name: measured[name] for name in PARTS} == {
-        name: pytest.approx(value, rel=0.05) for name, value in forecast.items()
-    }
+    steps = 4 * len(list(GPT(SIZE).parameters()))  # AdamW counts them for each tensor, which the forecast leaves out
+    for name in ("parameters", "gradients"):
+        assert measured[name] == forecast[name]
+    assert 0 <= measured["optimizer"] - forecast["optimizer"] <= steps
+    assert measured["activations"] == pytest.approx(forecast["activations"], rel=0.05)

@@ -40,6 +40,7 @@ class Forecast:
         allocated: bytes of tensors at the peak.
         reserved: bytes the allocator then holds.
         room: bytes a process can use.
+        start: bytes of tensors before the first step, when values are made; ``allocated`` is no less.
         samples: in one step.
         tokens: in one sample.
         flops: of the model in one step, without recomputation.
@@ -69,6 +70,7 @@ class Forecast:
     host_room: float = math.inf
     unrun: str = ""
     watts: float = 0.0
+    start: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property
@@ -222,6 +224,7 @@ def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habit
                 host_room=float(hosts.room[index]),
                 unrun=not_run_yet(plan, cluster),
                 watts=_watts(cluster, plan),
+                start=float(found.memory.start[index]),
                 notes=(
                     *work.profile.notes,
                     *assumed(plan, cluster, found.samples[:, index].tolist()),

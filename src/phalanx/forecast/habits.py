@@ -58,7 +58,10 @@ class Habits:
         logits_twice: whether the loss over classes that ``tp`` has cut keeps them twice, where ``logits`` is 0.
         autocast: whether half precision casts weights where they are read, and leaves the stream in fp32 (not where
             ``zero=3`` gathers them in it).
-        outer_here: whether the copy and the momentum of an outer step are in the memory that is looked at: on CPUs.
+        one_memory: whether what is kept on the host is in the memory that is looked at: on CPUs.
+        buffered: blocks that are there once more, in the buffers that they are gathered in.
+        buckets: buckets of whole gradients under way at one time where ``zero`` is 1 or 2; 0 where that is not known.
+        reducing_last: whether buffers of gathering and reducing are there beside all gradients, as the last ones come.
         whole_backwards: whether a pipeline does a backward in halves only where nothing is computed again and ``zero``
             shards no gradients, as hooks on parameters want.
         stages_whole: whether a pipeline's stages stay gathered through a step, and their gradients whole.
@@ -102,7 +105,10 @@ class Habits:
     norms_kept: float = 0.0
     ahead: float = 1.0
     shards_over_cp: bool = False
-    outer_here: bool = True
+    one_memory: bool = True
+    buffered: float = 0.0
+    buckets: float = 0.0
+    reducing_last: bool = False
     stages_whole: bool = False
     whole_backwards: bool = False
     gathers_kept: bool = False
@@ -110,7 +116,17 @@ class Habits:
     autocast: bool = False
 
 
-PHALANX = Habits(name="phalanx", gathers_kept=True, logits_twice=True, autocast=True, whole_backwards=True)
+PHALANX = Habits(
+    name="phalanx",
+    gathers_kept=True,
+    logits_twice=True,
+    autocast=True,
+    whole_backwards=True,
+    blocks_gathered=1.0,
+    buffered=1.0,
+    buckets=4.0,
+    reducing_last=True,
+)
 
 _BESIDE = 0.5 * 2**30
 _HALF = Habits(name="half", weights=2.0, master=4.0, gradients=2.0, gradients_stay=True)

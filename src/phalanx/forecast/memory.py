@@ -15,9 +15,12 @@ from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.price import itemsize
 from phalanx.forecast.tables import Array
 from phalanx.profile import Part, Profile
+from phalanx.spec.buckets import BUCKET_BYTES
 
 BLOCK = 2.0 * 2**20
 """Bytes in which the CUDA allocator takes memory at least."""
+_COPIED = 2.0
+"""Buckets that gloo, which reduces on CPUs, has copies of: one for each of its threads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -26,29 +29,38 @@ class Memory:
 
     Attributes:
         parameters: values, in the precision computed in and in that stepped.
+        gathered: sharded parameters that are there whole.
         gradients: while they are summed; and what compression left out of those before.
         optimizer: its state.
         activations: saved for backward, of all micro-batches under way.
         working: temporaries beyond what is saved.
-        communication: buffers of collectives, and parameters gathered.
+        communication: buffers of collectives, and gradients on their way.
         apart: 0 or less: these do not all peak at the same time, for activations are gone when the last gradient comes.
+        start: before the first step, when values are made: the parameters, and what is not cut into shards yet.
         reserve: what the allocator holds beyond what is allocated.
     """
 
     parameters: Array
+    gathered: Array
     gradients: Array
     optimizer: Array
     activations: Array
     working: Array
     communication: Array
     apart: Array
+    start: Array
     reserve: Array
 
     @property
-    def allocated(self) -> Array:
-        """Bytes of tensors when there are most."""
-        held = self.parameters + self.gradients + self.optimizer + self.activations + self.working
+    def stepping(self) -> Array:
+        """Bytes of tensors in a step when there are most."""
+        held = self.parameters + self.gathered + self.gradients + self.optimizer + self.activations + self.working
         return held + self.communication + self.apart
+
+    @property
+    def allocated(self) -> Array:
+        """Bytes of tensors when there are most, from a rank's first line on."""
+        return np.maximum(self.stepping, self.start)
 
     @property
     def reserved(self) -> Array:
@@ -57,16 +69,20 @@ class Memory:
 
     def at_peak(self) -> dict[str, Array]:
         """The parts but ``apart``, each as it is when all together are most: they add up to ``reserved``."""
-        moving = self.activations + self.working + self.communication
+        moving = self.activations + self.working + self.communication + self.gathered
         computing = moving >= self.gradients
         left = 1 + np.where(computing, 0.0, self.apart / np.maximum(moving, 1.0))
+        there = np.where(self.start > self.stepping, 0.0, 1.0)
+        begun = np.minimum(self.parameters, self.start)
         return {
-            "parameters": self.parameters,
-            "gradients": self.gradients + np.where(computing, self.apart, 0.0),
-            "optimizer": self.optimizer,
-            "activations": self.activations * left,
-            "working": self.working * left,
-            "communication": self.communication * left,
+            "parameters": np.where(there > 0, self.parameters, begun),
+            "gathered": self.gathered * left * there,
+            "gradients": (self.gradients + np.where(computing, self.apart, 0.0)) * there,
+            "optimizer": self.optimizer * there,
+            "activations": self.activations * left * there,
+            "working": self.working * left * there,
+            "communication": self.communication * left * there,
+            "start": np.where(there > 0, 0.0, self.start - begun),
             "reserve": self.reserve,
         }
 
@@ -76,10 +92,13 @@ def memory(profile: Profile, layouts: Layouts, habits: Habits, precision: str, s
     lie = ranks(profile.parts, layouts, habits.ahead)
     fixed = _fixed(profile, layouts, habits, lie, state, precision)
     active = kept(profile, layouts, habits, lie, precision)
-    communication = _gathered(profile, layouts, habits, lie, precision) + _messages(profile, layouts, lie, precision)
-    communication += _staying(profile, layouts, habits, lie, precision) + _in_flight(profile, layouts, habits, lie)
+    gathered, reducing = _gathered(profile, layouts, habits, lie, precision)
+    reducing = reducing + _in_buckets(profile, layouts, habits, lie)
+    passing = _messages(profile, layouts, lie, precision) + _in_flight(profile, layouts, habits, lie)
+    gathered = gathered + _staying(profile, layouts, habits, lie, precision)
+    moving = _Moving(gathered=gathered, reducing=reducing, passing=passing)
     there = np.where(lie.there > 0, 0.0, -np.inf)
-    every = [_together(active, fixed, communication, layouts, habits, at) for at in range(3)]
+    every = [_together(active, fixed, moving, layouts, habits, at) for at in range(3)]
     needed = np.stack([one.reserved for one in every]) + there
     worst = needed.argmax(axis=0)[None]
     return Memory(
@@ -98,25 +117,40 @@ class _Fixed:
     gradients: Array
     optimizer: Array
     update: Array
+    start: Array
 
 
-def _together(active: Kept, fixed: _Fixed, communication: Array, layouts: Layouts, habits: Habits, at: int) -> Memory:
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Moving:
+    """What comes and goes for collectives: shape (3, N) each, by rank; ``passing`` is gone with the activations."""
+
+    gathered: Array
+    reducing: Array
+    passing: Array
+
+
+def _together(active: Kept, fixed: _Fixed, moving: _Moving, layouts: Layouts, habits: Habits, at: int) -> Memory:
     """One rank: in the last forward or the first backward, or in the optimizer's step, whichever needs more."""
     gradients, activations, working = fixed.gradients[at], active.saved[at], active.working[at]
     there = np.where(_gradients_stay(layouts, habits), gradients, 0.0)
-    computing = activations + working + communication[at] + there
-    stepping = gradients + fixed.update[at]
+    collectives = moving.gathered[at] + moving.reducing[at]
+    computing = activations + working + collectives + moving.passing[at] + there
+    stepping = gradients + np.maximum(fixed.update[at], collectives if habits.reducing_last else 0.0)
     together = np.maximum(computing, stepping)
+    apart = together - gradients - activations - working - collectives - moving.passing[at]
     allocated = fixed.parameters[at] + fixed.optimizer[at] + together
+    most = np.maximum(allocated, fixed.start[at])
     return Memory(
         parameters=fixed.parameters[at],
+        gathered=moving.gathered[at],
         gradients=gradients,
         optimizer=fixed.optimizer[at],
         activations=activations,
         working=working,
-        communication=communication[at],
-        apart=np.minimum(together - gradients - activations - working - communication[at], 0.0),
-        reserve=np.ceil(allocated * (habits.reserved - 1) / BLOCK) * BLOCK + habits.beside,
+        communication=moving.reducing[at] + moving.passing[at],
+        apart=np.minimum(apart, 0.0),
+        start=fixed.start[at],
+        reserve=np.ceil(most * (habits.reserved - 1) / BLOCK) * BLOCK + habits.beside,
     )
 
 
@@ -132,19 +166,45 @@ def _fixed(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, state
     learn, still = _counts(profile, layouts, lie)
     shards = _shards(layouts, habits)
     by = {stage: np.where(layouts.zero >= stage, shards, 1.0) for stage in (1, 2, 3)}
-    whole = (learn + still) * habits.weights / by[3]
-    whole = np.where(layouts.offload == 2, 0.0, whole)
+    # Stages of a pipeline run backward at different times: where our own ZeRO-2 reduces, that is once a step.
+    late = (layouts.pp > 1) & (layouts.zero == 2) & (habits.buckets > 0)
     once = (layouts.zero == 1) & (layouts.micros == 1) & (layouts.pp == 1) & (not habits.gradients_stay)
-    split = np.where(once, shards, by[2])
+    split = np.where(once, shards, np.where(late, 1.0, by[2]))
     half = 0.0 if precision == "fp32" else habits.master
-    away = (layouts.offload >= 1) | (layouts.server > 0)
-    outer = kept_apart(layouts) if habits.outer_here else 0.0
+    outer = learn * kept_apart(layouts) / by[1]
+    values, sums = (learn + still) * habits.weights / by[3], learn * habits.gradients / split
+    stepped = learn * half / by[1]
+    copies, kept_state = learn * habits.weights / by[1], learn * state / by[1]
+    served, nothing = layouts.server > 0, np.zeros_like(learn)
+    some, everything = layouts.offload == 1, layouts.offload == 2
+    here = habits.one_memory
+    away = (layouts.offload > 0) & (not here)
+    values_here = np.where(everything & away, 0.0, values)
+    stepped = np.where(served | (layouts.offload > 0), np.where(some & here, copies, nothing), stepped)
     return _Fixed(
-        parameters=whole + np.where(away, 0.0, learn * half / by[1]),
-        gradients=np.where(layouts.offload == 2, 0.0, learn * habits.gradients / split) + learn * fed_back(layouts),
-        optimizer=np.where(away, 0.0, learn * state / by[1]) + learn * outer / by[1],
-        update=np.where(layouts.server > 0, 0.0, learn * habits.stepping / by[1]),
+        parameters=values_here + stepped,
+        gradients=np.where(everything & away, 0.0, sums) + learn * fed_back(layouts),
+        optimizer=np.where(away | served, 0.0, kept_state) + (outer if here else nothing),
+        update=np.where(served, 0.0, learn * habits.stepping / by[1]),
+        start=values_here + _uncut(profile, layouts, habits, lie),
     )
+
+
+def _uncut(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks) -> Array:
+    """What is there beyond a rank's parameters while they are made: a block before it is sharded, a tensor before cut.
+
+    Tensors are made and cut on the host.
+    """
+    block, outer, _ = _units(profile, layouts, lie)
+    shared = (layouts.zero == 3) & (_shards(layouts, habits) > 1)
+    cut = (layouts.tp * layouts.ep > 1) & habits.one_memory
+    one = np.where(cut, max((_largest(part) for part in profile.parts), default=0.0), 0.0)
+    return (np.where(shared, np.maximum(block, outer), 0.0) + one) * habits.weights
+
+
+def _largest(part: Part) -> float:
+    """Elements of the largest tensor; where that is not known, of all of its kind."""
+    return max((float(one.largest or one.elements + one.frozen) for one in part.weights), default=0.0)
 
 
 def _in_flight(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks) -> Array:
@@ -176,23 +236,48 @@ def _cut(layouts: Layouts, share: str, expert: bool) -> Array:
     return (layouts.tp if share == "inner" else 1.0) * (layouts.ep if expert else np.ones_like(layouts.tp))
 
 
-def _gathered(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, precision: str) -> Array:
-    """Under ``zero=3``: blocks' parameters that are there whole, and gradients that are not scattered yet."""
-    size = habits.gathered if precision == "fp32" else min(habits.gathered, itemsize(precision))
+def _units(profile: Profile, layouts: Layouts, lie: Ranks) -> tuple[Array, Array, Array]:
+    """Elements of a rank's largest block, of all that is outside of blocks, and of the largest part of that."""
     block, outer = np.zeros_like(lie.there), np.zeros_like(lie.there)
     largest = np.zeros_like(lie.there)
     for index, part in enumerate(profile.parts):
-        one = _elements(part, layouts)
+        one = np.where(lie.holds[:, index] > 0, _elements(part, layouts), 0.0)
         if part.role == "block":
-            block = np.maximum(block, np.where(lie.holds[:, index] > 0, one, 0.0))
+            block = np.maximum(block, one)
         else:
-            outer += np.where(lie.holds[:, index] > 0, one, 0.0)
-            largest = np.maximum(largest, np.where(lie.holds[:, index] > 0, one, 0.0))
+            outer = outer + one
+            largest = np.maximum(largest, one)
+    return block, outer, largest
+
+
+def _gathered(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, precision: str) -> tuple[Array, Array]:
+    """Under ``zero=3``: parameters that are there whole, and buffers of them and of gradients not scattered yet."""
+    size = habits.gathered if precision == "fp32" else min(habits.gathered, itemsize(precision))
+    block, outer, largest = _units(profile, layouts, lie)
     around = outer if habits.root_gathered else largest
     gradients = np.maximum(block, largest) * size
-    found = (habits.blocks_gathered * block + around) * size + habits.unscattered * gradients
-    there = (layouts.zero == 3) & (_shards(layouts, habits) > 1)
-    return np.where(there & ~(habits.stages_whole & (layouts.pp > 1)), found, 0.0)
+    whole = (habits.blocks_gathered * block + around) * size
+    buffers = habits.buffered * block * size + habits.unscattered * gradients
+    there = (layouts.zero == 3) & (_shards(layouts, habits) > 1) & ~(habits.stages_whole & (layouts.pp > 1))
+    return np.where(there, whole, 0.0), np.where(there, buffers, 0.0)
+
+
+def _in_buckets(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks) -> Array:
+    """Under ``zero`` 1 and 2: whole gradients in the buckets that are under way, and what comes out of them."""
+    learn, _ = _counts(profile, layouts, lie)
+    shards = _shards(layouts, habits)
+    whole = learn * habits.sent
+    largest = max((_largest(part) for part in profile.parts), default=0.0) / layouts.tp * habits.sent
+    full = np.floor(BUCKET_BYTES / np.maximum(largest, 1.0)) * largest
+    one = np.minimum(np.maximum(full, largest), whole)
+    # Where whole gradients are there before, a bucket takes the place of those that are in it.
+    before = ((layouts.zero == 1) & (layouts.micros > 1)) | (layouts.pp > 1)
+    own = np.where(before, 1.0, habits.buckets)
+    copied = _COPIED if habits.one_memory else 0.0
+    buckets = np.ceil(whole / np.maximum(one, BUCKET_BYTES))
+    count = np.minimum(own, buckets + 1) + np.minimum(copied, buckets)
+    there = ((layouts.zero == 1) | (layouts.zero == 2)) & (shards > 1) & (habits.buckets > 0)
+    return np.where(there, one * (count + 1.0 / shards), 0.0)
 
 
 def _staying(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, precision: str) -> Array:

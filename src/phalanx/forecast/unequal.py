@@ -85,7 +85,7 @@ def memory_of(scene: Scene, dealt_out: Deal) -> tuple[Memory, Array]:
 
 def _memory(scene: Scene, layouts: Layouts) -> Memory:
     here = any(group.device.kind == "cpu" for group in scene.cluster.groups)
-    habits = replace(scene.habits, outer_here=here)
+    habits = replace(scene.habits, one_memory=here)
     layouts = held(scene.work.unlike, layouts)
     return memory(scene.work.profile, layouts, habits, scene.precision, scene.work.state)
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.spec import Plan
-
 FORECAST = "forecast.json"
 """The file of a run folder that holds its forecast, or says why there is none."""
 
@@ -97,8 +95,7 @@ def memory_beside(forecast: Mapping[str, Any], ranks: Sequence[Mapping[str, int]
     if not ranks:
         return []
     held = dict(forecast["parts"])  # each at its own peak, as it is measured
-    if Plan.parse(forecast["plan"]).zero == 3:
-        held["parameters"] += held["communication"]  # measured parameters are those that were gathered, too
+    held["parameters"] += held.get("gathered", 0.0)  # measured parameters are those that were gathered, too
     most = {part: max(rank[part] for rank in ranks) for part in _HELD}
     return [Beside(what="memory", part=part, forecast=held[part], measured=float(most[part])) for part in _HELD]
 

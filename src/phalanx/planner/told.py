@@ -26,6 +26,7 @@ def told(one: Forecast) -> dict[str, Any]:
         "allocated": one.allocated,
         "reserved": one.reserved,
         "room": one.room,
+        "start": one.start,
         "host": one.host,
         "host_room": one.host_room if isfinite(one.host_room) else None,
         "samples": one.samples,

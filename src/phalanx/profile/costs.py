@@ -102,6 +102,7 @@ class Weights:
         share: ``inner`` where ``tp`` cuts them, else ``whole``.
         expert: ``ep`` deals them out.
         tensors: how many tensors they are.
+        largest: elements of the largest of these; 0 where not known.
     """
 
     elements: int
@@ -109,6 +110,7 @@ class Weights:
     share: Share = "whole"
     expert: bool = False
     tensors: int = 1
+    largest: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -110,6 +110,7 @@ class Known:
                 share=share,
                 expert=expert,
                 tensors=len(each),
+                largest=max(each),
             )
             for (share, expert, learns), each in groups.items()
         )
