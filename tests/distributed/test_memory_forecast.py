@@ -46,7 +46,6 @@ def profile() -> Profile:
         "fsdp=2 zero=2",
         "fsdp=2 zero=3 recompute=full",
         "fsdp=2 zero=3 precision=bf16",
-        "fsdp=2 pp=2 zero=2 micro=2",
         "dp=2 offload=optimizer",
         "fsdp=2 offload=parameters",
         "tp=2",

@@ -166,10 +166,8 @@ def _fixed(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, state
     learn, still = _counts(profile, layouts, lie)
     shards = _shards(layouts, habits)
     by = {stage: np.where(layouts.zero >= stage, shards, 1.0) for stage in (1, 2, 3)}
-    # Stages of a pipeline run backward at different times: where our own ZeRO-2 reduces, that is once a step.
-    late = (layouts.pp > 1) & (layouts.zero == 2) & (habits.buckets > 0)
     once = (layouts.zero == 1) & (layouts.micros == 1) & (layouts.pp == 1) & (not habits.gradients_stay)
-    split = np.where(once, shards, np.where(late, 1.0, by[2]))
+    split = np.where(once, shards, by[2])
     half = 0.0 if precision == "fp32" else habits.master
     outer = learn * kept_apart(layouts) / by[1]
     values, sums = (learn + still) * habits.weights / by[3], learn * habits.gradients / split
