@@ -187,22 +187,45 @@ def proof_table(proof: dict[str, Any]) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("compared", "how many", "largest difference", "allowed"):
         table.add_column(heading, justify="left" if heading == "compared" else "right")
-    labels = {
-        "loss": ("loss of each step", "losses"),
-        "gradient": ("gradients of the first step", "gradients"),
-        "parameter": ("parameters after the last step", "parameters"),
-    }
-    for kind, (label, field) in labels.items():
-        largest, allowed = proof["largest"][kind], proof["tolerance"][kind]
-        style = None if largest <= allowed else "red"
-        table.add_row(label, str(len(proof[field])), f"{largest:.1e}", f"{allowed:.1e}", style=style)
+    for kind, label in _COMPARED.items():
+        checks = [check for check in proof["checks"] if check["kind"] == kind]
+        if checks:
+            worst = max(checks, key=_share_of_allowed)
+            style = "red" if any(check["first"] for check in checks) else None
+            largest = "" if kind == "exact" else f"{worst['largest']:.1e}"
+            allowed = "the same" if not worst["allowed"] else f"{worst['allowed']:.1e}"
+            table.add_row(label, str(sum(check["many"] for check in checks)), largest, allowed, style=style)
     parts: list[RenderableType] = [_verdict(proof), table, *_differing(proof)]
     if silent := proof["not_compared"]:
         many = f"{len(silent)} parameter{'s' if len(silent) > 1 else ''}"
         parts.append(
             Text(f"not compared: {many} whose gradient is zero but for rounding ({show_names(silent, 4)})", style="dim")
         )
+    if never := proof["never"]:
+        parts.append(
+            Text(f"never had a gradient in these steps, so not compared: {show_names(never, 4)}", style="yellow")
+        )
     return Group(*parts)
+
+
+_COMPARED = {
+    "copies": "copies of tensors on other ranks",
+    "initial": "parameters before the first step",
+    "loss": "loss of each step",
+    "scale": "gradients of the first step, together",
+    "gradient": "gradients, reduced",
+    "used": "gradients that the optimizer was given",
+    "parameter": "parameters, after the first and the last update",
+    "buffer": "buffers",
+    "state": "optimizer state",
+    "exact": "learning rates, counts, options, what ranks tell",
+    "evaluation": "evaluations",
+    "checkpoint": "tensors of the checkpoint, read back and loaded",
+}
+
+
+def _share_of_allowed(check: dict[str, Any]) -> float:
+    return check["largest"] / check["allowed"] if check["allowed"] else check["largest"]
 
 
 _MOST_DIFFERING = 8

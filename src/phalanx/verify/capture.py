@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def _trained(
         return observer.answer
 
     make_ready(plan)
+    import_module("phalanx.checkpoint.store")  # once, for the workers that save and for reading back here
     return launch(work, plan.processes, watch=watch)
 
 

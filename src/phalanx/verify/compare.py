@@ -13,6 +13,7 @@ from phalanx.verify.record import Tensors
 
 _UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 _PROMISE = 1e-5
+_RMS = math.sqrt(1 / (8 * math.log(2)))  # of one rounding, in units of u
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,20 +23,29 @@ class Tolerance:
     Two orders of adding n numbers differ by about u·sqrt(n) of their sum, u being the unit roundoff (Higham 2002,
     section 4.2, for random signs). A gradient is added over the samples of a batch and has passed through the layers,
     all in fp32; the factor of 16 leaves room for sums whose terms nearly cancel, such as the gradient of a single
-    scale. Neither loss nor gradient then goes above 1e-5, which is what is promised. Half precision rounds what passes
-    from layer to layer, once each (products are added in fp32): u·sqrt(layers) of its own u, for gradients 4 times it.
+    scale. Neither loss nor gradient then goes above 1e-5, which is what is promised.
+
+    Half precision rounds what passes from layer to layer, products being added in fp32. One rounding errs by 0.42 of
+    its own u in the root mean square (an error spread evenly over half a unit in the last place, of numbers spread
+    evenly over the logarithm: u / sqrt(3) · sqrt(3 / (8 ln 2))), errors are independent (Higham and Mary 2019), and
+    both sides round in each layer: sigma = 0.42 u sqrt(2 layers). A gradient may differ by twice that. What all
+    gradients have in common, their scale, and the loss are means over the samples, whose errors cancel: three sigma
+    over sqrt(batch).
+
     Parameters drift apart with the root of the steps; Adam, which divides each gradient by its own size, makes more of
     small ones, for which there is a factor of 10.
 
     Attributes:
         loss: relative, each step.
         gradient: of each parameter's first gradient, relative to its norm.
+        scale: of all gradients of the first step together: how far the factor between both sides' may be from 1.
         noise: a parameter whose gradient is below this share of the global norm is zero but for rounding.
         parameter: of each parameter after the last step, relative to how far it moved.
     """
 
     loss: float
     gradient: float
+    scale: float
     noise: float
     parameter: float
 
@@ -58,9 +68,14 @@ class Tolerance:
         """The tolerance of a proof over ``steps`` steps at this precision."""
         unit = _UNIT_ROUNDOFF[precision]
         rounding = min(16 * _UNIT_ROUNDOFF["fp32"] * (math.sqrt(batch) + math.sqrt(layers)), _PROMISE)
-        halves = 0.0 if precision == "fp32" else unit * math.sqrt(layers)
-        loss, gradient = rounding + halves, rounding + 4 * halves
-        made = cls(loss=loss, gradient=gradient, noise=rounding + halves / 4, parameter=0.0)
+        sigma = 0.0 if precision == "fp32" else _RMS * unit * math.sqrt(2 * layers)
+        made = cls(
+            loss=rounding + 3 * sigma / math.sqrt(batch),
+            gradient=rounding + 2 * sigma,
+            scale=rounding + 3 * sigma / math.sqrt(batch),
+            noise=rounding + sigma / 4,
+            parameter=0.0,
+        )
         return replace(made, parameter=made.parameter_at(steps))
 
 
@@ -131,6 +146,14 @@ def gradients(reference: Tensors, other: Tensors, allowed: float, noise: float) 
     return found, silent
 
 
+def scale(found: Sequence[Difference], reference: Tensors) -> float:
+    """The factor that brings all tensors of the reference together closest to the other side's; 1 where they agree."""
+    squares = {one.name: norm(reference[one.name]) ** 2 for one in found if one.name in reference}
+    total = math.fsum(squares.values())
+    known = (one for one in found if squares.get(one.name))
+    return math.fsum(one.ratio * squares[one.name] for one in known) / total if total else 1.0
+
+
 def parameters(
     initial: Tensors, reference: Tensors, other: Tensors, first: Tensors, tolerance: Tolerance
 ) -> list[Difference]:
@@ -138,7 +161,8 @@ def parameters(
 
     Adam divides a gradient by its own size, and so makes a whole step out of one that is zero but for rounding.
     Elements whose ``first`` gradient is below ``noise`` times the root mean square of their tensor's are left out: the
-    key third of a fused bias, rows of an embedding not seen yet.
+    key third of a fused bias, rows of an embedding not seen yet. Of the others each may differ by as much of its way as
+    its gradient may by rounding, and by twice its way where that may turn the gradient's sign.
     """
     found: list[Difference] = []
     for name, grad in first.items():
@@ -148,7 +172,10 @@ def parameters(
         meaningful = grad.abs() > tolerance.noise * norm(grad) / math.sqrt(max(1, grad.numel()))
         start, here, there = (tensor[name][meaningful] for tensor in (initial, reference, other))
         if here.numel():
-            found.append(difference(name, here, there, max(norm(here - start), 1e-30), tolerance.parameter))
+            moved, way = here - start, max(norm(here - start), 1e-30)
+            error = tolerance.gradient * norm(grad) / math.sqrt(grad.numel())
+            turned = norm((error / grad[meaningful].abs()).clamp(max=2) * moved) / way
+            found.append(difference(name, here, there, way, max(tolerance.parameter, turned)))
     return found
 
 

@@ -6,6 +6,7 @@ import statistics
 
 from phalanx.parallel import micro_batches
 from phalanx.spec import Job, Plan
+from phalanx.verify import diagnose_kept as kept
 from phalanx.verify import diagnose_split as split
 from phalanx.verify.compare import Tolerance
 from phalanx.verify.evidence import Evidence
@@ -22,9 +23,15 @@ def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> 
         split.passed_on_in_parts,
         split.auxiliary_once_per_rank,
         split.not_synchronised,
+        kept.buffers_apart,
+        kept.state_apart,
+        kept.copies_part,
+        kept.changed_before_the_update,
         _ranks_apart,
+        kept.wrong_from_later_on,
         _batch_norm,
         _constant_ratio,
+        kept.scaled,
         _one_parameter,
         _after_the_gradient,
     ):

@@ -46,6 +46,10 @@ class Evidence:
     batch_norm: list[str]
     checks: list[Any] = field(default_factory=list[Any])
 
+    def of(self, kind: str, step: int | None) -> list[Difference]:
+        """Differences of the tensors of one kind, such as ``gradient``, in one step; ``None``: before or after all."""
+        return [one for check in self.checks if (check.kind, check.step) == (kind, step) for one in check.differences]
+
     @cached_property
     def first_gradients(self) -> list[Prints]:
         """Each rank's prints of its gradients."""

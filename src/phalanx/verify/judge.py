@@ -24,8 +24,9 @@ class Check:
     """One kind of thing at one moment, compared.
 
     Attributes:
-        kind: of thing: ``copies``, ``initial``, ``loss``, ``gradient``, ``used``, ``parameter``, ``buffer``,
-            ``state``, ``exact`` (numbers that must be the same), ``evaluation``, ``checkpoint``.
+        kind: of thing: ``copies``, ``initial``, ``loss``, ``scale`` (of gradients), ``gradient``, ``used``,
+            ``parameter``, ``buffer``, ``state``, ``exact`` (numbers that must be the same), ``evaluation``,
+            ``checkpoint``.
         when: in words.
         step: it belongs to; ``None`` for what is before or after all.
         many: how many were compared.
@@ -96,19 +97,36 @@ def _step(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterat
     yield Check(
         kind="loss", when=f"in step {index}", step=index, many=1, largest=off, allowed=tolerance.loss, first=words
     )
-    yield replace(
-        _exact(f"numbers of step {index}", f"in step {index}", _numbers(pair, index, here, there)), step=index
-    )
-    if here.skipped and there.skipped:
-        return
     for kind, mine, others in (("gradient", one.reduced, other.reduced), ("used", one.used, other.used)):
         # Replicas that step by themselves clip what each of them has.
-        if index in mine and index in others and (kind == "gradient" or pair.plan.sync == "each"):
+        skipped = here.skipped and there.skipped  # such gradients are not finite
+        if index in mine and index in others and not skipped and (kind == "gradient" or pair.plan.sync == "each"):
             found, _ = compare.gradients(mine[index], others[index], tolerance.gradient_at(index), tolerance.noise)
+            if index == 0:
+                yield _scale(pair, kind, compare.scale(found, mine[index]), len(found))
             yield _tensors(pair, kind, f"{'reduced' if kind == 'gradient' else kind}-{index}", found, step=index)
     if pair.plan.sync == "each":
         yield _copies(pair, f"reduced-{index}", step=index)
         yield _copies(pair, f"used-{index}", step=index)
+    yield replace(
+        _exact(f"numbers of step {index}", f"in step {index}", _numbers(pair, index, here, there)), step=index
+    )
+
+
+def _scale(pair: Pair, kind: str, factor: float, many: int) -> Check:
+    """All gradients of the first step have one factor in common; rounding leaves it near 1."""
+    off, allowed = abs(factor - 1), pair.tolerance.scale
+    which = "gradients" if kind == "gradient" else "gradients that the optimizer was given"
+    words = f"all {which} in step 0: {factor:.5g} × the reference's (allowed 1 ± {allowed:.2g})"
+    return Check(
+        kind="scale",
+        when="in step 0",
+        step=0,
+        many=1 if many else 0,
+        largest=off,
+        allowed=allowed,
+        first="" if off <= allowed else words,
+    )
 
 
 def _values(pair: Pair, moment: str) -> Iterator[Check]:
@@ -284,7 +302,8 @@ def _numbers(pair: Pair, step: int, here: StepRecord, there: StepRecord) -> tupl
     tolerance = pair.tolerance
     wrong: list[str] = []
     count = tolerance.loss if here.count is not None and here.count % 1 else 1e-12
-    allowed = {"count": count, "samples": 0.0, "norm": tolerance.gradient_at(step), "skipped": 0.0}
+    norm = tolerance.gradient_at(step) if step else tolerance.scale
+    allowed = {"count": count, "samples": 0.0, "norm": norm, "skipped": 0.0}
     many = 0
     for name, most in allowed.items():
         a, b = getattr(here, name), getattr(there, name)

@@ -81,7 +81,7 @@ class Proof:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON."""
-        return {**asdict(self), "plan": str(self.plan), "largest": self.largest}
+        return {**asdict(self), "plan": str(self.plan), "largest": self.largest, "copies": self.copies}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

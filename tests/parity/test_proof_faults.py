@@ -1,0 +1,185 @@
+"""Faults that leave losses and first gradients right, or nearly so: each is found unequal, with its cause in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MODELS, job, rows
+from torch import nn
+
+import phalanx as px
+from phalanx.comm import local
+from phalanx.train.step import Step, _Work
+from phalanx.verify import Proof
+
+
+def split() -> bool:
+    """Whether this is a rank of the plan, and not the one device that it is compared with."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def on_rank_1() -> bool:
+    return split() and dist.get_rank() == 1
+
+
+def unequal(plan: str, given: px.Job | None = None, steps: int = 3) -> Proof:
+    proof = px.prove(given or MODELS["own GPT"](), plan, steps=steps)
+    assert not proof.equal
+    assert proof.first
+    return proof
+
+
+def after_update(monkeypatch: pytest.MonkeyPatch, change: Callable[[Step], None], step: int | None = None) -> None:
+    """On rank 1 alone, after each update, or that of one step."""
+
+    def update(self: Step, batch: Any, totals: Any) -> Any:
+        metrics = right(self, batch, totals)
+        if on_rank_1() and step in (None, batch.step):
+            with torch.no_grad():
+                change(self)
+        return metrics
+
+    right = Step.update
+    monkeypatch.setattr(Step, "update", update)
+
+
+def scaled(times: float) -> Callable[[Step], None]:
+    def change(step: Step) -> None:
+        for tensor in step.layout.module.parameters():
+            local(tensor).mul_(times)
+
+    return change
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 fsdp=2", "dp=2 tp=2", "fsdp=2 zero=1"])
+def test_a_copy_that_is_changed_after_the_last_step(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    after_update(monkeypatch, scaled(3.0), step=2)
+    proof = unequal(plan)
+    assert "after the last step" in proof.first
+    assert "copies of" in proof.first
+    assert "on ranks " in proof.first
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 tp=2"])
+def test_a_copy_that_drifts(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    after_update(monkeypatch, scaled(1 + 3e-6))
+    proof = unequal(plan)
+    assert "after the first update" in proof.first
+    assert "hold different values" in proof.cause
+
+
+def test_a_state_of_the_optimizer_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(step: Step) -> None:
+        for state in step.optimizer.state.values():
+            state["exp_avg"].mul_(1.5)
+
+    after_update(monkeypatch, change, step=2)
+    proof = unequal("dp=2")
+    assert ".exp_avg on ranks 0 and 1" in proof.first
+    assert "state" in proof.cause
+
+
+class Counting(nn.Module):
+    """A buffer that is updated in forward, from what is seen there."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 5)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += x[:, 0].sum().detach()
+        return self.layer(x)
+
+
+def test_a_buffer_that_differs_by_rank() -> None:
+    given = job(Counting, rows(), lambda output, batch: nn.functional.cross_entropy(output, batch["y"]))
+    proof = unequal("dp=2", given)
+    assert "the buffer seen" in proof.first
+    assert "seen" in proof.cause
+    assert "forward" in proof.cause
+
+
+def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are doubled between backward and update."""
+
+    def update(self: Step, batch: Any, totals: Any) -> Any:
+        for tensor in self.layout.parameters.values() if split() else ():
+            if tensor.grad is not None:
+                local(tensor.grad).mul_(2)
+        return right(self, batch, totals)
+
+    right = Step.update
+    monkeypatch.setattr(Step, "update", update)
+
+
+@pytest.mark.parametrize("clip", [None, 1e6, 0.01])
+def test_gradients_doubled_before_the_update(clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    doubled(monkeypatch)
+    proof = unequal("dp=2", replace(MODELS["own GPT"](), clip=clip))
+    assert "norm is" in proof.first if clip == 0.01 else "that the optimizer was given in step 0" in proof.first
+    assert "between backward and the update" in proof.cause
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("model", ["MLP", "own GPT"])
+def test_two_percent_in_half_precision(model: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def correction(self: Any, totals: Any) -> Any:
+        found = right(self, totals)
+        return found if not split() else 1.02 * (1.0 if found is None else found)
+
+    right = _Work.correction
+    monkeypatch.setattr(_Work, "correction", correction)
+    proof = unequal(f"dp=2 precision={precision}", MODELS[model]())
+    assert "in step 0" in proof.first
+    assert "weighted by the wrong count" in proof.cause
+
+
+class Flip(torch.autograd.Function):
+    """The identity, whose gradient comes back with the other sign."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return -grad
+
+
+class Adapted(nn.Module):
+    """A frozen layer and an adapter of low rank, half of which starts at zero: the other half has no gradient at first.
+
+    On rank 1 what then comes back to that half is wrong.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(16, 5)
+        self.base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(4, 16))
+        self.b = nn.Parameter(torch.zeros(5, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = Flip.apply(self.a) if on_rank_1() and self.training else self.a
+        return self.base(x) + x @ a.T @ self.b.T
+
+
+@pytest.mark.parametrize("lr", [1e-3, 1e-4])
+def test_a_gradient_that_is_there_from_the_second_step_on_and_wrong(lr: float) -> None:
+    given = job(
+        Adapted,
+        rows(),
+        lambda output, batch: nn.functional.cross_entropy(output, batch["y"]),
+        optimizer=lambda params: torch.optim.SGD(params, lr=lr),
+    )
+    proof = unequal("dp=2", given)
+    assert proof.first.startswith("the gradient of a in step 1")
