@@ -175,13 +175,13 @@ class TestRuns:
         found, told = summarise(tmp_path / "whole"), summarise(tmp_path / "parts")
         assert found.loss is not None
         assert told.loss == pytest.approx(found.loss, rel=2e-3)
-        assert not told.notes
+        assert told.notes == (Plan.parse(plan).exact_note,)
         assert whole
 
     def test_say_where_there_is_nothing_to_go_on_with(self, tmp_path: Path) -> None:
         trained("dp=2 compress=int8", tmp_path, epochs=1)
         trained("dp=2 compress=topk:0.1", tmp_path, epochs=2, resume=True)
-        (note,) = summarise(tmp_path).notes
+        _, note = summarise(tmp_path).notes
         assert "compress=topk:0.1 over 2 ranks" in note
         trained("dp=2", tmp_path, epochs=3, resume=True)
         assert not summarise(tmp_path).notes
