@@ -183,10 +183,11 @@ def test_bench(toy: Path) -> None:
     answer = json.loads(result.stdout)
     assert [row["plan"] for row in answer["plans"]] == ["single", "dp=2", "threads=2"]
     first, second, third = answer["plans"]
-    # A sample takes 20 ms, whoever else computes: 50 samples/s on one device and 100 on two, less what steps cost.
-    assert 35 < first["samples_per_second"] <= 50
+    # A sample takes 20 ms, whoever else computes: 50 samples/s on one device and 100 on two, less what steps cost
+    # where others compute, too; whoever counted one rank's samples for all would find half of that.
+    assert 25 < first["samples_per_second"] <= 50
     for row in (second, third):
-        assert 60 < row["samples_per_second"] <= 100
+        assert 50 < row["samples_per_second"] <= 100
         assert row["speed_up"] == pytest.approx(row["samples_per_second"] / first["samples_per_second"])
         assert row["efficiency"] == pytest.approx(row["speed_up"] / 2)
     assert not Path("runs").exists()
