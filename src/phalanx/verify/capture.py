@@ -42,7 +42,7 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path, watch: Watch = None,
     first = 0
     if plan.server:  # the first of the servers has looked on, for all
         first, answers = plan.dp, answers[plan.dp : plan.dp + 1]
-    record, path = record_of(answers, folder, first), Path(answers[0]["checkpoint"])
+    record, path = record_of(answers, folder, first, plan.after), Path(answers[0]["checkpoint"])
     return replace(record, saved=saved_in(path), loaded=loaded_by_one_device(proven(job, steps), path, folder))
 
 

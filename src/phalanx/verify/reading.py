@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from phalanx.verify.prints import Piece
 from phalanx.verify.record import Copy, RankRecord, Record, StepRecord
 
 
-def record_of(answers: list[dict[str, Any]], folder: Path, first: int = 0) -> Record:
-    """The record of a run whose processes gave ``answers``, in order from rank ``first`` on, written to ``folder``."""
+def record_of(answers: list[dict[str, Any]], folder: Path, first: int = 0, after: int = 0) -> Record:
+    """The record of a run whose processes gave ``answers``, in order from rank ``first`` on, written to ``folder``.
+
+    In the first ``after`` steps replicas that step by themselves tell of the whole batch, later of their own part.
+    """
     moments: dict[str, list[dict[str, Copy]]] = {}
     whole: dict[str, dict[str, Tensor]] = {}
     for moment in dict.fromkeys(name for answer in answers for name in answer["moments"]):
@@ -36,7 +40,7 @@ def record_of(answers: list[dict[str, Any]], folder: Path, first: int = 0) -> Re
     }
     options = {name: values for answer in answers for group, values in answer["groups"] for name in group}
     return Record(
-        steps=_steps_of_all(ranks, answers),
+        steps=_steps_of_all(ranks, after),
         values={moment: _kind(found, "value") for moment, found in whole.items() if "-" not in moment},
         buffers={moment: _kind(found, "buffer") for moment, found in whole.items() if "-" not in moment},
         state={moment: _kind(found, "state") for moment, found in whole.items() if moment in numbers},
@@ -134,25 +138,17 @@ def _rank(answer: Mapping[str, Any], copies: dict[str, dict[str, Copy]]) -> Rank
     )
 
 
-def _steps_of_all(ranks: list[RankRecord], answers: list[dict[str, Any]]) -> list[StepRecord]:
+def _steps_of_all(ranks: list[RankRecord], after: int) -> list[StepRecord]:
     """Each step with the rates of all parameters; the loss of all replicas, where they step by themselves."""
     found: list[StepRecord] = []
     firsts = list({rank.replica: rank for rank in reversed(ranks)}.values())
     for each in zip(*(rank.steps for rank in ranks), strict=True):
         rates = {name: rate for step in each for name, rate in step.rates.items()}
         step = each[0]
-        found.append(
-            StepRecord(
-                loss=step.loss,
-                skipped=step.skipped,
-                count=step.count,
-                samples=step.samples,
-                norm=step.norm,
-                rates=rates,
-            )
-        )
+        found.append(replace(step, rates=rates))
     if len(firsts) > 1:
-        found = [_together(one, [rank.steps[at] for rank in firsts]) for at, one in enumerate(found)]
+        apart = enumerate(found[after:], after)
+        found[after:] = [_together(one, [rank.steps[at] for rank in firsts]) for at, one in apart]
     return found
 
 
