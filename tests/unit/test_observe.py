@@ -291,9 +291,16 @@ class TestTables:
             "gradients": [{}],
             "parameters": [{}],
             "not_compared": ["k.bias"],
+            "checks": [
+                {"kind": "loss", "many": 3, "largest": 1e-7, "allowed": 1e-5, "first": ""},
+                {"kind": "gradient", "many": 8, "largest": 0.5, "allowed": 1e-5, "first": "fc.weight"},
+                {"kind": "exact", "many": 4, "largest": 0.0, "allowed": 0.0, "first": ""},
+            ],
+            "never": ["lora.A"],
+            "reference": "one device",
         }
         text = rendered(proof_table(proof))
-        for word in ("not equal", "fc.weight", "a mean of means", "5.0e-01", "k.bias"):
+        for word in ("not equal", "fc.weight", "a mean of means", "5.0e-01", "k.bias", "lora.A", "the same"):
             assert word in text
         assert "equal: dp=2 and one device, over 3 steps" in rendered(proof_table({**proof, "equal": True}))
 
