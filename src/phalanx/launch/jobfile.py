@@ -73,6 +73,7 @@ def load_job(reference: str) -> Job:
     with _cuda_left_alone():
         module = _import_file(where.file, reference) if where.file else _import_module(where.module, reference)
         function = _find(module, where, reference)
+        _needs_no_arguments(function, where, reference)
         with _explained(f"{where.function}() in {reference}", module.__file__, reference):
             job = function()
     if not isinstance(job, Job):
@@ -95,7 +96,7 @@ def load_function(reference: str) -> Callable[..., object]:
     where = Reference.parse(reference)
     with _cuda_left_alone():
         module = _import_file(where.file, reference) if where.file else _import_module(where.module, reference)
-        return _find(module, where, reference)
+        return _find(module, where, reference, "a function: a training loop of your own")
 
 
 def _split_file(text: str) -> tuple[str, str, str]:
@@ -226,7 +227,10 @@ def _import_module(name: str, reference: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-def _find(module: ModuleType, where: Reference, reference: str) -> Callable[[], object]:
+_A_JOB = "a function without arguments that returns a phalanx.Job"
+
+
+def _find(module: ModuleType, where: Reference, reference: str, meant: str = _A_JOB) -> Callable[..., object]:
     function = getattr(module, where.function, None)
     if function is None:
         names = [
@@ -239,7 +243,7 @@ def _find(module: ModuleType, where: Reference, reference: str) -> Callable[[], 
         raise _wrong(
             reference,
             f"no function {where.function}() in it" + (f"; it has: {', '.join(sorted(names))}" if names else ""),
-            "a function without arguments that returns a phalanx.Job",
+            meant,
             f"{base}:{near[0]}" if near else f"def {where.function}() -> px.Job: return px.Job(...)",
         )
     if not callable(function):
@@ -247,9 +251,13 @@ def _find(module: ModuleType, where: Reference, reference: str) -> Callable[[], 
             reference,
             f"{where.function} is {'a Job' if isinstance(function, Job) else f'of type {type(function).__name__}'}, "
             "not a function",
-            "a function without arguments that returns a phalanx.Job",
+            meant,
             f"def {where.function}() -> px.Job: return px.Job(...)",
         )
+    return function
+
+
+def _needs_no_arguments(function: Callable[..., object], where: Reference, reference: str) -> None:
     try:
         inspect.signature(function).bind()
     except TypeError as error:
@@ -259,4 +267,3 @@ def _find(module: ModuleType, where: Reference, reference: str) -> Callable[[], 
             "a function that can be called without arguments",
             f"def {where.function}() -> px.Job:",
         ) from None
-    return function
