@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,13 @@ def _observed(run: Callable[[torch.device], Witness], alone: Plan, folder: Path,
         save_file(tensors, folder / "plain.safetensors")
         return numbers
 
-    (numbers,) = launch(work, 1, watch=watch)
+    def meanwhile() -> None:
+        # This process is idle while the loop runs, and is about to need what saves and reads checkpoints.
+        import_module("phalanx.checkpoint.store")
+        if watch:
+            watch()
+
+    (numbers,) = launch(work, 1, watch=meanwhile)
     return _record(load((folder / "plain.safetensors").read_bytes()), numbers)
 
 
