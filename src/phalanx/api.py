@@ -102,18 +102,20 @@ def _start(job: Job, spec: RunSpec, watch: Callable[[], None] | None, cores: int
     import torch
 
     from phalanx.foresight import Teller, too_little
-    from phalanx.launch import launch, make_ready, prepare_run, record
+    from phalanx.launch import launch, look_ahead, make_ready, prepare_run, record
     from phalanx.train.assembly import refuse
     from phalanx.train.loop import train
 
     plan, folder = spec.plan, spec.folder
     refuse(job, plan, plan.world_size)
     make_ready(plan)
+    causes = [] if plan.server else look_ahead(job, plan)
 
     def work(there: Place, report: Callable[[int], None]) -> dict[str, Any]:
         if cores is not None:
             torch.set_num_threads(cores * plan.threads)
-        return train(job, spec, there, report=hosts.counted(there.rank, report) if hosts else report)
+        told = hosts.counted(there.rank, report) if hosts else report
+        return train(job, spec, there, report=told, causes=causes)
 
     try:
         with Teller(job, spec, threads=cores, watch=watch) as teller:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import numpy as np
@@ -43,12 +43,13 @@ class Fetcher:
     """``fetch(epoch, ids)`` gives the collated batch of these samples.
 
     A dataset with ``__getitems__`` is asked for all ids at once; if it answers with anything but a list of samples,
-    that is taken as the batch. Otherwise samples are read one at a time, each with its own random streams.
+    that is taken as the batch. Otherwise samples are read one at a time, each with its own random streams. A batch that
+    is a mapping of any type (``transformers``' ``BatchEncoding``, say) comes as a ``dict``.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, seed: int) -> None:
         self._dataset = dataset
-        self._collate = collate or default_collate
+        self._collate = plain(collate) if collate else default_collate
         self._own_collate = collate is not None
         self._seed = seed
         self._seeds = EpochSeeds.of(seed, 0)
@@ -73,7 +74,7 @@ class Fetcher:
             if isinstance(got, list):
                 return self._collate(got)
             if not self._own_collate:
-                return got
+                return _as_dict(got)
         return self._collate(self._one_by_one(wanted))
 
     def _one_by_one(self, wanted: list[int]) -> list[Any]:
@@ -88,6 +89,15 @@ class Fetcher:
                 error.add_note(f"while reading sample {sample} of the data")
                 raise
         return samples
+
+
+def plain(collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """``collate``, whose batches are dicts where they are mappings of another type."""
+    return lambda samples: _as_dict(collate(samples))
+
+
+def _as_dict(batch: Any) -> Any:
+    return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
 
 
 def _rows(dataset: TensorDataset, ids: np.ndarray) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from phalanx.data.batch import StepBatch, step_batch
 from phalanx.data.dealing import Dealing
-from phalanx.data.fetch import Fetcher, is_stream
+from phalanx.data.fetch import Fetcher, is_stream, plain
 from phalanx.data.indexed import IndexedReader
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.shares import Lane
@@ -209,7 +209,7 @@ def _stream_reader(dataset: Any, job: Job, dealing: Dealing, steps: tuple[int, i
         dealing=dealing,
         seed=job.seed,
         drop_last=job.drop_last,
-        collate=job.collate,
+        collate=plain(job.collate) if job.collate else None,
         first_step=steps[0],
         total_steps=steps[1],
         epochs=job.epochs,

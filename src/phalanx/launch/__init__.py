@@ -1,5 +1,6 @@
 """How the workers of a run are started: here, or by torchrun."""
 
+from phalanx.launch.ahead import look_ahead
 from phalanx.launch.failure import record
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.local import launch
@@ -7,4 +8,13 @@ from phalanx.launch.readiness import make_ready
 from phalanx.launch.runfile import default_folder, prepare_run
 from phalanx.launch.torchelastic import place_from_environment
 
-__all__ = ["default_folder", "launch", "load_job", "make_ready", "place_from_environment", "prepare_run", "record"]
+__all__ = [
+    "default_folder",
+    "launch",
+    "load_job",
+    "look_ahead",
+    "make_ready",
+    "place_from_environment",
+    "prepare_run",
+    "record",
+]

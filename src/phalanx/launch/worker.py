@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from phalanx.comm import Place
 from phalanx.errors import Problem, RefusedError, SpecError, WorkerError
 from phalanx.launch.agreement import enter
+from phalanx.launch.ahead import look_ahead
 from phalanx.launch.failure import Failure, describe, record, worker_error
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.readiness import leave_compiler_out, make_ready
@@ -71,8 +73,17 @@ def work(job: Job, run: RunSpec, witness: Witness, *, runfile: Path | None = Non
     leave_compiler_out()
     run = enter(run, place, runfile=runfile)
     witness.folder = run.folder
-    train(job, run, place, report=witness.report)
+    train(job, run, place, report=witness.report, causes=_causes(job, run, place))
     return run
+
+
+def _causes(job: Job, run: RunSpec, place: Place) -> list[str]:
+    """For the log, which rank 0 writes. What is refused is refused by all ranks together, as they build."""
+    if place.rank:
+        return []
+    with suppress(SpecError):
+        return look_ahead(job, run.plan)
+    return []
 
 
 def main(runfile: Path) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.data.shares import share
 from phalanx.errors import PhalanxError
+from phalanx.launch import look_ahead
 from phalanx.observe.beside import LATE, stored
 from phalanx.observe.draw import samples_of
 from phalanx.observe.gantt import Timeline
@@ -113,6 +114,7 @@ def of_job(job: Job, plan: Plan) -> Shown:
         RefusedError: if the plan cannot serve the job.
     """
     found = outlook(job, plan)
+    causes = [] if plan.server else look_ahead(job, plan)
     return Shown(
         name=job.name,
         plan=plan,
@@ -120,7 +122,7 @@ def of_job(job: Job, plan: Plan) -> Shown:
         device=device_kind(plan),
         survey=found.survey,
         planned=planned(plan, job.batch, found.survey),
-        notes=found.notes,
+        notes=(*found.notes, *causes),
     )
 
 

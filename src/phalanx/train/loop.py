@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -36,11 +36,18 @@ _LAPS, _WARM_UP = 1000, 3  # steps timed, and those at their beginning that do n
 
 
 def train(
-    job: Job, run: RunSpec, place: Place, *, report: Callable[[int], None], observer: Observer | None = None
+    job: Job,
+    run: RunSpec,
+    place: Place,
+    *,
+    report: Callable[[int], None],
+    observer: Observer | None = None,
+    causes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run the whole training on this worker; ``report(step)`` is called as each step begins.
 
-    ``observer`` looks on; every run goes the same way, with and without one.
+    ``observer`` looks on; every run goes the same way, with and without one. ``causes`` of a difference from one device,
+    found before the run, stand among its notes.
 
     Returns a summary: steps taken, last loss, last evaluation.
     """
@@ -54,6 +61,7 @@ def train(
     with joined(place_within(run.plan, place), device_for(place, device_kind(run.plan, here))):
         path, first_step = _where_to_resume(run) if run.resume else (None, 0)
         assembly = build(job, run.plan, place, first_step=first_step, lr_scale=run.lr_scale)
+        assembly.notes.extend(causes)
         if path:
             restore(path, job, assembly)
         assembly.step.observer = observer

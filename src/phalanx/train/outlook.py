@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from phalanx.data import Lane, Loader
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel import check, notes
 from phalanx.parallel.survey import Survey, survey
 from phalanx.spec import Job, Plan
-from phalanx.train.assembly import begun, example_of, looked_at
+from phalanx.train.assembly import begun, build_model, example_of, looked_at
+from phalanx.train.causes import LARGEST, causes
+from phalanx.train.elementwise import half_steps, slice_problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +42,7 @@ def outlook(job: Job, plan: Plan) -> Outlook:
     if problems:
         raise RefusedError(problems)
     module, unbuilt = begun(job)
+    _refuse_optimizer(job, plan, module)
     if plan.zero == 3:
         from phalanx.parallel.shard import refuse_scalars
 
@@ -67,3 +72,32 @@ def refusals(job: Job, plan: Plan) -> list[Problem]:
     except RefusedError as error:
         return list(error.problems)
     return []
+
+
+def ahead(job: Job, plan: Plan) -> list[str]:
+    """What only a look at values shows of ``job`` under ``plan``: causes of a difference. It runs model and optimizer.
+
+    Raises:
+        RefusedError: with what keeps the plan from serving the job.
+        SpecError: if the job's functions give something else than they must.
+    """
+    if plan.kind == "split" or plan.zero == 3:
+        outlook(job, plan)
+    from phalanx.train.work import size_of
+
+    if (size_of(job) or 0) > LARGEST:
+        return []
+    module = build_model(job)
+    trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    found = causes(job, plan, module, Loader(job.data(), job, Lane(), micro=None))
+    if plan.devices > 1 and (note := half_steps(job, trainable)):
+        found.append(note)
+    return found
+
+
+def _refuse_optimizer(job: Job, plan: Plan, module: nn.Module) -> None:
+    if max(plan.tp, plan.ep) == 1:
+        return
+    trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    if problems := slice_problems(job, plan, trainable):
+        raise RefusedError(problems)

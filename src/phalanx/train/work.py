@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from phalanx.data import Lane, Loader
 from phalanx.forecast import Lengths, Work
@@ -116,8 +117,30 @@ def size_of(job: Job) -> int | None:
 
 
 def _on_meta(job: Job) -> nn.Module:
-    with torch.device("meta"):
+    with torch.device("meta"), _NothingDrawn():
         return job.model()
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Leaves out random initial values, for which torch would load its compiler, though there are none on meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        first = args[0] if args else given.get("tensor")
+        if isinstance(first, torch.Tensor) and first.is_meta and getattr(func, "__name__", "") in _DRAWS:
+            return first
+        return func(*args, **given)
+
+
+_DRAWS = (
+    "normal_",
+    "uniform_",
+    "trunc_normal_",
+    "xavier_uniform_",
+    "xavier_normal_",
+    "kaiming_uniform_",
+    "kaiming_normal_",
+)
 
 
 def steps_of(job: Job, batch: int = 0) -> int | None:

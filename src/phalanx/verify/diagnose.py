@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 
 from phalanx.parallel import micro_batches
 from phalanx.spec import Job, Plan
@@ -12,14 +13,22 @@ from phalanx.verify.compare import Tolerance
 from phalanx.verify.evidence import Evidence
 
 
-def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
-    """The likely cause of an inequality, most specific first."""
+def diagnose(
+    evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan, look: Callable[[], list[str]] = list
+) -> str:
+    """The likely cause of an inequality, most specific first. ``look`` gives what a look at the job itself shows."""
+
+    def of_the_job(*_: object) -> str:
+        found = look()
+        return f"{' Also: '.join(found)} That is no fault of the split." if found else ""
+
     for pattern in (
         _not_promised,
         _skipped,
         _same_samples,
         split.other_start,
         split.copies_apart_at_the_start,
+        of_the_job,
         split.passed_on_in_parts,
         split.auxiliary_once_per_rank,
         split.not_synchronised,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from phalanx.errors import Problem, RefusedError, WorkerError
+from phalanx.launch import look_ahead, make_ready
 from phalanx.parallel import batch_statistics, dropouts
 from phalanx.spec import Job, Plan
 from phalanx.spec.plan import Device, Precision
@@ -174,11 +175,17 @@ class OneDevice:
             not_compared=_silent(pair),
             notes=_notes(self._module, dropout=self.dropout),
             first=first,
-            cause=diagnose(self.evidence(pair, checks, watch), tolerance, self.job, plan) if first else "",
+            cause=self._cause(pair, checks, watch) if first else "",
             checks=checks,
             never=pair.one.never,
             reference=self.reference,
         )
+
+    def _cause(self, pair: Pair, checks: list[Check], watch: Watch) -> str:
+        def look() -> list[str]:
+            return [] if pair.plan.server else look_ahead(self.job, pair.plan)
+
+        return diagnose(self.evidence(pair, checks, watch), pair.tolerance, self.job, pair.plan, look)
 
     def evidence(self, pair: Pair, checks: list[Check], watch: Watch = None) -> Evidence:
         """What a cause is told from; for it the first step is taken once more on both sides, and looked into."""
@@ -226,16 +233,19 @@ def prove(
         RefusedError: if the plan cannot serve the job here.
         WorkerError: if one of the runs failed.
     """
-    refuse(job, plan, plan.world_size)
-    for note in _notes(model_of(job), dropout=dropout):
-        if say:
-            say(note)
     if dropout and against is not None:
         raise RefusedError([_OWN_DROPOUT])
+    refuse(job, plan, plan.world_size)
+    make_ready(plan)
+    causes = [] if plan.server else look_ahead(job, plan)
+    for note in (*_notes(model_of(job), dropout=dropout), *causes):
+        if say:
+            say(note)
     own = None if against is None else OwnLoop(against)
     how: dict[str, Any] = {"precision": plan.precision, "device": plan.device}
     one = OneDevice.run(job, steps, **how, against=own, watch=watch, dropout=dropout)
-    return one.prove(plan, watch=watch)
+    proof = one.prove(plan, watch=watch)
+    return replace(proof, notes=[*proof.notes, *causes])
 
 
 _BY_SAMPLE = "which alone draws dropout by sample and layer"

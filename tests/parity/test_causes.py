@@ -1,0 +1,191 @@
+"""Why a job differs where its batch is split: each cause planted, named before the run, and by a proof that fails."""
+
+from __future__ import annotations
+
+import sys
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import phalanx as px
+from phalanx.launch import look_ahead
+from phalanx.spec import Plan
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+from small import Net, job, table
+
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+LENGTHS = (3, 5, 8, 2, 7, 4, 6, 9)
+
+
+class Counting(Net):
+    """Centres its input by a running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(x.mean(0).detach(), 0.1)
+        return super().forward(x - self.mean)
+
+
+class Ticking(Net):
+    """Counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Mixing(Net):
+    """Standardises by the batch, in a way of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(0, keepdim=True))
+
+
+class Noisy(Net):
+    """Adds noise without a module of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 0.1 * torch.randn_like(x) * self.training)
+
+
+class Tokens(nn.Module):
+    """A head over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids))
+
+
+def padded(samples: list[torch.Tensor]) -> UserDict[str, torch.Tensor]:
+    ids = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    return UserDict(ids=ids, labels=ids.masked_fill(ids == 0, -100))
+
+
+def masked(samples: list[Any]) -> dict[str, torch.Tensor]:
+    x, y = (torch.stack([one[key] for one in samples]) for key in ("x", "y"))
+    return {"x": x * (torch.rand_like(x) > 0.3), "y": y}
+
+
+def contrastive(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    unit = F.normalize(output, dim=-1)
+    return F.cross_entropy(unit @ unit.T * 5, torch.arange(len(unit)))
+
+
+def over_tokens(**how: Any) -> px.Job:
+    given: dict[str, Any] = {
+        "model": Tokens,
+        "data": lambda: [1 + torch.arange(LENGTHS[index % 8]) % 15 for index in range(32)],
+        "collate": padded,
+        "inputs": lambda batch: batch["ids"],
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "batch": 4,
+        "steps": 4,
+        **how,
+    }
+    return px.Job(**given)
+
+
+def of_tokens(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
+
+
+def of_padding(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(output.flatten(0, 1), batch["ids"].flatten())
+
+
+PLANTED: dict[str, tuple[px.Job, str]] = {
+    "class weights": (
+        job(loss=lambda output, batch: F.cross_entropy(output, batch["y"], weight=WEIGHTS)),
+        "weighted mean: ",
+    ),
+    "contrastive": (job(loss=contrastive), "the loss couples samples"),
+    "buffer": (job(model=Counting), "buffers updated in forward: mean changes from the samples"),
+    "batch": (job(model=Mixing), "the model mixes samples"),
+    "collate": (job(data=lambda: [table()[i] for i in range(96)], collate=masked), "random collate: .*(x)"),
+    "tokens": (over_tokens(loss=of_tokens), "mean over tokens: "),
+    "padding": (over_tokens(loss=of_padding), "padded mean: "),
+    "noise": (job(model=Noisy), "random numbers drawn in forward"),
+}
+
+EXACT = {
+    "mean": job(loss=lambda output, batch: F.cross_entropy(output, batch["y"])),
+    "sum and count": job(),
+    "class weights, counted": job(
+        loss=lambda output, batch: px.Loss(
+            F.cross_entropy(output, batch["y"], weight=WEIGHTS, reduction="sum"), WEIGHTS[batch["y"]].sum()
+        )
+    ),
+    "tokens, counted": over_tokens(loss=lambda output, batch: px.cross_entropy(output, batch["labels"])),
+    "a counter": job(model=Ticking),
+    "samples that draw": job(data=lambda: Drawing()),
+}
+
+
+class Drawing(torch.utils.data.Dataset[Any]):
+    """Augments each sample by itself."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((9,), index / 64) + torch.randn(9), "y": torch.tensor(index % 5)}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_cause_is_named_before_the_run(name: str) -> None:
+    planted, words = PLANTED[name]
+    (found,) = look_ahead(planted, Plan.parse("dp=2"))
+    assert found.startswith(words.partition(".*")[0])
+    assert look_ahead(planted, Plan.parse("micro=2"))[0] == found
+    assert look_ahead(planted, Plan()) == []
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_nothing_is_said_of_a_job_that_can_be_split(name: str) -> None:
+    assert look_ahead(EXACT[name], Plan.parse("dp=2")) == []
+
+
+def test_a_counter_of_forwards_is_named_where_there_are_more_of_them() -> None:
+    (found,) = look_ahead(job(model=Ticking), Plan.parse("dp=2 micro=4"))
+    assert found.startswith("buffers updated in forward: calls changes once a micro-batch")
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_proof_that_fails_gives_the_same_cause(name: str) -> None:
+    said: list[str] = []
+    proof = px.prove(PLANTED[name][0], "dp=2", steps=4, say=said.append)
+    assert not proof.equal
+    assert proof.cause.startswith(said[0])
+    assert said[0] in proof.notes
+
+
+def test_the_log_of_a_run_has_it(tmp_path: Path) -> None:
+    run = px.fit(PLANTED["class weights"][0], "dp=2", folder=tmp_path / "run")
+    (start,) = run.events("start")
+    assert start["notes"][0].startswith("weighted mean: ")
+
+
+def test_looking_leaves_this_process_as_it_was() -> None:
+    shared = Counting()
+    before, state = shared.mean.clone(), torch.get_rng_state()
+    look_ahead(job(model=lambda: shared), Plan.parse("dp=2"))
+    assert torch.equal(shared.mean, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(one.grad is None for one in shared.parameters())
