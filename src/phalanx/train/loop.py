@@ -46,8 +46,8 @@ def train(
 ) -> dict[str, Any]:
     """Run the whole training on this worker; ``report(step)`` is called as each step begins.
 
-    ``observer`` looks on; every run goes the same way, with and without one. ``causes`` of a difference from one device,
-    found before the run, stand among its notes.
+    ``observer`` looks on; every run goes the same way, with and without one. ``causes`` of a difference from one
+    device, found before the run, stand among its notes.
 
     Returns a summary: steps taken, last loss, last evaluation.
     """
