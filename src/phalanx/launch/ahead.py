@@ -15,7 +15,7 @@ from phalanx.launch.readiness import leave_compiler_out
 from phalanx.spec import Job, Plan
 from phalanx.train.outlook import ahead
 
-_PATIENCE = 20.0
+_PATIENCE = 60.0
 """Seconds that a run waits for the look; a model that takes longer to build is looked at by its workers."""
 
 
