@@ -1,8 +1,9 @@
 """Forecast beside measured step time on this machine: every kind of plan, 1, 2 and 4 processes, by the clock.
 
 ``OMP_NUM_THREADS=1 python bench/forecast_here.py [--on machine.toml] [--rounds N] [--only WORD] [--write]``; without
-``--on`` it calibrates first, as a user does. Runs go through ``phalanx.fit``; the time of a step is the one that the
-run's own summary tells. Forecasts have the constants that a run here gets with ``machine.toml`` beside its job.
+``--on`` it calibrates before each round, as a user does before a run: a shared machine is faster in one quarter of an
+hour than in the next. Runs go through ``phalanx.fit``; the time of a step is the one that the run's own summary tells.
+Forecasts have the constants that a run here gets with ``machine.toml`` beside its job.
 """
 
 from __future__ import annotations
@@ -41,36 +42,69 @@ PATIENCE = 2.0  # seconds to wait before each run until nothing else computes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Round:
+    """A plan of a job, foretold and then measured.
+
+    Attributes:
+        foretold: with the constants of this machine, measured before the round.
+        catalog: with those of the catalog, as without ``phalanx calibrate``.
+        seconds: of a step.
+        busy: share of the cores that others kept busy before.
+    """
+
+    foretold: Forecast
+    catalog: Forecast
+    seconds: float
+    busy: float
+
+    @property
+    def error(self) -> float:
+        """How far the forecast is above what was measured, as a share of it."""
+        return self.foretold.step / self.seconds - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A plan of a job, foretold and measured.
+    """A plan of a job in every round; what is told of it is the round whose error is the middle one.
 
     Attributes:
         job: its name.
         kind: of plan.
         plan: it.
-        foretold: with the constants of this machine.
-        catalog: with those of the catalog, as before ``phalanx calibrate``.
-        rounds: seconds of a step in each round.
-        busy: share of the cores that others kept busy before each round.
+        rounds: in order of time; of an even number the worse of the two middle ones counts.
     """
 
     job: str
     kind: str
     plan: Plan
-    foretold: Forecast
-    catalog: Forecast
-    rounds: tuple[float, ...]
-    busy: tuple[float, ...]
+    rounds: tuple[Round, ...]
+
+    @property
+    def middle(self) -> Round:
+        """The round that counts."""
+        errors = sorted(self.rounds, key=lambda one: one.error)
+        half = len(errors) // 2
+        return errors[half] if len(errors) % 2 else max(errors[half - 1 : half + 1], key=lambda one: abs(one.error))
+
+    @property
+    def foretold(self) -> Forecast:
+        """Its forecast."""
+        return self.middle.foretold
+
+    @property
+    def catalog(self) -> Forecast:
+        """Its forecast without a calibration."""
+        return self.middle.catalog
 
     @property
     def measured(self) -> float:
-        """Seconds of a step: the median of the rounds."""
-        return statistics.median(self.rounds)
+        """Its seconds of a step."""
+        return self.middle.seconds
 
     @property
     def error(self) -> float:
-        """How far the forecast is above what was measured, as a share of it."""
-        return self.foretold.step / self.measured - 1
+        """Its error."""
+        return self.middle.error
 
 
 def main() -> int:
@@ -79,18 +113,24 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no run of a later round after so many")
     parser.add_argument("--only", default="")
-    parser.add_argument("--save", default="", help="also write what was measured into this file, for another --from")
+    parser.add_argument("--save", default="", help="also write what was foretold and measured into this file")
     parser.add_argument("--write", action="store_true", help="write the page, and the spread that intervals rest on")
     given = parser.parse_args()
     from forecast_page import report, write
 
     with tempfile.TemporaryDirectory() as folder:
         machine = Path(folder) / default_path()
-        machine.write_text(Path(given.on).read_text() if given.on else _calibrated(Path(folder) / "own.toml"))
         with chdir(folder):
-            found, refused = cases(given.rounds, given.only, time.monotonic() + 60 * given.minutes)
+            found, refused = cases(machine, given)
     if given.save:
-        rows = [{"job": one.job, "plan": str(one.plan), "rounds": one.rounds} for one in found]
+        rows = [
+            {
+                "job": one.job,
+                "plan": str(one.plan),
+                "rounds": [[each.foretold.step, each.seconds] for each in one.rounds],
+            }
+            for one in found
+        ]
         Path(given.save).write_text(json.dumps(rows), encoding="utf-8")
     print(report(found, refused))
     if given.write:
@@ -98,46 +138,48 @@ def main() -> int:
     return 0
 
 
-def cases(rounds: int, only: str, end: float) -> tuple[list[Case], list[tuple[str, Plan, str]]]:
+def cases(machine: Path, given: argparse.Namespace) -> tuple[list[Case], list[tuple[str, Plan, str]]]:
     """Every plan of every job, its rounds apart from each other in time; and what was refused, with why."""
-    asked: list[Case] = []
+    works: dict[str, Work] = {}
+    asked: list[tuple[str, str, Plan]] = []
     refused: list[tuple[str, Plan, str]] = []
     for name, make in JOBS.items():
-        job = make()
-        wanted = [(kind, plan) for kind, plan in plans(name, job.batch) if only in f"{name} {kind} {plan}"]
+        wanted = [(kind, plan) for kind, plan in plans(name, make().batch) if given.only in f"{name} {kind} {plan}"]
         try:
-            work = _apart(make) if wanted else None
+            works |= {name: _apart(make)} if wanted else {}
+            asked += [(name, kind, plan) for kind, plan in wanted]
         except PhalanxError as error:
             refused += [(name, plan, _line(error)) for _, plan in wanted]
-            continue
-        for kind, plan in wanted:
-            assert work is not None
+    end = time.monotonic() + 60 * given.minutes
+    rounds: dict[tuple[str, str, Plan], list[Round]] = {}
+    for turn in range(given.rounds):
+        if turn and time.monotonic() > end:
+            break
+        machine.write_text(Path(given.on).read_text() if given.on else _calibrated(machine.with_name("own.toml")))
+        for one in list(asked):
+            if turn and time.monotonic() > end:
+                break
             try:
-                asked.append(_foretold(name, kind, plan, work))
-            except PhalanxError as error:
-                refused.append((name, plan, _line(error)))
-    times: dict[int, list[tuple[float, float]]] = {}
-    for turn in range(rounds):
-        for index, one in enumerate(asked):
-            if turn and (index not in times or time.monotonic() > end):
-                continue
-            busy = wait_until_quiet(PATIENCE)
-            try:
-                times.setdefault(index, []).append((measured(JOBS[one.job](), one.plan), busy))
+                rounds.setdefault(one, []).append(_round(one, works[one[0]]))
             except (PhalanxError, TimeoutError) as error:
-                times.pop(index, None)
-                refused.append((one.job, one.plan, _line(error)))
-                continue
-            last = times[index][-1]
-            ratio = one.foretold.step / last[0] - 1
-            said = f"{one.job:8} {one.plan!s:44} {one.foretold.step:.4f} {last[0]:.4f} {ratio:+.0%} busy {busy:.0%}"
-            print(said, file=sys.stderr, flush=True)
-    found = [
-        replace(one, rounds=tuple(each for each, _ in times[index]), busy=tuple(each for _, each in times[index]))
-        for index, one in enumerate(asked)
-        if index in times
-    ]
+                asked.remove(one)
+                rounds.pop(one, None)
+                refused.append((one[0], one[2], _line(error)))
+    found = [Case(job=name, kind=kind, plan=plan, rounds=tuple(rounds[name, kind, plan])) for name, kind, plan in asked]
     return found, refused
+
+
+def _round(one: tuple[str, str, Plan], work: Work) -> Round:
+    """One plan: its forecasts as a run gets them here, with ``machine.toml`` beside it and without; and its time."""
+    name, _, plan = one
+    here = forecast(work, plan, cluster_for(plan))
+    with tempfile.TemporaryDirectory() as elsewhere, chdir(elsewhere):
+        catalog = forecast(work, plan, cluster_for(plan))
+    busy = wait_until_quiet(PATIENCE)
+    found = Round(foretold=here, catalog=catalog, seconds=measured(JOBS[name](), plan), busy=busy)
+    said = f"{name:8} {plan!s:44} {here.step:.4f} {found.seconds:.4f} {found.error:+.0%} busy {busy:.0%}"
+    print(said, file=sys.stderr, flush=True)
+    return found
 
 
 @contextmanager
@@ -158,14 +200,6 @@ def _at_most(seconds: int) -> Iterator[None]:
 
 def _line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
-
-
-def _foretold(name: str, kind: str, plan: Plan, work: Work) -> Case:
-    """The forecasts of a plan as a run gets them here: with ``machine.toml`` beside it, and without."""
-    here = forecast(work, plan, cluster_for(plan))
-    with tempfile.TemporaryDirectory() as elsewhere, chdir(elsewhere):
-        catalog = forecast(work, plan, cluster_for(plan))
-    return Case(job=name, kind=kind, plan=plan, foretold=here, catalog=catalog, rounds=(), busy=())
 
 
 def _apart(make: Callable[[], px.Job]) -> Work:

@@ -27,16 +27,17 @@ PAGE = Path(__file__).parent.parent / "docs/reference/accuracy-here.md"
 
 _HEAD = """# Forecasts of this machine's own runs
 
-Written by `OMP_NUM_THREADS=1 python bench/forecast_here.py --rounds 3 --minutes 14 --write`; do not edit.
+Written by `OMP_NUM_THREADS=1 python bench/forecast_here.py --rounds {asked} --write`; do not edit.
 
 {when}, {cpu}, {cores} cores, one thread a process, by the clock. Runs go through `phalanx.fit`; a run's time of a step
-is the median of {steps} steps, as its own summary tells it (the mean where replicas are averaged now and then), and a
-plan's the median of {rounds} runs at different times. Before a run others kept {busy:.0%} of the cores busy in the
-median, {most:.0%} at most. Where there are more processes than cores they take turns.
+is the median of {steps} steps, as its own summary tells it (the mean where replicas are averaged now and then). Each
+plan ran in {rounds} rounds; of them the one with the middle error counts (of two, the one with the larger). Before a
+run others kept {busy:.0%} of the cores busy in the median, {most:.0%} at most. Where there are more processes than
+cores they take turns.
 
-Constants of cores and exchanges are those of `phalanx calibrate`, which sees none of these models. What sharded plans
-copy, the casts around products in 16 bits, how micro-batches add up and what compression moves were chosen with runs
-like some of these in view.
+Constants of cores and exchanges are those of a `phalanx calibrate` before each round, which sees none of these models.
+What sharded plans copy, the casts around products in 16 bits, how micro-batches add up and what compression moves were
+chosen with runs like some of these in view.
 *Inside* is the share of measured times in the 80 % interval whose width is taken, by technique, from the runs of the
 *other* models, so that no run judges itself. Forecasts print the interval that all runs give: {widths}.
 *Before* is the median error with the catalog's constants, of a machine that was not calibrated; four of five are then
@@ -63,9 +64,10 @@ def write(found: Sequence[Case], refused: Sequence[Refused]) -> None:
 
 def page(found: Sequence[Case], refused: Sequence[Refused], told: dict[str, Any]) -> str:
     """The page of the documentation."""
-    busy = [share for one in found for share in one.busy]
+    busy = [each.busy for one in found for each in one.rounds]
     widths = ", ".join(f"{_around(size)} ({name})" for name, size in told["own"]["four_of_five"].items())
     head = _HEAD.format(
+        asked=max(len(one.rounds) for one in found),
         rounds=_span([len(one.rounds) for one in found]),
         when=f"{date.today():%B %Y}",
         cpu=_processor(),
@@ -127,7 +129,8 @@ def table(found: Sequence[Case]) -> list[str]:
     for one in found:
         parts = sorted(one.foretold.seconds.items(), key=lambda item: -item[1])[:3]
         text = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in parts)
-        rounds = f"{1e3 * min(one.rounds):.1f} to {1e3 * max(one.rounds):.1f}"
+        seconds = [each.seconds for each in one.rounds]
+        rounds = f"{1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f}"
         times = f"{1e3 * one.foretold.step:.1f} | {1e3 * one.measured:.1f} | {rounds}"
         lines.append(f"| {one.job} | `{one.plan}` | {times} | {one.error:+.0%} | {text} |")
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send")
@@ -12,6 +13,8 @@ WHOLE = ("all-reduce",)
 """What replicas that hold the whole model need."""
 
 SIZES = (4_096, 65_536, 1_048_576, 8_388_608)  # bytes of the whole tensor on one rank
+_SIDE = 512  # of the square product before each call: some milliseconds of a CPU core
+_CALLS = 4  # of a round
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +35,7 @@ class Exchange:
 
 
 def exchanges(
-    kinds: tuple[str, ...] = KINDS, *, device: str = "cpu", rounds: int = 7, sizes: tuple[int, ...] = SIZES
+    kinds: tuple[str, ...] = KINDS, *, device: str = "cpu", rounds: int = 15, sizes: tuple[int, ...] = SIZES
 ) -> list[Exchange]:
     """Collectives of ``kinds`` at every size. Collective; every rank gets its own times, which differ little."""
     import torch
@@ -45,7 +48,7 @@ def exchanges(
         works = _works(whole, part)
         for kind in kinds:
             work = works[kind]
-            seconds = _together(work, device, rounds if size < SIZES[-1] else max(2, rounds // 2))
+            seconds = _together(work, device, rounds if size < SIZES[-1] else max(2, 2 * rounds // 3))
             seconds /= 2 if kind == "send" else 1
             found.append(Exchange(kind=kind, ranks=ranks, size=4.0 * count, seconds=seconds))
     return found
@@ -77,18 +80,23 @@ def _works(whole: Any, part: Any) -> dict[str, Callable[[], Any]]:
 
 
 def _together(work: Callable[[], Any], device: str, rounds: int) -> float:
-    """Seconds of a call that all ranks begin together, of the faster rounds."""
+    """Seconds that a call adds to ranks that compute before each, as they do in a step: what one waits for another
+    is part of it. The middle one of the rounds."""
     import torch
     import torch.distributed as dist
 
-    work()
-    times: list[float] = []
-    for _ in range(rounds):
+    matrix = torch.ones(_SIDE, _SIDE, device=device)
+
+    def seconds(also: Callable[[], Any] | None) -> float:
         dist.barrier()
         begun = time.perf_counter()
-        for _ in range(2):
-            work()
+        for _ in range(_CALLS):
+            torch.mm(matrix, matrix)
+            if also:
+                also()
         if device.startswith("cuda"):
             torch.cuda.synchronize()
-        times.append((time.perf_counter() - begun) / 2)
-    return sorted(times)[len(times) // 4]
+        return (time.perf_counter() - begun) / _CALLS
+
+    seconds(work)
+    return max(0.0, median(seconds(work) - seconds(None) for _ in range(rounds)))
