@@ -143,43 +143,57 @@ def test_two_percent_in_half_precision(model: str, precision: str, monkeypatch: 
     assert "weighted by the wrong count" in proof.cause
 
 
-class Flip(torch.autograd.Function):
-    """The identity, whose gradient comes back with the other sign."""
+class Faulty(torch.autograd.Function):
+    """The identity, whose gradient comes back so many times."""
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, given: torch.Tensor, times: float) -> torch.Tensor:
+        ctx.times = times
         return given.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return -grad
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.times, None
 
 
 class Adapted(nn.Module):
     """A frozen layer and an adapter of low rank, half of which starts at zero: the other half has no gradient at first.
 
-    On rank 1 what then comes back to that half is wrong.
+    On rank 1 what then comes back to that half is ``times`` what it should be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, times: float) -> None:
         super().__init__()
+        self.times = times
         self.base = nn.Linear(16, 5)
         self.base.requires_grad_(False)
         self.a = nn.Parameter(torch.randn(4, 16))
         self.b = nn.Parameter(torch.zeros(5, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a = Flip.apply(self.a) if on_rank_1() and self.training else self.a
+        a = Faulty.apply(self.a, self.times) if on_rank_1() and self.training else self.a
         return self.base(x) + x @ a.T @ self.b.T
 
 
-@pytest.mark.parametrize("lr", [1e-3, 1e-4])
-def test_a_gradient_that_is_there_from_the_second_step_on_and_wrong(lr: float) -> None:
-    given = job(
-        Adapted,
+def adapted(lr: float, times: float) -> px.Job:
+    return job(
+        lambda: Adapted(times),
         rows(),
         lambda output, batch: nn.functional.cross_entropy(output, batch["y"]),
         optimizer=lambda params: torch.optim.SGD(params, lr=lr),
     )
-    proof = unequal("dp=2", given)
+
+
+@pytest.mark.parametrize("times", [-1.0, 0.0, 2.0, 1.01])
+@pytest.mark.parametrize("lr", [1e-3, 1e-6, 1e-9])
+def test_a_gradient_that_is_there_from_the_second_step_on_and_wrong(lr: float, times: float) -> None:
+    proof = unequal("dp=2", adapted(lr, times))
     assert proof.first.startswith("the gradient of a in step 1")
+    assert "the gradient of a is there from step 1 on" in proof.cause
+
+
+@pytest.mark.parametrize("lr", [1e-3, 1e-6, 1e-9])
+def test_a_small_gradient_that_is_right(lr: float) -> None:
+    proof = px.prove(adapted(lr, 1.0), "dp=2", steps=3)
+    assert proof.equal, proof.first
+    assert proof.not_compared == []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -80,6 +80,39 @@ class Tolerance:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """What tells rounding from a difference in the gradients of one step.
+
+    Attributes:
+        allowed: difference, relative to the larger of a gradient's norm and what its rounding is relative to.
+        noise: share of the norm of all gradients below which one is small: its rounding may be relative to more than
+            itself.
+        magnitudes: what the rounding of small ones is relative to, by parameter; where it is known.
+        total: norm of all gradients of the step; that of those compared where it is not given.
+    """
+
+    allowed: float
+    noise: float
+    magnitudes: Mapping[str, float] = field(default_factory=dict[str, float])
+    total: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstGradient:
+    """The first gradient of a parameter that is more than rounding.
+
+    Attributes:
+        values: of it.
+        error: what rounding may make it differ, relative to its norm.
+        stretch: how many times its norm its rounding is relative to; 1 where no terms cancel.
+    """
+
+    values: Tensor
+    error: float
+    stretch: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
     """One tensor's.
 
@@ -90,6 +123,7 @@ class Difference:
         residual: what then still differs, relative.
         where: the part of the tensor that the difference is in, and which ranks hold it; empty where it is everywhere.
         allowed: what ``relative`` may be.
+        rounding: it is of something that is zero but for rounding, so that the ratio says nothing.
     """
 
     name: str
@@ -98,6 +132,7 @@ class Difference:
     residual: float
     where: str = ""
     allowed: float = 0.0
+    rounding: bool = False
 
     @property
     def beyond(self) -> bool:
@@ -126,23 +161,35 @@ def values(reference: Tensors, other: Tensors, allowed: float = 0.0) -> list[Dif
     return found + [missing(name) for name in other if name not in reference]
 
 
-def gradients(reference: Tensors, other: Tensors, allowed: float, noise: float) -> tuple[list[Difference], list[str]]:
-    """Differences of gradients, and the names of those that are zero but for rounding and so not compared.
+def gradients(reference: Tensors, other: Tensors, bound: Bound) -> tuple[list[Difference], list[str]]:
+    """Differences of gradients, and the names of those that are zero but for rounding.
 
-    One that is not there is as good as one of zeros: what an optimizer makes of either shows in its state.
+    A small one is judged by what its rounding is relative to, which may be more than its own size; where that is not
+    known, it is not compared. One that is not there is as good as one of zeros: what an optimizer makes of either shows
+    in its state.
     """
-    total = math.sqrt(sum(norm(tensor) ** 2 for tensor in reference.values()))
     found: list[Difference] = []
     silent: list[str] = []
+    total = bound.total or math.sqrt(sum(norm(tensor) ** 2 for tensor in reference.values()))
     for name in dict.fromkeys((*reference, *other)):
         here, there = reference.get(name), other.get(name)
         sizes = [0.0 if one is None else norm(one) for one in (here, there)]
-        if max(sizes) <= noise * total:
-            silent += [name] if max(sizes) else []
+        small, magnitude = max(sizes) <= bound.noise * total, bound.magnitudes.get(name)
+        if not max(sizes):
+            continue
+        if small and magnitude is None:
+            silent.append(name)
+        elif small and magnitude is not None:
+            zeros = torch.zeros_like(next(one for one in (here, there) if one is not None))
+            given = (zeros if one is None else one for one in (here, there))
+            one = difference(name, *given, max(sizes[0], magnitude), bound.allowed)
+            rounding = sizes[0] <= bound.allowed * magnitude
+            silent += [name] if rounding else []
+            found.append(replace(one, rounding=rounding))
         elif here is None or there is None:
             found.append(missing(name))
         else:
-            found.append(difference(name, here, there, sizes[0], allowed))
+            found.append(difference(name, here, there, sizes[0], bound.allowed))
     return found, silent
 
 
@@ -155,7 +202,7 @@ def scale(found: Sequence[Difference], reference: Tensors) -> float:
 
 
 def parameters(
-    initial: Tensors, reference: Tensors, other: Tensors, first: Tensors, tolerance: Tolerance
+    initial: Tensors, reference: Tensors, other: Tensors, first: Mapping[str, FirstGradient], tolerance: Tolerance
 ) -> list[Difference]:
     """Differences of final parameters relative to how far each moved.
 
@@ -165,17 +212,18 @@ def parameters(
     its gradient may by rounding, and by twice its way where that may turn the gradient's sign.
     """
     found: list[Difference] = []
-    for name, grad in first.items():
+    for name, known in first.items():
         if name not in reference or name not in other:
             found.append(missing(name))
             continue
+        grad = known.values
         meaningful = grad.abs() > tolerance.noise * norm(grad) / math.sqrt(max(1, grad.numel()))
         start, here, there = (tensor[name][meaningful] for tensor in (initial, reference, other))
         if here.numel():
             moved, way = here - start, max(norm(here - start), 1e-30)
-            error = tolerance.gradient * norm(grad) / math.sqrt(grad.numel())
+            error = known.error * norm(grad) / math.sqrt(grad.numel())
             turned = norm((error / grad[meaningful].abs()).clamp(max=2) * moved) / way
-            found.append(difference(name, here, there, way, max(tolerance.parameter, turned)))
+            found.append(difference(name, here, there, way, max(tolerance.parameter * known.stretch, turned)))
     return found
 
 

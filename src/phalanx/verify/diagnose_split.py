@@ -232,13 +232,14 @@ def not_synchronised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: P
     parts: dict[str, list[str]] = {}
     names: dict[str, None] = {}
     prints = evidence.first_gradients
-    total = math.sqrt(sum(float(grad.double().square().sum()) for grad in evidence.one.gradients.values()))
+    # What is zero but for rounding may have any value on any rank.
+    meant = [name for name in dict.fromkeys(name for known in prints for name in known) if name not in evidence.silent]
     for axis in evidence.axes:
         for ranks in evidence.peers(axis):
-            for name in [name for name in prints[ranks[0]] if all(name in prints[rank] for rank in ranks)]:
+            for name in [name for name in meant if all(name in prints[rank] for rank in ranks)]:
                 pieces = {prints[rank][name][0] for rank in ranks}
                 given = [prints[rank][name][1] for rank in ranks]
-                if len(pieces) > 1 or not _unlike(given, tolerance, total):
+                if len(pieces) > 1 or not _unlike(given, tolerance):
                     continue
                 names[name] = None
                 if _adds_up(evidence, name, pieces.pop(), given, tolerance):
@@ -267,11 +268,9 @@ def not_synchronised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: P
     )
 
 
-def _unlike(given: list[Print], tolerance: Tolerance, total: float) -> bool:
-    """Whether ranks' gradients differ by more than rounding explains; none that is zero but for rounding does."""
+def _unlike(given: list[Print], tolerance: Tolerance) -> bool:
+    """Whether ranks' gradients differ by more than rounding explains."""
     norm = math.sqrt(max(one.square for one in given))
-    if norm <= tolerance.noise * total:
-        return False
     root = math.sqrt(len(given[0].sums))
     return max(math.dist(one.sums, given[0].sums) for one in given) > tolerance.gradient * norm * root
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from phalanx.spec import Plan
 from phalanx.verify import compare
-from phalanx.verify.compare import Difference, Tolerance
+from phalanx.verify.bounds import bound_of, first_gradients
+from phalanx.verify.compare import Difference, FirstGradient, Tolerance
 from phalanx.verify.copies import Apart, copies_apart
 from phalanx.verify.evidence import holders, where
 from phalanx.verify.record import END, FIRST, START, Record, StepRecord, Tensors
+from phalanx.verify.recording import GRADIENT_STEPS
 
 _WORDS = {START: "before the first step", FIRST: "after the first update", END: "after the last step"}
 
@@ -90,20 +90,21 @@ _SAME = 1e-6
 
 
 def _step(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterator[Check]:
-    one, other, tolerance = pair.one, pair.other, pair.tolerance
+    one, tolerance = pair.one, pair.tolerance
     off = compare.apart(here.loss, there.loss)
     beyond = not off <= tolerance.loss
     words = f"the loss of step {index}, by {off:.2g} (allowed {tolerance.loss:.2g})" if beyond else ""
     yield Check(
         kind="loss", when=f"in step {index}", step=index, many=1, largest=off, allowed=tolerance.loss, first=words
     )
-    for kind, mine, others in (("gradient", one.reduced, other.reduced), ("used", one.used, other.used)):
-        # Replicas that step by themselves clip what each of them has.
-        skipped = here.skipped and there.skipped  # such gradients are not finite
-        if index in mine and index in others and not skipped and (kind == "gradient" or pair.plan.sync == "each"):
-            found, _ = compare.gradients(mine[index], others[index], tolerance.gradient_at(index), tolerance.noise)
+    for kind in ("gradient", "used"):
+        mine, others = _gradients_of(pair, kind, index)
+        # Replicas that step by themselves clip what each of them has. Skipped gradients are not finite.
+        skipped = here.skipped and there.skipped
+        if (mine or others) and not skipped and (kind == "gradient" or pair.plan.sync == "each"):
+            found, _ = compare.gradients(mine, others, bound_of(one, index, tolerance, used=kind == "used"))
             if index == 0:
-                yield _scale(pair, kind, compare.scale(found, mine[index]), len(found))
+                yield _scale(pair, kind, compare.scale(found, mine), len(found))
             yield _tensors(pair, kind, f"{'reduced' if kind == 'gradient' else kind}-{index}", found, step=index)
     if pair.plan.sync == "each":
         yield _copies(pair, f"reduced-{index}", step=index)
@@ -135,7 +136,7 @@ def _values(pair: Pair, moment: str) -> Iterator[Check]:
     yield _copies(pair, moment, step=step)
     if moment not in one.values or moment not in other.values:
         return
-    first = _meant(one, tolerance)
+    first = first_gradients(one, tolerance)
     found = compare.parameters(one.initial, one.values[moment], other.values[moment], first, tolerance)
     trained = set(one.options)
     still = [name for name in one.values[moment] if name not in trained]
@@ -145,25 +146,21 @@ def _values(pair: Pair, moment: str) -> Iterator[Check]:
     yield _tensors(
         pair, "buffer", moment, _common(one.buffers.get(moment, {}), other.buffers.get(moment, {}), tolerance.parameter)
     )
-    yield _tensors(pair, "state", moment, _states(pair, moment, set(first)), step=step)
+    yield _tensors(pair, "state", moment, _states(pair, moment, first), step=step)
     numbers = _different(one.numbers.get(moment, {}), other.numbers.get(moment, {}))
     yield _exact("numbers in the optimizer's state", _WORDS[moment], numbers)
 
 
-def _meant(one: Record, tolerance: Tolerance) -> dict[str, Tensor]:
-    """The first gradient of each parameter that is not zero but for rounding."""
-    found: dict[str, Tensor] = {}
-    for grads in (one.reduced or one.used).values():
-        total = math.sqrt(sum(compare.norm(grad) ** 2 for grad in grads.values()))
-        found |= {
-            name: grad
-            for name, grad in grads.items()
-            if name not in found and compare.norm(grad) > tolerance.noise * total
-        }
-    return found
+def _gradients_of(pair: Pair, kind: str, step: int) -> tuple[Tensors, Tensors]:
+    """Both sides' gradients of a step; those that come late on one side only are missing on the other."""
+    mine, others = (record.reduced if kind == "gradient" else record.used for record in (pair.one, pair.other))
+    late = kind == "gradient" and step >= GRADIENT_STEPS and bool(mine) and bool(others)
+    if late or (step in mine and step in others):
+        return mine.get(step, {}), others.get(step, {})
+    return {}, {}
 
 
-def _states(pair: Pair, moment: str, meant: set[str]) -> list[Difference]:
+def _states(pair: Pair, moment: str, meant: Mapping[str, FirstGradient]) -> list[Difference]:
     """The optimizer's state, but for that of parameters whose gradients are zero but for rounding.
 
     What adds up gradients differs as they do. What adds up their squares, and so is nowhere below zero, differs by
@@ -176,10 +173,12 @@ def _states(pair: Pair, moment: str, meant: set[str]) -> list[Difference]:
     )
     found: list[Difference] = []
     for one in _common(mine, others, tolerance):
-        tensor = mine.get(one.name)
+        tensor, stretch = mine.get(one.name), meant[one.name.rpartition(".")[0]].stretch
+        one = replace(one, allowed=tolerance * stretch)
         if tensor is not None and tensor.numel() and one.relative and bool((tensor >= 0).all()):
             most, total = float(tensor.double().max()), float(tensor.double().sum())
-            one = replace(one, allowed=2 * tolerance * math.sqrt(most * total) / max(compare.norm(tensor), 1e-300))
+            allowed = 2 * tolerance * stretch * math.sqrt(most * total) / max(compare.norm(tensor), 1e-300)
+            one = replace(one, allowed=allowed)
         found.append(one)
     return found
 

@@ -17,6 +17,7 @@ from phalanx.spec import Job, Plan
 from phalanx.spec.plan import Device, Precision
 from phalanx.train.assembly import refuse
 from phalanx.verify import compare
+from phalanx.verify.bounds import bound_of
 from phalanx.verify.capture import Watch, capture, model_of, recurrent_dropouts, traced
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import diagnose
@@ -204,7 +205,7 @@ class OneDevice:
             losses=compare.losses(one.losses, other.losses),
             skipped=next((step for step, (a, b) in enumerate(pairs) if a.skipped != b.skipped), None),
             initial=_of(checks, "initial", None),
-            gradients=_of(checks, "gradient", 0),
+            gradients=[one for one in _of(checks, "gradient", 0) if not one.rounding or one.beyond],
             silent=_silent(pair),
             parameters=_of(checks, "parameter", None),
             batch_norm=batch_statistics(self._module),
@@ -278,7 +279,7 @@ def _of(checks: list[Check], kind: str, step: int | None) -> list[Difference]:
 
 def _silent(pair: Pair) -> list[str]:
     """Parameters whose first gradient is zero but for rounding."""
-    return compare.gradients(pair.one.gradients, pair.other.gradients, 0.0, pair.tolerance.noise)[1]
+    return compare.gradients(pair.one.gradients, pair.other.gradients, bound_of(pair.one, 0, pair.tolerance))[1]
 
 
 def _notes(module: torch.nn.Module, *, dropout: bool) -> list[str]:

@@ -91,6 +91,8 @@ class Record:
         reduced: step → parameter → gradient of the global batch divided by its count, before clipping. Of the first
             steps all; of later ones those of parameters that had none, or only zeros, before.
         used: step → parameter → gradient as the optimizer got it, after clipping.
+        magnitudes: step → parameter → what the rounding of its reduced gradient is relative to, where that gradient is
+            small beside the others; empty where nobody looked.
         buffers: moment → buffer → its value.
         state: moment (``first``, ``end``) → ``<parameter>.<key>`` → tensor of the optimizer's state.
         numbers: moment → ``<parameter>.<key>`` → what the optimizer keeps that is one number, such as ``step``.
@@ -108,6 +110,7 @@ class Record:
     values: Mapping[str, Tensors]
     reduced: Mapping[int, Tensors] = field(default_factory=dict[int, Tensors])
     used: Mapping[int, Tensors] = field(default_factory=dict[int, Tensors])
+    magnitudes: Mapping[int, Mapping[str, float]] = field(default_factory=dict[int, Mapping[str, float]])
     buffers: Mapping[str, Tensors] = field(default_factory=dict[str, Tensors])
     state: Mapping[str, Tensors] = field(default_factory=dict[str, Tensors])
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])

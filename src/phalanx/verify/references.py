@@ -94,7 +94,9 @@ def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for step, loss in enumerate(witness.losses)
     ]
     options = {name: _numeric(group) for name, group in witness.options.items()}
-    return tensors, {"steps": steps, "numbers": numbers, "options": options, "evaluations": witness.evaluations}
+    magnitudes = {str(step): found for step, found in witness.magnitudes.items()}
+    told = {"numbers": numbers, "options": options, "evaluations": witness.evaluations, "magnitudes": magnitudes}
+    return tensors, {"steps": steps, **told}
 
 
 def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> Record:
@@ -109,6 +111,7 @@ def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> Record:
         state=kinds["state"],
         reduced={int(step): grads for step, grads in kinds["reduced"].items()},
         used={int(step): grads for step, grads in kinds["used"].items()},
+        magnitudes={int(step): found for step, found in answer["magnitudes"].items()},
         numbers=answer["numbers"],
         options=answer["options"],
         evaluations={int(step): result for step, result in answer["evaluations"].items()},

@@ -12,6 +12,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from phalanx.spec import Job, Schedule
 from phalanx.verify.witness import samples
+from phalanx.verify.witness.magnitudes import Magnitudes
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,6 +51,7 @@ class Witness:
         buffers: moment → buffer → value.
         reduced: step → parameter → gradient of the loss, before clipping.
         used: step → parameter → gradient as the optimizer got it.
+        magnitudes: step → parameter → what the rounding of its reduced gradient is relative to; of small ones alone.
         state: moment (``first``, ``end``) → parameter → what the optimizer keeps of it.
         options: parameter → the options of its group but for the learning rate.
         evaluations: steps taken → ``loss``, ``samples`` and ``metrics``.
@@ -65,20 +68,31 @@ class Witness:
     buffers: dict[str, Tensors] = field(default_factory=dict[str, Tensors])
     reduced: dict[int, Tensors] = field(default_factory=dict[int, Tensors])
     used: dict[int, Tensors] = field(default_factory=dict[int, Tensors])
+    magnitudes: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
     state: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict[str, dict[str, dict[str, Any]]])
     options: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
     @classmethod
-    def of(cls, job: Job, steps: int, *, precision: str = "fp32", device: str | torch.device = "cpu") -> Witness:
+    def of(
+        cls,
+        job: Job,
+        steps: int,
+        *,
+        precision: str = "fp32",
+        device: str | torch.device = "cpu",
+        most: int | None = None,
+    ) -> Witness:
         """Train ``job`` for ``steps`` steps, or as many as it has.
+
+        With ``most`` it goes on from there, so far at most, until each parameter has had a gradient other than zeros.
 
         It seeds the global generators of torch, numpy and Python, and so belongs into a process of its own.
 
         Raises:
             ValueError: if ``why_not`` names a reason, or the data end before the first step.
         """
-        return _Loop(job, steps, precision, torch.device(device)).run()
+        return _Loop(job, (steps, most or steps), precision, torch.device(device)).run()
 
 
 def why_not(job: Job, optimizer: torch.optim.Optimizer | None = None) -> str:
@@ -96,8 +110,9 @@ def why_not(job: Job, optimizer: torch.optim.Optimizer | None = None) -> str:
 class _Loop:
     """The objects of the loop, built in the order in which a script would build them."""
 
-    def __init__(self, job: Job, steps: int, precision: str, device: torch.device) -> None:
-        self.job, self.steps, self.device = job, steps, device
+    def __init__(self, job: Job, steps: tuple[int, int], precision: str, device: torch.device) -> None:
+        self.job, self.device = job, device
+        self.steps, self.most = steps
         self.half = _HALVES.get(precision)
         samples.seed_everything(samples.stream_seed(job.seed, 0))
         self.model: nn.Module = job.model()
@@ -118,20 +133,21 @@ class _Loop:
         # On sums, as the loss is one: the scale does not follow what the batch happens to count.
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** (12 - round(math.log2(job.batch))))
         self.scales = precision == "fp16"
+        self.magnitudes = Magnitudes(precision)
+        self.pending = set(self.trained)
         self.evaluation_data = job.evaluate() if job.evaluate else None
         self.witness = Witness()
 
     def run(self) -> Witness:
         witness, every = self.witness, self.job.evaluate_every
         self._look(START)
-        pending = set(self.trained)
         for step, epoch, ids, batch in self._batches():
             witness.epochs.append(epoch)
             witness.samples.append(ids)
             self._backward(step, _on(batch, self.device), len(ids))
             grads = self._gradients()
-            came = {name for name in pending if name in grads and bool(grads[name].any())}
-            pending -= came
+            came = {name for name in self.pending if name in grads and bool(grads[name].any())}
+            self.pending -= came
             if step < WHOLE or came:
                 wanted = grads if step < WHOLE else {name: grads[name] for name in grads if name in came}
                 witness.reduced[step] = _copied(wanted.items())
@@ -167,14 +183,14 @@ class _Loop:
 
     def _batches(self) -> Iterator[tuple[int, int, list[int], Any]]:
         """(step, epoch, sample numbers, batch) of as many steps as were asked for, or as the job has."""
-        limit = self.steps if self.job.steps is None else min(self.steps, self.job.steps)
+        limits = [min(one, self.job.steps or one) for one in (self.steps, self.most)]
         step = 0
         for epoch, batches in samples.epochs_of(self.data, self.job):
             before = step
             for ids, batch in batches if epoch < (self.job.epochs or math.inf) else ():
                 yield step, epoch, ids, batch
                 step += 1
-                if step == limit:
+                if step == limits[1] or (step >= limits[0] and not self.pending):
                     return
             if step == before:
                 return
@@ -183,15 +199,20 @@ class _Loop:
         """Gradients of the loss of the whole global batch."""
         _seed_device(self.device, samples.stream_seed(self.job.seed, step, 0, 0))
         self.optimizer.zero_grad()
-        with torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
+        looked_at = set(self.trained) if step < WHOLE else self.pending
+        around = self.magnitudes.forward() if looked_at else nullcontext()
+        with around, torch.autocast(self.device.type, dtype=self.half, enabled=self.half is not None):
             total, count = _sum_and_count(self.job.loss(_called(self.job, self.model, batch), batch), size)
+        loss = self.scaler.scale(total) if self.scales else total / count
+        loss.backward(retain_graph=bool(looked_at))
+        if looked_at:
+            times = self.scaler.get_scale() * float(count) if self.scales else 1.0  # what is stepped by
+            found = self.magnitudes.of(loss, self.trained, looked_at)
+            self.witness.magnitudes[step] = {name: size / times for name, size in found.items()}
         if self.scales:
-            self.scaler.scale(total).backward()
             self.scaler.unscale_(self.optimizer)
             for grad in self._gradients().values():
                 grad.div_(float(count))
-        else:
-            (total / count).backward()
         self.witness.losses.append(total.item() / float(count))
         self.witness.counts.append(float(count))
 

@@ -1,0 +1,35 @@
+"""What the gradients of a run may be off by, each by what its own rounding is relative to."""
+
+from __future__ import annotations
+
+import math
+
+from phalanx.verify import compare
+from phalanx.verify.compare import Bound, FirstGradient, Tolerance
+from phalanx.verify.record import Record
+
+
+def bound_of(one: Record, step: int, tolerance: Tolerance, *, used: bool = False) -> Bound:
+    """What gradients of ``step`` may be off by: reduced, or with ``used`` as the optimizer gets them."""
+    magnitudes, total = one.magnitudes.get(step, {}), one.steps[step].norm if one.magnitudes else None
+    if used and total:
+        clipped = math.hypot(*(compare.norm(grad) for grad in one.used[step].values()))
+        magnitudes = {name: size * clipped / total for name, size in magnitudes.items()}
+        total = clipped
+    return Bound(allowed=tolerance.gradient_at(step), noise=tolerance.noise, magnitudes=magnitudes, total=total)
+
+
+def first_gradients(one: Record, tolerance: Tolerance) -> dict[str, FirstGradient]:
+    """The first gradient of each parameter that is not zero but for rounding."""
+    found: dict[str, FirstGradient] = {}
+    for step, grads in sorted((one.reduced or one.used).items()):
+        bound = bound_of(one, step, tolerance)
+        total = bound.total or math.hypot(*(compare.norm(grad) for grad in grads.values()))
+        for name, grad in grads.items():
+            size, magnitude = compare.norm(grad), bound.magnitudes.get(name, math.inf)
+            if name in found or not size:
+                continue
+            stretch = max(1.0, magnitude / size) if size <= bound.noise * total else 1.0
+            if bound.allowed * stretch < 1:
+                found[name] = FirstGradient(values=grad, error=bound.allowed * stretch, stretch=stretch)
+    return found
