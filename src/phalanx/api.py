@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -153,7 +154,8 @@ def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
     """The step and the loader of ``job`` under ``plan``, for a loop of your own.
 
     ``for batch in loader: metrics = step(batch)`` is the whole loop, under every plan. A plan of several processes is
-    built in each of them: start the script with ``torchrun --nproc-per-node N script.py``.
+    built in each of them: start the script with ``torchrun --nproc-per-node N script.py``. Rank 0 tells the logger
+    ``phalanx`` what the plan does not keep of one device's result, and what it wastes or leaves unread.
 
     Raises:
         RefusedError: if the plan cannot serve the job here, or its processes are not there.
@@ -173,6 +175,9 @@ def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
     refuse(job, chosen, place.world_size, here)
     _group.enter_context(joined(place_within(chosen, place), device_for(place, device_kind(chosen, here))))
     assembly = assemble(job, chosen, place)
+    if place.rank == 0:
+        for note in [*(f"differs from one device: {note}" for note in assembly.notes), *assembly.advice]:
+            _log.warning("%s", note)
     return assembly.step, assembly.loader
 
 
@@ -254,6 +259,7 @@ def _alone(plan: Plan) -> Problem:
     )
 
 
+_log = logging.getLogger("phalanx")
 _RESERVES = 3  # killed workers and servers that a run with servers replaces
 
 _group = ExitStack()  # the process group that ``build`` joins stays until the process ends

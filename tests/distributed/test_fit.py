@@ -109,8 +109,12 @@ def test_clipping_is_by_the_global_norm(tmp_path: Path) -> None:
     assert min(norms[0]) > 0.05
 
 
-def test_build_leaves_the_loop_to_the_user() -> None:
-    step, loader = px.build(job(), "threads=2")
+def test_build_leaves_the_loop_to_the_user(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="phalanx"):
+        step, loader = px.build(job(), "threads=2 micro=64")
+    assert [one.getMessage() for one in caplog.records] == [
+        f"micro=64 splits nothing: a rank's share of the global batch of {BATCH} is {BATCH // 2} samples."
+    ]
     losses = [step(batch).loss for batch in loader]
     assert len(losses) == 8
     assert losses == pytest.approx(fit("single", "one").losses, rel=1e-6)

@@ -144,7 +144,7 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
     "shuffle": {"shuffle": False},
     "drop_last": {"drop_last": True},
     "workers": {"workers": 2},
-    "prefetch": {"prefetch": 7},
+    "prefetch": {"workers": 2, "prefetch": 7},
     "schedule": {"schedule": px.Schedule(warmup_steps=5)},
     "clip": {"clip": 0.5},
     "evaluate": {"evaluate": longer},

@@ -146,10 +146,10 @@ def test_micro_batches_run_in_turn_and_the_last_is_known(job: Job) -> None:
     ],
 )
 def test_too_few_micro_batches_are_told_with_what_they_cost(job: Job, plan: str, words: list[str]) -> None:
-    (told,) = advice(job, Plan.parse(plan))
+    (told,) = advice(job, Plan.parse(plan), "cpu")
     assert all(word in told for word in words), told
 
 
 @pytest.mark.parametrize("plan", ["dp=4", "tp=2", "pp=4 micro=16", "pp=4 micro=1"])
 def test_enough_micro_batches_need_no_word(job: Job, plan: str) -> None:
-    assert advice(job, Plan.parse(plan)) == []
+    assert advice(job, Plan.parse(plan), "cpu") == []

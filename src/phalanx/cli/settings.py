@@ -93,6 +93,8 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
             if name not in values and getattr(earlier, name) is not None:
                 values[name], taken[name] = getattr(earlier, name), "run file"
     plan, plan_from, why = _chosen(given, earlier, replace(job, batch=values.get("batch") or job.batch))
+    if not plan.server and taken.get("snapshot_every") == "run file":  # it resumes under a plan without servers
+        del values["snapshot_every"]
     folder = given.folder or default_folder(job.name)
     run = RunSpec(job=given.job, plan=plan, folder=folder, resume=given.resume, **values)
 
@@ -107,8 +109,10 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
             Setting(name=name, value=str(values.get(name, getattr(job, name))), source=taken.get(name, "job"))
         )
     settings.append(Setting(name="seed", value=str(job.seed), source="job"))
-    defaults = {field.name: field.default for field in fields(RunSpec)}
+    defaults = {**{field.name: field.default for field in fields(RunSpec)}, "snapshot_every": run.snapshots}
     for name in _OWN:
+        if name == "snapshot_every" and not plan.server:
+            continue
         source = taken.get(name, "default")
         settings.append(
             Setting(name=name.replace("_", "-"), value=str(values.get(name, defaults[name])), source=source)

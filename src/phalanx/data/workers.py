@@ -25,6 +25,8 @@ from phalanx.data.stream import Group, StreamReader
 from phalanx.errors import DataError
 
 _PR_SET_PDEATHSIG = 1
+_AHEAD = 2
+"""Items that a process loads ahead unless told otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,13 +35,13 @@ class Workers:
 
     Attributes:
         count: processes; 0 loads in this one.
-        prefetch: items each process loads ahead.
+        prefetch: items each process loads ahead; ``None``: 2.
         pin_memory: whether batches are copied to pinned host memory. Without an accelerator there is none to pin for.
         seed: of what workers draw outside samples.
     """
 
     count: int
-    prefetch: int
+    prefetch: int | None
     pin_memory: bool
     seed: int
 
@@ -68,7 +70,7 @@ class Workers:
     def _loaded(self, dataset: Dataset[Any], **options: Any) -> Iterator[Iterator[Any]]:
         if self.count:
             options |= {
-                "prefetch_factor": self.prefetch,
+                "prefetch_factor": self.prefetch or _AHEAD,
                 "worker_init_fn": partial(_die_with_parent, os.getpid()),
                 # A job's collate is often a lambda, which only fork can hand over.
                 "multiprocessing_context": "fork" if sys.platform == "linux" else None,

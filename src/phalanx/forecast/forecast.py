@@ -228,7 +228,7 @@ def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habit
                 notes=(
                     *work.profile.notes,
                     *assumed(plan, cluster, found.samples[:, index].tolist()),
-                    *unpriced(plan, cluster),
+                    *unpriced(plan, cluster, work.batch),
                 ),
             )
         )

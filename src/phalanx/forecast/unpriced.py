@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 from phalanx.spec import Cluster, Plan
 from phalanx.spec.plan import words
+from phalanx.spec.rules import unread
 
 _LEARNING = ("outer_lr", "outer_momentum", "compensate")
 
 
-def unpriced(plan: Plan, cluster: Cluster) -> Iterator[str]:
-    """A sentence for each input of ``plan`` and ``cluster`` that changes no number of the forecast."""
+def unpriced(plan: Plan, cluster: Cluster, batch: int) -> Iterator[str]:
+    """A sentence for each input of ``plan`` and ``cluster`` that changes no number of the forecast of ``batch``."""
+    yield from unread(plan, batch, {})
     if plan.compile:
         yield "compile is not priced: kernels are taken to be eager ones."
     if plan.split:

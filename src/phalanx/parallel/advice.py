@@ -1,4 +1,4 @@
-"""What a plan wastes, said before the run: it is right, and another setting of it would be faster."""
+"""What a plan wastes or leaves unread, said before the run: it is right, and could be faster, or shorter."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from dataclasses import replace
 from phalanx.data.shares import Lane, cuts, share
 from phalanx.placement.schedules import bubble, order
 from phalanx.spec import Job, Plan
+from phalanx.spec.rules import unread
 
 _ENOUGH = 4  # micro-batches a rank, from which on at most about a fifth of the time is bubble
 
 
-def advice(job: Job, plan: Plan) -> list[str]:
-    """One sentence for each setting of ``plan`` that leaves ranks idle; empty where none does."""
+def advice(job: Job, plan: Plan, kind: str) -> list[str]:
+    """One sentence for each setting that leaves ranks idle, or changes nothing, on devices of ``kind``."""
+    found = [*_bubble(job, plan), *unread(plan, job.batch, job.tensor_parallel)]
+    if plan.offload != "none" and kind == "cpu":
+        found.append(f"offload={plan.offload} moves nothing: on CPU cores all of it lives in host memory.")
+    return found
+
+
+def _bubble(job: Job, plan: Plan) -> list[str]:
     micros = micro_batches(job, plan)
     if plan.pp == 1 or micros >= plan.pp * plan.stages:
         return []

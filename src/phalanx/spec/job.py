@@ -43,7 +43,7 @@ class Job:
         shuffle: by (seed, epoch). ``None``: map-style data are shuffled, streams keep their order.
         drop_last: whether the last, partial batch of an epoch is dropped.
         workers: processes a rank that load data; 0 loads in the training process.
-        prefetch: batches each worker loads ahead.
+        prefetch: batches each of the ``workers`` loads ahead; 2 where not given.
         schedule: the factor on the learning rate.
         clip: largest global L2 norm of the gradient; ``None`` does not clip.
         evaluate: builds the evaluation data (map-style), of which each sample counts exactly once.
@@ -69,7 +69,7 @@ class Job:
     shuffle: bool | None = None
     drop_last: bool = False
     workers: int = 0
-    prefetch: int = 2
+    prefetch: int | None = None
     schedule: Schedule = field(default_factory=Schedule)
     clip: float | None = None
     evaluate: Callable[[], Any] | None = None
@@ -117,9 +117,15 @@ def _problems(job: Job) -> list[Problem]:
                 fix="epochs=5",
             )
         )
-    for name, least in (("seed", 0), ("workers", 0), ("prefetch", 1), ("evaluate_every", 0)):
+    for name, least in (("seed", 0), ("workers", 0), ("evaluate_every", 0)):
         if not is_whole(getattr(job, name), least):
             wrong(name, f"a whole number, {least} or more", f"{name}={max(least, 2)}")
+    if job.prefetch is not None and not is_whole(job.prefetch, 1):
+        wrong("prefetch", "a whole number, 1 or more, or None", "workers=2, prefetch=2")
+    elif job.prefetch is not None and job.workers == 0:
+        wrong(
+            "prefetch", "only together with workers=1 or more, which load ahead", f"workers=2, prefetch={job.prefetch}"
+        )
     if job.clip is not None and not (is_number(job.clip) and job.clip > 0):
         wrong("clip", "a number above 0, or None", "clip=1.0")
     if job.unused not in ("error", "allow"):

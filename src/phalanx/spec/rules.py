@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from phalanx.errors import Problem
 from phalanx.spec.plan import Plan
-from phalanx.spec.shares import dealt, weights
+from phalanx.spec.shares import AUTO, dealt, weights
 
 
 def batch_problems(plan: Plan, batch: int) -> list[Problem]:
@@ -67,3 +68,23 @@ def stage_problems(plan: Plan) -> list[Problem]:
             fix=str(replace(plan, zero=1)),
         )
     ]
+
+
+def unread(plan: Plan, batch: int, tensor_parallel: Mapping[str, object]) -> list[str]:
+    """What is set and makes no difference under ``plan``, one sentence each; empty where everything does."""
+    found: list[str] = []
+    most = largest_share(plan, batch)
+    if plan.micro is not None and plan.micro > most:
+        samples = f"{most} sample{'s' if most > 1 else ''}"
+        found.append(f"micro={plan.micro} splits nothing: a rank's share of the global batch of {batch} is {samples}.")
+    if tensor_parallel and plan.tp == 1:
+        found.append("tensor_parallel, which the job states, says how tp cuts weights; this plan has no tp.")
+    return found
+
+
+def largest_share(plan: Plan, batch: int) -> int:
+    """Samples of a global ``batch`` that one replica has at most."""
+    each, inner = weights(plan.shares), plan.replicas // plan.dp
+    if plan.shares == AUTO:  # any other rank may end with as little as one sample a replica
+        return max(1, -(-(batch - (plan.dp - 1) * inner) // inner))
+    return -(-max(dealt(batch, each)) // inner) if each else -(-batch // plan.replicas)

@@ -23,7 +23,8 @@ _KINDS = {
     "folder": Kind(types=(str, Path), allowed="a path", fix='folder = "runs/digits-1"'),
     "resume": Kind(types=(bool,), allowed="true or false", fix="resume = true"),
 }
-_OPTIONAL = ("batch", "epochs", "steps")
+_SNAPSHOTS = 100
+_OPTIONAL = ("batch", "epochs", "steps", "snapshot_every")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +42,7 @@ class RunSpec:
         lr_scale: factor on every learning rate, such as the linear scaling rule's when the user changed the batch.
         checkpoint_every: optimizer steps between checkpoints; 0: at the end only.
         snapshot_every: with servers, updates between the snapshots that they go back to when one of them is lost: the
-            most updates that are lost with it. 0: none, and all are lost.
+            most updates that are lost with it. 0: none, and all are lost. 100 where not given.
         keep: checkpoints kept; older ones are deleted.
         log_every: optimizer steps between ``step`` events; the first and the last are always written.
         forecast: ``refuse`` a plan that is forecast not to fit; run it ``anyway``; or ``none``, make no forecast.
@@ -56,7 +57,7 @@ class RunSpec:
     steps: int | None = None
     lr_scale: float = 1.0
     checkpoint_every: int = 0
-    snapshot_every: int = 100
+    snapshot_every: int | None = None
     keep: int = 2
     log_every: int = 1
     forecast: Foresight = "refuse"
@@ -73,6 +74,15 @@ class RunSpec:
             for name, least in _LEAST.items()
             if not (getattr(self, name) is None and name in _OPTIONAL) and not is_whole(getattr(self, name), least)
         ]
+        if not problems and self.snapshot_every is not None and not self.plan.server:
+            problems.append(
+                Problem(
+                    where="run.snapshot_every",
+                    given=f"snapshot_every={self.snapshot_every!r} with plan {self.plan}, which has no servers",
+                    allowed="only together with server=1 or more; checkpoints are written every checkpoint_every steps",
+                    fix="--checkpoint-every 100",
+                )
+            )
         if self.epochs is not None and self.steps is not None:
             problems.append(
                 Problem(where="run.epochs", given="epochs and steps", allowed="one of the two", fix="--steps 100")
@@ -88,6 +98,11 @@ class RunSpec:
             )
         if problems:
             raise SpecError(problems)
+
+    @property
+    def snapshots(self) -> int:
+        """Updates between snapshots of servers, where the plan has any; 0: none are written."""
+        return _SNAPSHOTS if self.snapshot_every is None else self.snapshot_every
 
     def to_toml(self) -> str:
         """The run as a TOML document; what was not given is left out."""

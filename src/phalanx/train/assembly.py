@@ -40,7 +40,7 @@ class Assembly:
         optimizer: as the job built it, over ``layout.parameters``.
         device: kind of device.
         notes: what this plan does not keep of one device's result.
-        advice: what the plan wastes.
+        advice: what the plan wastes or leaves unread.
         parameters: elements of the whole model's.
         apart: what brings replicas together that step by themselves; ``None`` where none do.
     """
@@ -143,7 +143,7 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
         optimizer=optimizer,
         device=kind,
         notes=found,
-        advice=[*advice(job, plan), *layout.held.remarks],
+        advice=[*advice(job, plan, kind), *layout.held.remarks],
         parameters=size,
         apart=apart,
     )

@@ -184,7 +184,7 @@ class Coordinator:
         self.progress.samples += metrics.samples
         self.progress.loss = metrics.loss
         office.recorder.updated(metrics, version, reports, dropped)
-        every = office.run.snapshot_every
+        every = office.run.snapshots
         if every and version % every == 0 and version < office.pieces.total_steps:
             office.recorder.flush()
             self.snapshot()

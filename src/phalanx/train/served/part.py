@@ -12,7 +12,7 @@ from phalanx.comm.wire import Connection, LostError
 from phalanx.data.pieces import Pieces
 from phalanx.errors import CheckpointError, RunError
 from phalanx.events import SCHEMA_VERSION
-from phalanx.parallel import device_kind, notes
+from phalanx.parallel import advice, device_kind, notes
 from phalanx.parallel.compress import Codec, codec
 from phalanx.parallel.server import Dealer, Kind, Pace
 from phalanx.spec import Job, RunSpec
@@ -162,6 +162,7 @@ class _Serving:
 
     def _begin(self, office: Office, coordinator: Coordinator, resumed: Path | None, first: int) -> None:
         job, run, keeper = self._job, self._run, office.keeper
+        device = device_kind(run.plan, workers_here(run, self._place))
         office.recorder.write(
             "start",
             schema=SCHEMA_VERSION,
@@ -169,7 +170,7 @@ class _Serving:
             plan=str(run.plan),
             exact=run.plan.exactness,
             world_size=self._place.world_size,
-            device=device_kind(run.plan, workers_here(run, self._place)),
+            device=device,
             batch=job.batch,
             samples=office.pieces.length,
             drop_last=job.drop_last,
@@ -178,9 +179,11 @@ class _Serving:
             parameters=keeper.elements,
             notes=office.scene.notes,
         )
+        for message in advice(job, run.plan, device):
+            office.recorder.write("warning", message=message)
         if resumed:
             office.recorder.write("resume", step=first, path=str(resumed.relative_to(run.folder)))
-            if run.snapshot_every:
+            if run.snapshots:
                 coordinator.snapshot()
         self._observer.built(office.scene)
 

@@ -1,0 +1,428 @@
+"""No input of a training run is ignored: a key of a plan, a field of a job or run, or an option of the command line,
+changed by itself, gives another run, a refusal, or a sentence that names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import chdir
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import phalanx as px
+from phalanx.cli import main
+from phalanx.errors import PhalanxError, SpecError
+from phalanx.spec import Job, Plan, RunSpec
+
+WIDTH, TOKENS, WORDS = 8, 6, 11
+
+
+class Block(nn.Module):
+    """Attention over tokens and two layers, small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        heads = [layer(y).unflatten(-1, (4, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)]
+        seen = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    """Four blocks between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Mixture(nn.Module):
+    """Two experts beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.router, self.experts = nn.Linear(WIDTH, 2), Experts()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        weight, chosen = self.router(x).flatten(0, 1).softmax(-1).topk(1, dim=-1)
+        return self.head(x + self.experts(x.flatten(0, 1), chosen, weight).view_as(x))
+
+
+class Experts(nn.Module):
+    """Their weights in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(x)
+        for expert, matrix in enumerate(self.weight):
+            row, slot = torch.where(chosen == expert)
+            found = found.index_add(0, row, torch.tanh(x[row] @ matrix) * weight[row, slot].unsqueeze(-1))
+        return found
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Samples that tell whether a process of the loader read them."""
+
+    def __init__(self, length: int = 20) -> None:
+        self._tokens = torch.randint(WORDS, (length, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        beside = torch.utils.data.get_worker_info() is not None
+        return {"tokens": self._tokens[index], "weight": torch.tensor(1.5 if beside else 1.0)}
+
+
+def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> px.Loss:
+    each = nn.functional.cross_entropy(output.transpose(1, 2), batch["tokens"][:, 1:], reduction="none").mean(1)
+    return px.Loss((each * batch["weight"]).sum(), len(each))
+
+
+def job(**how: Any) -> Job:
+    given: dict[str, Any] = {
+        "model": Net,
+        "data": Rows,
+        "loss": loss,
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
+        "inputs": lambda batch: batch["tokens"][:, :-1],
+        "batch": 8,
+        "steps": 3,
+        **how,
+    }
+    return Job(**given)
+
+
+Answer = tuple[Any, str]
+"""What is left of a run, without times and the plan's text; and its sentences. Or its refusal, and the same."""
+
+_TIMES = {"time", "seconds", "passes", "update", "peak_bytes", "plan", "exact", "path", "notes", "bytes"}
+_RACES = {"worker", "worked", "forecast", "timing"}
+
+
+def answer(given: Job, plan: str, **how: Any) -> Answer:
+    with TemporaryDirectory() as folder:
+        spec = {"forecast": "none", **how, "plan": Plan.parse(plan), "folder": Path(folder) / "run"}
+        try:
+            run = px.fit(given, run=RunSpec(job="inputs", **spec))
+        except PhalanxError as error:
+            return str(error), str(error)
+        events = list(run.events())
+        files = sorted(str(one.relative_to(run.folder).parent) for one in run.folder.rglob("*") if one.is_file())
+        ledger = {one.name: one.read_text() for one in (run.folder / "ledger").glob("*.csv")}
+    said = [*events[0]["notes"], *(event["message"] for event in events if event["event"] == "warning")]
+    found = [_lasting(event) for event in events if event["event"] not in _RACES]
+    return (found, files, ledger), " ".join(said)
+
+
+def _lasting(event: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in event.items() if name not in _TIMES}
+    if event["event"] == "timeline":
+        kept["actions"] = [action[:3] for action in event["actions"]]
+    return kept
+
+
+def counts(before: Answer, after: Answer, name: str) -> bool:
+    """Whether the second run is another, or says that it makes no difference."""
+    return before[0] != after[0] or name in after[1]
+
+
+PLANS: Mapping[str, tuple[str, str]] = {
+    "dp": ("single", "dp=2"),
+    "fsdp": ("dp=2", "fsdp=2"),
+    "tp": ("dp=2", "tp=2"),
+    "pp": ("dp=2", "pp=2"),
+    "cp": ("dp=2", "cp=2"),
+    "ep": ("dp=2", "ep=2"),
+    "threads": ("single", "threads=2"),
+    "schedule": ("pp=2 micro=2", "pp=2 micro=2 schedule=gpipe"),
+    "stages": ("pp=2 micro=2 schedule=interleaved", "pp=2 micro=2 schedule=interleaved stages=3"),
+    "split": ("pp=2 micro=2", "pp=2 micro=2 split=blocks.1"),
+    "sequence": ("tp=2", "tp=2 sequence=true"),
+    "attention": ("cp=2", "cp=2 attention=gather"),
+    "zero": ("fsdp=2", "fsdp=2 zero=1"),
+    "micro": ("dp=2", "dp=2 micro=2"),
+    "precision": ("single", "precision=bf16"),
+    "recompute": ("single", "recompute=full"),
+    "offload": ("fsdp=2", "fsdp=2 offload=parameters"),
+    "device": ("single", "device=cuda"),
+    "sync": ("dp=2", "dp=2 sync=local every=2"),
+    "every": ("dp=2 sync=local every=2", "dp=2 sync=local every=3"),
+    "after": ("dp=2 sync=local every=2", "dp=2 sync=local every=2 after=2"),
+    "fragments": ("dp=2 sync=diloco every=2", "dp=2 sync=diloco every=2 fragments=2"),
+    "outer": ("dp=2 sync=diloco every=2", "dp=2 sync=diloco every=2 outer=sgd"),
+    "outer_lr": ("dp=2 sync=diloco every=2", "dp=2 sync=diloco every=2 outer_lr=0.5"),
+    "outer_momentum": ("dp=2 sync=diloco every=1", "dp=2 sync=diloco every=1 outer_momentum=0.5"),
+    "server": ("dp=2", "dp=2 server=1"),
+    "staleness": ("dp=2 server=1", "dp=2 server=1 staleness=2"),
+    "compensate": ("dp=2 server=1 staleness=2", "dp=2 server=1 staleness=2 compensate=rate"),
+    "backup": ("dp=2 server=1", "dp=2 server=1 backup=1"),
+    "compress": ("dp=2", "dp=2 compress=fp16"),
+    "shares": ("dp=2", "dp=2 shares=3,1"),
+}
+NAMED = (
+    ("micro", "dp=2", "dp=2 micro=64", "a rank's share of the global batch of 8 is 4 samples"),
+    ("micro", "dp=2 shares=3,1", "dp=2 shares=3,1 micro=7", "a rank's share of the global batch of 8 is 6 samples"),
+    ("micro", "dp=2 server=1", "dp=2 server=1 micro=5", "a rank's share of the global batch of 8 is 4 samples"),
+    ("split", "pp=2 micro=2", "pp=2 micro=2 split=nonsense", "nonsense"),
+)
+
+
+@cache
+def base(plan: str) -> Answer:
+    return answer(job(**_for(plan)), plan)
+
+
+def _for(plan: str) -> dict[str, Any]:
+    return {"model": Mixture} if "ep" in plan.replace("=", " ").split() else {}
+
+
+def test_every_key_of_a_plan_is_looked_at() -> None:
+    assert set(PLANS) | {"compile"} == {one.name for one in fields(Plan)}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_no_key_of_a_plan_is_ignored(name: str) -> None:
+    before, after = PLANS[name]
+    assert not isinstance(base(before)[0], str), base(before)[0]
+    given = job(**_for(after))
+    assert counts(answer(given, before) if _for(after) else base(before), answer(given, after), name)
+
+
+def test_blocks_are_compiled_where_the_plan_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = tmp_path / "compiled"
+
+    def compiled(self: nn.Module, *args: Any, **how: Any) -> None:
+        told.open("a").write(f"{type(self).__name__} ")
+
+    monkeypatch.setattr(nn.Module, "compile", compiled)  # a worker's, too: it is forked
+    answer(job(), "single")
+    assert not told.exists()
+    answer(job(), "compile=true")
+    assert "Block" in told.read_text()
+
+
+@pytest.mark.parametrize(("name", "before", "after", "words"), NAMED)
+def test_what_makes_no_difference_is_named(name: str, before: str, after: str, words: str) -> None:
+    assert words in answer(job(), after)[1]
+    assert words not in base(before)[1]
+
+
+def test_a_run_is_the_same_again() -> None:
+    assert answer(job(), "dp=2") == base("dp=2")
+
+
+JOBS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "model": ({}, {"model": Mixture}),
+    "data": ({}, {"data": lambda: Rows(17)}),
+    "loss": ({}, {"loss": lambda output, batch: loss(output, batch) if len(output) < 2 else output.square().mean()}),
+    "optimizer": ({}, {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)}),
+    "batch": ({}, {"batch": 6}),
+    "epochs": ({}, {"epochs": 1, "steps": None, "batch": 4}),
+    "steps": ({}, {"steps": 2}),
+    "seed": ({}, {"seed": 3}),
+    "inputs": ({}, {"inputs": lambda batch: batch["tokens"][:, 1:]}),
+    "collate": ({}, {"collate": lambda rows: torch.utils.data.default_collate([*rows[1:], rows[0]])}),
+    "shuffle": ({}, {"shuffle": False}),
+    "drop_last": ({"steps": 4}, {"drop_last": True}),
+    "workers": ({}, {"workers": 1}),
+    "schedule": ({}, {"schedule": px.Schedule(warmup_steps=2)}),
+    "clip": ({}, {"clip": 0.1}),
+    "evaluate": ({}, {"evaluate": lambda: Rows(5)}),
+    "metrics": (
+        {"evaluate": lambda: Rows(5)},
+        {"metrics": lambda output, batch: {"m": px.Loss(output.sum(), len(output))}},
+    ),
+    "evaluate_every": ({"evaluate": lambda: Rows(5)}, {"evaluate_every": 1}),
+    "unused": ({"model": lambda: unused()}, {"unused": "allow"}),
+    "tensor_parallel": ({}, {"tensor_parallel": {"blocks.*.up": "whole"}}),
+    "name": ({}, {"name": "another"}),
+}
+
+
+def unused() -> Net:
+    net = Net()
+    net.beside = nn.Linear(2, 2)
+    return net
+
+
+def test_every_field_of_a_job_is_looked_at() -> None:
+    assert set(JOBS) | {"prefetch"} == {one.name for one in fields(Job)}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_no_field_of_a_job_is_ignored(name: str) -> None:
+    before, change = JOBS[name]
+    plain = answer(job(**before), "single")
+    assert name == "unused" or not isinstance(plain[0], str), plain[0]
+    assert counts(plain, answer(replace(job(**before), **change), "single"), name)
+
+
+def test_workers_load_as_far_ahead_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = tmp_path / "ahead"
+
+    class Seen(torch.utils.data.DataLoader[Any]):
+        def __init__(self, *args: Any, **how: Any) -> None:
+            told.open("a").write(f"{how.get('prefetch_factor')} ")
+            super().__init__(*args, **how)
+
+    monkeypatch.setattr("phalanx.data.workers.DataLoader", Seen)
+    answer(job(workers=1, prefetch=5), "single")
+    assert set(told.read_text().split()) == {"5"}
+    with pytest.raises(SpecError, match="only together with workers"):
+        job(prefetch=5)
+
+
+RUNS: Mapping[str, tuple[Mapping[str, Any], Any]] = {
+    "batch": ({}, 6),
+    "epochs": ({}, 2),
+    "steps": ({}, 2),
+    "lr_scale": ({}, 2.0),
+    "checkpoint_every": ({}, 1),
+    "snapshot_every": ({}, 2),
+    "keep": ({"checkpoint_every": 1}, 1),
+    "log_every": ({}, 2),
+}
+ELSEWHERE = {"job", "plan", "folder", "resume", "forecast"}
+"""Where the job is and the run lies; what a resume does, and what a forecast refuses, have tests of their own."""
+
+
+def test_every_field_of_a_run_is_looked_at() -> None:
+    assert set(RUNS) | ELSEWHERE == {one.name for one in fields(RunSpec)}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_field_of_a_run_is_ignored(name: str) -> None:
+    before, value = RUNS[name]
+    plain = answer(job(), "single", **before) if before else base("single")
+    assert not isinstance(plain[0], str), plain[0]
+    assert counts(plain, answer(job(), "single", **before, **{name: value}), name)
+
+
+def test_servers_are_snapshot_as_often_as_asked() -> None:
+    often = answer(job(), "dp=2 server=1", snapshot_every=1)
+    assert any("servers" in one for one in often[0][1])
+    assert not any("servers" in one for one in answer(job(), "dp=2 server=1", snapshot_every=0)[0][1])
+
+
+JOB_FILE = """
+import torch
+
+import phalanx as px
+
+def data():
+    return px.Table(x=torch.randn(24, 3, generator=torch.Generator().manual_seed(0)), y=torch.arange(24) % 2)
+
+def job():
+    return px.Job(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 2)),
+        data=data,
+        inputs=lambda batch: batch["x"],
+        loss=lambda output, batch: px.cross_entropy(output, batch["y"]),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        batch=12,
+        steps=3,
+        name="toy",
+    )
+
+def loop(job):
+    raise SystemExit("asked for the loop of one's own")
+"""
+OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "train": {
+        "--plan": ("--plan", "fsdp=2"),
+        "-n": ("-n", "2"),
+        "--run": ("--run", "elsewhere"),
+        "--resume": ("--resume",),
+        "--batch": ("--batch", "6"),
+        "--lr-scale": ("--lr-scale", "2"),
+        "--steps": ("--steps", "2"),
+        "--epochs": ("--epochs", "3"),
+        "--checkpoint-every": ("--checkpoint-every", "1"),
+        "--snapshot-every": ("--snapshot-every", "5"),
+        "--keep": ("--checkpoint-every", "1", "--keep", "1"),
+        "--log-every": ("--log-every", "2"),
+        "--no-forecast": ("--no-forecast",),
+        "--tensorboard": ("--tensorboard",),
+        "--quiet": ("--quiet",),
+        "--explain": ("--explain",),
+        "--json": ("--json",),
+    },
+    "prove": {
+        "--plan": ("--plan", "fsdp=2"),
+        "--steps": ("--steps", "2"),
+        "--dropout": ("--dropout",),
+        "--against": ("--against", "toy.py:loop"),
+        "--json": ("--json",),
+    },
+}
+SETS = {"train": {"--anyway"}, "prove": set[str]()}  # a plan that does not fit is trained with it: test_run_forecast
+
+
+PLAIN = {"train": ("--plan", "single"), "prove": ("--plan", "dp=2", "--steps", "3")}
+
+
+@pytest.mark.parametrize("verb", OPTIONS)
+def test_every_option_is_looked_at(verb: str) -> None:
+    command = main.get_command(click.Context(main), verb)
+    assert command is not None
+    options = {one.opts[0] for one in command.params if isinstance(one, click.Option)}
+    assert set(OPTIONS[verb]) | SETS[verb] == options
+
+
+@pytest.mark.parametrize(("verb", "name"), [(verb, name) for verb, names in OPTIONS.items() for name in names])
+def test_no_option_is_ignored(verb: str, name: str) -> None:
+    first = {"--plan": (), "-n": (), "--steps": PLAIN[verb][:2], "--keep": (*PLAIN[verb], "--checkpoint-every", "1")}
+    before = _base(verb, first["--keep"] if name == "--keep" else PLAIN[verb])
+    with TemporaryDirectory() as folder, chdir(folder):
+        assert _told(verb, (*first.get(name, PLAIN[verb]), *OPTIONS[verb][name])) != before
+
+
+@cache
+def _base(verb: str, argv: tuple[str, ...]) -> Any:
+    with TemporaryDirectory() as folder, chdir(folder):
+        found = _told(verb, argv)
+    assert found[0] == 0, found
+    return found
+
+
+def _told(verb: str, argv: tuple[str, ...]) -> Any:
+    """Exit code, the form of the answer, how much is said before it, and every file, with the run's events."""
+    Path("toy.py").write_text(JOB_FILE)
+    result = CliRunner().invoke(main, [verb, "toy.py", *argv])
+    files = sorted(str(one) for one in Path().rglob("*") if one.is_file() and one.suffix != ".pyc")
+    found = [path for path in files if path.endswith("events.jsonl")]
+    lines = [_lasting(json.loads(line)) for path in found for line in Path(path).read_text().splitlines()]
+    kept = [one for one in lines if one["event"] not in _RACES | {"memory"}]
+    form = "json" if result.stdout.startswith("{") else "table"
+    words = result.stdout.splitlines()[:2] if verb == "prove" else len(result.stderr.splitlines())
+    return result.exit_code, form, words, files, kept
