@@ -14,6 +14,9 @@ from torch import nn
 
 import phalanx as px
 from phalanx.comm import local
+from phalanx.parallel.server.update import Shard
+from phalanx.parallel.threads import Threads
+from phalanx.train.served.worker import Worker
 from phalanx.train.step import Step, _Work
 from phalanx.verify import Proof
 
@@ -197,3 +200,61 @@ def test_a_small_gradient_that_is_right(lr: float) -> None:
     proof = px.prove(adapted(lr, 1.0), "dp=2", steps=3)
     assert proof.equal, proof.first
     assert proof.not_compared == []
+
+
+def test_a_buffer_that_differs_between_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first replica's buffers are right; the second's are not brought up to date."""
+
+    def stepped(self: Threads) -> None:
+        kept = [tensor.clone() for tensor in self.modules[1].buffers()]
+        right(self)
+        for tensor, before in zip(self.modules[1].buffers(), kept, strict=True):
+            tensor.copy_(before)
+
+    right = Threads.stepped
+    monkeypatch.setattr(Threads, "stepped", stepped)
+    given = job(Counting, rows(), lambda output, batch: nn.functional.cross_entropy(output, batch["y"]))
+    proof = unequal("threads=2", replace(given, evaluate=None))
+    assert proof.first.startswith("copies of the buffer seen on threads 0 and 1 differ")
+
+
+def test_threads_hold_the_same() -> None:
+    proof = px.prove(MODELS["MLP"](), "threads=3", steps=2)
+    assert proof.equal
+    assert proof.copies == 3 * 2 * 9, "three moments, two more copies of nine parameters"
+
+
+def test_a_worker_of_servers_with_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a last bit, which gradients do not show."""
+
+    def land(self: Worker) -> None:
+        right(self)
+        with torch.no_grad():
+            parameter = next(iter(self._layout.parameters.values()))
+            parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, 9.0)))
+
+    right = Worker._land
+    monkeypatch.setattr(Worker, "_land", land)
+    proof = unequal("dp=2 server=1")
+    assert proof.first.startswith("copies of ")
+    assert " and the servers differ" in proof.first
+
+
+def test_gradients_that_a_server_clips_to_another_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AdamW makes the same values of them."""
+
+    def apply(self: Shard, step: int, *, scale: float, **how: Any) -> None:
+        right(self, step, scale=1.5 * scale, **how)
+
+    right = Shard.apply
+    monkeypatch.setattr(Shard, "apply", apply)
+    proof = unequal("dp=2 server=2")
+    assert "that the optimizer was given in step 0" in proof.first
+    assert "changed between backward and the update: 1.5 × one device's" in proof.cause
+
+
+def test_servers_and_workers_hold_the_same() -> None:
+    proof = px.prove(MODELS["MLP"](), "dp=2 server=2", steps=3)
+    assert proof.equal, proof.first
+    assert proof.copies >= 8, "at least one worker has been sent eight parameters"
+    assert [check.step for check in proof.checks if check.kind == "used"] == [0, 1, 2]

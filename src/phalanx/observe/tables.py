@@ -196,14 +196,24 @@ def proof_table(proof: dict[str, Any]) -> RenderableType:
             allowed = "the same" if not worst["allowed"] else f"{worst['allowed']:.1e}"
             table.add_row(label, str(sum(check["many"] for check in checks)), largest, allowed, style=style)
     parts: list[RenderableType] = [_verdict(proof), table, *_differing(proof)]
+    if late := proof.get("late"):
+        more = f"{proof['asked']} steps were asked for, {proof['steps']} taken: the first gradient of {late[0]} came"
+        parts.append(Text(f"{more} in step {late[1]}", style="dim"))
     if silent := proof["not_compared"]:
         many = f"{len(silent)} parameter{'s' if len(silent) > 1 else ''}"
         parts.append(
-            Text(f"not compared: {many} whose gradient is zero but for rounding ({show_names(silent, 4)})", style="dim")
+            Text(
+                f"not compared: {many} whose gradient is zero but for rounding ({show_names(silent, 4)})",
+                style="dim",
+            )
         )
     if never := proof["never"]:
         parts.append(
-            Text(f"never had a gradient in these steps, so not compared: {show_names(never, 4)}", style="yellow")
+            Text(
+                f"never had a gradient in {proof['steps']} steps, so not compared: {show_names(never, 4)}; --steps "
+                f"{2 * proof['steps']} may reach a first one",
+                style="yellow",
+            )
         )
     return Group(*parts)
 

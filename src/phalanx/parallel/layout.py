@@ -98,6 +98,11 @@ class Layout(ABC):
         return self.held.module
 
     @property
+    def modules(self) -> list[nn.Module]:
+        """Every copy of the model in this process; the first is ``module``."""
+        return [self.held.module]
+
+    @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """``held.parameters``."""
         return self.held.parameters

@@ -77,6 +77,10 @@ class Threads(Layout):
     def held(self) -> Held:
         return self._held
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        return self._replicas
+
     def begin(self) -> None:
         super().begin()
         for replica in self._copies:

@@ -77,8 +77,9 @@ class Scene(ABC):
 class Observer:
     """Told of a run as it goes, in each of its processes; tells nothing back. This one does nothing with it.
 
-    With servers the first of them is told, for all, and what it is shown is whole; ``begins`` and ``steps`` are not
-    called there, since workers begin and every server steps by itself.
+    With servers the first of them is told, for all, and what it is shown is whole; ``begins`` is not called there, and
+    ``steps`` once all servers have stepped, with what each gave its optimizer. Their workers are told of what they
+    were sent alone.
 
     Attributes:
         listens: whether it is to be told of gradients that nobody else asks for.
@@ -100,6 +101,9 @@ class Observer:
 
     def steps(self, batch: StepBatch) -> None:
         """The optimizer is about to step, with the gradients as they are now."""
+
+    def received(self, version: int, values: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+        """A worker of servers has been sent what they hold after ``version`` updates, to compute with."""
 
     def updated(self, batch: StepBatch, metrics: Metrics) -> None:
         """The new values are where forward reads them."""
@@ -134,7 +138,7 @@ class AssemblyScene(Scene):
 
     @property
     def modules(self) -> list[nn.Module]:
-        return [self._assembly.layout.module]
+        return self._assembly.layout.modules
 
     @property
     def step(self) -> Step:

@@ -18,7 +18,7 @@ from phalanx.train import loop
 from phalanx.train.assembly import build_model
 from phalanx.verify.dropout import BySample
 from phalanx.verify.readback import loaded_by_one_device, saved_in
-from phalanx.verify.reading import record_of
+from phalanx.verify.reading import record_of, workers_of
 from phalanx.verify.record import Record
 from phalanx.verify.recording import Recording
 from phalanx.verify.tracing import Tracing, traces_of
@@ -26,8 +26,8 @@ from phalanx.verify.tracing import Tracing, traces_of
 Watch = Callable[[], None] | None
 
 
-def capture(job: Job, plan: Plan, steps: int, folder: Path, watch: Watch = None, *, dropout: bool = False) -> Record:
-    """Train ``steps`` steps of ``job`` under ``plan`` as ``phalanx train`` does, look on, and give what was seen.
+def capture(given: Job, plan: Plan, folder: Path, watch: Watch = None, *, dropout: bool = False) -> Record:
+    """Train ``given``, from ``proven``, under ``plan`` as ``phalanx train`` does, look on, and give what was seen.
 
     Dropout is off, or with ``dropout`` drawn by sample and layer.
 
@@ -37,18 +37,25 @@ def capture(job: Job, plan: Plan, steps: int, folder: Path, watch: Watch = None,
     Raises:
         WorkerError: if the run failed, or its checkpoint cannot be loaded.
     """
-    given = proven(job, steps)
     answers = _trained(given, plan, folder, lambda place: Recording(folder, place.rank), watch, dropout=dropout)
-    first = 0
+    first, workers = 0, workers_of([])
     if plan.server:  # the first of the servers has looked on, for all
+        workers = workers_of(answers[: plan.dp])
         first, answers = plan.dp, answers[plan.dp : plan.dp + 1]
     record, path = record_of(answers, folder, first, plan.after), Path(answers[0]["checkpoint"])
-    return replace(record, saved=saved_in(path), loaded=loaded_by_one_device(proven(job, steps), path, folder))
+    record = replace(record, workers=workers)
+    return replace(record, saved=saved_in(path), loaded=loaded_by_one_device(given, path, folder))
 
 
-def proven(job: Job, steps: int) -> Job:
-    """The job as a proof trains it: without dropout, for so many steps."""
-    return replace(job, model=without_dropout(job), steps=steps, epochs=None)
+def proven(job: Job, steps: int, taken: int | None = None) -> Job:
+    """The job as a proof trains it: without dropout, for ``steps`` steps.
+
+    Where other than these are ``taken``, learning rates are all the same those of a run of ``steps``.
+    """
+    schedule = job.schedule
+    if taken not in (None, steps) and schedule.total_steps is None and schedule.decay in ("linear", "cosine"):
+        schedule = replace(schedule, total_steps=steps)
+    return replace(job, model=without_dropout(job), steps=taken or steps, epochs=None, schedule=schedule)
 
 
 def traced(record: Record, job: Job, plan: Plan, folder: Path, watch: Watch = None, *, dropout: bool = False) -> Record:

@@ -181,8 +181,8 @@ def gradients(reference: Tensors, other: Tensors, bound: Bound) -> tuple[list[Di
             silent.append(name)
         elif small and magnitude is not None:
             zeros = torch.zeros_like(next(one for one in (here, there) if one is not None))
-            given = (zeros if one is None else one for one in (here, there))
-            one = difference(name, *given, max(sizes[0], magnitude), bound.allowed)
+            given = [zeros if one is None else one for one in (here, there)]
+            one = difference(name, given[0], given[1], max(sizes[0], magnitude), bound.allowed)
             rounding = sizes[0] <= bound.allowed * magnitude
             silent += [name] if rounding else []
             found.append(replace(one, rounding=rounding))

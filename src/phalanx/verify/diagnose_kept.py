@@ -73,10 +73,10 @@ def copies_part(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) 
     values = [one for one in found if one.kind in ("value", "stepped")]
     if not values or any(one.beyond for one in evidence.gradients):
         return ""
-    first, rank = values[0].ranks
-    names = list(dict.fromkeys(one.name for one in values if one.ranks == values[0].ranks))
+    who = values[0].who
+    names = list(dict.fromkeys(one.name for one in values if one.who == who))
     return (
-        f"ranks {first} and {rank} hold different values of {show_names(names, 1)} after the first update, where the "
+        f"{who} hold different values of {show_names(names, 1)} after the first update, where the "
         "first gradients are equal: the update differs by rank. Look for values changed on one rank only, clipping by "
         "a local norm, or a missing synchronisation after the step."
     )

@@ -62,14 +62,14 @@ def copies_apart_at_the_start(evidence: Evidence, tolerance: Tolerance, job: Job
 def apart(evidence: Evidence, when: str) -> str:
     """Which ranks hold different values of which parameters, in words; empty where copies are equal, bit by bit."""
     _, found = copies_apart(evidence.other, when, everywhere=True)
-    pairs: dict[tuple[int, int], list[str]] = {}
+    pairs: dict[str, list[str]] = {}
     for one in found:
         if one.kind == "value":
-            pairs.setdefault(one.ranks, []).append(one.name)
+            pairs.setdefault(one.who, []).append(one.name)
     if not pairs:
         return ""
-    (first, rank), names = max(pairs.items(), key=lambda pair: len(pair[1]))
-    return f"ranks {first} and {rank} hold different values of {show_names(names, 1)}"
+    who, names = max(pairs.items(), key=lambda pair: len(pair[1]))
+    return f"{who} hold different values of {show_names(names, 1)}"
 
 
 def passed_on_in_parts(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:

@@ -18,7 +18,7 @@ from phalanx.spec.plan import Device, Precision
 from phalanx.train.assembly import refuse
 from phalanx.verify import compare
 from phalanx.verify.bounds import bound_of
-from phalanx.verify.capture import Watch, capture, model_of, recurrent_dropouts, traced
+from phalanx.verify.capture import Watch, capture, model_of, proven, recurrent_dropouts, traced
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import diagnose
 from phalanx.verify.dropout import off_by_sample
@@ -50,6 +50,9 @@ class Proof:
         checks: everything that was compared, in the order in which a run computes it.
         never: parameters that had no gradient but zeros in any step.
         reference: what the plan was compared with, in words.
+        asked: steps that were asked for; more are taken until every parameter has had a gradient, or ``most_steps``.
+        late: the parameter whose first gradient came last, and in which step, where more steps than asked were taken
+            for it.
     """
 
     equal: bool
@@ -66,6 +69,8 @@ class Proof:
     checks: list[Check] = field(default_factory=list[Check])
     never: list[str] = field(default_factory=list[str])
     reference: str = ""
+    asked: int = 0
+    late: tuple[str, int] | None = None
 
     @property
     def copies(self) -> int:
@@ -92,7 +97,8 @@ class OneDevice:
 
     Attributes:
         job: the job.
-        steps: optimizer steps taken.
+        steps: optimizer steps asked for; the reference goes on until each parameter has had a gradient, or to
+            ``most_steps``.
         precision: of the computation.
         device: ``auto``, ``cpu`` or ``cuda``.
         reference: who computed it, in words: a plain PyTorch loop, a loop of the user's own, or Phalanx.
@@ -120,7 +126,7 @@ class OneDevice:
         watch: Watch = None,
         dropout: bool = False,
     ) -> OneDevice:
-        """Run ``steps`` steps of ``job`` on one device; ``watch`` is called ten times a second meanwhile.
+        """Run ``job`` on one device; ``watch`` is called ten times a second meanwhile.
 
         By the plain loop that the job is turned into; by Phalanx where it cannot be; by ``against`` where it is given.
 
@@ -134,9 +140,12 @@ class OneDevice:
                 record = own_record(against, job, alone, steps, Path(name), watch)
             elif reason := _BY_SAMPLE if dropout else why_not(replace(job, steps=steps, epochs=None)):
                 reference = f"Phalanx on one device ({reason})"
-                record = capture(job, alone, steps, Path(name), watch, dropout=dropout)
+                record = _own_reference(job, alone, steps, watch, dropout=dropout)
             else:
-                reference, record = "a plain PyTorch loop", _plain(job, alone, steps, Path(name), watch)
+                reference, record = (
+                    "a plain PyTorch loop",
+                    _plain(job, alone, (steps, most_steps(steps)), Path(name), watch),
+                )
         return cls(
             job=job,
             steps=steps,
@@ -156,10 +165,12 @@ class OneDevice:
             WorkerError: if the run failed.
         """
         refuse(self.job, plan, plan.world_size)
+        taken = len(self._record.steps)
         with _folder() as name:
-            other = capture(self.job, plan, self.steps, Path(name), watch, dropout=self.dropout)
+            given = proven(self.job, self.steps, taken)
+            other = capture(given, plan, Path(name), watch, dropout=self.dropout)
         layers = sum(1 for child in self._module.modules() if next(child.parameters(recurse=False), None) is not None)
-        tolerance = Tolerance.of(plan.precision, batch=self.job.batch, layers=layers, steps=self.steps)
+        tolerance = Tolerance.of(plan.precision, batch=self.job.batch, layers=layers, steps=taken)
         pair = Pair(one=self._record, other=other, plan=plan, tolerance=tolerance)
         checks = judged(pair)
         first = next((check.first for check in checks if check.first), "")
@@ -168,7 +179,7 @@ class OneDevice:
         return Proof(
             equal=not first,
             plan=plan,
-            steps=self.steps,
+            steps=taken,
             tolerance=tolerance,
             losses=losses,
             gradients=gradients,
@@ -180,6 +191,8 @@ class OneDevice:
             checks=checks,
             never=pair.one.never,
             reference=self.reference,
+            asked=self.steps,
+            late=pair.one.last_gradient if taken > self.steps else None,
         )
 
     def _cause(self, pair: Pair, checks: list[Check], watch: Watch) -> str:
@@ -258,13 +271,31 @@ _OWN_DROPOUT = Problem(
 )
 
 
-def _plain(job: Job, alone: Plan, steps: int, folder: Path, watch: Watch) -> Record:
+def most_steps(steps: int) -> int:
+    """How many steps a proof of ``steps`` takes at most, where parameters still have had no gradient then."""
+    return steps + max(steps, _AT_LEAST)
+
+
+_AT_LEAST = 4  # more steps, for branches behind branches that start at zero
+
+
+def _own_reference(job: Job, alone: Plan, steps: int, watch: Watch, *, dropout: bool) -> Record:
+    """Phalanx on one device; once more with as many steps as a proof takes where parameters have had no gradient."""
+    for taken in (steps, most_steps(steps)):
+        with _folder() as name:
+            record = capture(proven(job, steps, taken), alone, Path(name), watch, dropout=dropout)
+        if not record.never:
+            break
+    return record
+
+
+def _plain(job: Job, alone: Plan, steps: tuple[int, int], folder: Path, watch: Watch) -> Record:
     """The plain loop's record. A job that it fails with is tried by Phalanx, whose errors say what to do."""
     try:
         return plain_record(job, alone, steps, folder, watch)
     except WorkerError:
         with _folder() as other:
-            capture(job, alone, steps, Path(other), watch)
+            capture(proven(job, steps[0]), alone, Path(other), watch)
         raise
 
 

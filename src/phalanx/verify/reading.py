@@ -54,6 +54,11 @@ def record_of(answers: list[dict[str, Any]], folder: Path, first: int = 0, after
     )
 
 
+def workers_of(answers: list[dict[str, Any]]) -> list[Mapping[str, Mapping[str, Copy]]]:
+    """What each worker of servers was sent."""
+    return [{moment: _copies(told, {}) for moment, told in answer["moments"].items()} for answer in answers]
+
+
 def _file(folder: Path, moment: str, rank: int) -> dict[str, Tensor]:
     file = folder / f"{moment}-{rank}.safetensors"
     return load(file.read_bytes()) if file.exists() else {}  # read whole, not mapped: the folder goes
@@ -61,8 +66,8 @@ def _file(folder: Path, moment: str, rank: int) -> dict[str, Tensor]:
 
 def _copies(told: Mapping[str, Any], values: Mapping[str, Tensor]) -> dict[str, Copy]:
     return {
-        key: Copy(piece=_piece(piece), digest=digest, values=values.get(key), shape=tuple(shape))
-        for key, (piece, digest, shape) in told.items()
+        key: Copy(piece=_piece(piece), digest=digest, values=values.get(key), shape=tuple(shape), beside=tuple(beside))
+        for key, (piece, digest, shape, beside) in told.items()
     }
 
 

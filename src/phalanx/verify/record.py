@@ -50,12 +50,14 @@ class Copy:
         shape: of the whole tensor.
         values: on the host, where they had to be kept: of the first process with this piece, and of those that had
             other bytes than it.
+        beside: by how much each further copy of it in the same process differs, relative to it.
     """
 
     piece: Piece
     digest: str
     shape: tuple[int, ...] = ()
     values: Tensor | None = None
+    beside: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +104,7 @@ class Record:
         loaded: the same after one device has taken it up; empty where that was not tried.
         notes: what the run said that it does not keep of one device's result.
         ranks: what each process told, in rank order; empty where there is only one and nothing to compare it with.
+        workers: of each worker of servers, moment → kind and name → what it was sent.
         traces: of each process, what passed the modules in the first step; only where they were asked for.
         auxiliary: of parameters that choose experts, the gradients that come to them by no expert; likewise.
     """
@@ -120,6 +123,7 @@ class Record:
     loaded: Tensors = field(default_factory=dict[str, Tensor])
     notes: list[str] = field(default_factory=list[str])
     ranks: list[RankRecord] = field(default_factory=list[RankRecord])
+    workers: list[Mapping[str, Mapping[str, Copy]]] = field(default_factory=list[Mapping[str, Mapping[str, Copy]]])
     traces: list[dict[str, Passed]] = field(default_factory=list[dict[str, Passed]])
     auxiliary: Tensors = field(default_factory=dict[str, Tensor])
 
@@ -142,6 +146,15 @@ class Record:
     def parameters(self) -> Tensors:
         """After the last step."""
         return self.values[END]
+
+    @property
+    def last_gradient(self) -> tuple[str, int] | None:
+        """The parameter that was the last to have a gradient other than zeros, and in which step."""
+        first: dict[str, int] = {}
+        for step, grads in sorted((self.reduced or self.used).items()):
+            for name in (name for name, grad in grads.items() if name not in first and bool(grad.any())):
+                first[name] = step
+        return max(first.items(), key=lambda one: one[1], default=None)
 
     @cached_property
     def never(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from phalanx.data import StepBatch
 from phalanx.parallel import Holding
 from phalanx.train.metrics import Metrics, Totals
 from phalanx.train.observer import Observer, Scene
+from phalanx.verify import compare
 from phalanx.verify.prints import piece_of
 from phalanx.verify.record import END, FIRST, START
 
@@ -62,6 +64,16 @@ class Recording(Observer):
         self._rates[batch.step] = self._rates_now()
         if batch.step < GRADIENT_STEPS:
             self._take(f"used-{batch.step}", self._gradients(self._there.gradients()))
+
+    def received(self, version: int, values: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        moment = {0: START, 1: FIRST}.get(version)
+        if moment and moment not in self.answer["moments"]:
+            tensors = {f"value.{name}": one for name, one in values.items()}
+            tensors |= {f"buffer.{name}": one for name, one in buffers.items()}
+            plain = {key: _plain(one) for key, one in tensors.items()}
+            self.answer["moments"][moment] = {
+                key: [(), _digest(one), list(one.shape), []] for key, one in plain.items() if one.numel()
+            }
 
     def updated(self, batch: StepBatch, metrics: Metrics) -> None:
         self._metrics.append(metrics)
@@ -114,6 +126,14 @@ class Recording(Observer):
                 found[f"buffer.{name}"] = tensor, holding
         return found
 
+    def _beside(self, key: str) -> list[Tensor]:
+        """The same of the other copies of the model in this process."""
+        kind, _, name = key.partition(".")
+        others = self._there.modules[1:]
+        if kind == "value":
+            return [one.get_parameter(name) for one in others]
+        return [one.get_buffer(name) for one in others] if kind == "buffer" else []
+
     def _gradients(self, grads: Mapping[str, Tensor]) -> dict[str, Found]:
         slices = self._there.slices
         return {f"gradient.{name}": (grad, slices.get(name)) for name, grad in grads.items()}
@@ -152,12 +172,13 @@ class Recording(Observer):
             values = _plain(local(tensor))
             if values.numel():
                 shape = holding.shape if holding is not None else tensor.shape
-                told[key] = [piece_of(tensor, holding), _digest(values), list(shape)]
+                beside = [_off(values, _plain(local(one))) for one in self._beside(key)]
+                told[key] = [piece_of(tensor, holding), _digest(values), list(shape), beside]
                 there[key] = values
         everyone = self._there.from_every_process([self._there.replica, told])
         first: dict[tuple[Any, ...], tuple[int, str]] = {}
         for rank, (replica, known) in enumerate(everyone):
-            for key, (piece, digest, _) in known.items():
+            for key, (piece, digest, *_) in known.items():
                 first.setdefault((replica, key, str(piece)), (rank, digest))
         mine = self._rank if len(everyone) > 1 else 0
         owners = {key: first[self._there.replica, key, str(told[key][0])] for key in there}
@@ -175,6 +196,13 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _digest(values: Tensor) -> str:
     return hashlib.blake2b(values.reshape(-1).view(torch.uint8).numpy().data, digest_size=12).hexdigest()
+
+
+def _off(values: Tensor, other: Tensor) -> float:
+    """By how much another copy differs: 0 where it is the same, bit by bit."""
+    if values.shape == other.shape and _digest(values) == _digest(other):
+        return 0.0
+    return compare.difference("", values, other, max(compare.norm(values), 1e-30), 0.0).relative or math.nan
 
 
 def _storage(tensor: Tensor) -> int:

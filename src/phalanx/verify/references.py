@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,22 +15,28 @@ from phalanx.comm import Place, device_for
 from phalanx.launch import launch
 from phalanx.parallel import device_kind
 from phalanx.spec import Job, Plan
-from phalanx.verify.capture import Watch, switch_off_dropout, without_dropout
+from phalanx.verify.capture import Watch, proven, switch_off_dropout
 from phalanx.verify.record import Record, StepRecord
 from phalanx.verify.witness import OwnLoop, Witness
 
 _MOMENTS = ("values", "buffers", "reduced", "used")
 
 
-def plain_record(job: Job, alone: Plan, steps: int, folder: Path, watch: Watch = None) -> Record:
-    """What the plain loop of ``job`` gives in ``steps`` steps, in the precision and on the device of ``alone``.
+def plain_record(job: Job, alone: Plan, steps: tuple[int, int], folder: Path, watch: Watch = None) -> Record:
+    """What the plain loop of ``job`` gives, in the precision and on the device of ``alone``.
+
+    It takes the first number of ``steps``, and goes on, to the second at most, until each parameter had a gradient.
 
     Raises:
         WorkerError: if the loop failed.
     """
-    given = replace(job, model=without_dropout(job), steps=steps, epochs=None)
+    asked, most = steps
+    given = proven(job, asked, most)
     return _observed(
-        lambda device: Witness.of(given, steps, precision=alone.precision, device=device), alone, folder, watch
+        lambda device: Witness.of(given, asked, precision=alone.precision, device=device, most=most),
+        alone,
+        folder,
+        watch,
     )
 
 
@@ -41,7 +46,7 @@ def own_record(loop: OwnLoop, job: Job, alone: Plan, steps: int, folder: Path, w
     Raises:
         WorkerError: if the loop failed, or did not give what it must.
     """
-    given = replace(job, model=without_dropout(job), steps=steps, epochs=None)
+    given = proven(job, steps)
     return _observed(lambda device: loop.run(given, steps, device), alone, folder, watch)
 
 

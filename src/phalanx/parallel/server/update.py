@@ -95,6 +95,7 @@ class Shard:
         form: names, shapes and dtypes of what it holds.
         parameters: name → what the optimizer steps.
         optimizer: over them.
+        used: what it was given last, where somebody looks on.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Shard:
         self.parameters = {name: nn.Parameter(self._live.named[name]) for name in values}
         self.optimizer = make(self.parameters)
         self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.used: dict[str, torch.Tensor] = {}
         self._places = {name: place for place, name in enumerate(self.form)}
         self._open: dict[int, _Open] = {}
         self._done: set[int] = set()
@@ -182,7 +184,9 @@ class Shard:
         assert self._ready is not None
         return self._ready[1].named
 
-    def apply(self, step: int, *, scale: float, rate: float = 1.0, oldest: int | None = None) -> None:
+    def apply(
+        self, step: int, *, scale: float, rate: float = 1.0, oldest: int | None = None, watched: bool = False
+    ) -> None:
         """Make the update of ``step``, which is prepared.
 
         Args:
@@ -190,6 +194,7 @@ class Shard:
             scale: what its gradient is multiplied by.
             rate: factor on every learning rate.
             oldest: version from which gradients may still come; values of older ones are forgotten.
+            watched: keep what the optimizer is given, as ``used``.
         """
         assert self._ready is not None
         assert self._ready[0] == step
@@ -205,6 +210,8 @@ class Shard:
                 group["lr"].fill_(own * rate * self._slowed)
             else:
                 group["lr"] = own * rate * self._slowed
+        grads = {name: parameter.grad for name, parameter in self.parameters.items() if watched}
+        self.used = {name: grad.clone() for name, grad in grads.items() if grad is not None}
         self.optimizer.step()
         for parameter in self.parameters.values():
             parameter.grad = None

@@ -153,6 +153,7 @@ class Coordinator:
             squares = office.group.tell(Kind.PREPARE, {"step": step, "parts": parts})
             norm = math.sqrt(sum(answer["square"] for answer in squares)) * scale
             meta, office.scene.scale = {}, scale
+            office.scene.stepped_with = False
             office.observer.gradients(batch, (total, count))
             if job.clip is not None:
                 scale *= min(1.0, job.clip / (norm + 1e-6))
@@ -160,7 +161,10 @@ class Coordinator:
                 norm = None
         with office.desk.news:
             oldest = self._dealer.oldest
-        office.group.tell(Kind.APPLY, {"step": step, "scale": scale, "rate": rate, "oldest": oldest, **meta})
+        told = {"scale": scale, "rate": rate, "oldest": oldest, "watched": office.observer.listens}
+        office.group.tell(Kind.APPLY, {"step": step, **told, **meta})
+        office.scene.stepped_with = True
+        office.observer.steps(batch)
         with office.desk.news:
             closed, dropped = self._dealer.applied(step)
             brought = office.desk.statistics.pop(step, None)

@@ -169,12 +169,14 @@ class Keeper:
         return checkpoint.read_state(self._folder / name_of(version))["progress"]
 
     def share(self, what: str) -> Share:
-        """What this server has: its ``parameters``, its prepared ``gradients``, or ``everything`` for a checkpoint."""
+        """What this server has: ``parameters``, ``gradients`` prepared or ``used``, or ``everything`` to be saved."""
         from phalanx import checkpoint
 
         shard = self.shard
         if what == "gradients":
             return Share(self.held, {f"model.{name}": tensor for name, tensor in shard.gradient().items()}, {})
+        if what == "used":
+            return Share(self.held, {f"model.{name}": tensor for name, tensor in shard.used.items()}, {})
         model = {f"model.{name}": tensor.detach() for name, tensor in shard.parameters.items()}
         if what == "parameters":
             return Share(self.held, model, {})

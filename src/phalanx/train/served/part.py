@@ -53,7 +53,7 @@ def take_part(
     plan, waits = run.plan, patience or Patience()
     refuse(job, plan, place.world_size, workers_here(run, place))
     if place.rank < plan.dp:
-        _work(job, run, place, report, waits)
+        _work(job, run, place, report, waits, observer or Observer())
         return {}
     return _Serving(job, run, place, waits, observer or Observer()).run(report)
 
@@ -63,11 +63,14 @@ def workers_here(run: RunSpec, place: Place) -> int:
     return min(place.workers_here, run.plan.dp)
 
 
-def _work(job: Job, run: RunSpec, place: Place, report: Callable[[int], None], patience: Patience) -> None:
+def _work(
+    job: Job, run: RunSpec, place: Place, report: Callable[[int], None], patience: Patience, observer: Observer
+) -> None:
     kind = device_kind(run.plan, workers_here(run, place))
     device = device_for(place, kind)
     data = _data(job, run)
     worker = Worker(job, run.plan, device, divisor_of(job), data)
+    worker.observer = observer
     links = Links(place.rank, data[0].length, run.plan.server, Directory(place), patience, _codec(run))
     links.start()
     try:

@@ -22,6 +22,8 @@ class ServedScene(Scene):
         self._keeper, self._group, self._notes = keeper, group, notes
         self.scale = 1.0
         """What the sums that servers hold are to be multiplied by, to be gradients."""
+        self.stepped_with = False
+        """Whether gradients are those that optimizers were given, and no longer those brought together."""
 
     @property
     def notes(self) -> list[str]:
@@ -51,6 +53,8 @@ class ServedScene(Scene):
         return {**dict(self._keeper.layout.module.named_buffers()), **self._keeper.statistics.named}
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
+        if self.stepped_with:
+            return self._gathered("used")
         return {name: tensor * self.scale for name, tensor in self._gathered("gradients").items()}
 
     def state(self) -> State:

@@ -93,7 +93,8 @@ class Servant:
             case Kind.APPLY:
                 if "parts" in meta:
                     shard.prepare(meta["step"], meta["parts"])
-                shard.apply(meta["step"], scale=meta["scale"], rate=meta["rate"], oldest=meta["oldest"])
+                named = {name: meta[name] for name in ("scale", "rate", "oldest")}
+                shard.apply(meta["step"], **named, watched=meta.get("watched", False))
             case Kind.SNAPSHOT:
                 keeper.snapshot(meta["progress"])
             case Kind.RESTORE:

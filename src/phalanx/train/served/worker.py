@@ -16,6 +16,7 @@ from phalanx.parallel.server import Flat, Kind
 from phalanx.parallel.single import Single
 from phalanx.spec import Job, Plan
 from phalanx.train.assembly import build_model
+from phalanx.train.observer import Observer
 from phalanx.train.served.compute import Computer
 from phalanx.train.served.links import LinkLostError, Links
 from phalanx.train.served.statistics import Statistics
@@ -23,12 +24,17 @@ from phalanx.train.served.statistics import Statistics
 
 @final
 class Worker:
-    """One worker with a whole model and no optimizer."""
+    """One worker with a whole model and no optimizer.
+
+    Attributes:
+        observer: who looks on.
+    """
 
     def __init__(
         self, job: Job, plan: Plan, device: torch.device, divisor: float, data: tuple[Pieces, Pieces | None]
     ) -> None:
         """``data`` are pieces to train on and to evaluate on."""
+        self.observer = Observer()
         self._pieces, self._evaluation = data
         module = compiled.apply(recompute.apply(build_model(job), plan), plan)
         self._layout = Single(module, device)
@@ -67,6 +73,9 @@ class Worker:
         if found_term != term:
             return None, None  # servers have gone back meanwhile
         self._land()
+        if what == "train":
+            buffers = self._statistics.tensors if version else dict(self._layout.module.named_buffers())
+            self.observer.received(version, dict(self._layout.module.named_parameters()), buffers)
         if what == "evaluate":
             assert self._evaluation is not None
             sums, samples = self._computer.measures(self._evaluation, step, part)

@@ -119,7 +119,9 @@ class _Steps:
 
     def __init__(self) -> None:
         self._start: dict[int, Tensor] = {}
-        self._used: list[dict[int, Tensor]] = []
+        self._steps = 0
+        self._used: dict[int, dict[int, Tensor]] = {}
+        self._had: set[int] = set()
         self._rates: list[dict[int, float]] = []
         self._first: dict[int, Tensor] = {}
         self._options: dict[int, dict[str, Any]] = {}
@@ -135,9 +137,13 @@ class _Steps:
                 for tensor, group in groups
             }
         self._rates.append({id(tensor): float(group["lr"]) for tensor, group in groups if "lr" in group})
-        if len(self._used) < WHOLE:
-            grads = {id(tensor): _copy(tensor.grad) for tensor, _ in groups if tensor.grad is not None}
-            self._used.append(grads)
+        grads = {id(tensor): tensor.grad for tensor, _ in groups if tensor.grad is not None}
+        came = {tensor for tensor, grad in grads.items() if tensor not in self._had and bool(grad.any())}
+        self._had |= came
+        if self._steps < WHOLE or came:
+            wanted = grads if self._steps < WHOLE else came
+            self._used[self._steps] = {tensor: _copy(grads[tensor]) for tensor in wanted}
+        self._steps += 1
 
     def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         tensors = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
@@ -166,7 +172,7 @@ class _Steps:
                 FIRST: end | _by_name(self._first, names),
                 END: end,
             },
-            used={step: _by_name(grads, names) for step, grads in enumerate(self._used)} if one_each else {},
+            used={step: _by_name(grads, names) for step, grads in self._used.items()} if one_each else {},
             rates=[_by_name(rates, names) for rates in self._rates] if one_each else [],
             buffers={END: {name: _copy(tensor) for name, tensor in model.named_buffers()}},
             state={END: state} if one_each else {},
