@@ -6,7 +6,7 @@ import math
 
 from phalanx.verify import compare
 from phalanx.verify.compare import Bound, FirstGradient, Tolerance
-from phalanx.verify.record import Record
+from phalanx.verify.record import FIRST, Record
 
 
 def bound_of(one: Record, step: int, tolerance: Tolerance, *, used: bool = False) -> Bound:
@@ -20,8 +20,12 @@ def bound_of(one: Record, step: int, tolerance: Tolerance, *, used: bool = False
 
 
 def first_gradients(one: Record, tolerance: Tolerance) -> dict[str, FirstGradient]:
-    """The first gradient of each parameter that is not zero but for rounding."""
+    """The first gradient of each parameter that is not zero but for rounding.
+
+    Adam makes a whole step of rounding: in each step before as far as in the first.
+    """
     found: dict[str, FirstGradient] = {}
+    after, before = one.values.get(FIRST, {}), dict[str, int]()
     for step, grads in sorted((one.reduced or one.used).items()):
         bound = bound_of(one, step, tolerance)
         total = bound.total or math.hypot(*(compare.norm(grad) for grad in grads.values()))
@@ -31,5 +35,10 @@ def first_gradients(one: Record, tolerance: Tolerance) -> dict[str, FirstGradien
                 continue
             stretch = max(1.0, magnitude / size) if size <= bound.noise * total else 1.0
             if bound.allowed * stretch < 1:
-                found[name] = FirstGradient(values=grad, error=bound.allowed * stretch, stretch=stretch)
+                steps, there = before.get(name, 0), name in after
+                rounded = steps * (after[name] - one.initial[name]).abs() if steps and there else None
+                how = {"error": bound.allowed * stretch, "stretch": stretch}
+                found[name] = FirstGradient(values=grad, rounded=rounded, **how)
+            else:
+                before[name] = before.get(name, 0) + 1
     return found

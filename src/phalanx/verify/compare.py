@@ -105,11 +105,13 @@ class FirstGradient:
         values: of it.
         error: what rounding may make it differ, relative to its norm.
         stretch: how many times its norm its rounding is relative to; 1 where no terms cancel.
+        rounded: how far gradients of rounding alone have moved each element before; ``None`` where there were none.
     """
 
     values: Tensor
     error: float
     stretch: float = 1.0
+    rounded: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,7 +211,8 @@ def parameters(
     Adam divides a gradient by its own size, and so makes a whole step out of one that is zero but for rounding.
     Elements whose ``first`` gradient is below ``noise`` times the root mean square of their tensor's are left out: the
     key third of a fused bias, rows of an embedding not seen yet. Of the others each may differ by as much of its way as
-    its gradient may by rounding, and by twice its way where that may turn the gradient's sign.
+    its gradient may by rounding, and by twice its way where that may turn the gradient's sign; and by twice as far as
+    gradients of rounding alone have moved it.
     """
     found: list[Difference] = []
     for name, known in first.items():
@@ -222,7 +225,10 @@ def parameters(
         if here.numel():
             moved, way = here - start, max(norm(here - start), 1e-30)
             error = known.error * norm(grad) / math.sqrt(grad.numel())
-            turned = norm((error / grad[meaningful].abs()).clamp(max=2) * moved) / way
+            share = error / grad[meaningful].abs()
+            off = share.where(share < 1, 2.0) * moved.abs()
+            off += 0.0 if known.rounded is None else 2 * known.rounded[meaningful]
+            turned = norm(off) / way
             found.append(difference(name, here, there, way, max(tolerance.parameter * known.stretch, turned)))
     return found
 

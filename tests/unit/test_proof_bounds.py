@@ -1,0 +1,94 @@
+"""What rounding may make of a parameter where Adam divides each gradient by its own size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.spec import Plan
+from phalanx.verify.bounds import first_gradients
+from phalanx.verify.compare import FirstGradient, Tolerance, parameters
+from phalanx.verify.judge import Pair, judged
+from phalanx.verify.record import END, FIRST, START, Record, StepRecord
+
+LR, EPS = 1e-3, 1e-8
+TOLERANCE = Tolerance(loss=1e-5, gradient=1e-5, scale=1e-5, noise=1e-5, parameter=1e-4)
+
+
+def adam(start: Tensor, gradient: Tensor) -> Tensor:
+    """After the first step of Adam without weight decay: the moments are the gradient and its square."""
+    return start - LR * gradient / (gradient.abs() + EPS)
+
+
+def beyond(gradient: Tensor, off: Tensor, *, error: float = 1e-5, rounded: Tensor | None = None) -> bool:
+    """Whether a step with ``gradient + off`` is told from one with ``gradient``."""
+    start = torch.zeros_like(gradient)
+    known = {"w": FirstGradient(values=gradient, error=error, rounded=rounded)}
+    here, there = adam(start, gradient), adam(start, gradient + off)
+    (found,) = parameters({"w": start}, {"w": here}, {"w": there}, known, TOLERANCE)
+    return found.beyond
+
+
+def gradient() -> Tensor:
+    return torch.randn(2048, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 4e-4
+
+
+def test_a_gradient_smaller_than_adams_epsilon_turns_its_rounding_into_a_part_of_a_step() -> None:
+    """As was measured: both sides err by some 2e-7 of the root mean square, where the step is g / (|g| + 1e-8)."""
+    grad, off = gradient(), torch.zeros(2048, dtype=torch.float64)
+    grad[7], off[7] = 5.83e-9, 4.5e-7 * 4e-4
+    assert abs(adam(torch.zeros(()), grad[7] + off[7]) - adam(torch.zeros(()), grad[7])) > 5e-3 * LR
+    assert not beyond(grad, off)
+    off[8] = grad[8] * -2  # a sign that rounding cannot turn
+    assert beyond(grad, off)
+
+
+def test_a_sign_that_rounding_may_turn_makes_twice_a_step() -> None:
+    grad = torch.ones(32, dtype=torch.float64)
+    grad[3] = 0.02
+    off = torch.zeros_like(grad)
+    off[3] = -0.025
+    assert beyond(grad, off, error=1e-3)
+    assert not beyond(grad, off, error=0.029)  # of half precision: its own rounding is 0.029 of the root mean square
+
+
+def test_gradients_doubled_in_one_row_are_told_where_steps_follow_their_size() -> None:
+    grad = gradient()
+    start = torch.zeros_like(grad)
+    known = {"w": FirstGradient(values=grad, error=1e-5)}
+    (found,) = parameters({"w": start}, {"w": -LR * grad}, {"w": -LR * grad * 1.02}, known, TOLERANCE)
+    assert found.beyond
+    assert found.relative > 0.01
+
+
+def record(first: Tensor, second: Tensor) -> Record:
+    """Two steps of a parameter beside a large one; after the first it has moved by a whole step."""
+    large, start = torch.full((4,), 1.0), torch.zeros(4)
+    values = {START: start, FIRST: adam(start, first), END: adam(adam(start, first), second)}
+    others = {START: start, FIRST: adam(start, large), END: adam(adam(start, large), large)}
+    return Record(
+        steps=[StepRecord(loss=1.0), StepRecord(loss=1.0)],
+        values={moment: {"small": values[moment], "large": others[moment]} for moment in (START, FIRST, END)},
+        options={"small": {"weight_decay": 0.0}, "large": {"weight_decay": 0.0}},
+        reduced={0: {"small": first, "large": large}, 1: {"small": second, "large": large}},
+    )
+
+
+def test_what_rounding_alone_has_moved_may_be_off_by_twice_that() -> None:
+    rounding, meant = torch.full((4,), 1e-7), torch.full((4,), 0.1)
+    one, other = record(rounding, meant), record(-rounding, meant)
+    known = first_gradients(one, TOLERANCE)
+    assert known["large"].rounded is None
+    assert torch.equal(known["small"].values, meant)
+    moved = known["small"].rounded
+    assert moved is not None
+    assert torch.allclose(moved, torch.full((4,), LR * 0.909), rtol=1e-2)  # 1e-7 / (1e-7 + 1e-8)
+    off = {one.name: one for one in parameters(one.initial, one.values[END], other.values[END], known, TOLERANCE)}
+    assert not off["small"].beyond
+    assert off["small"].relative > 0.9
+    pair = Pair(one=one, other=other, plan=Plan(), tolerance=TOLERANCE)
+    checks = {check.when: check for check in judged(pair) if check.kind == "parameter"}
+    assert [one.name for one in checks["after the first update"].differences] == ["large"]
+    assert not checks["after the last step"].first
+    silent = record(torch.zeros(4), meant)  # no gradient at all moves nothing
+    assert first_gradients(silent, TOLERANCE)["small"].rounded is None
