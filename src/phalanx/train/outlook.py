@@ -67,8 +67,10 @@ def refusals(job: Job, plan: Plan) -> list[Problem]:
     there = replace(plan, device="auto", compile=False)  # these ask for what is on this machine
     if there.precision in ("fp8", "tf32"):
         there = replace(there, precision="bf16")
+    from phalanx.train.work import without_values
+
     try:
-        outlook(job, there)
+        outlook(without_values(job), there)
     except RefusedError as error:
         return list(error.problems)
     return []
@@ -81,10 +83,10 @@ def ahead(job: Job, plan: Plan) -> list[str]:
         RefusedError: with what keeps the plan from serving the job.
         SpecError: if the job's functions give something else than they must.
     """
-    if plan.kind == "split" or plan.zero == 3:
-        outlook(job, plan)
-    from phalanx.train.work import size_of
+    from phalanx.train.work import size_of, without_values
 
+    if plan.kind == "split" or plan.zero == 3:
+        outlook(without_values(job), plan)
     if (size_of(job) or 0) > LARGEST:
         return []
     module = build_model(job)
