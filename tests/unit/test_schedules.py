@@ -161,7 +161,14 @@ def test_what_runs_is_drawn_and_priced(schedule: Schedule, each: int, text: str)
             one = work(plan, Action("F", 0, 0)) * each
             half = work(plan, Action("B", 0, 0)) * each / 2
             priced = pipeline(
-                schedule, ranks, each, micros, (one,) * ranks, (half,) * ranks, (half,) * ranks, in_halves(plan)
+                schedule,
+                ranks,
+                each,
+                micros,
+                (one,) * ranks,
+                (half,) * ranks,
+                (half,) * ranks,
+                in_halves(plan.recompute, plan.zero),
             )
             assert duration(priced) == pytest.approx(drawn.timeline.length)
 

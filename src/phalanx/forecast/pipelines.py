@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.forecast.layouts import SCHEDULES, Layouts
+from phalanx.forecast.layouts import RECOMPUTES, SCHEDULES, Layouts
 from phalanx.forecast.schedule import Pipeline, duration
 from phalanx.forecast.tables import Array
+from phalanx.placement.schedules import in_halves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,20 +58,20 @@ def pipeline(lanes: Lanes, layouts: Layouts) -> Array:
     return np.where(pp > 1, found, micros * slowest)
 
 
-def simulated(lanes: Lanes, layouts: Layouts, *, whole: bool = False) -> Array:
+def simulated(lanes: Lanes, layouts: Layouts, *, whole: bool = False, recomputes: bool = False) -> Array:
     """As ``pipeline``, by running every candidate's schedule event by event; what is alike is run once.
 
-    With ``whole`` backwards are done in halves only where nothing is computed again and ``zero`` shards no gradients.
+    With ``whole`` backwards are done in halves only where the runtime does so; ``recomputes``: the model recomputes
+    activations by itself.
     """
     forward, backward, weights, send = lanes.forward, lanes.backward, lanes.weights, lanes.send
     found = np.zeros_like(layouts.pp)
-    halves = ((layouts.recompute == 0) & (layouts.zero <= 1)) | (not whole)
     for at, ranks in enumerate(layouts.pp.astype(int)):
         where = [0, *[1] * (ranks - 2), 2][:ranks]
-        chunks = max(int(layouts.stages[at]), 1)
+        chunks, recompute = max(int(layouts.stages[at]), 1), RECOMPUTES[int(layouts.recompute[at])]
         one = Pipeline(
             schedule=SCHEDULES[int(layouts.schedule[at])] if ranks > 1 else "gpipe",
-            halves=bool(halves[at]),
+            halves=not whole or in_halves(recompute, int(layouts.zero[at]), recomputes=recomputes),
             ranks=int(ranks),
             chunks=chunks if ranks > 1 else 1,
             micros=int(layouts.micros[at]),

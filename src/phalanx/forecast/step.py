@@ -63,7 +63,8 @@ def step_time(costs: Table, times: Times, layouts: Layouts, setting: Setting, ev
     send = _send(costs, layouts, setting)
     lanes = Lanes(forward=forward, backward=backward, weights=weights, there=lie.there, send=send)
     whole = setting.habits.whole_backwards
-    total = simulated(lanes, layouts, whole=whole) if events else pipeline(lanes, layouts)
+    how = {"whole": whole, "recomputes": costs.recomputes}
+    total = simulated(lanes, layouts, **how) if events else pipeline(lanes, layouts)
 
     def of(seconds: Array) -> Array:
         there = np.take_along_axis(lie.each, worst[None, None, :], axis=0)[0]

@@ -68,6 +68,7 @@ class Table:
         fused: elements moved where it is joined with its neighbours.
         names: of the operations.
         parts: the profile's.
+        recomputes: whether the model recomputes activations by itself.
     """
 
     part: npt.NDArray[np.intp]
@@ -89,6 +90,7 @@ class Table:
     fused: Laws
     names: tuple[str, ...]
     parts: tuple[Part, ...]
+    recomputes: bool = False
 
 
 _WIDE = ("log_softmax", "nll_loss", "cross_entropy")
@@ -130,4 +132,5 @@ def table(profile: Profile) -> Table:
         fused=Laws.of([operation.fused for operation in operations]),
         names=tuple(operation.name for operation in operations),
         parts=profile.parts,
+        recomputes=profile.recomputes,
     )

@@ -46,7 +46,8 @@ class Stages:
         for ranks, names in together.items():
             self._tied.append((names, mesh.among("pp", ranks)))
         self._buffers = _elsewhere(module, pipeline, rank)
-        self.runner = PipelineRunner(pipeline, mesh, device, halves=in_halves(plan))
+        halves = in_halves(plan.recompute, plan.zero, recomputes=pipeline.program.recomputes)
+        self.runner = PipelineRunner(pipeline, mesh, device, halves=halves)
 
     def recomputed(self, parts: Sequence[nn.Module]) -> list[nn.Module]:
         """What of ``parts`` runs here, in the pieces in which it does: nothing may be recomputed across stages.

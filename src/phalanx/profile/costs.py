@@ -60,6 +60,7 @@ class Operation:
         weights: it yields gradients of parameters only, so that nothing waits for it before the optimizer.
         causal: of ``attention``: queries see earlier keys only, half of the work.
         expert: it belongs to experts, of which each token meets some: ``ep`` divides it.
+        again: the model computes it a second time, by a checkpoint of its own; it stands in the backward.
     """
 
     kind: Literal["matmul", "convolution", "attention", "memory"]
@@ -71,6 +72,7 @@ class Operation:
     weights: bool = False
     causal: bool = False
     expert: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +124,7 @@ class Part:
         role: ``before`` (embedding), ``block`` or ``after`` (last norm, head, loss).
         count: how many alike follow one another in the model.
         forward: its operations, in order.
-        backward: those of its backward, in order, without recomputation.
+        backward: those of its backward, in order, with what the model itself recomputes, and nothing else.
         weights: its parameters, by how they can be cut.
         saved: what lives from its forward to its backward.
         entry: elements of the activation that enters it: kept under full recompute, sent between pipeline stages.
@@ -158,6 +160,7 @@ class Profile:
         heads: fewest heads of keys in an attention: the most that ``tp`` can divide; 0 without attention.
         experts: fewest experts in a layer; 0 without.
         lawful: whether ``by_length`` was found by tracing two lengths (else lengths other than ``length`` are a guess).
+        recomputes: whether the model recomputes activations by itself.
         notes: what the reader should know.
     """
 
@@ -167,6 +170,7 @@ class Profile:
     heads: int = 0
     experts: int = 0
     lawful: bool = True
+    recomputes: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -188,7 +192,8 @@ class Profile:
     def flops(self, samples: float, length: float | None = None) -> float:
         """Model FLOP of one forward and backward of ``samples``: products and attention, without recomputation."""
         tokens = self.length if length is None else length
-        return sum(part.count * flops(operation, samples, tokens) for part, operation in self.operations())
+        counted = ((part, one) for part, one in self.operations() if not one.again)
+        return sum(part.count * flops(operation, samples, tokens) for part, operation in counted)
 
 
 def flops(operation: Operation, samples: Any, length: Any) -> Any:

@@ -46,6 +46,7 @@ def profile_of(runs: Sequence[Measured], sizes: Sizes, notes: Sequence[str] = ()
         parts=tuple(parts),
         length=sizes.length,
         tied=first.tied,
+        recomputes=first.recomputes,
         heads=_fewest([one.heads for one in pieces]),
         experts=_fewest([one.experts for one in pieces]),
         lawful=all(alike) and (len(runs) > 2 or sizes.length == 1),
@@ -131,6 +132,7 @@ def _operation(ops: Sequence[Op], fit: _Fit) -> Operation:
         weights=first.weights,
         causal=first.causal,
         expert=first.expert,
+        again=first.again,
     )
 
 

@@ -29,6 +29,7 @@ class Op:
     causal: bool
     expert: bool
     numbers: tuple[float, ...]
+    again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +68,7 @@ class Measured:
     turns: list[tuple[str, int, bool]]
     around: list[Piece]
     tied: int
+    recomputes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +87,7 @@ def measured(run: Traced, module: nn.Module, units: Units) -> Measured:
     outer = _Outer(run, known, units)
     blocks = {order[like]: _block(names[like], trace, outer, units) for like, trace in run.blocks.items()}
     turns = [(visit.name, order[visit.like], visit.again) for visit in run.visits]
-    return Measured(blocks=blocks, turns=turns, around=outer.pieces(), tied=outer.tied)
+    return Measured(blocks=blocks, turns=turns, around=outer.pieces(), tied=outer.tied, recomputes=run.recomputes)
 
 
 class Known:
@@ -231,6 +233,7 @@ def _ops(made: Sequence[Work], found: Shares, trace: Trace, experts: Mapping[str
             causal=work.step.causal,
             expert=dealt,
             numbers=(*work.dims, work.traffic, min(less, work.traffic)),
+            again=work.step.again,
         )
         for work, share, only, less, dealt in zip(made, found.works, weights, fused, region, strict=True)
     ]
@@ -243,7 +246,8 @@ def _for_weights(made: Sequence[Work], trace: Trace) -> list[bool]:
     read: set[int] = set()
     for work in reversed(made):
         outputs = {one.memory for one in work.outputs}
-        mine = work.step.backward and not outputs & waited and bool(outputs & (of_weights | read))
+        mine = work.step.backward and not work.step.again
+        mine = mine and not outputs & waited and bool(outputs & (of_weights | read))
         inputs = {one.memory for one in work.step.inputs}
         if mine:
             read |= inputs

@@ -64,6 +64,7 @@ class Step:
         segment: which stretch between blocks it belongs to.
         backward: whether it ran in the backward.
         causal: of attention, whether later positions are hidden.
+        again: whether it is of a forward that is computed a second time.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Step:
     segment: int = 0
     backward: bool = False
     causal: bool = False
+    again: bool = False
 
 
 @dataclass(slots=True)
@@ -84,22 +86,34 @@ class Tape:
         memories: number → storage.
         saved: numbers of what autograd kept for the backward, in order, each once, with the segment.
         changes: number when it came to be or minus it when it was freed, segment, whether in the backward; in order.
+        recomputes: whether there was a checkpoint of the model's own.
     """
 
     steps: list[Step] = field(default_factory=list[Step])
     memories: dict[int, Memory] = field(default_factory=dict[int, Memory])
     saved: dict[int, int] = field(default_factory=dict[int, int])
     changes: list[tuple[int, int, bool]] = field(default_factory=list["tuple[int, int, bool]"])
+    recomputes: bool = False
 
 
 class Recorder(TorchDispatchMode):
-    """Records what runs inside it. Memory is known by numbers from 1, in order of first sight."""
+    """Records what runs inside it. Memory is known by numbers from 1, in order of first sight.
+
+    Attributes:
+        tape: what is recorded.
+        segment: which stretch between blocks runs.
+        backward: whether the backward has begun.
+        again: whether a checkpoint of the model is computing its forward a second time.
+        checkpoints: of the model, that are open in the forward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.tape = Tape()
         self.segment = 0
         self.backward = False
+        self.again = False
+        self.checkpoints = 0
         self._numbers: dict[int, int] = {}
         self._watches: dict[int, weakref.ref[Any]] = {}
         self._paused = 0
@@ -142,6 +156,7 @@ class Recorder(TorchDispatchMode):
                 segment=self.segment,
                 backward=self.backward,
                 causal=causal,
+                again=self.again,
             )
         )
 
@@ -194,6 +209,31 @@ class Recorder(TorchDispatchMode):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Write down that these are kept for the backward."""
+        if not self._paused and not self.backward:
+            for tensor in tensors:
+                self.tape.saved.setdefault(self.number(tensor), self.segment)
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Inside, the forward of a checkpoint runs."""
+        self.checkpoints += 1
+        self.tape.recomputes = True
+        try:
+            yield
+        finally:
+            self.checkpoints -= 1
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Inside, the forward of a checkpoint runs a second time."""
+        before, self.again = self.again, True
+        try:
+            yield
+        finally:
+            self.again = before
 
     def is_causal(self, mask: Tensor) -> bool:
         """Whether a mask was made by comparing positions, in a way that hides later ones."""

@@ -194,7 +194,9 @@ class _Run:
 
     def _share(self, work: Work) -> Share:
         weight = _weight_of(work, self.around.parameters)
-        if work.step.backward:
+        if work.step.again:
+            self.forward(work)
+        elif work.step.backward:
             return self._backward(work, weight)
         if weight is not None and work.kind in ("matmul", "convolution"):
             return self.roles.get(weight, "whole")

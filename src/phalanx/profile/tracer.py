@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from phalanx.profile.alike import likeness
 from phalanx.profile.blocks import leave_cache_out, parts
 from phalanx.profile.causal import hides_later
+from phalanx.profile.checkpointed import recomputation_seen, recomputed
 from phalanx.profile.fakes import Values, fake, faked, quiet, resized
 from phalanx.profile.forms import Forms
 from phalanx.profile.fused import as_on_accelerators
 from phalanx.profile.recorder import Recorder, Seen, Tape
+from phalanx.profile.stubs import Entered, Made, Spec, Stub, among, spec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,11 @@ class Traced:
     visits: list[Visit]
     blocks: dict[Any, Trace]
     rest: Trace
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the model recomputes activations by itself."""
+        return any(trace.tape.recomputes for trace in (*self.blocks.values(), self.rest))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,6 +174,7 @@ class _Run:
         with ExitStack() as stack:
             stack.enter_context(_calls(self.module, within, counted, lambda: recorder.segment))
             stack.enter_context(_replaced({block: self._stub(block) for block in self.blocks}))
+            stack.enter_context(recomputation_seen(recorder))
             stack.enter_context(as_on_accelerators(recorder))
             stack.enter_context(recorder)
             with recorder.keeping():
@@ -196,17 +204,21 @@ class _Run:
         return {child for block in self.blocks for child in block.modules()}
 
     def _stub(self, block: nn.Module) -> Callable[..., Any]:
-        forward = block.forward
+        forward, recorder = block.forward, self.recorder
 
         def instead(*args: Any, **kwargs: Any) -> Any:
             leaves, structure = tree_flatten((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             form = tuple((tuple(one.shape), one.dtype, one.requires_grad) for one in tensors)
             plain = tuple(leaf for leaf in leaves if isinstance(leaf, bool | int | float | str | None))
-            like = (self.likes[block], form, plain, str(structure))
-            with self.recorder.paused():
+            again = recorder.again or recorder.checkpoints > 0
+            like = (self.likes[block], form, plain, str(structure), again)
+            with recorder.paused():
                 if like not in self.traces:
-                    self.traces[like], self.forms[like] = _alone(block, forward, leaves, structure, self.recorder)
+                    run = recomputed(forward) if again else forward
+                    self.traces[like], self.forms[like] = _alone(block, run, leaves, structure, recorder)
+                if recorder.again:
+                    return tree_unflatten(self._made(like, tensors, lambda _: None), self.forms[like][1])
                 self.visits.append(Visit(self.names[block], like, block in self.met))
                 self.met.add(block)
                 return self._given(like, tensors)
@@ -216,8 +228,6 @@ class _Run:
     def _given(self, like: Any, tensors: list[Tensor]) -> Any:
         """What a block gives, joined to what it was given so that the backward passes through."""
         recorder = self.recorder
-        specs, structure = self.forms[like]
-        floats = [one for one in tensors if one.requires_grad]
         recorder.segment += 1
         turn = recorder.segment
         entry = next((one for one in tensors if one.is_floating_point()), None)
@@ -232,43 +242,22 @@ class _Run:
             self.leaving |= {recorder.number(one) for one in grads}
             recorder.segment = turn - 1
 
-        made = [spec for spec in specs if isinstance(spec, _Made)]
-        results = iter(_Stub.apply(recorder, back, made, self.anchor, *floats) if made else ())
-        filled = [
-            tensors[spec] if isinstance(spec, int) else next(results) if isinstance(spec, _Made) else spec.value
-            for spec in specs
-        ]
+        filled = self._made(like, tensors, back)
         outputs = [one for one in filled if isinstance(one, Tensor)]
         self.held += outputs  # so that their memory is not another's while the run lasts
         self.entries += [recorder.see(one) for one in outputs[:1]]
-        return tree_unflatten(filled, structure)
+        return tree_unflatten(filled, self.forms[like][1])
 
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    value: Any
-
-
-class _Stub(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, recorder: Recorder, back: Any, made: list[_Made], anchor: Tensor, *floats: Tensor) -> Any:
-        ctx.recorder, ctx.back, ctx.forms = recorder, back, [(one.shape, one.dtype) for one in floats]
-        results = tuple(torch.empty_strided(one.shape, one.stride, dtype=one.dtype) for one in made)
-        ctx.mark_non_differentiable(*(one for one in results if not one.is_floating_point()))
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.back(grads)
-        with ctx.recorder.paused():
-            return None, None, None, None, *(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.forms)
+    def _made(self, like: Any, tensors: list[Tensor], back: Callable[[tuple[Tensor, ...]], None]) -> list[Any]:
+        """The leaves of what a block gives."""
+        specs: list[Spec] = self.forms[like][0]
+        floats = [one for one in tensors if one.requires_grad]
+        made = [one for one in specs if isinstance(one, Made)]
+        results = iter(Stub.apply(self.recorder, back, made, self.anchor, *floats) if made else ())
+        return [
+            tensors[one] if isinstance(one, int) else next(results) if isinstance(one, Made) else one.value
+            for one in specs
+        ]
 
 
 def _alone(
@@ -277,7 +266,7 @@ def _alone(
     """One block's forward and backward; its trace, and what its output is made of."""
     originals = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     outer = [one.detach().requires_grad_(one.requires_grad) for one in originals]
-    tensors = [_Entered.apply(one) if one.requires_grad else one for one in outer]
+    tensors = [Entered.apply(one) if one.requires_grad else one for one in outer]
     given_in_turn = iter(tensors)
     inputs = [next(given_in_turn) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     recorder = Recorder()
@@ -292,13 +281,14 @@ def _alone(
             recorder.mark_causal(one)
     counted = dict[int, int]()
     args, kwargs = tree_unflatten(inputs, structure)
-    with _calls(block, set(), counted, lambda: 0), as_on_accelerators(recorder), recorder:
+    seen = recomputation_seen(recorder)
+    with _calls(block, set(), counted, lambda: 0), seen, as_on_accelerators(recorder), recorder:
         with recorder.keeping():
             output = forward(*args, **kwargs)
         results, form = tree_flatten(output)
-        made = [one for one in results if isinstance(one, Tensor) and one.requires_grad and not _among(one, tensors)]
+        made = [one for one in results if isinstance(one, Tensor) and one.requires_grad and not among(one, tensors)]
         leaving = frozenset(recorder.number(one) for one in results if isinstance(one, Tensor))
-        specs = [_spec(one, tensors) for one in results]
+        specs = [spec(one, tensors) for one in results]
         with recorder.paused():
             ones = [torch.empty_like(one) for one in made]
             for one in ones:
@@ -323,31 +313,6 @@ def _alone(
         modules=counted,
     )
     return trace, (specs, form)
-
-
-class _Entered(torch.autograd.Function):
-    """What enters a block: no leaf, so that the block may write into it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0]
-
-
-def _spec(value: Any, inputs: list[Tensor]) -> Any:
-    if not isinstance(value, Tensor):
-        return _Plain(value)
-    for index, one in enumerate(inputs):
-        if one is value:
-            return index
-    return _Made(tuple(value.shape), tuple(value.stride()), value.dtype)
-
-
-def _among(value: Tensor, tensors: list[Tensor]) -> bool:
-    return any(one is value for one in tensors)
 
 
 def scalar(value: Any) -> Tensor:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from phalanx.data import Lane, Loader
 from phalanx.forecast import Lengths, Work
 from phalanx.parallel.example import Example
+from phalanx.parallel.opened import look_inside
 from phalanx.profile import Described, trace
 from phalanx.spec import Job
 from phalanx.train.assembly import begun, example_of
@@ -47,6 +48,7 @@ def work_of(job: Job, *, batch: int = 0, length: int = 0, values: bool = False) 
     def loss(output: Any, batch: Any) -> torch.Tensor:
         return read_loss(job.loss(output, batch), 1, "the forecast").value
 
+    look_inside(module, example)  # what the runtime takes for a block is what is priced as one
     given = {"args": example.args, "kwargs": example.kwargs, "batch": example.batch}
     profile = trace(Described(module=module, loss=loss, values=values, **given))
     if values:

@@ -1,0 +1,175 @@
+"""Models that recompute activations by themselves, or take blocks apart: what is traced is what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import phalanx as px
+from phalanx.forecast import forecast
+from phalanx.hardware import cluster
+from phalanx.profile import Described, Profile, trace
+from phalanx.profile.costs import Part, flops
+from phalanx.profile.recorder import Recorder
+from phalanx.spec import Plan
+from phalanx.train.work import work_of
+
+WIDTH, LENGTH, LAYERS = 32, 16, 4
+PRODUCTS = 2 * 2 * LENGTH * WIDTH * 4 * WIDTH  # FLOP of one sample in the two products of a block, forward
+
+
+class Block(nn.Module):
+    """A feed-forward network; ``inner`` runs what comes after the norm."""
+
+    def __init__(self, inner: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(lambda y: self.down(F.gelu(self.up(y))), self.norm(x))
+
+
+def plainly(call: Any, *args: Tensor) -> Tensor:
+    return call(*args)
+
+
+def recomputed(call: Any, *args: Tensor) -> Tensor:
+    return checkpoint(call, *args, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+
+def reentrant(call: Any, *args: Tensor) -> Tensor:
+    return checkpoint(call, *args, use_reentrant=True)  # pyright: ignore[reportReturnType]
+
+
+class Model(nn.Module):
+    """Blocks that ``outer`` calls, one by one or two at a time."""
+
+    def __init__(self, outer: Any = plainly, inner: Any = plainly, at_once: int = 1) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList([Block(inner) for _ in range(LAYERS)])
+        self.head = nn.Linear(WIDTH, 64)
+        self.outer, self.at_once = outer, at_once
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for at in range(0, LAYERS, self.at_once):
+            x = self.outer(lambda x, at=at: nn.Sequential(*self.blocks[at : at + self.at_once])(x) + torch.tanh(x), x)
+        return self.head(x)
+
+
+def profile(model: nn.Module) -> Profile:
+    tokens = torch.randint(64, (2, LENGTH))
+    loss = lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch.flatten())  # noqa: E731
+    return trace(Described(module=model, args=(tokens,), batch=tokens, loss=loss))
+
+
+def block(found: Profile) -> Part:
+    return next(part for part in found.parts if part.role == "block")
+
+
+def products(part: Part, *, again: bool) -> float:
+    return sum(flops(one, 1, LENGTH) for one in part.backward if one.again is again)
+
+
+def kept(part: Part) -> float:
+    return sum(one.elements.at(1, LENGTH) for one in part.saved)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("how", [recomputed, reentrant])
+def test_blocks_in_a_checkpoint_keep_what_enters_and_compute_again(how: Any, at_once: int) -> None:
+    plain, found = profile(Model(at_once=at_once)), profile(Model(outer=how, at_once=at_once))
+    assert (plain.recomputes, found.recomputes) == (False, True)
+    assert found.blocks == plain.blocks == LAYERS
+    assert found.parameters == plain.parameters
+    assert found.flops(1) == plain.flops(1)  # those of the model, once
+    assert kept(block(plain)) > 4 * kept(block(found)) == 0
+    assert products(block(plain), again=True) == 0
+    assert products(block(found), again=False) == products(block(plain), again=False) == 2 * PRODUCTS
+    # A reentrant one computes all of it again, the other stops where nothing more was kept: before the last product.
+    assert products(block(found), again=True) == (PRODUCTS if how is reentrant else PRODUCTS / 2)
+    assert block(found).working.at(1, LENGTH) > block(plain).working.at(1, LENGTH)
+
+
+@pytest.mark.parametrize("how", [recomputed, reentrant])
+def test_a_checkpoint_inside_a_block_keeps_what_it_is_called_with(how: Any) -> None:
+    plain, found = profile(Model()), profile(Model(inner=how))
+    assert found.flops(1) == plain.flops(1)
+    # the norm's output, which the checkpoint is called with, and its mean and scale of each token
+    assert kept(block(found)) == LENGTH * WIDTH + 2 * LENGTH
+    assert products(block(found), again=True) > 0
+
+
+def test_what_computes_again_is_cut_as_it_was_the_first_time() -> None:
+    found = block(profile(Model(inner=reentrant)))
+    again = [one.share for one in found.backward if one.again and one.kind == "matmul"]
+    assert again == ["column", "row"]
+    assert not any(one.weights for one in found.backward if one.again)
+
+
+def test_nothing_learns_in_a_reentrant_checkpoint_that_nothing_which_learns_enters() -> None:
+    model = Model(outer=reentrant)
+    model.table.requires_grad_(False)
+    found = profile(model)
+    assert products(block(found), again=True) == products(block(found), again=False) == 0
+
+
+def test_a_trace_leaves_checkpoints_as_they_are() -> None:
+    model = Model(outer=reentrant)
+    profile(model)
+    model(torch.randint(64, (2, LENGTH))).sum().backward()
+    assert all(one.grad is not None for one in model.parameters())
+    assert not Recorder().tape.recomputes
+
+
+def job(model: Callable[[], nn.Module]) -> px.Job:
+    return px.Job(
+        model=model,
+        data=lambda: px.Table(tokens=torch.randint(64, (64, LENGTH))),
+        inputs=lambda batch: batch["tokens"],
+        loss=lambda output, batch: px.cross_entropy(output, batch["tokens"]),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        batch=64,
+        steps=1,
+    )
+
+
+def test_a_model_that_recomputes_does_no_backward_in_halves() -> None:
+    plan, there = Plan.parse("pp=4 micro=8 schedule=zero-bubble stages=2"), cluster("4xA100")
+    work = work_of(job(lambda: Model(outer=recomputed)))
+    assert work.profile.recomputes
+    halves = forecast(_as_if_it_did_not(work), plan, there)
+    assert forecast(work, plan, there).seconds["pipeline"] > halves.seconds["pipeline"]
+
+
+def _as_if_it_did_not(work: Any) -> Any:
+    return replace(work, profile=replace(work.profile, recomputes=False))
+
+
+class Dissected(Model):
+    """Calls what is inside its blocks, never a block."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        each: Any
+        for each in self.blocks:
+            x = x + each.down(F.gelu(each.up(each.norm(x))))
+        return self.head(x)
+
+
+def test_blocks_that_a_model_takes_apart_are_priced_as_the_runtime_takes_them() -> None:
+    """What is gathered and recomputed at once is what the model calls."""
+    found = work_of(job(Dissected)).profile
+    assert found.blocks == 3 * LAYERS
+    names = [part.name for part in found.parts if part.role == "block"]
+    assert names[:3] == ["blocks.0.norm", "blocks.0.up", "blocks.0.down"]
+    assert found.flops(1) == work_of(job(Model)).profile.flops(1)
