@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,3 +205,20 @@ def test_equal_with_the_plans_recomputation(model: str, plan: str) -> None:
 @pytest.mark.parametrize(("model", "micro"), [("recomputed", 5), ("distilled", 4), ("cells", 1), ("dissected", 3)])
 def test_every_schedule(model: str, micro: int, schedule: str) -> None:
     assert_equal(model, f"pp=2 micro={micro} schedule={schedule}")
+
+
+@pytest.mark.parametrize("other", ["pp=2 micro=4", "single", "pp=4", "fsdp=2", "pp=2 schedule=zero-bubble micro=4"])
+@pytest.mark.parametrize("model", ["frozen and tied", "distilled"])
+def test_a_run_whose_stages_have_nothing_to_train_goes_on(model: str, other: str, tmp_path: Path) -> None:
+    """Saved under a pipeline and taken up under ``other``, and the other way round: what the whole run gives."""
+
+    def fit(plan: str, folder: str, steps: int, **how: Any) -> list[float]:
+        run = px.RunSpec(job="small", plan=Plan.parse(plan), folder=tmp_path / folder, forecast="none", **how)
+        return px.fit(replace(small(model), steps=steps), run=run).losses
+
+    pipeline = "pp=2 micro=4"
+    whole = fit(pipeline, "whole", 4)
+    for first, then in ((pipeline, other), (other, pipeline)):
+        folder = f"{first} {then}"
+        fit(first, folder, 2, checkpoint_every=2)
+        assert fit(then, folder, 4, resume=True) == pytest.approx(whole, rel=1e-5)
