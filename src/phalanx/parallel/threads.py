@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import Problem
+from phalanx.parallel.drawn_twice import nothing_drawn_twice
 from phalanx.parallel.layout import Held, Layout, Work, drop_gradients, each_micro_batch, trainable
 from phalanx.spec import Plan
 
@@ -87,6 +89,11 @@ class Threads(Layout):
             drop_gradients(replica.values())
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+        share_a_stream = len(set(self._devices)) < len(self._devices)
+        with nothing_drawn_twice() if share_a_stream else nullcontext():
+            self._accumulate(parts, work)
+
+    def _accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
         waiting = [
             self._pool.submit(each_micro_batch, module, device, micros, work)
             for module, device, micros in zip(self._replicas, self._devices, parts, strict=True)

@@ -185,7 +185,7 @@ class Flow(TorchFunctionMode):
     def _operation(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and self.depends(leaf)]
         # What is drawn is drawn where this code belongs: other stages are at another place of the random stream.
-        chance = not leaves and name in _RANDOM
+        chance = not leaves and name in RANDOM
         if not leaves and not chance:
             return func(*args, **kwargs)
         self.used(leaves)
@@ -222,13 +222,14 @@ class Flow(TorchFunctionMode):
 
 
 _NAME = "_phalanx_mark"
-_RANDOM = frozenset(
+RANDOM = frozenset(
     """
     bernoulli multinomial normal poisson rrelu gumbel_softmax dropout dropout1d dropout2d dropout3d alpha_dropout
     feature_alpha_dropout feature_dropout native_dropout rand randn randint randperm rand_like randn_like randint_like
     bernoulli_ normal_ uniform_ exponential_ random_ cauchy_ geometric_ log_normal_
     """.split()
 )
+"""Names of torch's functions that draw random numbers."""
 
 
 def _writes(name: str) -> bool:
