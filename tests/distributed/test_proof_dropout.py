@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -12,11 +14,15 @@ import torch.nn.functional as F
 from small import job
 from test_models_as_written import data
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
+from phalanx.errors import RefusedError
+from phalanx.parallel import recompute
 from phalanx.spec import Plan
 from phalanx.verify import OneDevice
-from phalanx.verify.dropout import BySample, _Place
+from phalanx.verify.dropout import BySample, Place
+from phalanx.verify.witness.masks import KeyedMasks
 
 CPU = torch.device("cpu")
 
@@ -81,9 +87,9 @@ def on_a_rank(rank: int | None) -> bool:
 def test_the_same_masks_on_both_replicas_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = BySample._keys
 
-    def same(self: BySample, shape: Any, place: _Place) -> Any:
+    def same(self: BySample, shape: Any, place: Place) -> Any:
         ids = tuple(range(len(place.ids))) if on_a_rank(None) else place.ids
-        return keys(self, shape, _Place(place.step, ids, place.layer, place.call))
+        return keys(self, shape, Place(place.step, ids, place.layer))
 
     reference = one_device()
     monkeypatch.setattr(BySample, "_keys", same)
@@ -108,19 +114,86 @@ def test_a_wrong_scale_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not reference.prove(Plan.parse("dp=2")).equal
 
 
+def test_what_phalanx_draws_on_one_device_is_judged_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = BySample.mask
+    monkeypatch.setattr(BySample, "mask", lambda *args: mask(*args) * 1.001)
+    reference = OneDevice.run(dropping(), 1, dropout=True)
+    assert reference.reference == "a plain PyTorch loop"
+    assert not reference.prove(Plan()).equal
+
+
+class Recomputing(Dropping):
+    """Recomputes its layers by itself."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.first(x.unsqueeze(-1)))
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)  # pyright: ignore
+        return self.head(F.dropout(x.mean(1), 0.5, self.training))
+
+
+@cache
+def recomputing(*, reentrant: bool) -> OneDevice:
+    made = replace(dropping(), model=partial(Recomputing, reentrant=reentrant))
+    return OneDevice.run(made, 4, dropout=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("plan", ["single", "dp=2 micro=3", "fsdp=2", "pp=2 micro=4", "pp=2 micro=4 schedule=gpipe"])
+def test_a_model_that_recomputes_by_itself(plan: str, reentrant: bool) -> None:
+    proof = recomputing(reentrant=reentrant).prove(Plan.parse(plan))
+    assert proof.equal, f"{proof.first}\n{proof.cause}"
+    drops_alike = one_device()._record.losses
+    assert recomputing(reentrant=reentrant)._record.losses == pytest.approx(drops_alike, rel=1e-5)
+
+
+def test_recompute_that_draws_anew_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = one_device()
+    monkeypatch.setattr(recompute, "checkpoint", partial(checkpoint, preserve_rng_state=False))
+    assert not reference.prove(Plan.parse("dp=2 recompute=full")).equal
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (6, 5), (4, 3, 2), (5,)])
+@pytest.mark.parametrize("rate", [0.1, 0.5, 1.0])
+def test_the_plain_loop_has_the_same_rule(shape: tuple[int, ...], rate: float) -> None:
+    ids = (7, 2**40, 0)
+    masks = KeyedMasks(seed=5)
+    masks.begin(9, list(ids))
+    ours = BySample(5).mask(shape, rate, CPU, Place(9, ids, "a*0/b*1:0"))
+    assert torch.equal(torch.from_numpy(masks._factors(list(shape), rate, "a*0/b*1:0")), ours)
+
+
+def test_a_mask_worked_out_by_hand() -> None:
+    def mix(z: int) -> int:
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return z ^ z >> 31
+
+    key, g = 0, 0x9E3779B97F4A7C15
+    for word in (5, 9, crc32(b"a*0:0"), 1 + 7):
+        key = mix((key + g + word) % 2**64)
+    kept = [(mix((key // 2 + (i + 1) * g) % 2**64) >> 40) >= round(0.3 * 2**24) for i in range(40)]
+    mask = BySample(5).mask((1, 40), 0.3, CPU, Place(9, (7,), "a*0:0"))
+    assert (mask[0] > 0).tolist() == kept
+
+
 class TestMasks:
     """Statistics of what is drawn: bounds are five standard deviations of a binomial."""
 
     def test_the_share_that_is_kept(self) -> None:
         for rate in (0.1, 0.5, 0.9):
-            mask = BySample(0).mask((64, 32, 16), rate, CPU, _Place(0, tuple(range(64)), "layer", 0))
+            mask = BySample(0).mask((64, 32, 16), rate, CPU, Place(0, tuple(range(64)), "layer:0"))
             kept, count = int((mask > 0).sum()), mask.numel()
             assert abs(kept - (1 - rate) * count) <= 5 * (count * rate * (1 - rate)) ** 0.5
             assert torch.equal(mask.unique(), torch.tensor([0.0, 1.0]) / (1 - rate))
 
     def test_masks_differ_between_samples_steps_layers_calls_and_seeds(self) -> None:
         def drawn(seed: int = 0, step: int = 0, sample: int = 7, layer: str = "a", call: int = 0) -> Tensor:
-            return BySample(seed).mask((1, 4096), 0.5, CPU, _Place(step, (sample,), layer, call)) > 0
+            return BySample(seed).mask((1, 4096), 0.5, CPU, Place(step, (sample,), f"{layer}:{call}")) > 0
 
         base = drawn()
         assert torch.equal(base, drawn())
@@ -129,9 +202,60 @@ class TestMasks:
 
     def test_a_mask_does_not_depend_on_who_else_is_there(self) -> None:
         def drawn(shape: tuple[int, ...], ids: tuple[int, ...]) -> Tensor:
-            return BySample(0).mask(shape, 0.5, CPU, _Place(0, ids, "layer", 0))
+            return BySample(0).mask(shape, 0.5, CPU, Place(0, ids, "layer:0"))
 
         whole = drawn((4, 3, 5), (9, 2, 7, 4))
         assert torch.equal(whole[2:], drawn((2, 3, 5), (7, 4)))
         assert torch.equal(whole.flatten(0, 1), drawn((12, 5), (9, 2, 7, 4)))
         assert torch.equal(whole.transpose(0, 1), drawn((3, 4, 5), (9, 2, 7, 4)))
+
+
+class Packed(nn.Module):
+    """Drops the tokens that are not padding, packed: nobody says whose they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.head = nn.Linear(1, 8), nn.Dropout(0.3), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        there = x > 0.1
+        dropped = torch.zeros(*x.shape, 8).masked_scatter(there.unsqueeze(-1), self.drop(self.first(x[there][:, None])))
+        return self.head(dropped.mean(1))
+
+
+def test_masks_of_no_sample_are_refused_where_the_batch_is_split() -> None:
+    reference = OneDevice.run(
+        job(model=Packed, data=partial(data, 40), batch=13, epochs=None, steps=4), 4, dropout=True
+    )
+    assert reference.prove(Plan.parse("single")).equal
+    with pytest.raises(RefusedError, match=r"dropout of drop on tensors of shape \[\d+, 8\]") as caught:
+        reference.prove(Plan.parse("dp=2"))
+    assert "without --dropout" in str(caught.value)
+
+
+def test_a_plan_that_compiles_is_refused_before_anything_runs() -> None:
+    with pytest.raises(RefusedError, match="compiled blocks draw masks of their own") as caught:
+        px.prove(dropping(), "dp=2 compile=true", dropout=True)
+    assert '--plan "dp=2"' in str(caught.value)
+
+
+class Positions(nn.Module):
+    """Drops positions, which are of no sample, and the same layer's result twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.head = nn.Linear(1, 8), nn.Dropout(0.3), nn.Linear(8, 5)
+        self.where = nn.Parameter(torch.zeros(11, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.first(x.unsqueeze(-1))) + self.drop(self.where[: x.shape[1]] + 1.0)
+        return self.head(self.drop(x).mean(1))
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "micro=5", "pp=2 micro=3"])
+def test_masks_of_no_sample_that_stay_the_same_are_drawn_by_layer(plan: str) -> None:
+    reference = OneDevice.run(
+        job(model=Positions, data=partial(data, 40), batch=13, epochs=None, steps=2), 2, dropout=True
+    )
+    proof = reference.prove(Plan.parse(plan))
+    assert proof.equal, f"{proof.first}\n{proof.cause}"

@@ -9,6 +9,7 @@ from models import job, rows
 from torch import nn
 
 import phalanx as px
+from phalanx.verify import references
 
 
 def classify(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> Any:
@@ -46,3 +47,10 @@ def test_data_smaller_than_the_batch_are_no_fault_of_the_sampler() -> None:
     proof = px.prove(replace(small, batch=10 * small.batch), "dp=2", steps=2)
     assert not proof.equal
     assert "BatchNorm" in proof.cause
+
+
+def test_gradients_that_were_read_back_are_in_the_order_of_steps() -> None:
+    kinds = {f"{kind}|{step}|a": torch.ones(1) for kind in ("reduced", "used") for step in (10, 2, 0, 1)}
+    answer = {"steps": [], "numbers": {}, "options": {}, "evaluations": {}, "magnitudes": {}, "masks_of_no_sample": {}}
+    record = references._record(kinds, answer)
+    assert [*record.reduced] == [*record.used] == [0, 1, 2, 10]

@@ -343,7 +343,8 @@ def test_it_imports_nothing_that_it_judges() -> None:
 
 
 @pytest.mark.parametrize("make", [MODELS["own GPT"], MODELS["MLP"], lambda: NOISY["samples that draw"]])
-def test_it_calls_nothing_that_it_judges(make: Any) -> None:
+@pytest.mark.parametrize("masks", [False, True])
+def test_it_calls_nothing_that_it_judges(make: Any, masks: bool) -> None:
     one, called = make(), set[str]()
     witness_and_spec = {str(path.relative_to(SOURCE)) for path in (*HERE.rglob("*.py"), *(SOURCE / "spec").glob("*"))}
 
@@ -353,7 +354,7 @@ def test_it_calls_nothing_that_it_judges(make: Any) -> None:
 
     sys.setprofile(look)
     try:
-        Witness.of(one, 2, precision="bf16")
+        Witness.of(one, 2, precision="bf16", keyed_masks=masks)
     finally:
         sys.setprofile(None)
     assert "verify/witness/loop.py" in called, "the look-out sees nothing"

@@ -207,6 +207,8 @@ def proof_table(proof: dict[str, Any]) -> RenderableType:
                 style="dim",
             )
         )
+    if dropout := proof["dropout"]:
+        parts.append(Text(dropout, style="dim"))
     if never := proof["never"]:
         parts.append(
             Text(
@@ -231,6 +233,7 @@ _COMPARED = {
     "exact": "learning rates, counts, options, what ranks tell",
     "evaluation": "evaluations",
     "checkpoint": "tensors of the checkpoint, read back and loaded",
+    "dropout": "masks of dropout: share that is dropped",
 }
 
 

@@ -11,13 +11,14 @@ def reseed(device: torch.device, seed: int) -> None:
     Cheaper than ``torch.manual_seed``, which visits every kind of device and, where CUDA has not begun, keeps each call
     with its traceback for the moment when it does.
     """
-    _generator(device).manual_seed(seed)
+    generator(device).manual_seed(seed)
 
 
 def seed_of(device: torch.device) -> int:
     """What the device's default stream was last started at."""
-    return _generator(device).initial_seed()
+    return generator(device).initial_seed()
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def generator(device: torch.device) -> torch.Generator:
+    """The default stream of the device."""
     return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from phalanx.spec import Job, Plan, RunSpec
 from phalanx.train import loop
 from phalanx.train.assembly import build_model
 from phalanx.verify.dropout import BySample
+from phalanx.verify.mask_recording import MaskRecording
+from phalanx.verify.mask_statistics import MaskStatistics, statistics_of
 from phalanx.verify.readback import loaded_by_one_device, saved_in
 from phalanx.verify.reading import record_of, workers_of
 from phalanx.verify.record import Record
@@ -24,12 +26,16 @@ from phalanx.verify.recording import Recording
 from phalanx.verify.tracing import Tracing, traces_of
 
 Watch = Callable[[], None] | None
+Dropout = Literal["off", "on"] | frozenset[str]
+"""How a job trains: without dropout, with the masks that it draws in any other run, or with masks by sample and layer;
+then these are the names of those that belong to no sample."""
+
+MASK_STEPS = 2
+"""Steps in which masks are looked at: as few as show whether they move on."""
 
 
-def capture(given: Job, plan: Plan, folder: Path, watch: Watch = None, *, dropout: bool = False) -> Record:
+def capture(given: Job, plan: Plan, folder: Path, watch: Watch = None, *, dropout: Dropout = "off") -> Record:
     """Train ``given``, from ``proven``, under ``plan`` as ``phalanx train`` does, look on, and give what was seen.
-
-    Dropout is off, or with ``dropout`` drawn by sample and layer.
 
     Tensors, and the run itself, are written into ``folder``; its checkpoint is read back. ``watch`` is called ten times
     a second meanwhile.
@@ -38,13 +44,25 @@ def capture(given: Job, plan: Plan, folder: Path, watch: Watch = None, *, dropou
         WorkerError: if the run failed, or its checkpoint cannot be loaded.
     """
     answers = _trained(given, plan, folder, lambda place: Recording(folder, place.rank), watch, dropout=dropout)
+    drops = any(answer["drops"] for answer in answers)
     first, workers = 0, workers_of([])
     if plan.server:  # the first of the servers has looked on, for all
         workers = workers_of(answers[: plan.dp])
         first, answers = plan.dp, answers[plan.dp : plan.dp + 1]
     record, path = record_of(answers, folder, first, plan.after), Path(answers[0]["checkpoint"])
-    record = replace(record, workers=workers)
+    record = replace(record, workers=workers, drops=drops)
     return replace(record, saved=saved_in(path), loaded=loaded_by_one_device(given, path, folder))
+
+
+def masks_of(job: Job, plan: Plan, folder: Path, watch: Watch = None) -> MaskStatistics:
+    """Train ``job`` under ``plan`` as ``phalanx train`` does, dropout and all, for a few steps; what its masks show.
+
+    Raises:
+        WorkerError: if the run failed.
+    """
+    given = replace(job, steps=MASK_STEPS, epochs=None)
+    answers = _trained(given, plan, folder, lambda place: MaskRecording(), watch, dropout="on")
+    return statistics_of(answers, MASK_STEPS)
 
 
 def proven(job: Job, steps: int, taken: int | None = None) -> Job:
@@ -58,7 +76,9 @@ def proven(job: Job, steps: int, taken: int | None = None) -> Job:
     return replace(job, model=without_dropout(job), steps=taken or steps, epochs=None, schedule=schedule)
 
 
-def traced(record: Record, job: Job, plan: Plan, folder: Path, watch: Watch = None, *, dropout: bool = False) -> Record:
+def traced(
+    record: Record, job: Job, plan: Plan, folder: Path, watch: Watch = None, *, dropout: Dropout = "off"
+) -> Record:
     """``record`` with what passes the modules in the first step, for which that is taken once more."""
     answers = _trained(proven(job, 1), plan, folder, lambda place: Tracing(folder, plan), watch, dropout=dropout)
     traces, auxiliary = traces_of(answers, folder)
@@ -66,19 +86,26 @@ def traced(record: Record, job: Job, plan: Plan, folder: Path, watch: Watch = No
 
 
 def _trained(
-    given: Job, plan: Plan, folder: Path, look: Callable[[Place], Recording | Tracing], watch: Watch, *, dropout: bool
+    given: Job,
+    plan: Plan,
+    folder: Path,
+    look: Callable[[Place], Recording | Tracing | MaskRecording],
+    watch: Watch,
+    *,
+    dropout: Dropout,
 ) -> list[dict[str, Any]]:
     """Each process's answer."""
     run = RunSpec(job=given.name, plan=plan, folder=folder / "run", forecast="none")
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
-        if dropout:
-            BySample(given.seed).install()
-        else:
-            switch_off_dropout()
+        off = switch_off_dropout() if dropout == "off" else None
+        if isinstance(dropout, frozenset):
+            BySample(given.seed, dropout).install()
         observer = look(place)
+        if isinstance(observer, MaskRecording):
+            observer.install()
         loop.train(given, run, place, report=report, observer=observer)
-        return observer.answer
+        return {**observer.answer, "drops": off is not None and off.calls > 0}
 
     make_ready(plan)
     import_module("phalanx.checkpoint.store")  # once, for the workers that save and for reading back here
@@ -110,14 +137,27 @@ def without_dropout(job: Job) -> Callable[[], Any]:
     return model
 
 
-def switch_off_dropout() -> None:
+@dataclass(slots=True)
+class SwitchedOff:
+    """What dropout would have done.
+
+    Attributes:
+        calls: how often it was asked for.
+    """
+
+    calls: int = 0
+
+
+def switch_off_dropout() -> SwitchedOff:
     """Make every dropout of torch's functional interface the identity, in this process, from now on.
 
     Modules call these functions, so that theirs is off as well; training mode otherwise stays on.
     """
-    functional = torch.nn.functional
+    functional: Any = torch.nn.functional
+    off = SwitchedOff()
 
-    def identity(input: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def identity(input: torch.Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> torch.Tensor:
+        off.calls += training and p > 0.0
         return input
 
     names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -128,6 +168,8 @@ def switch_off_dropout() -> None:
     def without_dropout(
         query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **named: Any
     ) -> Any:
+        off.calls += dropout_p > 0.0
         return attention(query, key, value, attn_mask, 0.0, *rest, **named)
 
     functional.scaled_dot_product_attention = without_dropout
+    return off

@@ -1,9 +1,11 @@
 """Dropout that is the same however a batch is split: masks are drawn by sample and layer.
 
 A proof switches dropout off, or on request draws it so: whether an element is kept is a hash of the job's seed, the
-step, the sample's id, the layer's name, which of the layer's calls it is, and the element's place within the sample (a
-counter-based generator in the sense of Salmon et al. 2011, with SplitMix64's finaliser). No rank, no micro-batch and no
-order is in it, so that a plan drops what one device drops, and a plan that drops anything else is unequal.
+step, the sample's id, the layer's path (``running_layers``) with which of its masks it is, and the element's place
+within the sample (a counter-based generator in the sense of Salmon et al. 2011, with SplitMix64's finaliser). No rank,
+no micro-batch and no order is in it, so that a plan drops what one device drops, and a plan that drops anything else is
+unequal. The plain loop that a plan is held against has the same rule from ``docs/explanation/proof.md``, in lines of
+its own.
 
 Samples are along the first dimension, alone or with what is within a sample (tokens) folded into it; or along the
 second, where the first has another length. What is of no sample, such as a weight, is drawn by layer and step.
@@ -12,10 +14,8 @@ second, where the first has another length. What is of no sample, such as a weig
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
 
@@ -23,41 +23,41 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from phalanx.train import step as steps
+from phalanx.errors import Problem, RefusedError
+from phalanx.parallel.sliced import is_sliced
+from phalanx.spec import Job, Plan
+from phalanx.train.causes import splits_batches
 from phalanx.train.rng import stream
+from phalanx.verify.running_layers import RunningLayers
 
 _BITS = 24  # of a fp32 number in [0, 1)
 
 
-@dataclass(slots=True)
-class _Micro:
-    """What one thread computes on: the step, the samples' ids, and the layers that are running."""
-
-    step: int = 0
-    ids: tuple[int, ...] = ()
-    running: list[tuple[str, Iterator[int]]] = field(default_factory=list[tuple[str, Iterator[int]]])
-
-
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a mask is drawn: everything that it is drawn by but the elements' places."""
+class Place:
+    """What a mask is drawn by, but for the elements' places.
+
+    Attributes:
+        step: the optimizer step.
+        ids: the samples.
+        layer: its path, and which of its masks.
+    """
 
     step: int
     ids: tuple[int, ...]
     layer: str
-    call: int
 
 
 class BySample:
     """Masks by sample and layer, in place of torch's, for one job in this process."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._names: dict[int, str] = {}
-        self._here = threading.local()
-        self._drawn: dict[int, _Place] = {}
+    def __init__(self, seed: int, of_no_sample: Iterable[str] = ()) -> None:
+        """``of_no_sample`` are the names of masks that the reference drew by layer only."""
+        self._seed, self._of_no_sample = seed, frozenset(of_no_sample)
+        self._running = RunningLayers()
+        self._step = -1
+        self._drawn: dict[int, Place] = {}
 
     def install(self) -> None:
         """From now on every dropout of this process is drawn so; what cannot be is the identity."""
@@ -68,35 +68,21 @@ class BySample:
         for dims in (1, 2, 3):
             setattr(functional, f"dropout{dims}d", self._of_channels)
         functional.scaled_dot_product_attention = self._attention(functional.scaled_dot_product_attention)
-        register_module_forward_pre_hook(self._begins)
-        register_module_forward_hook(self._ends, always_call=True)
-        work_of_a_step: Any = steps._Work
-        forward, micro_of = work_of_a_step.forward, self._micro
+        self._running.install()
 
-        def told(work: Any, module: nn.Module, device: torch.device, micro: Any) -> Any:
-            here = micro_of()
-            here.step, here.ids, here.running = work._step.progress.step, micro.ids, []
-            self._names = self._names or {
-                id(child): name for name, child in work._step.layout.module.named_modules() if name
-            }
-            return forward(work, module, device, micro)
-
-        work_of_a_step.forward = told
-
-    def mask(self, shape: Sequence[int], rate: float, device: torch.device, place: _Place) -> Tensor:
+    def mask(self, shape: Sequence[int], rate: float, device: torch.device, place: Place) -> Tensor:
         """Which elements are kept: 1, over the share that is, or 0."""
         keys, each = self._keys(shape, place)
         numbers = torch.arange(1, each + 1, dtype=torch.int64).unsqueeze(0) * _signed(0x9E3779B97F4A7C15)
         drawn = _mixed(torch.tensor(keys, dtype=torch.int64).unsqueeze(1) + numbers)
         kept = _shifted(drawn, 64 - _BITS) >= round(rate * 2**_BITS)
         mask = kept.to(torch.float32) / (1.0 - rate) if rate < 1.0 else kept.to(torch.float32) * 0.0
-        return _laid_out(mask, shape, len(place.ids)).to(device)
+        return _laid_out(mask, shape, len(keys)).to(device)
 
-    def _keys(self, shape: Sequence[int], place: _Place) -> tuple[list[int], int]:
-        words = (place.step, crc32(place.layer.encode()), place.call)
+    def _keys(self, shape: Sequence[int], place: Place) -> tuple[list[int], int]:
+        words = (place.step, crc32(place.layer.encode()))
         samples = len(place.ids)
-        along = _along(shape, samples)
-        if along is None:
+        if _along(shape, samples) is None or place.layer in self._of_no_sample:
             return [stream(self._seed, *words)], math.prod(shape)
         return [stream(self._seed, *words, 1 + one) for one in place.ids], math.prod(shape) // samples
 
@@ -112,10 +98,10 @@ class BySample:
 
     def _times(self, input: Tensor, shape: Sequence[int], rate: float, inplace: bool) -> Tensor:
         """``input`` times its mask: one operation, on stages of a pipeline that only follow the model as well."""
-        if isinstance(input, FakeTensor):
-            return input * 1.0
-        with torch._C.DisableTorchFunction():
-            mask = self.mask(shape, rate, input.device, self._place(input.device)).to(input.dtype)
+        mask: Tensor | float = 1.0
+        if not only_looked_at(input):
+            with torch._C.DisableTorchFunction():
+                mask = self.mask(shape, rate, input.device, self._place(input.device)).to(input.dtype)
         return input.mul_(mask) if inplace else input * mask
 
     def _attention(self, fused: Any) -> Any:
@@ -128,7 +114,8 @@ class BySample:
             is_causal: bool = False,
             **named: Any,
         ) -> Tensor:
-            if dropout_p == 0.0:
+            looked_at = is_sliced(query) and only_looked_at(query)  # for a split, which is that of any other run
+            if dropout_p == 0.0 or looked_at:
                 return fused(query, key, value, attn_mask, 0.0, is_causal, **named)
             if named.get("enable_gqa"):
                 times = query.shape[-3] // key.shape[-3]
@@ -145,35 +132,27 @@ class BySample:
 
         return attention
 
-    def _place(self, device: torch.device) -> _Place:
+    def _place(self, device: torch.device) -> Place:
         """Where this call is; one that is computed a second time for backward is where it was the first time.
 
         A second time nobody says what is computed, but the stream of random numbers is what it was: one number of it
-        names the call.
+        names the call. Where it is not what it was, the mask is another, as in any other run.
         """
         name = int(torch.randint(2**62, (), device=device))
+        here = self._running.here
         if name not in self._drawn:
-            micro = self._micro()
-            layer, calls = micro.running[-1] if micro.running else ("", count())
-            if len(self._drawn) > _MOST_CALLS:
-                self._drawn.clear()
-            self._drawn[name] = _Place(micro.step, micro.ids, layer, next(calls))
+            if here.step != self._step:
+                self._step, self._drawn = here.step, {}
+            self._drawn[name] = Place(here.step, here.ids, here.layers[-1].draw())
         return self._drawn[name]
 
-    def _micro(self) -> _Micro:
-        if not hasattr(self._here, "micro"):
-            self._here.micro = _Micro()
-        return self._here.micro
 
-    def _begins(self, module: nn.Module, _: Any) -> None:
-        self._micro().running.append((self._names.get(id(module), ""), count()))
-
-    def _ends(self, *_: Any) -> None:
-        if self._micro().running:
-            self._micro().running.pop()
-
-
-_MOST_CALLS = 100_000
+def only_looked_at(tensor: Tensor) -> bool:
+    """Whether nothing is computed with it, or not here: a fake, or a slice of a dry run."""
+    if is_sliced(tensor):
+        dry = any(one.axis.group is None and one.axis.size > 1 for one in tensor.placed)
+        return dry or only_looked_at(tensor.local)
+    return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
 
 
 def off_by_sample(module: nn.Module) -> list[str]:
@@ -184,6 +163,52 @@ def off_by_sample(module: nn.Module) -> list[str]:
         for name, child in module.named_modules()
         if isinstance(child, kinds) and float(getattr(child, "p", getattr(child, "dropout", 0.0))) > 0
     ]
+
+
+def refuse_compiled(plan: Plan) -> None:
+    """Refuse a plan whose blocks are compiled: their code draws masks of its own.
+
+    Raises:
+        RefusedError: if it compiles.
+    """
+    if plan.compile:
+        raise RefusedError(
+            [
+                Problem(
+                    where="--dropout",
+                    given=f'"{plan}", which compiles: compiled blocks draw masks of their own, not by sample',
+                    allowed="a plan without compile; without --dropout also one with it",
+                    fix=f'--dropout --plan "{replace(plan, compile=False)}"',
+                )
+            ]
+        )
+
+
+def refuse_masks(job: Job, plan: Plan, of_no_sample: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    """Refuse a plan that splits the batch where a mask of no sample has another shape in each step.
+
+    Its elements belong to samples, as packed tokens do, and nobody says to which.
+
+    Raises:
+        RefusedError: naming the first of them.
+    """
+    unknown = {name: shapes for name, shapes in of_no_sample.items() if len(shapes) > 1}
+    if not unknown or not (splits_batches(job, plan) or plan.tp * plan.cp > 1):
+        return
+    name, shapes = next(iter(unknown.items()))
+    layer = name.rpartition(":")[0].rpartition("/")[2].rpartition("*")[0] or "the model itself"
+    raise RefusedError(
+        [
+            Problem(
+                where="--dropout",
+                given=f"dropout of {layer} on tensors of shape {list(shapes[0])}, then {list(shapes[1])}, in none of "
+                "whose dimensions are the samples: nobody knows whose elements these are",
+                allowed="dropout of tensors whose first or second dimension is the samples, alone or with what is "
+                "within a sample",
+                fix=f'prove without --dropout, which measures the masks of "{plan}" and compares the rest',
+            )
+        ]
+    )
 
 
 def _along(shape: Sequence[int], samples: int) -> int | None:
@@ -199,7 +224,7 @@ def _along(shape: Sequence[int], samples: int) -> int | None:
 
 def _laid_out(mask: Tensor, shape: Sequence[int], samples: int) -> Tensor:
     """``mask`` (samples × elements of one) in the form of what it is for."""
-    if _along(shape, samples) == 1:
+    if samples > 1 and _along(shape, samples) == 1:
         return mask.reshape(samples, shape[0], *shape[2:]).transpose(0, 1)
     return mask.reshape(tuple(shape))
 

@@ -26,7 +26,7 @@ class Check:
     Attributes:
         kind: of thing: ``copies``, ``initial``, ``loss``, ``scale`` (of gradients), ``gradient``, ``used``,
             ``parameter``, ``buffer``, ``state``, ``exact`` (numbers that must be the same), ``evaluation``,
-            ``checkpoint``.
+            ``checkpoint``, ``dropout`` (masks of a run with it).
         when: in words.
         step: it belongs to; ``None`` for what is before or after all.
         many: how many were compared.

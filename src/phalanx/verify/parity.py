@@ -18,12 +18,13 @@ from phalanx.spec.plan import Device, Precision
 from phalanx.train.assembly import refuse
 from phalanx.verify import compare
 from phalanx.verify.bounds import bound_of
-from phalanx.verify.capture import Watch, capture, model_of, proven, recurrent_dropouts, traced
+from phalanx.verify.capture import Dropout, Watch, capture, masks_of, model_of, proven, recurrent_dropouts, traced
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import diagnose
-from phalanx.verify.dropout import off_by_sample
+from phalanx.verify.dropout import off_by_sample, refuse_compiled, refuse_masks
 from phalanx.verify.evidence import Evidence
 from phalanx.verify.judge import Check, Pair, judged
+from phalanx.verify.mask_statistics import MaskStatistics
 from phalanx.verify.record import Record
 from phalanx.verify.references import own_record, plain_record
 from phalanx.verify.trace import traceable
@@ -53,6 +54,8 @@ class Proof:
         asked: steps that were asked for; more are taken until every parameter has had a gradient, or ``most_steps``.
         late: the parameter whose first gradient came last, and in which step, where more steps than asked were taken
             for it.
+        dropout: what was measured of the masks that the plan draws where dropout is on, in words; empty where the model
+            does not drop, or where it was on.
     """
 
     equal: bool
@@ -71,6 +74,7 @@ class Proof:
     reference: str = ""
     asked: int = 0
     late: tuple[str, int] | None = None
+    dropout: str = ""
 
     @property
     def copies(self) -> int:
@@ -138,14 +142,12 @@ class OneDevice:
             if against is not None:
                 reference = f"your own loop {getattr(against.function, '__name__', '')}".rstrip()
                 record = own_record(against, job, alone, steps, Path(name), watch)
-            elif reason := _BY_SAMPLE if dropout else why_not(replace(job, steps=steps, epochs=None)):
+            elif reason := why_not(replace(job, steps=steps, epochs=None)):
                 reference = f"Phalanx on one device ({reason})"
                 record = _own_reference(job, alone, steps, watch, dropout=dropout)
             else:
-                reference, record = (
-                    "a plain PyTorch loop",
-                    _plain(job, alone, (steps, most_steps(steps)), Path(name), watch),
-                )
+                reference, asked = "a plain PyTorch loop", (steps, most_steps(steps))
+                record = _plain(job, alone, asked, Path(name), watch, dropout=dropout)
         return cls(
             job=job,
             steps=steps,
@@ -165,15 +167,22 @@ class OneDevice:
             WorkerError: if the run failed.
         """
         refuse(self.job, plan, plan.world_size)
+        if self.dropout:
+            refuse_compiled(plan)
+            refuse_masks(self.job, plan, self._record.masks_of_no_sample)
         taken = len(self._record.steps)
         with _folder() as name:
             given = proven(self.job, self.steps, taken)
-            other = capture(given, plan, Path(name), watch, dropout=self.dropout)
+            other = capture(given, plan, Path(name), watch, dropout=self._how)
         layers = sum(1 for child in self._module.modules() if next(child.parameters(recurse=False), None) is not None)
         tolerance = Tolerance.of(plan.precision, batch=self.job.batch, layers=layers, steps=taken)
         pair = Pair(one=self._record, other=other, plan=plan, tolerance=tolerance)
         checks = judged(pair)
+        masks = None if any(check.first for check in checks) else self._masks(plan, other, watch)
+        if masks is not None:
+            checks.append(masks.check)
         first = next((check.first for check in checks if check.first), "")
+        cause = masks.cause if masks is not None else self._cause(pair, checks, watch) if first else ""
         losses = compare.losses(pair.one.losses, other.losses)
         gradients = _of(checks, "gradient", 0)
         return Proof(
@@ -187,13 +196,27 @@ class OneDevice:
             not_compared=_silent(pair),
             notes=_notes(self._module, dropout=self.dropout),
             first=first,
-            cause=self._cause(pair, checks, watch) if first else "",
+            cause=cause,
             checks=checks,
             never=pair.one.never,
             reference=self.reference,
             asked=self.steps,
             late=pair.one.last_gradient if taken > self.steps else None,
+            dropout="" if masks is None else masks.words,
         )
+
+    @property
+    def _how(self) -> Dropout:
+        return frozenset(self._record.masks_of_no_sample) if self.dropout else "off"
+
+    def _masks(self, plan: Plan, other: Record, watch: Watch) -> MaskStatistics | None:
+        """What the plan drops with dropout on, where it was off; ``None`` where there is nothing to measure."""
+        if not other.drops:
+            return None
+        if plan.compile:
+            return MaskStatistics.none("dropout was off, and its masks are not looked at where a plan compiles")
+        with _folder() as name:
+            return masks_of(self.job, plan, Path(name), watch)
 
     def _cause(self, pair: Pair, checks: list[Check], watch: Watch) -> str:
         def look() -> list[str]:
@@ -207,9 +230,9 @@ class OneDevice:
         if traceable(plan):
             alone = Plan(precision=self.precision, device=self.device)
             with _folder() as name:
-                one = traced(one, self.job, alone, Path(name), watch, dropout=self.dropout)
+                one = traced(one, self.job, alone, Path(name), watch, dropout=self._how)
             with _folder() as name:
-                other = traced(other, self.job, plan, Path(name), watch, dropout=self.dropout)
+                other = traced(other, self.job, plan, Path(name), watch, dropout=self._how)
         pairs = zip(one.steps, other.steps, strict=True)
         return Evidence(
             plan=plan,
@@ -240,7 +263,7 @@ def prove(
 
     One device is the plain PyTorch loop that the job is turned into, or ``against``, a loop of the user's own (see
     ``phalanx.verify.witness.own``). Dropout is switched off for both; with ``dropout`` it is on, and drawn by sample
-    and layer, and one device is Phalanx's. ``say`` is called with each note before anything runs, ``watch`` ten times
+    and layer. ``say`` is called with each note before anything runs, ``watch`` ten times
     a second while it does.
 
     Raises:
@@ -249,6 +272,8 @@ def prove(
     """
     if dropout and against is not None:
         raise RefusedError([_OWN_DROPOUT])
+    if dropout:
+        refuse_compiled(plan)
     refuse(job, plan, plan.world_size)
     make_ready(plan)
     causes = [] if plan.server else look_ahead(job, plan)
@@ -262,7 +287,6 @@ def prove(
     return replace(proof, notes=[*proof.notes, *causes])
 
 
-_BY_SAMPLE = "which alone draws dropout by sample and layer"
 _OWN_DROPOUT = Problem(
     where="--dropout",
     given="--dropout together with --against: a loop of your own does not draw dropout by sample and layer",
@@ -283,19 +307,21 @@ def _own_reference(job: Job, alone: Plan, steps: int, watch: Watch, *, dropout: 
     """Phalanx on one device; once more with as many steps as a proof takes where parameters have had no gradient."""
     for taken in (steps, most_steps(steps)):
         with _folder() as name:
-            record = capture(proven(job, steps, taken), alone, Path(name), watch, dropout=dropout)
+            record = capture(
+                proven(job, steps, taken), alone, Path(name), watch, dropout=frozenset() if dropout else "off"
+            )
         if not record.never:
             break
     return record
 
 
-def _plain(job: Job, alone: Plan, steps: tuple[int, int], folder: Path, watch: Watch) -> Record:
+def _plain(job: Job, alone: Plan, steps: tuple[int, int], folder: Path, watch: Watch, *, dropout: bool) -> Record:
     """The plain loop's record. A job that it fails with is tried by Phalanx, whose errors say what to do."""
     try:
-        return plain_record(job, alone, steps, folder, watch)
+        return plain_record(job, alone, steps, folder, watch, dropout=dropout)
     except WorkerError:
         with _folder() as other:
-            capture(proven(job, steps[0]), alone, Path(other), watch)
+            capture(proven(job, steps[0]), alone, Path(other), watch, dropout=frozenset() if dropout else "off")
         raise
 
 
@@ -319,7 +345,8 @@ def _notes(module: torch.nn.Module, *, dropout: bool) -> list[str]:
     if dropout:
         names = off_by_sample(module)
     if names:
-        found.append(f"dropout is switched off for the comparison ({len(names)} modules, {names[0]} the first)")
+        then = "" if dropout else ", then measured with it on"
+        found.append(f"dropout is switched off for the comparison ({len(names)} modules, {names[0]} the first){then}")
     if names := batch_statistics(module):
         found.append(f"BatchNorm takes statistics of each micro-batch and is not equal when one is split ({names[0]})")
     return found

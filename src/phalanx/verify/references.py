@@ -22,22 +22,27 @@ from phalanx.verify.witness import OwnLoop, Witness
 _MOMENTS = ("values", "buffers", "reduced", "used")
 
 
-def plain_record(job: Job, alone: Plan, steps: tuple[int, int], folder: Path, watch: Watch = None) -> Record:
+def plain_record(
+    job: Job, alone: Plan, steps: tuple[int, int], folder: Path, watch: Watch = None, *, dropout: bool = False
+) -> Record:
     """What the plain loop of ``job`` gives, in the precision and on the device of ``alone``.
 
     It takes the first number of ``steps``, and goes on, to the second at most, until each parameter had a gradient.
+
+    Dropout is off, or with ``dropout`` drawn by sample and layer.
 
     Raises:
         WorkerError: if the loop failed.
     """
     asked, most = steps
     given = proven(job, asked, most)
-    return _observed(
-        lambda device: Witness.of(given, asked, precision=alone.precision, device=device, most=most),
-        alone,
-        folder,
-        watch,
-    )
+
+    def run(device: torch.device) -> Witness:
+        if not dropout:
+            switch_off_dropout()
+        return Witness.of(given, asked, precision=alone.precision, device=device, most=most, keyed_masks=dropout)
+
+    return _observed(run, alone, folder, watch)
 
 
 def own_record(loop: OwnLoop, job: Job, alone: Plan, steps: int, folder: Path, watch: Watch = None) -> Record:
@@ -47,14 +52,18 @@ def own_record(loop: OwnLoop, job: Job, alone: Plan, steps: int, folder: Path, w
         WorkerError: if the loop failed, or did not give what it must.
     """
     given = proven(job, steps)
-    return _observed(lambda device: loop.run(given, steps, device), alone, folder, watch)
+
+    def run(device: torch.device) -> Witness:
+        switch_off_dropout()
+        return loop.run(given, steps, device)
+
+    return _observed(run, alone, folder, watch)
 
 
 def _observed(run: Callable[[torch.device], Witness], alone: Plan, folder: Path, watch: Watch) -> Record:
-    """Run it in a process of its own, with dropout off as on the other side."""
+    """Run it in a process of its own, with dropout as on the other side."""
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
-        switch_off_dropout()
         witness = run(device_for(place, device_kind(alone, place.workers_here)))
         tensors, numbers = _flat(witness)
         save_file(tensors, folder / "plain.safetensors")
@@ -100,8 +109,14 @@ def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
     ]
     options = {name: _numeric(group) for name, group in witness.options.items()}
     magnitudes = {str(step): found for step, found in witness.magnitudes.items()}
-    told = {"numbers": numbers, "options": options, "evaluations": witness.evaluations, "magnitudes": magnitudes}
-    return tensors, {"steps": steps, **told}
+    return tensors, {
+        "steps": steps,
+        "numbers": numbers,
+        "options": options,
+        "evaluations": witness.evaluations,
+        "magnitudes": magnitudes,
+        "masks_of_no_sample": witness.masks_of_no_sample,
+    }
 
 
 def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> Record:
@@ -114,13 +129,19 @@ def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> Record:
         values=kinds["values"],
         buffers=kinds["buffers"],
         state=kinds["state"],
-        reduced={int(step): grads for step, grads in kinds["reduced"].items()},
-        used={int(step): grads for step, grads in kinds["used"].items()},
+        reduced=_by_step(kinds["reduced"]),
+        used=_by_step(kinds["used"]),
         magnitudes={int(step): found for step, found in answer["magnitudes"].items()},
         numbers=answer["numbers"],
         options=answer["options"],
         evaluations={int(step): result for step, result in answer["evaluations"].items()},
+        masks_of_no_sample=answer["masks_of_no_sample"],
     )
+
+
+def _by_step(grads: Mapping[str, dict[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
+    """In order: a file gives its tensors in any, and bounds are taken from a parameter's first gradient."""
+    return {step: grads[str(step)] for step in sorted(map(int, grads))}
 
 
 def _numeric(group: Mapping[str, Any]) -> dict[str, Any]:

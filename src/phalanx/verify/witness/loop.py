@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from phalanx.spec import Job, Schedule
 from phalanx.verify.witness import samples
 from phalanx.verify.witness.magnitudes import Magnitudes
+from phalanx.verify.witness.masks import KeyedMasks
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -55,6 +56,7 @@ class Witness:
         state: moment (``first``, ``end``) → parameter → what the optimizer keeps of it.
         options: parameter → the options of its group but for the learning rate.
         evaluations: steps taken → ``loss``, ``samples`` and ``metrics``.
+        masks_of_no_sample: name → the shapes of masks of dropout that were drawn by layer, not by sample.
     """
 
     losses: list[float] = field(default_factory=list[float])
@@ -72,6 +74,7 @@ class Witness:
     state: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict[str, dict[str, dict[str, Any]]])
     options: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    masks_of_no_sample: dict[str, list[list[int]]] = field(default_factory=dict[str, list[list[int]]])
 
     @classmethod
     def of(
@@ -82,8 +85,9 @@ class Witness:
         precision: str = "fp32",
         device: str | torch.device = "cpu",
         most: int | None = None,
+        keyed_masks: bool = False,
     ) -> Witness:
-        """Train ``job`` for ``steps`` steps, or as many as it has.
+        """Train ``job`` for ``steps`` steps, or as many as it has; with ``keyed_masks`` drawn by sample and layer.
 
         With ``most`` it goes on from there, so far at most, until each parameter has had a gradient other than zeros.
 
@@ -92,7 +96,14 @@ class Witness:
         Raises:
             ValueError: if ``why_not`` names a reason, or the data end before the first step.
         """
-        return _Loop(job, (steps, most or steps), precision, torch.device(device)).run()
+        loop = _Loop(job, (steps, most or steps), precision, torch.device(device))
+        if not keyed_masks:
+            return loop.run()
+        loop.masks = masks = KeyedMasks(job.seed)
+        with masks.drawing(loop.model):
+            witness = loop.run()
+        witness.masks_of_no_sample = masks.of_no_sample
+        return witness
 
 
 def why_not(job: Job, optimizer: torch.optim.Optimizer | None = None) -> str:
@@ -137,6 +148,7 @@ class _Loop:
         self.pending = set(self.trained)
         self.evaluation_data = job.evaluate() if job.evaluate else None
         self.witness = Witness()
+        self.masks: KeyedMasks | None = None
 
     def run(self) -> Witness:
         witness, every = self.witness, self.job.evaluate_every
@@ -144,6 +156,8 @@ class _Loop:
         for step, epoch, ids, batch in self._batches():
             witness.epochs.append(epoch)
             witness.samples.append(ids)
+            if self.masks is not None:
+                self.masks.begin(step, ids)
             self._backward(step, _on(batch, self.device), len(ids))
             grads = self._gradients()
             came = {name for name in self.pending if name in grads and bool(grads[name].any())}
