@@ -298,9 +298,10 @@ class TestTables:
             ],
             "never": ["lora.A"],
             "reference": "one device",
+            "dropout": "dropout drew 8 masks",
         }
         text = rendered(proof_table(proof))
-        for word in ("not equal", "fc.weight", "a mean of means", "5.0e-01", "k.bias", "lora.A", "the same"):
+        for word in ("not equal", "fc.weight", "a mean of means", "5.0e-01", "k.bias", "lora.A", "the same", "8 masks"):
             assert word in text
         assert "equal: dp=2 and one device, over 3 steps" in rendered(proof_table({**proof, "equal": True}))
 

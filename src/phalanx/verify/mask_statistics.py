@@ -79,10 +79,12 @@ def statistics_of(answers: Sequence[dict[str, Any]], steps: int) -> MaskStatisti
     layers = len({one.draw.layer[0] for one in first})
     words = (
         f"dropout drew {len(first)} masks in {layers} {'layers' if layers > 1 else 'layer'} in {steps} further steps: "
-        f"{dropped / max(elements, 1):.2%} of {elements:,} elements dropped, each share within {allowed:.2g} of "
-        f"its rate at most; {sum(bool(one.draw.start) for one in alone)} masks of other samples, layers and steps "
-        f"looked at for being alike; {copies} copies on ranks that share samples; {len(again)} drawn again for backward"
+        f"{dropped / max(elements, 1):.2%} of {elements:,} elements, a layer's share at most {off:.2%} off its rate "
+        f"(allowed {allowed:.2%}); no two alike of {sum(bool(one.draw.start) for one in alone)} that must not be; "
+        f"{copies} copies on ranks that share samples the same; {len(again)} drawn again for backward the same"
     )
+    if wrong:
+        words = f"dropout drew {len(first)} masks in {steps} further steps, of which something is wrong"
     check = Check(
         kind="dropout",
         when=f"in {steps} further steps",
