@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .NOTPARALLEL:
-.PHONY: help demo test check lint types contracts docs suite parity mutants bench gpu format clean
+.PHONY: help demo test check lint types contracts docs suite parity mutants recommended bench gpu format clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
@@ -19,6 +19,7 @@ help:
 	@echo 'make check      style, import contracts and the tests that start no process: seconds'
 	@echo 'make parity     every plan x model x ranks against one device -> docs/reference/parity.md'
 	@echo 'make mutants    faults put into the code one by one, and what finds each -> docs/reference/mutants.md'
+	@echo 'make recommended  what plan recommends for well-known models, run small -> docs/reference/recommended.md'
 	@echo 'make bench      the comparisons with peers (about an hour on 2 cores)'
 	@echo 'make gpu        the tests that need CUDA devices'
 	@echo 'make docs       the documentation as a web site in site/'
@@ -67,6 +68,9 @@ parity: .venv/.installed-dev
 
 mutants: .venv/.installed-dev
 	$(BIN)/python tests/mutants/run_mutants.py --page docs/reference/mutants.md
+
+recommended: .venv/.installed-dev
+	$(BIN)/python tests/recommended/write_recommended.py docs/reference/recommended.md
 
 bench: .venv/.installed-bench
 	$(BIN)/python bench/startup.py

@@ -218,7 +218,7 @@ def test_a_run_whose_stages_have_nothing_to_train_goes_on(model: str, other: str
 
     pipeline = "pp=2 micro=4"
     whole = fit(pipeline, "whole", 4)
-    for first, then in ((pipeline, other), (other, pipeline)):
+    for first, then in dict.fromkeys(((pipeline, other), (other, pipeline))):
         folder = f"{first} {then}"
         fit(first, folder, 2, checkpoint_every=2)
         assert fit(then, folder, 4, resume=True) == pytest.approx(whole, rel=1e-5)

@@ -15,6 +15,7 @@ REFERENCE = ROOT / "docs" / "reference"
 # page → the script that writes it from what is stored, measuring nothing
 RENDERED: dict[str, tuple[str, ...]] = {
     "parity.md": ("tests/parity/write_page.py", "--render"),
+    "recommended.md": ("tests/recommended/write_recommended.py", "--render"),
     "quality.md": ("bench/quality.py", "--render", "--page"),
     "staleness.md": ("bench/staleness.py", "--render", "--page"),
 }
