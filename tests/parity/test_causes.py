@@ -14,6 +14,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.launch import look_ahead
+from phalanx.parallel import replicate
 from phalanx.spec import Plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
@@ -189,3 +190,20 @@ def test_looking_leaves_this_process_as_it_was() -> None:
     assert torch.equal(shared.mean, before)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(one.grad is None for one in shared.parameters())
+
+
+@pytest.mark.parametrize("name", ["contrastive", "class weights"])
+def test_a_fault_of_the_split_is_said_before_what_the_job_differs_by(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def alone(ddp: Any, device: Any, micros: Any, work: Any) -> None:
+        with ddp.no_sync():
+            for index, micro in enumerate(micros):
+                work.run(ddp, device, micro, index == len(micros) - 1)
+
+    monkeypatch.setattr(replicate, "accumulate", alone)
+    planted, words = PLANTED[name]
+    cause = px.prove(planted, "dp=2", steps=2).cause
+    assert cause.startswith("ranks of dp have different gradients")
+    assert f"Also: {words}" in cause
+    assert "no fault of the split" not in cause

@@ -11,6 +11,7 @@ from table import APART, APART_AFTER, BAR, REFUSED, SHARES, SHORT, SHORT_SPLIT, 
 
 from phalanx.errors import RefusedError
 from phalanx.spec import Plan
+from phalanx.spec.plan import Precision
 from phalanx.verify import OneDevice
 
 
@@ -47,6 +48,17 @@ def test_half_precision_equals_within_its_rounding(plan: str, precision: str) ->
     proof = one.prove(Plan.parse(f"{plan} precision={precision}"))
     assert proof.equal, f"{proof.first}\n{proof.cause}"
     assert proof.largest["gradient"] > 0, "half precision that rounds nothing was not half precision"
+
+
+HALVES = [*((model, "bf16") for model in MODELS), *((model, "fp16") for model in MODELS)]
+
+
+@pytest.mark.parametrize(("model", "precision"), HALVES)
+def test_every_model_in_half_precision_equals_within_its_rounding(model: str, precision: Precision) -> None:
+    plan = "dp=2" if precision == "bf16" else "fsdp=2 zero=2 micro=3"
+    proof = OneDevice.run(MODELS[model](), 3, precision=precision).prove(Plan.parse(f"{plan} precision={precision}"))
+    assert proof.equal, f"{proof.first}\n{proof.cause}"
+    assert max(check.largest for check in proof.checks if check.kind == "scale") < 0.02
 
 
 @cache

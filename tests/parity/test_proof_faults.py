@@ -132,18 +132,36 @@ def test_gradients_doubled_before_the_update(clip: float | None, monkeypatch: py
     assert "between backward and the update" in proof.cause
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("model", ["MLP", "own GPT"])
-def test_two_percent_in_half_precision(model: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def too_large(monkeypatch: pytest.MonkeyPatch, times: float, first: int = 0) -> None:
+    """All gradients come so many times too large, from a step on."""
+
     def correction(self: Any, totals: Any) -> Any:
         found = right(self, totals)
-        return found if not split() else 1.02 * (1.0 if found is None else found)
+        wrong = split() and self._step.progress.step >= first
+        return times * (1.0 if found is None else found) if wrong else found
 
     right = _Work.correction
     monkeypatch.setattr(_Work, "correction", correction)
-    proof = unequal(f"dp=2 precision={precision}", MODELS[model]())
+
+
+HALVES = [*((model, "bf16") for model in MODELS), ("MLP", "fp16"), ("own GPT", "fp16")]
+
+
+@pytest.mark.parametrize(("model", "precision"), HALVES)
+def test_two_percent_in_half_precision(model: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    too_large(monkeypatch, 1.02)
+    proof = unequal(f"dp=2 precision={precision}", MODELS[model](), steps=2)
     assert "in step 0" in proof.first
     assert "weighted by the wrong count" in proof.cause
+
+
+@pytest.mark.parametrize(("first", "times"), [(1, 1.03), (2, 1.05)])
+def test_a_few_percent_from_a_later_step_on(first: int, times: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    too_large(monkeypatch, times, first)
+    proof = unequal("dp=2 precision=bf16", MODELS["own GPT"]())
+    assert proof.first.startswith(f"all gradients in step {first}: ")
+    scale = next(check for check in proof.checks if check.first)
+    assert scale.largest == pytest.approx(times - 1, rel=0.1)
 
 
 class Faulty(torch.autograd.Function):

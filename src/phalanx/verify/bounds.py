@@ -16,7 +16,7 @@ def bound_of(one: Record, step: int, tolerance: Tolerance, *, used: bool = False
         clipped = math.hypot(*(compare.norm(grad) for grad in one.used[step].values()))
         magnitudes = {name: size * clipped / total for name, size in magnitudes.items()}
         total = clipped
-    return Bound(allowed=tolerance.gradient_at(step), noise=tolerance.noise, magnitudes=magnitudes, total=total)
+    return Bound(tolerance=tolerance, step=step, magnitudes=magnitudes, total=total)
 
 
 def first_gradients(one: Record, tolerance: Tolerance) -> dict[str, FirstGradient]:
@@ -30,14 +30,16 @@ def first_gradients(one: Record, tolerance: Tolerance) -> dict[str, FirstGradien
         bound = bound_of(one, step, tolerance)
         total = bound.total or math.hypot(*(compare.norm(grad) for grad in grads.values()))
         for name, grad in grads.items():
-            size, magnitude = compare.norm(grad), bound.magnitudes.get(name, math.inf)
+            size = compare.norm(grad)
+            small = bound.small(size, total)
             if name in found or not size:
                 continue
-            stretch = max(1.0, magnitude / size) if size <= bound.noise * total else 1.0
-            if bound.allowed * stretch < 1:
+            known = not small or name in bound.magnitudes
+            error = bound.allowed(name, grad, small=small) / size if known else math.inf
+            if error < 1:
                 steps, there = before.get(name, 0), name in after
                 rounded = steps * (after[name] - one.initial[name]).abs() if steps and there else None
-                how = {"error": bound.allowed * stretch, "stretch": stretch}
+                how = {"error": error, "stretch": error / tolerance.gradient_at(step)}
                 found[name] = FirstGradient(values=grad, rounded=rounded, **how)
             else:
                 before[name] = before.get(name, 0) + 1

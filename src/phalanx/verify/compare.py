@@ -38,9 +38,11 @@ class Tolerance:
     Attributes:
         loss: relative, each step.
         gradient: of each parameter's first gradient, relative to its norm.
-        scale: of all gradients of the first step together: how far the factor between both sides' may be from 1.
+        scale: of all gradients of the first step together, how far the factor between both sides' may be from 1.
         noise: a parameter whose gradient is below this share of the global norm is zero but for rounding.
         parameter: of each parameter after the last step, relative to how far it moved.
+        rounding: of sums in fp32, relative.
+        term: of one rounding in half precision on both sides, relative; 0 in fp32.
     """
 
     loss: float
@@ -48,6 +50,8 @@ class Tolerance:
     scale: float
     noise: float
     parameter: float
+    rounding: float = 0.0
+    term: float = 0.0
 
     def gradient_at(self, step: int) -> float:
         """Of a gradient of this step, at parameters that have drifted apart since the first.
@@ -58,6 +62,14 @@ class Tolerance:
         than twice that share.
         """
         return self.gradient + 2 * self.parameter_at(step) if step else self.gradient
+
+    def scale_at(self, step: int) -> float:
+        """Of all gradients of this step together.
+
+        What the steps before had in common by mistake, at most this of their way, changes gradients by no more than
+        twice that, and with it what the steps have in common by then.
+        """
+        return self.scale * (1 + 2 * step)
 
     def parameter_at(self, steps: int) -> float:
         """Of a parameter after so many steps."""
@@ -75,6 +87,8 @@ class Tolerance:
             scale=rounding + 3 * sigma / math.sqrt(batch),
             noise=rounding + sigma / 4,
             parameter=0.0,
+            rounding=rounding,
+            term=sigma / math.sqrt(layers),
         )
         return replace(made, parameter=made.parameter_at(steps))
 
@@ -84,17 +98,30 @@ class Bound:
     """What tells rounding from a difference in the gradients of one step.
 
     Attributes:
-        allowed: difference, relative to the larger of a gradient's norm and what its rounding is relative to.
-        noise: share of the norm of all gradients below which one is small: its rounding may be relative to more than
-            itself.
-        magnitudes: what the rounding of small ones is relative to, by parameter; where it is known.
+        tolerance: what rounding may make differ.
+        step: whose gradients they are.
+        magnitudes: what the rounding of a gradient is relative to, by parameter; where it is known.
         total: norm of all gradients of the step; that of those compared where it is not given.
     """
 
-    allowed: float
-    noise: float
+    tolerance: Tolerance
+    step: int = 0
     magnitudes: Mapping[str, float] = field(default_factory=dict[str, float])
     total: float | None = None
+
+    def small(self, size: float, total: float) -> bool:
+        """Whether a gradient of this norm may be rounding of what is larger than itself."""
+        return size <= self.tolerance.noise * (self.total or total)
+
+    def allowed(self, name: str, gradient: Tensor, *, small: bool) -> float:
+        """Norm of the difference that a gradient of the reference may have."""
+        tolerance, size, magnitude = self.tolerance, norm(gradient), self.magnitudes.get(name)
+        drift = tolerance.gradient_at(self.step) - tolerance.gradient
+        if magnitude is None or not (small or tolerance.term):
+            return (tolerance.gradient + drift) * size
+        # The norm of n independent errors is off its expectation by 1 / sqrt(2 n) of it, here three times that.
+        share = tolerance.rounding + tolerance.term * (1 + 3 / math.sqrt(2 * max(1, gradient.numel())))
+        return max(tolerance.gradient * size, share * magnitude) + drift * (max(size, magnitude) if small else size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,26 +199,24 @@ def gradients(reference: Tensors, other: Tensors, bound: Bound) -> tuple[list[Di
     """
     found: list[Difference] = []
     silent: list[str] = []
-    total = bound.total or math.sqrt(sum(norm(tensor) ** 2 for tensor in reference.values()))
+    total = math.sqrt(sum(norm(tensor) ** 2 for tensor in reference.values()))
     for name in dict.fromkeys((*reference, *other)):
         here, there = reference.get(name), other.get(name)
         sizes = [0.0 if one is None else norm(one) for one in (here, there)]
-        small, magnitude = max(sizes) <= bound.noise * total, bound.magnitudes.get(name)
+        small, magnitude = bound.small(max(sizes), total), bound.magnitudes.get(name, math.inf)
         if not max(sizes):
             continue
-        if small and magnitude is None:
+        if small and math.isinf(magnitude):
             silent.append(name)
-        elif small and magnitude is not None:
-            zeros = torch.zeros_like(next(one for one in (here, there) if one is not None))
-            given = [zeros if one is None else one for one in (here, there)]
-            one = difference(name, given[0], given[1], max(sizes[0], magnitude), bound.allowed)
-            rounding = sizes[0] <= bound.allowed * magnitude
-            silent += [name] if rounding else []
-            found.append(replace(one, rounding=rounding))
-        elif here is None or there is None:
+        elif not small and (here is None or there is None):
             found.append(missing(name))
         else:
-            found.append(difference(name, here, there, sizes[0], bound.allowed))
+            zeros = torch.zeros_like(next(one for one in (here, there) if one is not None))
+            a, b = (zeros if one is None else one for one in (here, there))
+            allowed, scale = bound.allowed(name, a, small=small), max(sizes[0], magnitude) if small else sizes[0]
+            rounding = small and sizes[0] <= allowed
+            silent += [name] if rounding else []
+            found.append(replace(difference(name, a, b, scale, allowed / scale if scale else 0.0), rounding=rounding))
     return found, silent
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from phalanx.parallel import micro_batches
 from phalanx.spec import Job, Plan
@@ -16,38 +16,22 @@ from phalanx.verify.evidence import Evidence
 def diagnose(
     evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan, look: Callable[[], list[str]] = list
 ) -> str:
-    """The likely cause of an inequality, most specific first. ``look`` gives what a look at the job itself shows."""
+    """The likely cause of an inequality, most specific first. ``look`` gives what a look at the job itself shows.
 
-    def of_the_job(*_: object) -> str:
-        found = look()
-        return f"{' Also: '.join(found)} That is no fault of the split." if found else ""
+    Patterns that only a split has come before that: a job that differs by itself may be split wrongly as well.
+    """
 
-    for pattern in (
-        _not_promised,
-        _skipped,
-        _same_samples,
-        split.other_start,
-        split.copies_apart_at_the_start,
-        split.passed_on_in_parts,
-        split.auxiliary_once_per_rank,
-        of_the_job,
-        split.not_synchronised,
-        kept.buffers_apart,
-        kept.state_apart,
-        kept.copies_part,
-        kept.changed_before_the_update,
-        _ranks_apart,
-        kept.wrong_from_later_on,
-        _batch_norm,
-        _constant_ratio,
-        kept.scaled,
-        _one_parameter,
-        _after_the_gradient,
-    ):
-        cause = pattern(evidence, tolerance, job, plan)
-        if cause:
-            return cause
-    return (
+    def first_of(patterns: Iterable[Callable[[Evidence, Tolerance, Job, Plan], str]]) -> str:
+        return next(filter(None, (pattern(evidence, tolerance, job, plan) for pattern in patterns)), "")
+
+    if cause := first_of((_not_promised, _skipped)):
+        return cause
+    of_the_job = " Also: ".join(look())
+    if cause := first_of(_OF_A_SPLIT):
+        return f"{cause} Also: {of_the_job}" if of_the_job else cause
+    if of_the_job:
+        return f"{of_the_job} That is no fault of the split."
+    return first_of(_OF_ANY) or (
         "no known pattern. Likely a random number or a state that depends on the rank or on the order of calls: "
         "look for unseeded randomness in the model, for buffers updated in forward, and for losses that use statistics "
         "of the batch."
@@ -171,3 +155,27 @@ def _after_the_gradient(evidence: Evidence, tolerance: Tolerance, job: Job, plan
         "Look for an optimizer that looks at whole parameters (norms, factored moments) "
         "and gets shards, or for clipping by a local norm."
     )
+
+
+_OF_A_SPLIT = (
+    _same_samples,
+    split.other_start,
+    split.copies_apart_at_the_start,
+    split.passed_on_in_parts,
+    split.auxiliary_once_per_rank,
+    split.not_synchronised,
+    kept.state_apart,
+    kept.copies_part,
+    kept.changed_before_the_update,
+    _ranks_apart,
+)
+"""Ranks that disagree where they must not, or parts of a sum: whatever the job is."""
+_OF_ANY = (
+    kept.buffers_apart,
+    kept.wrong_from_later_on,
+    _batch_norm,
+    _constant_ratio,
+    kept.scaled,
+    _one_parameter,
+    _after_the_gradient,
+)

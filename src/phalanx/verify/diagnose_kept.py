@@ -13,7 +13,7 @@ from phalanx.verify.record import END, FIRST
 def changed_before_the_update(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
     """The gradients are one device's when they are reduced, and others, or of another norm, when they are used."""
     for step in sorted(evidence.one.used):
-        if any(one.beyond for one in evidence.of("gradient", step)):
+        if any(one.beyond for one in evidence.of("gradient", step)) or _scaled(evidence, step):
             return ""
         _, copies = copies_apart(evidence.other, f"used-{step}", everywhere=plan.sync == "each")
         norm = any("norm is" in check.first for check in evidence.checks if check.step == step)
@@ -28,6 +28,12 @@ def changed_before_the_update(evidence: Evidence, tolerance: Tolerance, job: Job
         f"update{times}. Look for clipping by a local norm in place of that of all ranks, for hooks on the "
         "optimizer's step, and for a division or a sum done twice."
     )
+
+
+def _scaled(evidence: Evidence, step: int) -> bool:
+    """Whether the reduced gradients of a step have a factor in common."""
+    scales = (check for check in evidence.checks if check.kind == "scale" and check.step == step)
+    return any(check.first.startswith("all gradients in") for check in scales)
 
 
 def buffers_apart(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:

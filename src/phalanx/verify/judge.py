@@ -103,8 +103,8 @@ def _step(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterat
         skipped = here.skipped and there.skipped
         if (mine or others) and not skipped and (kind == "gradient" or pair.plan.sync == "each"):
             found, _ = compare.gradients(mine, others, bound_of(one, index, tolerance, used=kind == "used"))
-            if index == 0:
-                yield _scale(pair, kind, compare.scale(found, mine), len(found))
+            if index < GRADIENT_STEPS:
+                yield _scale(pair, kind, index, compare.scale(found, mine), many=len(found))
             yield _tensors(pair, kind, f"{'reduced' if kind == 'gradient' else kind}-{index}", found, step=index)
     if pair.plan.sync == "each":
         yield _copies(pair, f"reduced-{index}", step=index)
@@ -114,15 +114,15 @@ def _step(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterat
     )
 
 
-def _scale(pair: Pair, kind: str, factor: float, many: int) -> Check:
-    """All gradients of the first step have one factor in common; rounding leaves it near 1."""
-    off, allowed = abs(factor - 1), pair.tolerance.scale
+def _scale(pair: Pair, kind: str, step: int, factor: float, *, many: int) -> Check:
+    """All gradients of a step have one factor in common; rounding leaves it near 1."""
+    off, allowed = abs(factor - 1), pair.tolerance.scale_at(step)
     which = "gradients" if kind == "gradient" else "gradients that the optimizer was given"
-    words = f"all {which} in step 0: {factor:.5g} × the reference's (allowed 1 ± {allowed:.2g})"
+    words = f"all {which} in step {step}: {factor:.5g} × the reference's (allowed 1 ± {allowed:.2g})"
     return Check(
         kind="scale",
-        when="in step 0",
-        step=0,
+        when=f"in step {step}",
+        step=step,
         many=1 if many else 0,
         largest=off,
         allowed=allowed,

@@ -221,7 +221,7 @@ class _Loop:
         loss.backward(retain_graph=bool(looked_at))
         if looked_at:
             times = self.scaler.get_scale() * float(count) if self.scales else 1.0  # what is stepped by
-            found = self.magnitudes.of(loss, self.trained, looked_at)
+            found = self.magnitudes.of(loss, self.trained, looked_at, first=step == 0)
             self.witness.magnitudes[step] = {name: size / times for name, size in found.items()}
         if self.scales:
             self.scaler.unscale_(self.optimizer)

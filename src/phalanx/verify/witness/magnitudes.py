@@ -19,17 +19,19 @@ import torch
 from torch import Tensor
 
 _DRAWS = 2
-_SHARE = {"fp32": 2.0**-10, "bf16": 2.0**-6, "fp16": 2.0**-6}
+_SHARE, _HALF_SHARE = 2.0**-10, 2.0**-6
 """By which share things are changed: far above what is rounded, and small enough for backward to be linear in it."""
-_SMALL = {"fp32": 1e-5, "bf16": 0.02, "fp16": 0.02}
-"""Gradients below this share of the norm of all are looked at; larger ones are judged by their own size."""
+_SMALL, _HALF_SMALL = 1e-5, 0.02
+"""Gradients below this share of the norm of all are looked at, and in half precision all of the first step; the others
+are judged by their own size."""
 
 
 class Magnitudes:
     """Looks at the gradients of losses whose forward ran inside ``forward()``, while their graph is still there."""
 
     def __init__(self, precision: str) -> None:
-        self._share, self._small = _SHARE[precision], _SMALL[precision]
+        self._half = precision in ("bf16", "fp16")
+        self._share, self._small = (_HALF_SHARE, _HALF_SMALL) if self._half else (_SHARE, _SMALL)
         self._generators: dict[torch.device, torch.Generator] = {}
         self._changes = False
 
@@ -37,7 +39,9 @@ class Magnitudes:
         """Inside, what is saved for backward is saved by way of here."""
         return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, self._read)
 
-    def of(self, loss: Tensor, parameters: Mapping[str, Tensor], among: Collection[str]) -> dict[str, float]:
+    def of(
+        self, loss: Tensor, parameters: Mapping[str, Tensor], among: Collection[str], *, first: bool
+    ) -> dict[str, float]:
         """Name → what the rounding of its gradient is relative to, ``among`` those with a small one in ``grad``.
 
         Nothing for gradients that are not there, and none at all where backward cannot run once more.
@@ -45,7 +49,8 @@ class Magnitudes:
         grads = {name: tensor.grad for name, tensor in parameters.items() if tensor.grad is not None}
         norms = {name: float(torch.linalg.vector_norm(grad, dtype=torch.float64)) for name, grad in grads.items()}
         total = math.hypot(*norms.values())
-        names = [name for name, norm in norms.items() if name in among and norm <= self._small * total]
+        below = math.inf if first and self._half else self._small * total
+        names = [name for name, norm in norms.items() if name in among and norm <= below]
         if not names or not math.isfinite(total):
             return {}
         squares = dict.fromkeys(names, 0.0)
