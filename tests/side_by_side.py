@@ -14,7 +14,10 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HALVES = (("tests/unit",), ("tests/distributed", "tests/parity", "tests/faults", "tests/gpu"))
+HALVES = (
+    ("tests/unit", "tests/mutants", "tests/recommended", "tests/faults"),
+    ("tests/distributed", "tests/parity", "tests/gpu"),
+)
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|deselected|xfailed|xpassed|errors?|warnings?)")
 
 
