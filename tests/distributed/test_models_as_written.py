@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
+from phalanx.errors import RefusedError
 from phalanx.spec import Plan
 from phalanx.verify import OneDevice
 
@@ -149,7 +150,38 @@ def distance(output: tuple[Tensor, Tensor], batch: Any) -> px.Loss:
     return px.Loss((found - taught).square().sum() + F.cross_entropy(found, batch["y"], reduction="sum"), len(found))
 
 
+class Centred(Stack):
+    """Takes off a running mean that each forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.5)
+        return super().forward(x - self.mean)
+
+
+class Rows(nn.Module):
+    """An embedding whose gradients are sparse, and layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH, sparse=True)
+        self.layers = nn.ModuleList([layer() for _ in range(2)])
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table((3 * x).abs().long().clamp(max=6)).mean(1)
+        for each in self.layers:
+            x = x + each(x)
+        return self.head(x)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "centred": Centred,
+    "rows": Rows,
     "recomputed": partial(Recomputed, reentrant=False),
     "recomputed, reentrant": partial(Recomputed, reentrant=True),
     "recomputed in pairs": RecomputedInPairs,
@@ -162,6 +194,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def small(model: str, **how: Any) -> px.Job:
     # 40 samples in batches of 13: the last one has a single sample
+    if model == "rows":
+        how = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1), **how}
     given = {"model": MODELS[model], "data": partial(data, 40), "batch": 13, "epochs": None, "steps": 4, "clip": 1.0}
     return job(**given, **({"loss": distance} if model == "distilled" else {}), **how)
 
@@ -182,10 +216,26 @@ def assert_equal(model: str, plan: str) -> None:
     assert proof.equal, f"{proof.first}\n{proof.cause}"
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", [name for name in MODELS if name not in ("centred", "rows")])
 @pytest.mark.parametrize("plan", ["pp=2", "pp=2 micro=4", "fsdp=2"])
 def test_equal(model: str, plan: str) -> None:
     assert_equal(model, plan)
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "tp=2"])
+def test_a_look_at_the_model_leaves_its_buffers_as_they_were(plan: str) -> None:
+    assert_equal("centred", plan)
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2", "pp=2 micro=4"])
+def test_sparse_gradients_are_added_up_clipped_and_compared(plan: str) -> None:
+    assert_equal("rows", plan)
+
+
+@pytest.mark.parametrize("plan", ["fsdp=2", "fsdp=2 zero=1", "dp=2 server=1", "pp=2 fsdp=2"])
+def test_sparse_gradients_that_nothing_cuts_are_refused(plan: str) -> None:
+    with pytest.raises(RefusedError, match="sparse gradients of table"):
+        px.fit(small("rows"), plan)
 
 
 @pytest.mark.parametrize("model", ["frozen and tied", "distilled"])

@@ -6,6 +6,9 @@ DistributedDataParallel does it before a forward; here after the step, so that e
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -47,3 +50,22 @@ class RunningStatistics:
         pieces = flat.split([buffer.numel() for buffer in buffers])
         for buffer, piece in zip(buffers, pieces, strict=True):
             buffer.copy_(piece.view(buffer.shape))
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Generator[None]:
+    """Around a forward that only looks at ``module``: what it writes into buffers is taken back."""
+    before = [
+        (child, name, buffer.clone())
+        for child in module.modules()
+        for name, buffer in child.named_buffers(recurse=False)
+        if not buffer.is_meta
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for child, name, values in before:
+                buffer = child._buffers.get(name)
+                if buffer is not None and not buffer.is_meta:
+                    buffer.copy_(values)

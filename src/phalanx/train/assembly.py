@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from phalanx.data import Lane, Loader
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Apart, Example, Layout, advice, assemble, check, device_kind, notes
 from phalanx.parallel.compress import refuse_optimizer
+from phalanx.parallel.sparse import refuse_sparse
+from phalanx.parallel.statistics import buffers_kept
 from phalanx.spec import Job, Plan
 from phalanx.train.consistency import same_initial_values, same_length
 from phalanx.train.elementwise import refuse_rows, refuse_slices
@@ -110,17 +113,17 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
             ]
         )
     own, there = within(plan), place_within(plan, place)
-    module, unbuilt = begun(job) if own.kind in ("split", "shard") else (build_model(job), [])
+    module, unbuilt = _module(job, own)
     across = Across(plan, place) if plan.sync != "each" else None
     everyone = across.from_every_rank if across else from_every_rank
     same_initial_values(module, everyone)
-    found = [*notes(module, job, plan), *unbuilt]
-    size = sum(tensor.numel() for tensor in module.parameters())
+    found, size = [*notes(module, job, plan), *unbuilt], sum(tensor.numel() for tensor in module.parameters())
     lane = Lane.of(plan, place.rank)
     kind = device_kind(plan, here)
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
     same_length(loader.length, "job.data", everyone)
-    layout = assemble(module, job, own, there, lambda: looked_at(example_of(job, module, loader), module, found))
+    with buffers_kept(module):
+        layout = assemble(module, job, own, there, lambda: looked_at(example_of(job, module, loader), module, found))
     refuse_slices(job, layout.held, own)
     optimizer = build_optimizer(job, layout)
     refuse_rows(job, optimizer, layout.held, own)
@@ -147,6 +150,13 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
         parameters=size,
         apart=apart,
     )
+
+
+def _module(job: Job, plan: Plan) -> tuple[nn.Module, list[str]]:
+    """The model, built piece by piece where it is to be cut; and a note where it cannot be."""
+    module, unbuilt = begun(job) if plan.kind in ("split", "shard") else (build_model(job), [])
+    refuse_sparse(module, plan)
+    return module, unbuilt
 
 
 def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
@@ -195,53 +205,69 @@ def build_model(job: Job, making: Callable[[Callable[[], Any]], Any] = lambda ma
     np.random.seed(seed & 0xFFFF_FFFF)
     random.seed(seed)
     module = making(job.model)
-    if not isinstance(module, nn.Module):
-        raise SpecError(
-            [
-                Problem(
-                    where="job.model",
-                    given=f"a function that gives {type(module).__name__}",
-                    allowed="a function that gives a torch.nn.Module",
-                    fix="model=lambda: Net()",
-                )
-            ]
-        )
-    if halves := sorted({str(one.dtype) for one in module.parameters() if one.requires_grad and one.itemsize < 4}):
-        half = " and ".join(name.removeprefix("torch.") for name in halves)
-        raise SpecError(
-            [
-                Problem(
-                    where="job.model",
-                    given=f"a model with trainable parameters in {half}: steps smaller than 1/256 of a value would be "
-                    "rounded away",
-                    allowed="trainable parameters in float32 (frozen ones in any); the plan's precision says what is "
-                    "computed in",
-                    fix="model=lambda: Net().float(), and precision=bf16 in the plan",
-                )
-            ]
-        )
-    if not any(tensor.requires_grad for tensor in module.parameters()):
-        raise SpecError(
-            [
-                Problem(
-                    where="job.model",
-                    given="a model without trainable parameters",
-                    allowed="a model with at least one parameter that requires a gradient",
-                    fix="for p in model.parameters(): p.requires_grad_(True)",
-                )
-            ]
-        )
+    if problem := _model_problem(module):
+        raise SpecError([problem])
     if not module.training:
         module.train()
     return module
+
+
+def _model_problem(module: Any) -> Problem | None:
+    def wrong(given: str, allowed: str, fix: str = "model=lambda: Net()") -> Problem:
+        return Problem(where="job.model", given=given, allowed=allowed, fix=fix)
+
+    if not isinstance(module, nn.Module):
+        return wrong(f"a function that gives {type(module).__name__}", "a function that gives a torch.nn.Module")
+    wrapped = next((one for one in module.modules() if _wraps(one)), None)
+    if wrapped is not None:
+        return wrong(
+            f"a model in {type(wrapped).__name__}",
+            "the model by itself: the plan says how it is spread over devices, and wraps it",
+        )
+    halves = sorted({str(one.dtype) for one in module.parameters() if one.requires_grad and one.itemsize < 4})
+    if halves:
+        half = " and ".join(name.removeprefix("torch.") for name in halves)
+        return wrong(
+            f"a model with trainable parameters in {half}: steps smaller than 1/256 of a value would be rounded away",
+            "trainable parameters in float32 (frozen ones in any); the plan's precision says what is computed in",
+            "model=lambda: Net().float(), and precision=bf16 in the plan",
+        )
+    if not any(tensor.requires_grad for tensor in module.parameters()):
+        return wrong(
+            "a model without trainable parameters",
+            "a model with at least one parameter that requires a gradient",
+            "for p in model.parameters(): p.requires_grad_(True)",
+        )
+    return None
+
+
+def _wraps(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__module__.startswith("torch.") and kind.__name__ in _WRAPPERS
+
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
 
 
 def build_optimizer(job: Job, layout: Layout) -> torch.optim.Optimizer:
     """The job's optimizer, which must hold exactly the parameters it was given."""
     note_slices(layout.held)
     # A stage of frozen parameters alone has none to step, and no optimizer is built over nothing.
-    stand_in = {} if layout.parameters else {_STAND_IN: nn.Parameter(torch.empty(0))}
-    given = Parameters(layout.parameters or stand_in)
+    optimizer = optimizer_over(job, layout.parameters or {_STAND_IN: nn.Parameter(torch.empty(0))})
+    if not layout.parameters:
+        for group in optimizer.param_groups:
+            group["params"] = []
+    return optimizer
+
+
+def optimizer_over(job: Job, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
+    """The optimizer that the job makes of these parameters.
+
+    Raises:
+        SpecError: if it makes none, or one that a loop over batches cannot step.
+        GradientError: if it holds other parameters.
+    """
+    given = Parameters(parameters)
     optimizer: Any = job.optimizer(given)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SpecError(
@@ -266,10 +292,23 @@ def build_optimizer(job: Job, layout: Layout) -> torch.optim.Optimizer:
             "that nobody reads.\n    try: optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4), over exactly "
             "the `params` it is called with; for parameters that shall not train: requires_grad=False in the model"
         )
-    if stand_in:
-        for group in optimizer.param_groups:
-            group["params"] = []
+    if _needs_closure(optimizer):
+        raise SpecError([_closure(optimizer)])
     return optimizer
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    first = next(iter(list(inspect.signature(type(optimizer).step).parameters.values())[1:]), None)
+    return first is not None and first.default is inspect.Parameter.empty and first.kind is not first.VAR_POSITIONAL
+
+
+def _closure(optimizer: torch.optim.Optimizer) -> Problem:
+    return Problem(
+        where="job.optimizer",
+        given=f"{type(optimizer).__name__}, which steps with a closure: it evaluates the loss itself, more than once",
+        allowed="optimizers that step by the gradients that are there",
+        fix="optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)",
+    )
 
 
 _STAND_IN = "nothing_to_step"

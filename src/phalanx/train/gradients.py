@@ -25,6 +25,16 @@ def scale(grads: list[torch.Tensor], factor: torch.Tensor | float) -> None:
         torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
+def add_up_rows(parameters: Iterable[torch.Tensor]) -> None:
+    """Leave each row of a sparse gradient once.
+
+    Its parts, of samples and ranks, would each round what they are added to, as often as the batch is split.
+    """
+    for tensor in parameters:
+        if tensor.grad is not None and tensor.grad.is_sparse:
+            tensor.grad = tensor.grad.coalesce()
+
+
 def global_norm(held: Held) -> torch.Tensor:
     """L2 norm over all gradients of all ranks: a 0-dim tensor, the same on every rank.
 
@@ -78,7 +88,7 @@ def _wide(device: torch.device) -> torch.dtype:
 def _sum_of_squares(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     # On CPUs torch adds fp32 squares one by one, which at 10 M elements is off by 3e-4 and by the way they are cut.
     wide = _wide(device)
-    grads = [grad for grad in grads if grad.numel()]
+    grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad.numel()]
     if not grads:
         return torch.zeros((), dtype=wide, device=device)
     norms = torch._foreach_norm(grads, 2, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from phalanx.errors import LossError
+from phalanx.errors import LossError, Problem, RefusedError
 from phalanx.spec import Job
 
 
@@ -23,7 +24,10 @@ class Inputs:
     def __call__(self, batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         batch = to_device(batch, device)
         if self._given is not None:
-            return (*_as_arguments(self._given(batch)), batch)
+            given = self._given(batch)
+            if any(type(leaf).__name__ == "FakeTensor" for leaf in tree_leaves(given)):
+                raise RefusedError([_ELSEWHERE])
+            return (*_as_arguments(given), batch)
         if isinstance(batch, Mapping):
             if self._takes_all:
                 return (), dict(batch), batch
@@ -38,6 +42,14 @@ class Inputs:
         if isinstance(batch, tuple | list) and batch:
             return (batch[0],), {}, batch
         return (batch,), {}, batch
+
+
+_ELSEWHERE = Problem(
+    where="job.inputs",
+    given="a function that calls a model that a pipeline has cut: the parameters of other stages are on other ranks",
+    allowed="under pp, inputs that call no other model that is built under pp, too",
+    fix="dp or fsdp in place of pp",
+)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

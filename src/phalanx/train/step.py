@@ -25,7 +25,7 @@ from phalanx.data import MicroBatch, StepBatch
 from phalanx.parallel import Each, Layout, Sync, Work, without_gradient
 from phalanx.parallel.streams import reseed
 from phalanx.spec import Job, Plan
-from phalanx.train.gradients import clip, global_norm, local_gradients, scale
+from phalanx.train.gradients import add_up_rows, clip, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs, to_device
 from phalanx.train.lossform import Reading, check_totals, read_loss
 from phalanx.train.metrics import Metrics, Totals, towards_host
@@ -147,6 +147,7 @@ class Step:
         if self.watch is not None:
             self.watch.gradients()
         self.layout.finish()
+        add_up_rows(self.layout.parameters.values())
         if self.watch is not None:
             self.watch.gradients()
         totals = work.totals()

@@ -155,7 +155,7 @@ class Recording(Observer):
         """Keep the gradients; with ``only`` those of parameters that had none but zeros before, if they have now."""
         grads = self._there.gradients()
         here = {name: grad for name, grad in grads.items() if name in self._pending or not only}
-        came = [name for name, grad in here.items() if name in self._pending and bool(local(grad).any())]
+        came = [name for name, grad in here.items() if name in self._pending and bool(_plain(local(grad)).any())]
         everyone = self._there.from_every_process([came, sorted(self._pending)])
         anywhere = {name for names, _ in everyone for name in names}
         kept = {name: grad for name, grad in here.items() if name in anywhere or not only}
@@ -189,7 +189,7 @@ class Recording(Observer):
 
 def _plain(tensor: Tensor) -> Tensor:
     """The values on the host, one after the other, in memory of their own."""
-    values = tensor.detach()
+    values = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
     return values.to("cpu", copy=True).contiguous()
 

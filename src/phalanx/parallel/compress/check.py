@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import Problem, RefusedError
+from phalanx.parallel.sparse import sparse
 from phalanx.spec import Job, Plan
 from phalanx.spec.compress import Compression
 from phalanx.units import show_names
@@ -36,9 +37,8 @@ def refuse(module: nn.Module, plan: Plan) -> None:
     """
     if not _gradients(plan):
         return
-    sparse = [name or "(the model itself)" for name, one in module.named_modules() if getattr(one, "sparse", False)]
     numbers = [name for name, one in module.named_parameters() if one.requires_grad and one.is_complex()]
-    found = [f"sparse gradients of {show_names(sparse)}"] if sparse else []
+    found = [f"sparse gradients of {show_names(names)}"] if (names := sparse(module)) else []
     found += [f"complex gradients of {show_names(numbers)}"] if numbers else []
     if found:
         given = f"{' and '.join(found)} with compress={plan.compress}"

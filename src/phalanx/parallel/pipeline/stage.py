@@ -18,6 +18,7 @@ from phalanx.parallel.pipeline.flow import Flow, Key, Mark, tensors
 from phalanx.parallel.pipeline.hidden import told_to
 from phalanx.parallel.pipeline.outline import Outline, drawn, like_arguments, outline, signature
 from phalanx.parallel.pipeline.program import Program, by_values, intercepted, quiet
+from phalanx.parallel.statistics import buffers_kept
 from phalanx.parallel.streams import reseed, seed_of
 from phalanx.profile.fakes import fake
 
@@ -77,7 +78,8 @@ class Stage:
 
             before, self.receive = self.receive, receive
             try:
-                self._run(self.program.module.forward, *args, **kwargs)
+                with buffers_kept(self.program.module):
+                    self._run(self.program.module.forward, *args, **kwargs)
             finally:
                 self.receive = before
             self._shapes[key] = found

@@ -8,13 +8,24 @@ import torch
 
 from phalanx.errors import Problem
 from phalanx.parallel.server import starved
+from phalanx.parallel.sparse import sparse_problems
 from phalanx.spec import Job, Plan
 from phalanx.train.elementwise import elementwise
 
 
 def refusals(job: Job, plan: Plan) -> list[Problem]:
     """Everything in ``job`` and ``plan`` that servers cannot do."""
-    return [*_precision(plan), *_starved(job, plan)]
+    found = _precision(plan)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            module = job.model()
+        parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    except Exception:  # some models need values; then the servers themselves find out
+        return found
+    found += sparse_problems(module, plan)
+    if plan.server > 1:
+        found += starved(parameters, plan, cut=elementwise(job, parameters))
+    return found
 
 
 def _precision(plan: Plan) -> list[Problem]:
@@ -23,14 +34,3 @@ def _precision(plan: Plan) -> list[Problem]:
     given = f"precision=fp16 with server={plan.server}"
     allowed = "fp32 or bf16: which loss scale overflows is known only when gradients of other scales are on their way"
     return [Problem(where="plan.precision", given=given, allowed=allowed, fix=str(replace(plan, precision="bf16")))]
-
-
-def _starved(job: Job, plan: Plan) -> list[Problem]:
-    if plan.server == 1:
-        return []
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            parameters = {name: one for name, one in job.model().named_parameters() if one.requires_grad}
-    except Exception:  # some models need values; then the servers themselves find out
-        return []
-    return starved(parameters, plan, cut=elementwise(job, parameters))

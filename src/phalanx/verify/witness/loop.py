@@ -160,7 +160,7 @@ class _Loop:
                 self.masks.begin(step, ids)
             self._backward(step, _on(batch, self.device), len(ids))
             grads = self._gradients()
-            came = {name for name in self.pending if name in grads and bool(grads[name].any())}
+            came = {name for name in self.pending if name in grads and bool(_dense(grads[name]).any())}
             self.pending -= came
             if step < WHOLE or came:
                 wanted = grads if step < WHOLE else {name: grads[name] for name in grads if name in came}
@@ -227,6 +227,9 @@ class _Loop:
             self.scaler.unscale_(self.optimizer)
             for grad in self._gradients().values():
                 grad.div_(float(count))
+        for tensor in self.trained.values():
+            if tensor.grad is not None and tensor.grad.is_sparse:
+                tensor.grad = tensor.grad.coalesce()  # else a row is rounded as often as the batch uses it
         self.witness.losses.append(total.item() / float(count))
         self.witness.counts.append(float(count))
 
@@ -234,7 +237,7 @@ class _Loop:
         """Clip, step at the schedule's rate, move the schedule on."""
         grads = list(self._gradients().values())
         # In fp64: the fp32 norm of ten million elements is off by 3e-4 on a CPU.
-        each = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+        each = [torch.linalg.vector_norm(_dense(grad), dtype=torch.float64) for grad in grads]
         norm = torch.linalg.vector_norm(torch.stack(each))
         self.witness.norms.append(float(norm))
         self.witness.skipped.append(self.scales and not math.isfinite(float(norm)))
@@ -366,7 +369,11 @@ def _seed_device(device: torch.device, seed: int) -> None:
 
 
 def _copied(tensors: Any) -> Tensors:
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    return {name: _dense(tensor.detach()).to("cpu", copy=True).contiguous() for name, tensor in tensors}
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def _kept(value: Any) -> Any:
