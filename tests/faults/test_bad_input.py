@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import phalanx as px
-from phalanx.errors import PhalanxError, RefusedError, SpecError, WorkerError
+from phalanx.errors import GradientError, LossError, PhalanxError, RefusedError, SpecError, WorkerError
+from phalanx.launch.crew import Crew
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from small import Net, fit, job, table
@@ -60,6 +61,103 @@ class TestBeforeAnyProcess:
     def test_proving_what_cannot_run(self) -> None:
         with pytest.raises(RefusedError):
             px.prove(job(batch=2), "dp=3")
+
+
+@pytest.fixture
+def no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes starting workers an error; a look at the job in a process beside this one is none."""
+
+    def refuse(crew: Crew) -> None:
+        raise AssertionError("workers were started")
+
+    monkeypatch.setattr(Crew, "start", refuse)
+
+
+class Wrapped(Net):
+    """Asks which rank it is, as a script for torchrun would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert torch.distributed.get_rank() == 0
+        self.head = nn.parallel.DistributedDataParallel(self.head)
+
+
+FIRST_STEP: dict[str, tuple[dict[str, Any], type[PhalanxError], str]] = {
+    "a loss for each sample": (
+        {"loss": lambda output, batch: nn.functional.cross_entropy(output, batch["y"], reduction="none")},
+        LossError,
+        "the loss function gave a tensor of shape",
+    ),
+    "a loss without a graph": (
+        {"loss": lambda output, batch: output.mean().detach()},
+        LossError,
+        "the loss depends on no parameter",
+    ),
+    "a batch without the arguments": ({"model": lambda: nn.Bilinear(9, 9, 5)}, LossError, "forward takes input1"),
+    "a key that is not there": (
+        {"loss": lambda output, batch: px.cross_entropy(output, batch["label"])},
+        SpecError,
+        r"job.loss: .*KeyError: 'label'.*test_bad_input.py line \d+: ",
+    ),
+    "classes that are not there": (
+        {"loss": lambda output, batch: px.cross_entropy(output, batch["y"] + 3)},
+        SpecError,
+        "job.loss: .*IndexError: Target . is out of bounds",
+    ),
+    "a module for a function": ({"model": Net()}, SpecError, "job.model: .*TypeError: .*missing 1 required"),
+    "a wrapped model": ({"model": Wrapped}, SpecError, "a model in DistributedDataParallel"),
+    "another model's parameters": (
+        {"optimizer": lambda params: torch.optim.SGD(Net().parameters(), lr=0.1)},
+        GradientError,
+        "tensors it was not given",
+    ),
+    "an optimizer with a closure": (
+        {"optimizer": lambda params: torch.optim.LBFGS(params)},
+        SpecError,
+        "LBFGS, which steps with a closure",
+    ),
+    "Adafactor": (
+        {"optimizer": lambda params: torch.optim.Adafactor(params)},
+        RefusedError,
+        "Adafactor under fsdp=2: it fails on rows of DTensors",
+    ),
+    "metrics that are means": (
+        {"evaluate": table, "metrics": lambda output, batch: {"mean": output.mean()}},
+        LossError,
+        "metric 'mean' is a Tensor",
+    ),
+    "evaluation of a stream": ({"evaluate": lambda: iter([])}, SpecError, "job.evaluate: given a stream"),
+}
+
+
+@pytest.mark.usefixtures("no_worker")
+@pytest.mark.parametrize("name", FIRST_STEP)
+def test_what_would_stop_the_first_step_is_said_before_it(name: str) -> None:
+    how, kind, words = FIRST_STEP[name]
+    with pytest.raises(kind, match=words):
+        px.fit(job(**how), "fsdp=2")
+
+
+@pytest.mark.usefixtures("no_worker")
+@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2 zero=1", "pp=2 micro=4"])
+def test_parameters_that_nothing_uses_are_named_before_the_first_step(plan: str) -> None:
+    with pytest.raises(GradientError, match=r"forgotten\.weight, forgotten\.bias"):
+        px.fit(job(model=Forgetful), plan)
+
+
+class OfSomeBatches(Net):
+    """Uses a layer where a batch has more than two samples: what two samples show is not what a run does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(9, 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.more(x) if len(x) > 2 else x)
+
+
+def test_what_only_two_samples_show_is_tried_on_a_whole_batch(tmp_path: Path) -> None:
+    assert len(fit("dp=2", tmp_path / "run", model=OfSomeBatches, steps=1, epochs=None).losses) == 1
 
 
 def test_a_folder_that_holds_a_run(tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.errors import Problem, RefusedError, SpecError
+from phalanx.errors import DataError, GradientError, LossError, Problem, RefusedError, SpecError
 from phalanx.launch.aside import Aside, Say
 from phalanx.launch.readiness import leave_compiler_out
 from phalanx.spec import Job, Plan
 from phalanx.train.outlook import ahead
+
+_FOUND = (LossError, GradientError, DataError)
+"""What stops a run in its first step, and can be known before."""
 
 _PATIENCE = 60.0
 """Seconds that a run waits for the look; a model that takes longer to build is looked at by its workers."""
@@ -24,13 +27,17 @@ def look_ahead(job: Job, plan: Plan) -> list[str]:
 
     Raises:
         RefusedError: if the model, the optimizer or the data are such that the plan cannot serve the job.
-        SpecError: if the job's functions give something else than they must.
+        SpecError: if the job's functions fail, or give something else than they must.
+        LossError: if the loss is of a wrong form.
+        GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
     """
     with Aside(lambda say: _tell(job, plan, say)) as aside:
         told = aside.next(_PATIENCE) or {}
     if problems := told.get("problems"):
         kind = RefusedError if told["kind"] == RefusedError.__name__ else SpecError
         raise kind(Problem(**one) for one in problems)
+    if "message" in told:
+        raise next(kind for kind in _FOUND if kind.__name__ == told["kind"])(told["message"])
     return told.get("causes", [])
 
 
@@ -41,6 +48,8 @@ def _tell(job: Job, plan: Plan, say: Say) -> None:
         told["causes"] = ahead(job, plan)
     except SpecError as error:
         told = {"kind": type(error).__name__, "problems": [asdict(one) for one in error.problems]}
+    except _FOUND as error:
+        told = {"kind": type(error).__name__, "message": str(error)}
     except Exception:  # the job's own error, which a worker shows with its traceback
         told = {}
     say(told)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.comm import Place
-from phalanx.errors import Problem, RefusedError, SpecError, WorkerError
+from phalanx.errors import PhalanxError, Problem, RefusedError, SpecError, WorkerError
 from phalanx.launch.agreement import enter
 from phalanx.launch.ahead import look_ahead
 from phalanx.launch.failure import Failure, describe, record, worker_error
@@ -81,7 +81,7 @@ def _causes(job: Job, run: RunSpec, place: Place) -> list[str]:
     """For the log, which rank 0 writes. What is refused is refused by all ranks together, as they build."""
     if place.rank:
         return []
-    with suppress(SpecError):
+    with suppress(PhalanxError):
         return look_ahead(job, run.plan)
     return []
 

@@ -88,12 +88,21 @@ def refuse_rows(job: Job, optimizer: torch.optim.Optimizer, held: Held, plan: Pl
     Raises:
         RefusedError: if it fails on them, or makes something else of them.
     """
+    mesh = next((one.device_mesh for one in held.parameters.values() if is_dtensor(one)), None)
+    if mesh is not None and (problem := rows_problem(job, plan, optimizer, held.parameters, mesh)):
+        raise RefusedError([problem])
+
+
+def rows_problem(
+    job: Job, plan: Plan, optimizer: torch.optim.Optimizer, parameters: Values, mesh: Any, *, alone: bool = False
+) -> Problem | None:
+    """What keeps the job's optimizer from stepping rows over ``mesh``, whose ranks all try; ``alone``: only one does.
+
+    What one rank alone shows is whether the optimizer fails; its values are those of no mesh.
+    """
     kind = type(optimizer)
     if kind.__name__ in _ON_ROWS and kind.__module__.startswith(("torch.optim.", "phalanx.")):
-        return
-    mesh = next((one.device_mesh for one in held.parameters.values() if is_dtensor(one)), None)
-    if mesh is None:
-        return
+        return None
     from torch.distributed.tensor import Shard, distribute_tensor
 
     def rows(value: torch.Tensor) -> torch.Tensor:
@@ -103,22 +112,22 @@ def refuse_rows(job: Job, optimizer: torch.optim.Optimizer, held: Held, plan: Pl
     why, more = "", ""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        start, grads = _drawn(held.parameters)
+        start, grads = _drawn(parameters)
         try:
-            whole = stepped(job, start, grads)
             found = stepped(job, start, grads, rows)
-            limit = _HALVES if half_within(job, held.parameters) else 1e-5
-            if _apart(whole, {name: one.full_tensor().cpu() for name, one in found.items()}, start) > limit:  # pyright: ignore
+            limit = _HALVES if half_within(job, parameters) else 1e-5
+            whole = {} if alone else stepped(job, start, grads)
+            if _apart(whole, {name: found[name].full_tensor().cpu() for name in whole}, start) > limit:  # pyright: ignore
                 why = "steps rows on several ranks otherwise than a whole parameter"
         except Exception as error:  # a step of any make, on tensors that it may not have been written for
             why, more = (
                 f"fails on rows of DTensors, which is what ranks of fsdp hold ({type(error).__name__})",
                 _line(error),
             )
-    if why:
-        allowed = f"under fsdp, {_GOOD}, and others that are written for DTensors"
-        problem = _problem(job, plan, held.parameters, f"it {why}{': ' if more else ''}{more}", allowed)
-        raise RefusedError([problem])
+    if not why:
+        return None
+    allowed = f"under fsdp, {_GOOD}, and others that are written for DTensors"
+    return _problem(job, plan, parameters, f"it {why}{': ' if more else ''}{more}", allowed)
 
 
 def half_steps(job: Job, parameters: Values) -> str:

@@ -81,15 +81,23 @@ def ahead(job: Job, plan: Plan) -> list[str]:
 
     Raises:
         RefusedError: with what keeps the plan from serving the job.
-        SpecError: if the job's functions give something else than they must.
+        SpecError: if the job's functions fail, or give something else than they must.
+        LossError: if the loss is of a wrong form.
+        GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
     """
     from phalanx.train.work import size_of, without_values
 
+    small = (size_of(job) or 0) <= LARGEST
+    module = None
+    if small and plan.processes > 1:
+        from phalanx.train.rehearsal import rehearse
+
+        module = rehearse(job, plan)
     if plan.kind == "split" or plan.zero == 3:
         outlook(without_values(job), plan)
-    if (size_of(job) or 0) > LARGEST:
+    if not small or (module is None and plan.processes > 1):
         return []
-    module = build_model(job)
+    module = module or build_model(job)
     trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
     found = causes(job, plan, module, Loader(job.data(), job, Lane(), micro=None))
     if plan.devices > 1 and (note := half_steps(job, trainable)):

@@ -1,0 +1,191 @@
+"""What would stop a run in its first step, found before any process starts: a backward on a few samples.
+
+A loss of a wrong form, a parameter that nothing uses, an optimizer over another model, a key that the batch does not
+have: each stops every rank at once, after all of them have been started. Two samples show it. What they show is then
+tried once more on exactly what rank 0 computes first, so that nothing is refused that would run.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
+from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
+from phalanx.parallel import compress, device_kind, without_gradient
+from phalanx.parallel.sparse import refuse_sparse
+from phalanx.spec import Job, Plan
+from phalanx.train.assembly import build_model, optimizer_over
+from phalanx.train.elementwise import rows_problem
+from phalanx.train.evaluate import evaluation_mode, measure
+from phalanx.train.inputs import Inputs
+from phalanx.train.lossform import read_loss
+from phalanx.train.precision import compute_context
+from phalanx.train.schedulers import scheduler_problems
+
+_HOST = torch.device("cpu")
+_FEW = 2
+
+
+def rehearse(job: Job, plan: Plan) -> nn.Module | None:
+    """Take the first samples of ``job`` through model, loss, backward and evaluation, and try its optimizer.
+
+    To be called in a process that is thrown away: it draws random numbers. Returns the model, with its initial values;
+    ``None`` where that only runs as a rank does.
+
+    Raises:
+        SpecError: if the job's own code fails, or gives something else than it must.
+        RefusedError: if the optimizer cannot step what ranks would hold.
+        LossError: if the loss or a metric is of a wrong form.
+        GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
+    """
+    alone = replace(job, workers=0)
+    if dist.is_initialized():  # a group that the user has made, which is not to be used from here
+        return build_model(alone)
+    try:
+        module = build_model(alone)
+        before = [one.clone() for one in module.buffers()]
+        _First(job, plan).run(module, [_few(Loader(job.data(), alone, Lane(), micro=None))])
+    except Exception as error:
+        if device_kind(plan) != "cpu":  # what cannot be done on the host may well be done there
+            if isinstance(error, LossError | SpecError):
+                raise
+            return None
+        with rank_0(plan):
+            first = _First(job, plan, final=True)
+            with first.code_of("job.model"):
+                module = build_model(alone)
+            first.run(module, first.of_rank_0(alone))
+        return None
+    for one, value in zip(module.buffers(), before, strict=True):
+        one.copy_(value)
+    for one in module.parameters():
+        one.grad = None
+    return module
+
+
+class _First:
+    """The first step of a job, as far as one process can take it; a ``final`` one says what its code fails with."""
+
+    def __init__(self, job: Job, plan: Plan, *, final: bool = False) -> None:
+        self._job, self._plan, self._final = job, plan, final
+
+    def run(self, module: nn.Module, micros: Iterable[MicroBatch]) -> None:
+        """Forward, loss and backward of these micro-batches; then the first ones of evaluation."""
+        job = self._job
+        trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        refuse_sparse(module, self._plan)
+        compress.refuse(module, self._plan)
+        self._optimizer(trainable)
+        inputs = Inputs(job, module)
+        for micro in micros:
+            with compute_context(self._plan, _HOST):
+                with self.code_of("job.inputs" if job.inputs else "job.model"):
+                    args, kwargs, batch = inputs(micro.batch, _HOST)
+                with self.code_of("job.model"):
+                    output = module(*args, **kwargs)
+                with self.code_of("job.loss"):
+                    read = read_loss(job.loss(output, batch), micro.samples, 0)
+            if not read.value.requires_grad:
+                raise LossError(_NO_GRAPH)
+            with self.code_of("job.model"):
+                read.value.backward()
+        without = [name for name, one in trainable.items() if one.grad is None]
+        if without and job.unused == "error":
+            raise without_gradient(without, "in the first step")
+        if job.evaluate is not None:
+            self._evaluate(module, inputs)
+
+    def _optimizer(self, trainable: Mapping[str, torch.Tensor]) -> None:
+        job, plan = self._job, self._plan
+        with self.code_of("job.optimizer"):
+            optimizer = optimizer_over(job, trainable)
+        compress.refuse_optimizer(optimizer, plan)
+        problems = scheduler_problems(job, plan, optimizer)
+        if plan.fsdp > 1:
+            with rank_0(plan):
+                mesh = dist.device_mesh.init_device_mesh("cpu", (plan.fsdp,))
+                problem = rows_problem(job, plan, optimizer, trainable, mesh, alone=True)
+            problems += [problem] if problem else []
+        if problems:
+            raise RefusedError(problems)
+
+    def of_rank_0(self, job: Job) -> Iterator[MicroBatch]:
+        """What rank 0 computes in the first step."""
+        with self.code_of("job.data"):
+            loader = Loader(job.data(), job, Lane.of(self._plan, 0), micro=self._plan.micro)
+            for batch in islice(loader, 1):
+                yield from (micro for micro in batch.parts[0] if micro.samples)
+
+    def _evaluate(self, module: nn.Module, inputs: Inputs) -> None:
+        job = replace(self._job, workers=0, batch=min(self._job.batch, _FEW))
+        assert job.evaluate is not None
+        with self.code_of("job.evaluate"):
+            batch = next(evaluation_batches(job.evaluate(), job, Lane(), micro=None))
+        micro = batch.parts[0][0]
+        with torch.no_grad(), evaluation_mode(module), compute_context(self._plan, _HOST):
+            with self.code_of("job.evaluate"):
+                args, kwargs, on_host = inputs(micro.batch, _HOST)
+                output = module(*args, **kwargs)
+            with self.code_of("job.metrics" if job.metrics else "job.loss"):
+                measure(job, output, on_host, micro.samples)
+
+    @contextmanager
+    def code_of(self, field: str) -> Generator[None]:
+        """Around code of the job's ``field``: what it raises is told with the line that it comes from."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, PhalanxError) or not self._final:
+                raise
+            raise SpecError([_problem(field, error)]) from error
+
+
+def _few(loader: Loader) -> MicroBatch:
+    size = _FEW if loader.length is None else min(_FEW, loader.length)
+    return MicroBatch(batch=loader.example(size), ids=tuple(range(size)), samples=size)
+
+
+@contextmanager
+def rank_0(plan: Plan) -> Generator[None]:
+    """As rank 0 of the plan's processes, for a job that asks which it is; collectives do nothing, and give nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.processes)
+    try:
+        yield
+    finally:
+        with suppress(Exception):
+            dist.destroy_process_group()
+
+
+def _problem(field: str, error: Exception) -> Problem:
+    text = next(iter(str(error).strip().splitlines()), "")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if "site-packages" not in one.filename and not one.filename.startswith(_OURS)]
+    at = f", in {own[-1].filename} line {own[-1].lineno}: {own[-1].line}" if own else ""
+    return Problem(
+        where=field,
+        given=f"code that fails on the first samples: {type(error).__name__}: {text}{at}",
+        allowed="code that runs without an error on every batch of the data",
+        fix="--plan single, which shows the whole traceback",
+    )
+
+
+_OURS = str(Path(__file__).parents[1])
+_NO_GRAPH = (
+    "the loss depends on no parameter: nothing that it is computed from requires a gradient.\n"
+    "    Usual causes: detach(), .item() or torch.no_grad() on the way to it.\n"
+    '    try: loss=lambda output, batch: px.cross_entropy(output, batch["label"])'
+)
