@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .NOTPARALLEL:
-.PHONY: help demo test check lint types contracts docs suite parity mutants recommended bench gpu format clean
+.PHONY: help demo test check lint types contracts docs suite parity cases mutants recommended bench gpu format clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
@@ -18,6 +18,7 @@ help:
 	@echo 'make test       the whole suite: lint, types, contracts, docs, tests'
 	@echo 'make check      style, import contracts and the tests that start no process: seconds'
 	@echo 'make parity     every plan x model x ranks against one device -> docs/reference/parity.md'
+	@echo 'make cases      jobs as people write them x plans: equal, named, or refused before they run -> docs/reference/cases.md'
 	@echo 'make mutants    faults put into the code one by one, and what finds each -> docs/reference/mutants.md'
 	@echo 'make recommended  what plan recommends for well-known models, run small -> docs/reference/recommended.md'
 	@echo 'make bench      the comparisons with peers (about an hour on 2 cores)'
@@ -65,6 +66,9 @@ gpu: .venv/.installed-dev
 
 parity: .venv/.installed-dev
 	$(BIN)/python tests/parity/write_page.py docs/reference/parity.md
+
+cases: .venv/.installed-dev
+	$(BIN)/python tests/cases/run_cases.py docs/reference/cases.md
 
 mutants: .venv/.installed-dev
 	$(BIN)/python tests/mutants/run_mutants.py --page docs/reference/mutants.md

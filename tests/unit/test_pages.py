@@ -16,6 +16,7 @@ REFERENCE = ROOT / "docs" / "reference"
 RENDERED: dict[str, tuple[str, ...]] = {
     "parity.md": ("tests/parity/write_page.py", "--render"),
     "recommended.md": ("tests/recommended/write_recommended.py", "--render"),
+    "cases.md": ("tests/cases/run_cases.py", "--render"),
     "quality.md": ("bench/quality.py", "--render", "--page"),
     "staleness.md": ("bench/staleness.py", "--render", "--page"),
 }
