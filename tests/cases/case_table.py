@@ -320,6 +320,11 @@ MISTAKEN: dict[str, Case] = {
         ),
         refused("metric"),
     ),
+    "loader": case(
+        "a `DataLoader` in place of data",
+        partial(job, data=lambda: torch.utils.data.DataLoader(jobs.tuples(), batch_size=4)),
+        refused("a DataLoader, which makes batches of its own", "job.data"),
+    ),
     "evaluated stream": case(
         "evaluation data that are a stream", partial(job, evaluate=jobs.Stream), refused("a stream", "job.evaluate")
     ),

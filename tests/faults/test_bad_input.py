@@ -126,6 +126,11 @@ FIRST_STEP: dict[str, tuple[dict[str, Any], type[PhalanxError], str]] = {
         LossError,
         "metric 'mean' is a Tensor",
     ),
+    "a loader for data": (
+        {"data": lambda: torch.utils.data.DataLoader(range(8))},
+        SpecError,
+        "job.data: given a DataLoader",
+    ),
     "evaluation of a stream": ({"evaluate": lambda: iter([])}, SpecError, "job.evaluate: given a stream"),
 }
 

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset, TensorDataset, default_collate
 
 from phalanx.data.seeding import EpochSeeds
 from phalanx.data.table import Table
@@ -20,6 +20,17 @@ def is_stream(dataset: Any) -> bool:
     Raises:
         SpecError: if it is neither a stream nor map-style.
     """
+    if isinstance(dataset, DataLoader):
+        raise SpecError(
+            [
+                Problem(
+                    where="job.data",
+                    given="a DataLoader, which makes batches of its own",
+                    allowed="the dataset that it reads: ranks are given their shares of global batches of job.batch",
+                    fix="data=lambda: dataset, and batch, collate, workers of the job",
+                )
+            ]
+        )
     if isinstance(dataset, IterableDataset):
         return True
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
