@@ -63,7 +63,7 @@ class Whole(Replicas):
         self._may_be_unused = job.unused == "allow"
         self._group = mesh.group("fsdp", *COPIES)
         self._apart = dict.fromkeys(dealt.slices, mesh.group("fsdp", *APART))
-        self._statistics = RunningStatistics(module, self._group)
+        self._statistics = RunningStatistics(module, self._group, alone=self._group is None)
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -151,7 +151,8 @@ class Sharded(Replicas):
         apart = [name for name in dealt.inside if plan.ep > 1 and name in self._parameters]
         self._apart = [self._parameters[name] for name in apart]
         self._beside = [self._parameters[name] for name in apart if name not in dealt.slices]
-        self._statistics = RunningStatistics(module, mesh.group("fsdp", *COPIES))
+        copies = mesh.group("fsdp", *COPIES)
+        self._statistics = RunningStatistics(module, copies, alone=copies is None)
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:

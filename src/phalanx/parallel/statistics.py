@@ -20,11 +20,11 @@ from phalanx.comm import active
 class RunningStatistics:
     """The running means and variances in a model; where it has none, sharing them does nothing.
 
-    ``group`` are the ranks that share them; all where it is not given.
+    ``group`` are the ranks that share them; all where it is not given. With ``alone`` nobody else has them.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+        self._group, self._alone = group, alone
         self._layers = [
             child for child in module.modules() if isinstance(child, _NormBase) and child.track_running_stats
         ]
@@ -43,7 +43,7 @@ class RunningStatistics:
     def share(self) -> None:
         """Give every rank the statistics of the first, in one broadcast. Collective."""
         buffers = self.buffers
-        if not buffers or not active():
+        if not buffers or self._alone or not active():
             return
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
         dist.broadcast(flat, group=self._group, group_src=0)
