@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HALVES = (
-    ("tests/unit", "tests/mutants", "tests/recommended", "tests/faults"),
+    ("tests/unit", "tests/mutants", "tests/recommended", "tests/cases", "tests/faults"),
     ("tests/distributed", "tests/parity", "tests/gpu"),
 )
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|deselected|xfailed|xpassed|errors?|warnings?)")
