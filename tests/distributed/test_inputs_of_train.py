@@ -424,5 +424,5 @@ def _told(verb: str, argv: tuple[str, ...]) -> Any:
     lines = [_lasting(json.loads(line)) for path in found for line in Path(path).read_text().splitlines()]
     kept = [one for one in lines if one["event"] not in _RACES | {"memory"}]
     form = "json" if result.stdout.startswith("{") else "table"
-    words = result.stdout.splitlines()[:2] if verb == "prove" else len(result.stderr.splitlines())
+    words = result.stdout if verb == "prove" else len(result.stderr.splitlines())
     return result.exit_code, form, words, files, kept
