@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -51,19 +52,25 @@ def test_shares_follow_a_slow_rank_and_change_nothing(tmp_path: Path, plan: str,
         assert [len(record.ids) for record in records(tmp_path / "run" / "ledger")[step]] == [fast, slow]
 
 
+def _claimed(folder: Path, *names: str) -> str:
+    """The first of these that no other process has taken; nothing where all are."""
+    for name in names:
+        with suppress(FileExistsError):
+            (folder / name).mkdir()
+            return name
+    return ""
+
+
 @pytest.mark.parametrize("plan", ["dp=2 sync=local every=3 fragments=3", "dp=2 sync=diloco every=2 after=4"])
 def test_shares_follow_a_slow_replica_that_steps_by_itself(tmp_path: Path, plan: str) -> None:
     class First(small.Net):
-        """The first that computes is slow."""
+        """The first replica that computes is slow."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if torch.is_grad_enabled():
                 if not hasattr(self, "pause"):
-                    try:
-                        (tmp_path / "slow").mkdir()
-                        self.pause = 0.003
-                    except FileExistsError:
-                        self.pause = 0.001
+                    # the look before the run takes the first name, one of the replicas the second
+                    self.pause = 0.003 if _claimed(tmp_path, "look", "slow") == "slow" else 0.001
                 time.sleep(len(x) * self.pause)
             return super().forward(x)
 

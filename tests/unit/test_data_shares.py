@@ -159,7 +159,7 @@ class TestChanges:
     @pytest.mark.parametrize("workers", [0, 2])
     @pytest.mark.parametrize("micro", [None, 2])
     def test_a_loader_keeps_what_it_has_read_ahead(self, workers: int, micro: int | None) -> None:
-        job = a_job(workers=workers, prefetch=2)
+        job = a_job(workers=workers, prefetch=2 if workers else None)
         weights = (1.0, 1.0)
         loaders = [
             Loader(a_table(40), job, Lane(first=part, parts=2, weights=weights, alike=False), micro=micro)

@@ -81,22 +81,25 @@ def _works(whole: Any, part: Any) -> dict[str, Callable[[], Any]]:
 
 def _together(work: Callable[[], Any], device: str, rounds: int) -> float:
     """Seconds that a call adds to ranks that compute before each, as they do in a step: what one waits for another
-    is part of it. The middle one of the rounds."""
+    is part of it. The middle one of the rounds, and no less than the fastest of calls that ranks begin together."""
     import torch
     import torch.distributed as dist
 
     matrix = torch.ones(_SIDE, _SIDE, device=device)
 
-    def seconds(also: Callable[[], Any] | None) -> float:
+    def compute() -> None:
+        torch.mm(matrix, matrix)
+
+    def seconds(*calls: Callable[[], Any]) -> float:
         dist.barrier()
         begun = time.perf_counter()
         for _ in range(_CALLS):
-            torch.mm(matrix, matrix)
-            if also:
-                also()
+            for call in calls:
+                call()
         if device.startswith("cuda"):
             torch.cuda.synchronize()
         return (time.perf_counter() - begun) / _CALLS
 
-    seconds(work)
-    return max(0.0, median(seconds(work) - seconds(None) for _ in range(rounds)))
+    seconds(compute, work)
+    added = median(seconds(compute, work) - seconds(compute) for _ in range(rounds))
+    return max(added, min(seconds(work) for _ in range(_CALLS)))

@@ -19,7 +19,7 @@ from phalanx.parallel.pipeline.hidden import told_to
 from phalanx.parallel.pipeline.outline import Outline, drawn, like_arguments, outline, signature
 from phalanx.parallel.pipeline.program import Program, by_values, intercepted, quiet
 from phalanx.parallel.statistics import buffers_kept
-from phalanx.parallel.streams import reseed, seed_of
+from phalanx.parallel.streams import branch
 from phalanx.profile.fakes import fake
 
 Receive = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -284,7 +284,7 @@ class _Run(Flow):
         self.real = True
         if self._stage.program.module.training and values:
             # Every stage begins with the same random stream; layers that drop out are to differ all the same.
-            reseed(values[0].device, seed_of(values[0].device) ^ (self._stage.index << 32))
+            branch(values[0].device, self._stage.index)
 
     def _left(self, key: Key) -> Tensor:
         if key not in self._values:
