@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from phalanx.profile.recorder import Recorder
@@ -31,10 +32,11 @@ def as_on_accelerators(recorder: Recorder) -> Iterator[None]:
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        **_: Any,  # scale and grouped heads change values, not costs
+        **how: Any,  # scale and grouped heads change values, not costs
     ) -> Tensor:
         causal = is_causal or (attn_mask is not None and recorder.is_causal(attn_mask))
-        return _Attention.apply((recorder, causal), query, key, value, attn_mask)  # pyright: ignore[reportReturnType]
+        settings = {"is_causal": is_causal, **how}
+        return _Attention.apply((recorder, causal, settings), query, key, value, attn_mask)  # pyright: ignore[reportReturnType]
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
@@ -42,7 +44,7 @@ def as_on_accelerators(recorder: Recorder) -> Iterator[None]:
     def rms_norm(
         input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
-        return _RMSNorm.apply(recorder, input, weight)  # pyright: ignore[reportReturnType]
+        return _RMSNorm.apply((recorder, normalized_shape, eps), input, weight)  # pyright: ignore[reportReturnType]
 
     replaced: dict[str, Callable[..., Any]] = {ATTENTION: attention, "dropout": dropout, "rms_norm": rms_norm}
     before = {name: getattr(F, name) for name in replaced}
@@ -72,16 +74,30 @@ class _Instead(TorchFunctionMode):
         return called(*args, **(kwargs or {}))
 
 
+def _put_values(recorder: Recorder, output: Tensor, name: str, *args: Any, **how: Any) -> None:
+    """Compute into ``output`` where tensors have values: what comes after may have shapes that depend on them."""
+    if isinstance(output, FakeTensor) or output.device.type == "meta":
+        return
+    with recorder.paused(), torch.no_grad(), torch._C.DisableTorchFunction():
+        output.copy_(_ORIGINAL[name](*args, **how))
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, how: tuple[Recorder, bool], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+        ctx: Any,
+        how: tuple[Recorder, bool, dict[str, Any]],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
     ) -> Tensor:
-        recorder, causal = how
+        recorder, causal, settings = how
         # As fused kernels lay it out: heads beside each other, so that joining them copies nothing.
         *lead, heads, queries, _ = query.shape if query.dim() > 2 else (1, *query.shape)
         output = query.new_empty((*lead, queries, heads, value.shape[-1])).transpose(-2, -3)
         output = output if query.dim() > 2 else output[0]
+        _put_values(recorder, output, ATTENTION, query, key, value, mask, **settings)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.recorder, ctx.causal = recorder, causal
         ctx.save_for_backward(query, key, value, mask, output, sums)
@@ -109,8 +125,12 @@ class _Attention(torch.autograd.Function):
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, input: Tensor, weight: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, how: tuple[Recorder, list[int], float | None], input: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        recorder, shape, eps = how
         output = torch.empty_like(input)
+        _put_values(recorder, output, "rms_norm", input, shape, weight, eps)
         scale = input.new_empty((*input.shape[:-1], 1), dtype=torch.float32)
         ctx.recorder = recorder
         ctx.save_for_backward(input, weight, scale)

@@ -70,8 +70,9 @@ class Entered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """The same form."""
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        """The same form, and the same values where there are some."""
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return made.copy_(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -115,7 +115,7 @@ def traced(call: Call, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.d
     causal_buffers = {name for name, one in module.named_buffers() if hides_later(one)}
     with quiet(), _training(module), faked(module, mode, dtype) as meant:
         parameters = [(names[id(real)], stand_in) for stand_in, real in _stand_ins(module, meant)]
-        run = _Run(module, parameters)
+        run = _Run(module, parameters, values=call.values)
 
         def given(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -139,8 +139,9 @@ def _stand_ins(module: nn.Module, meant: dict[int, nn.Parameter]) -> Iterator[tu
 
 
 class _Run:
-    def __init__(self, module: nn.Module, parameters: list[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, module: nn.Module, parameters: list[tuple[str, nn.Parameter]], *, values: bool) -> None:
         self.module = module
+        self.values = values
         self.parameters = parameters
         self.blocks = parts(module)
         names = {child: name for name, child in module.named_modules()}
@@ -217,15 +218,18 @@ class _Run:
                 if like not in self.traces:
                     run = recomputed(forward) if again else forward
                     self.traces[like], self.forms[like] = _alone(block, run, leaves, structure, recorder)
+                with torch.no_grad():
+                    values = tree_leaves(forward(*args, **kwargs)) if self.values else []
                 if recorder.again:
-                    return tree_unflatten(self._made(like, tensors, lambda _: None), self.forms[like][1])
+                    made = self._made(like, tensors, lambda _: None, values)
+                    return tree_unflatten(made, self.forms[like][1])
                 self.visits.append(Visit(self.names[block], like, block in self.met))
                 self.met.add(block)
-                return self._given(like, tensors)
+                return self._given(like, tensors, values)
 
         return instead
 
-    def _given(self, like: Any, tensors: list[Tensor]) -> Any:
+    def _given(self, like: Any, tensors: list[Tensor], values: list[Any]) -> Any:
         """What a block gives, joined to what it was given so that the backward passes through."""
         recorder = self.recorder
         recorder.segment += 1
@@ -242,18 +246,26 @@ class _Run:
             self.leaving |= {recorder.number(one) for one in grads}
             recorder.segment = turn - 1
 
-        filled = self._made(like, tensors, back)
+        filled = self._made(like, tensors, back, values)
         outputs = [one for one in filled if isinstance(one, Tensor)]
         self.held += outputs  # so that their memory is not another's while the run lasts
         self.entries += [recorder.see(one) for one in outputs[:1]]
         return tree_unflatten(filled, self.forms[like][1])
 
-    def _made(self, like: Any, tensors: list[Tensor], back: Callable[[tuple[Tensor, ...]], None]) -> list[Any]:
-        """The leaves of what a block gives."""
+    def _made(
+        self, like: Any, tensors: list[Tensor], back: Callable[[tuple[Tensor, ...]], None], values: list[Any]
+    ) -> list[Any]:
+        """The leaves of what a block gives, with these ``values`` where they are known."""
         specs: list[Spec] = self.forms[like][0]
         floats = [one for one in tensors if one.requires_grad]
         made = [one for one in specs if isinstance(one, Made)]
-        results = iter(Stub.apply(self.recorder, back, made, self.anchor, *floats) if made else ())
+        stubs = Stub.apply(self.recorder, back, made, self.anchor, *floats) if made else ()
+        results = iter(stubs)
+        if values:
+            known = [value for value, one in zip(values, specs, strict=True) if isinstance(one, Made)]
+            with torch.no_grad():
+                for stub, value in zip(stubs, known, strict=True):
+                    stub.copy_(value)
         return [
             tensors[one] if isinstance(one, int) else next(results) if isinstance(one, Made) else one.value
             for one in specs
@@ -290,7 +302,7 @@ def _alone(
         leaving = frozenset(recorder.number(one) for one in results if isinstance(one, Tensor))
         specs = [spec(one, tensors) for one in results]
         with recorder.paused():
-            ones = [torch.empty_like(one) for one in made]
+            ones = [torch.ones_like(one) for one in made]
             for one in ones:
                 recorder.number(one)
         learning = [(name, one) for name, one in named.items() if one.requires_grad]
