@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from phalanx.forecast.habits import Habits
 from phalanx.forecast.layouts import ATTENTIONS, Layouts
-from phalanx.forecast.links import Fabric, collective
+from phalanx.forecast.links import Collective, Fabric, collective
 from phalanx.forecast.price import Priced, itemsize, price
 from phalanx.forecast.setting import Setting
 from phalanx.forecast.tables import Array, Table
@@ -119,11 +119,15 @@ def _again(costs: Table, priced: Priced, layouts: Layouts, habits: Habits, forwa
     return blocks * np.where(recompute == 2, forward, np.where(recompute == 1, some, 0.0))
 
 
+_PAIR: tuple[Collective, Collective] = ("all-gather", "reduce-scatter")
+
+
 def _joins(costs: Table, layouts: Layouts, fabric: Fabric, precision: str) -> Array:
     """Exchanges of ``tp``, forward and backward: one where the results of a row-parallel product are added up.
 
     With the stream cut along the tokens an all-gather and a reduce-scatter take the place of each all-reduce: the same
-    bytes (Korthikanti et al., "Reducing Activation Recomputation", 2022, section 4.2.2).
+    bytes (Korthikanti et al., "Reducing Activation Recomputation", 2022, section 4.2.2), and the same time, unless
+    both were measured.
     """
     both: list[Array] = []
     one = np.ones_like(layouts.tp)
@@ -138,7 +142,11 @@ def _joins(costs: Table, layouts: Layouts, fabric: Fabric, precision: str) -> Ar
                 rows += bool((mine & costs.column & costs.matmul).any())
             entry = part.entry if part.role != "before" else costs.parts[min(1, len(costs.parts) - 1)].entry
             size = entry.at(layouts.micro, layouts.length) / layouts.cp * itemsize(precision)
-            parts.append(rows * collective("all-reduce", size * one, layouts.tp, one, fabric))
+            joined = collective("all-reduce", size * one, layouts.tp, one, fabric)
+            if fabric.wires.measured:
+                pair = [collective(kind, size * one, layouts.tp, one, fabric) for kind in _PAIR]
+                joined = np.where(layouts.sequence > 0, pair[0] + pair[1], joined)
+            parts.append(rows * joined)
         both.append(np.stack(parts))
     return np.stack(both)
 

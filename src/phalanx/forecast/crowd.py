@@ -25,7 +25,8 @@ def on_cores(step: StepTime, costs: Table, layouts: Layouts, core: Core, *, core
     stepped = whole / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
     tensors = np.maximum(_tensors(costs, lie), 1.0)
     update = core.stepping(optimizer, stepped, tensors, layouts.returned)
-    added = (layouts.micros - 1) * tensors * core.moving(_ADDED * whole / tensors)
+    # by the time that a gradient is added to again, all others have passed through the cache
+    added = (layouts.micros - 1) * core.moving(_ADDED * whole)
     inner = layouts.tp * layouts.cp * layouts.ep
     known = replace(
         step,

@@ -99,9 +99,17 @@ class Layouts:
         return self.fsdp * self.ep * self.cp * self.tp
 
     @property
-    def summed(self) -> Array:
+    def alike(self) -> Array:
         """Ranks of ``dp`` whose gradients are summed in every step."""
         return np.where((self.sync > 0) | (self.server > 0), 1.0, self.dp)
+
+    @property
+    def summed(self) -> Array:
+        """Ranks, but for those of ``fsdp``, whose gradients are summed in every step: all that hold the same.
+
+        Ranks of ``cp`` and ``ep`` do, and see other tokens; experts are on one of ``ep`` only.
+        """
+        return self.alike * self.cp * self.ep
 
     @property
     def micro(self) -> Array:

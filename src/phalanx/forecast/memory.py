@@ -158,7 +158,7 @@ def _gradients_stay(layouts: Layouts, habits: Habits) -> Array:
     """Whether gradients are there in a forward: kept from step to step, or of the micro-batch before."""
     if habits.gradients_stay:
         return np.ones_like(layouts.pp, dtype=bool)
-    buckets = (layouts.summed > 1) & (layouts.zero == 0) & (layouts.pp == 1)
+    buckets = (layouts.alike > 1) & (layouts.zero == 0) & (layouts.pp == 1)
     return (layouts.micros > 1) | buckets
 
 
@@ -245,6 +245,9 @@ def _units(profile: Profile, layouts: Layouts, lie: Ranks) -> tuple[Array, Array
         else:
             outer = outer + one
             largest = np.maximum(largest, one)
+    if not profile.repeated:  # the whole model is one block
+        learn, still = _counts(profile, layouts, lie)
+        return learn + still, outer * 0.0, largest * 0.0
     return block, outer, largest
 
 

@@ -43,11 +43,11 @@ def stages(costs: Table, layouts: Layouts) -> Stages:
     return Stages(each=each, there=there)
 
 
-def held(costs: Table, layouts: Layouts, lie: Stages) -> Array:
-    """Parameters on the rank that holds most, before ``fsdp`` shards them."""
+def held(costs: Table, layouts: Layouts, lie: Stages, *, experts: bool | None = None) -> Array:
+    """Parameters on the rank that holds most, before ``fsdp`` shards them; with ``experts`` theirs, or the others."""
     each = np.zeros((len(costs.parts), len(layouts.tp)))
     for index, part in enumerate(costs.parts):
-        for one in part.weights:
+        for one in (one for one in part.weights if experts is None or one.expert is experts):
             each[index] += (one.elements + one.frozen) / divided(one, layouts)
     return np.einsum("kpn,pn->kn", lie.each, each).max(axis=0)
 

@@ -69,6 +69,7 @@ class Table:
         names: of the operations.
         parts: the profile's.
         recomputes: whether the model recomputes activations by itself.
+        repeated: whether its blocks are repeated ones, which ``zero=3`` shards one by one.
     """
 
     part: npt.NDArray[np.intp]
@@ -91,6 +92,7 @@ class Table:
     names: tuple[str, ...]
     parts: tuple[Part, ...]
     recomputes: bool = False
+    repeated: bool = True
 
 
 _WIDE = ("log_softmax", "nll_loss", "cross_entropy")
@@ -133,4 +135,5 @@ def table(profile: Profile) -> Table:
         names=tuple(operation.name for operation in operations),
         parts=profile.parts,
         recomputes=profile.recomputes,
+        repeated=profile.repeated,
     )

@@ -161,6 +161,7 @@ class Profile:
         experts: fewest experts in a layer; 0 without.
         lawful: whether ``by_length`` was found by tracing two lengths (else lengths other than ``length`` are a guess).
         recomputes: whether the model recomputes activations by itself.
+        repeated: whether its blocks are repeated ones, which ``zero=3`` shards one by one; else it is sharded as one.
         notes: what the reader should know.
     """
 
@@ -171,6 +172,7 @@ class Profile:
     experts: int = 0
     lawful: bool = True
     recomputes: bool = False
+    repeated: bool = True
     notes: tuple[str, ...] = ()
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from phalanx.errors import PhalanxError
+from phalanx.profile.blocks import blocks
 from phalanx.profile.costs import Profile
 from phalanx.profile.laws import Sizes, profile_of
 from phalanx.profile.measured import Measured, Units, measured
@@ -52,7 +53,7 @@ def measured_at_sizes(described: Described) -> Profile:
         runs += [_run(call, _Form(samples, length, *size), dtype) for size in wanted[2:]]
     except Exception:
         notes.append(f"it runs with samples of {length} tokens only: other lengths are a guess")
-    return profile_of(runs, sizes, notes)
+    return replace(profile_of(runs, sizes, notes), repeated=bool(blocks(described.module)))
 
 
 def _run(call: Call, form: _Form, dtype: Any) -> Measured:
