@@ -86,6 +86,7 @@ def machine() -> Cluster:
         beside=(tuple(made_up(slower=1.25)),) * 2,
         exchanges=tuple(exchanged()),
         rest={1: 5e-4, 2: 2e-3, 4: 4e-3},
+        relay={2: 5e-4, 4: 1e-4},
     )
     group = cpu_group(Host(name="two cores", cores=2, memory=8 * 2**30))
     return calibrated(Cluster(groups=(group,), network=Network(bandwidth=1e9, latency=5e-5)), sweeps)
@@ -114,6 +115,8 @@ class TestFitting:
             "all-reduce.2.start": 2e-4,
             "all-reduce.4.byte": 4e-10,
             "rest.2": 2e-3,
+            "relay.2": 3e-4,  # less the send
+            "relay.4": 0.0,
         }
         assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=0.03)
         assert device.peak["fp32"] == pytest.approx(PEAK, rel=0.01)
@@ -124,6 +127,18 @@ class TestFitting:
         points = [Point(kind="product", name="fp32", sizes=(m, n, k), seconds=m * n * k / PEAK) for m, n, k in SHAPES]
         peak, operand = fitted.products(points, floor=1e-5)
         assert peak > 0 <= operand
+
+    def test_beyond_the_cache_a_byte_takes_longer(self) -> None:
+        points = [
+            *exchanged(),
+            Exchange(kind="send", ranks=2, size=3 * 2**23, seconds=2e-4 + 2**23 * (2e-10 + 2 * 1e-9)),
+        ]
+        lines = fitted.lines(points)
+        assert lines["send.2.far"] == pytest.approx(1e-9, rel=0.01)
+        assert lines["send.2.byte"] == pytest.approx(2e-10, rel=0.01)
+        fabric = Fabric(inside=1e9, node=1e9, per_node=2, wires=Wires(lines=lines))
+        seconds = collective("send", np.array([2.0**23, 2.0**24]), np.full(2, 2.0), np.ones(2), fabric)
+        assert seconds[1] - seconds[0] == pytest.approx(2**23 * 1e-9, rel=0.01)
 
     def test_lines_of_a_flat_collective_are_starts_only(self) -> None:
         flat = [Exchange(kind="send", ranks=2, size=size, seconds=1e-4) for size in (1e3, 1e5, 1e6)]

@@ -13,10 +13,11 @@ from phalanx.cli.output import json_option, print_json
 from phalanx.errors import Problem, RefusedError
 
 if TYPE_CHECKING:
-    from phalanx.spec import Cluster, Job
+    from phalanx.spec import Cluster, Job, Plan
 
 _COUNTS = (2, 4)
 _STEPS = 40
+_SAMPLES = 16  # of a step that computes next to nothing
 _PATIENCE, _BUSY = 10.0, 0.3  # seconds to wait for others to rest, and the share of cores they may take
 
 
@@ -25,7 +26,7 @@ _PATIENCE, _BUSY = 10.0, 0.3  # seconds to wait for others to rest, and the shar
 @click.option("--quick", is_flag=True, help="Hardly measure: shows that it works, in seconds.")
 @json_option
 def command(path: Path | None, quick: bool, as_json: bool) -> None:
-    """Measure this machine's cores and what joins its processes, in less than a minute, into a TOML file.
+    """Measure this machine's cores and what joins its processes, in about a minute, into a TOML file.
 
     Forecasts with --on machine.toml then use its constants. Nothing else should run meanwhile.
 
@@ -63,40 +64,53 @@ def _calibrated(quick: bool) -> Cluster:
     from phalanx.hardware.calibrate import calibrated
     from phalanx.hardware.quiet import wait_until_quiet
     from phalanx.launch.measure import measure
+    from phalanx.spec import Plan
 
     busy = wait_until_quiet(0.0 if quick else _PATIENCE)
     if busy > _BUSY:
         told = f"note: other processes keep {busy:.0%} of the cores busy; constants will be off"
         click.echo(told, err=True)
     sweeps = measure(cores(), _COUNTS, quick=quick)
-    rest = {count: _rest(count, 5 if quick else _STEPS) for count in (1, *_COUNTS)}
-    return calibrated(this_machine(), replace(sweeps, rest=rest))
+    steps = 5 if quick else _STEPS
+    rest = {count: _step(Plan(dp=count), steps) for count in (1, *_COUNTS)}
+    relay = {count: _relay(count, steps // 2) for count in _COUNTS}
+    return calibrated(this_machine(), replace(sweeps, rest=rest, relay=relay))
 
 
-def _rest(processes: int, steps: int) -> float:
+def _relay(stages: int, steps: int) -> float:
+    """Seconds in which a stage hands something on, computing next to nothing.
+
+    Of 1F1B each further micro-batch is handed on and comes back as a gradient before the next one can.
+    """
+    from phalanx.spec import Plan
+
+    many, few = (_step(Plan(pp=stages, micro=micro), steps) for micro in (1, _SAMPLES // stages))
+    return max(0.0, (many - few) / (_SAMPLES - stages) / 2)
+
+
+def _step(plan: Plan, steps: int) -> float:
     """Seconds of a step that computes next to nothing."""
     from phalanx.api import fit
     from phalanx.observe.summary import summarise
-    from phalanx.spec import Plan, RunSpec
+    from phalanx.spec import RunSpec
 
     with tempfile.TemporaryDirectory(prefix="phalanx-calibrate-") as scratch:
-        plan = Plan(dp=processes)
         spec = RunSpec(job="nothing", plan=plan, folder=Path(scratch) / "run", forecast="none")
-        run = fit(_nothing(steps), run=spec, cores=1)
+        run = fit(_nothing(steps, plan.pp), run=spec, cores=1)
         return summarise(run.folder).step_seconds or 0.0
 
 
-def _nothing(steps: int) -> Job:
+def _nothing(steps: int, layers: int) -> Job:
     import torch
 
     from phalanx.spec import Job
 
     return Job(
-        model=lambda: torch.nn.Linear(1, 1),
+        model=lambda: torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(layers)]),
         data=lambda: torch.utils.data.TensorDataset(torch.ones(64, 1), torch.ones(64, 1)),
         loss=lambda output, batch: (output - batch[1]).square().mean(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-        batch=16,
+        batch=_SAMPLES,
         steps=steps,
         name="nothing",
     )

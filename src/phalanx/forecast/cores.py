@@ -43,6 +43,7 @@ class Core:
         busy: by how much arithmetic slows down when all cores compute.
         busy_stream: by how much traffic does.
         rest: seconds of each step that no part explains, by processes.
+        relay: seconds beyond those of a send in which a stage hands something on to the next, by processes.
     """
 
     floor: float
@@ -65,6 +66,7 @@ class Core:
     busy: float = 1.0
     busy_stream: float = 1.0
     rest: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    relay: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
     @classmethod
     def of(cls, measured: Mapping[str, float]) -> Core | None:
@@ -74,7 +76,7 @@ class Core:
         plain = {name: measured[name] for name in cls.__slots__ if name in measured}
         groups = {
             name: _under(name, measured)
-            for name in ("operand", "pace", "made", "update", "update_fresh", "tensor", "rest")
+            for name in ("operand", "pace", "made", "update", "update_fresh", "tensor", "rest", "relay")
         }
         return cls(**plain, **groups)  # pyright: ignore[reportArgumentType]
 
@@ -123,8 +125,16 @@ class Core:
 
     def fixed(self, processes: Array) -> Array:
         """Seconds of each step that no part explains."""
-        counts = sorted(map(int, self.rest))
-        return np.interp(processes, counts, [self.rest[str(count)] for count in counts])
+        return _by_processes(self.rest, processes)
+
+    def relayed(self, processes: Array) -> Array:
+        """Seconds in which a stage hands something on, beyond the send."""
+        return _by_processes(self.relay, processes) if self.relay else np.zeros_like(processes)
+
+
+def _by_processes(known: Mapping[str, float], processes: Array) -> Array:
+    counts = sorted(map(int, known))
+    return np.interp(processes, counts, [known[str(count)] for count in counts])
 
 
 def _under(name: str, measured: Mapping[str, float]) -> dict[str, float]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from phalanx.forecast.rates import Wires
 from phalanx.forecast.tables import Array
+from phalanx.hardware.exchanges import CACHED
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 
@@ -43,7 +44,7 @@ def collective(kind: Collective, size: Array, ranks: Array, stride: Array, fabri
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009; Thakur et al., 2005 (latency terms).
     """
     wires = fabric.wires
-    if any(name.endswith(".byte") for name in wires.lines):
+    if wires.measured:
         return _measured(kind, size, ranks, wires.lines)
     near = np.clip(np.floor(fabric.per_node / stride), 1, ranks)
     nodes = np.ceil(ranks / near)
@@ -83,7 +84,8 @@ def _measured(kind: Collective, size: Array, ranks: Array, lines: Mapping[str, f
     counts = sorted(int(key.split(".")[1]) for key in lines if key.startswith(f"{name}.") and key.endswith(".byte"))
 
     def at(end: str) -> Array:
-        values = [lines[f"{name}.{count}.{end}"] for count in counts]
+        values = [lines.get(f"{name}.{count}.{end}", lines[f"{name}.{count}.byte"]) for count in counts]
         return np.interp(ranks, [1, *counts], [0.0, *values]) * np.maximum(ranks / counts[-1], 1.0)
 
-    return np.where(ranks > 1, at("start") + size * at("byte"), 0.0)
+    beyond = np.maximum(size - CACHED, 0.0)
+    return np.where(ranks > 1, at("start") + (size - beyond) * at("byte") + beyond * at("far"), 0.0)

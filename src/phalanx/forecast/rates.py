@@ -51,8 +51,8 @@ class Wires:
         jitter: share of computing by which a step is longer for each doubling of the nodes: the slowest of many.
         far: seconds that the host waits more for each exchange of ranks on both sockets of a node.
         crowd: share of time added with each doubling of the nodes: jitter, shared switches.
-        lines: seconds to start a collective and for each byte, as measured, by ``kind.ranks.start`` and
-            ``kind.ranks.byte``; where there are some, they take the place of all above.
+        lines: seconds to start a collective, for each byte, and for each byte of what fits no cache, as measured, by
+            ``kind.ranks.start``, ``.byte`` and ``.far``; where there are some, they take the place of all above.
     """
 
     inside: float = 0.75
@@ -65,6 +65,11 @@ class Wires:
     jitter: float = 0.0
     crowd: float = 0.01
     lines: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+
+    @property
+    def measured(self) -> bool:
+        """Whether there are measured lines."""
+        return any(name.endswith(".byte") for name in self.lines)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +163,7 @@ def measured(device: Device, known: Rates) -> Rates:
     ``Wires``.
     """
     found = device.measured
-    lines = {name: value for name, value in found.items() if name.endswith((".start", ".byte"))}
+    lines = {name: value for name, value in found.items() if name.endswith((".start", ".byte", ".far"))}
     if device.kind == "cpu":
         # a core's bandwidth is the one that was measured, not a data sheet's of which kernels reach a share
         kernels = replace(known.kernels, host=0.0, stream=1.0) if found else known.kernels

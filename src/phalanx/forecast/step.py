@@ -101,5 +101,7 @@ def _send(costs: Table, layouts: Layouts, setting: Setting) -> Array:
     size = entry.at(layouts.micro, layouts.length) / layouts.cp * itemsize(setting.precision)
     size = size / np.where((layouts.sequence > 0) | setting.habits.scatter, layouts.tp, 1.0)
     stride = layouts.tp * layouts.cp * layouts.ep * layouts.fsdp * layouts.dp
-    sent = collective("send", size, np.full_like(size, 2.0), stride, setting.fabric) + setting.habits.relay
+    core = setting.rates.core
+    relay = setting.habits.relay + (core.relayed(layouts.devices) if core else 0.0)
+    sent = collective("send", size, np.full_like(size, 2.0), stride, setting.fabric) + relay
     return np.where(layouts.pp > 1, sent, 0.0)

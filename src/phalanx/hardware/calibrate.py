@@ -24,6 +24,7 @@ class Sweeps:
         beside: sweeps as ``kept`` of as many processes at once as there are cores.
         exchanges: collectives, of each count of ranks.
         rest: seconds of a step that computes next to nothing, by processes.
+        relay: seconds in which a stage of a pipeline that computes next to nothing hands a result on, by processes.
     """
 
     kept: tuple[Point, ...]
@@ -31,6 +32,7 @@ class Sweeps:
     beside: tuple[tuple[Point, ...], ...]
     exchanges: tuple[Exchange, ...]
     rest: Mapping[int, float]
+    relay: Mapping[int, float]
 
 
 def calibrated(machine: Cluster, sweeps: Sweeps) -> Cluster:
@@ -41,6 +43,8 @@ def calibrated(machine: Cluster, sweeps: Sweeps) -> Cluster:
     found["busy_stream"] = fitted.slowdown(sweeps.kept, sweeps.beside, ("stream", "named"), _LONG)
     lines = fitted.lines(sweeps.exchanges)
     found |= lines | {f"rest.{count}": seconds for count, seconds in sweeps.rest.items()}
+    for count, seconds in sweeps.relay.items():
+        found[f"relay.{count}"] = max(0.0, seconds - lines.get(f"send.{count}.start", 0.0))
     group = machine.groups[0]
     peak["fp64"], peak["fp16"] = peak["fp32"] / 2, peak["fp32"]
     device = replace(

@@ -12,7 +12,8 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send")
 WHOLE = ("all-reduce",)
 """What replicas that hold the whole model need."""
 
-SIZES = (4_096, 65_536, 1_048_576, 8_388_608)  # bytes of the whole tensor on one rank
+CACHED = 8_388_608  # bytes of a tensor up to which those of all ranks fit their cache
+SIZES = (4_096, 65_536, 1_048_576, CACHED, 4 * CACHED)  # bytes of the whole tensor on one rank
 _SIDE = 512  # of the square product before each call: some milliseconds of a CPU core
 _CALLS = 4  # of a round
 
@@ -35,7 +36,7 @@ class Exchange:
 
 
 def exchanges(
-    kinds: tuple[str, ...] = KINDS, *, device: str = "cpu", rounds: int = 15, sizes: tuple[int, ...] = SIZES
+    kinds: tuple[str, ...] = KINDS, *, device: str = "cpu", rounds: int = 7, sizes: tuple[int, ...] = SIZES
 ) -> list[Exchange]:
     """Collectives of ``kinds`` at every size. Collective; every rank gets its own times, which differ little."""
     import torch
@@ -48,7 +49,8 @@ def exchanges(
         works = _works(whole, part)
         for kind in kinds:
             work = works[kind]
-            seconds = _together(work, device, rounds if size < SIZES[-1] else max(2, 2 * rounds // 3))
+            fewer = 1 if size < CACHED else 2 if size == CACHED else 5
+            seconds = _together(work, device, max(2, rounds // fewer))
             seconds /= 2 if kind == "send" else 1
             found.append(Exchange(kind=kind, ranks=ranks, size=4.0 * count, seconds=seconds))
     return found

@@ -11,7 +11,7 @@ from statistics import geometric_mean, median
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.hardware.exchanges import Exchange
+from phalanx.hardware.exchanges import CACHED, Exchange
 from phalanx.hardware.sweeps import Point
 
 Array = npt.NDArray[np.float64]
@@ -84,13 +84,17 @@ def optimizers(kept: Sequence[Point], returned: Sequence[Point]) -> dict[str, fl
 
 
 def lines(points: Sequence[Exchange]) -> dict[str, float]:
-    """Seconds to start a collective and for each byte, by ``kind.ranks.start`` and ``kind.ranks.byte``."""
+    """Seconds to start a collective and for each byte, by ``kind.ranks.start`` and ``kind.ranks.byte``; and by
+    ``kind.ranks.far`` for each byte beyond ``CACHED``, where that was measured."""
     found: dict[str, float] = {}
     for kind, ranks in dict.fromkeys((one.kind, one.ranks) for one in points):
-        mine = [one for one in points if (one.kind, one.ranks) == (kind, ranks)]
+        each = [one for one in points if (one.kind, one.ranks) == (kind, ranks)]
+        mine = [one for one in each if one.size <= CACHED]
         seconds, sizes = np.array([one.seconds for one in mine]), np.array([one.size for one in mine])
         start, byte = _above_zero(np.stack([np.ones_like(sizes), sizes], axis=1), seconds, 0.0)
         found[f"{kind}.{ranks}.start"], found[f"{kind}.{ranks}.byte"] = start, byte
+        if beyond := [(one.seconds - start - byte * CACHED) / (one.size - CACHED) for one in each if one.size > CACHED]:
+            found[f"{kind}.{ranks}.far"] = max(0.0, median(beyond))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from statistics import mean
 from typing import Any
 
 from phalanx.comm import Place, device_for, joined
@@ -15,7 +16,7 @@ from phalanx.launch.local import launch
 
 
 def measure(cores: int, counts: Sequence[int], *, quick: bool = False) -> Sweeps:
-    """Every sweep of the CPU; ``rest`` is left empty.
+    """Every sweep of the CPU; ``rest`` and ``relay`` are left empty.
 
     Args:
         cores: that compute beside each other.
@@ -24,11 +25,20 @@ def measure(cores: int, counts: Sequence[int], *, quick: bool = False) -> Sweeps
     """
     pace = QUICK if quick else Pace()
     hasty = replace(pace, rounds=max(2, pace.rounds // 2))
-    kept = _swept(1, pace)[0]
-    returned = kept if quick else _swept(1, hasty, returned=True)[0]
+    kept = [_swept(1, pace)[0]]
+    returned = kept[0] if quick else _swept(1, hasty, returned=True)[0]
     beside = _swept(cores, hasty) if cores > 1 and not quick else ()
-    groups = tuple(one for count in counts for one in _exchanged(count, quick))
-    return Sweeps(kept=kept, returned=returned, beside=beside, exchanges=groups, rest={})
+    groups: list[Exchange] = []
+    for count in counts:
+        groups += _exchanged(count, quick)
+        if not quick:
+            kept.append(_swept(1, pace)[0])  # a shared machine is faster in one quarter of a minute than in the next
+    return Sweeps(kept=_mean(kept), returned=returned, beside=beside, exchanges=tuple(groups), rest={}, relay={})
+
+
+def _mean(sweeps: Sequence[Sequence[Point]]) -> tuple[Point, ...]:
+    """The mean of each point over the sweeps."""
+    return tuple(replace(same[0], seconds=mean(one.seconds for one in same)) for same in zip(*sweeps, strict=True))
 
 
 def _swept(workers: int, pace: Pace, *, returned: bool = False) -> tuple[tuple[Point, ...], ...]:
