@@ -35,7 +35,8 @@ plan ran in {rounds} rounds; of them the one with the middle error counts (of tw
 run others kept {busy:.0%} of the cores busy in the median, {most:.0%} at most. Where there are more processes than
 cores they take turns.
 
-Constants of cores and exchanges are those of a `phalanx calibrate` before each round, which sees none of these models.
+Constants of cores and exchanges are those of a `phalanx calibrate` before the plans of each model in each round; it
+sees none of these models.
 What sharded plans copy, the casts around products in 16 bits, how micro-batches add up and what compression moves were
 chosen with runs like some of these in view.
 *Inside* is the share of measured times in the 80 % interval whose width is taken, by technique, from the runs of the

@@ -31,7 +31,7 @@ MIB = 2**20
 BAR = 1.1
 RANKS, WIDTH, BLOCKS = 4, 2048, 48  # 768 MiB in fp32
 STEPS = 2
-PLANS = ("fsdp=4 zero=1", "fsdp=4 zero=2", "fsdp=4 zero=3", "dp=2 fsdp=2 zero=3", "fsdp=2 tp=2 zero=3")
+PLANS = ("fsdp=4 zero=1", "fsdp=4 zero=2", "fsdp=4 zero=3", "dp=2 fsdp=2 zero=3")
 _LOOKS = 0.05  # seconds; each takes the kernel longer the more there is
 
 

@@ -53,3 +53,13 @@ def test_timelines_are_drawn_from_the_orders_that_run() -> None:
     code = f"import runpy, sys; sys.stdout.write(runpy.run_path({script!r})['drawn']())"
     drawn = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100).stdout
     assert (ROOT / "docs" / "explanation" / "pipeline.svg").read_text() == drawn, "try: python docs/timelines.py"
+
+
+def test_the_readme_states_the_accuracy_that_was_measured() -> None:
+    rows = (REFERENCE / "accuracy-here.md").read_text().splitlines()
+    (every,) = [line for line in rows if line.startswith("| all |")]
+    _, _, plans, error, _, _, inside, *_ = (cell.strip() for cell in every.split("|"))
+    told = (
+        f"{error.removesuffix('%')} % off in the median of {plans} plans, {inside.removesuffix('%')} % of them within"
+    )
+    assert told in re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
