@@ -19,7 +19,7 @@ from phalanx.forecast.odds import SAFE, runs_out
 from phalanx.forecast.step import StepTime
 from phalanx.forecast.tables import Array
 from phalanx.forecast.unequal import deal, memory_of, step_of
-from phalanx.forecast.unpriced import unpriced
+from phalanx.forecast.unpriced import uncut, unpriced
 from phalanx.forecast.work import Work
 from phalanx.placement.limits import not_run_yet
 from phalanx.spec import Cluster, Plan
@@ -229,6 +229,7 @@ def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habit
                     *work.profile.notes,
                     *assumed(plan, cluster, found.samples[:, index].tolist()),
                     *unpriced(plan, cluster, work.batch),
+                    *uncut(plan, work.profile.heads),
                 ),
             )
         )

@@ -26,6 +26,15 @@ def unpriced(plan: Plan, cluster: Cluster, batch: int) -> Iterator[str]:
     yield from _of_cluster(cluster)
 
 
+def uncut(plan: Plan, heads: int) -> Iterator[str]:
+    """A sentence where ``tp`` does not divide the ``heads`` of attention; 0 of a model without."""
+    if plan.tp > 1 and heads and heads % plan.tp:
+        yield (
+            f"tp={plan.tp} does not divide {heads} heads: attention is priced as cut, and stays whole on each rank "
+            "where queries, keys and values come of one layer; phalanx show tells which."
+        )
+
+
 def _of_cluster(cluster: Cluster) -> Iterator[str]:
     hosts = {
         name
