@@ -110,7 +110,7 @@ def _start(job: Job, spec: RunSpec, watch: Callable[[], None] | None, cores: int
     plan, folder = spec.plan, spec.folder
     refuse(job, plan, plan.world_size)
     make_ready(plan)
-    causes = [] if plan.server else look_ahead(job, plan)
+    causes = look_ahead(job, plan)
 
     def work(there: Place, report: Callable[[int], None]) -> dict[str, Any]:
         if cores is not None:

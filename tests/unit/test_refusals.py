@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import phalanx as px
 from phalanx.demo.jobs import digits, gpt
-from phalanx.errors import Problem, RefusedError
+from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.foresight import cluster_for
+from phalanx.launch import look_ahead
 from phalanx.observe.show import of_job
 from phalanx.planner import Question
 from phalanx.planner.single import foretell
@@ -19,7 +24,67 @@ from phalanx.train.work import work_of
 JOBS = {
     "gpt": lambda: gpt.gpt_job(layers=2, width=24, heads=4, context=12, batch=8, steps=1),
     "digits": digits.job,
+    "adafactor": lambda: small(optimizer=lambda params: torch.optim.Adafactor(params)),
+    "closure": lambda: small(optimizer=lambda params: torch.optim.LBFGS(params)),
+    "idle scheduler": lambda: small(optimizer=idle),
+    "rprop": lambda: small(optimizer=lambda params: torch.optim.Rprop(params)),
+    "scalar": lambda: small(model=Scaled),
+    "sparse": lambda: small(model=Sparse),
 }
+WRONG = {  # whatever is refused by more than what the plan and a mesh say
+    "adafactor": ("fsdp=2", "tp=2"),
+    "closure": ("dp=2", "pp=2"),
+    "idle scheduler": ("dp=2",),
+    "rprop": ("dp=2 compress=topk:0.1",),
+    "scalar": ("fsdp=2",),
+    "sparse": ("fsdp=2", "fsdp=2 zero=1", "dp=2 compress=int8"),
+}
+
+
+class Sparse(nn.Module):
+    """An embedding whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = nn.Embedding(16, 8, sparse=True), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rows(x.long().clamp(0, 15)).mean(1))
+
+
+class Scaled(nn.Module):
+    """A parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.ones(())), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) * self.scale
+
+
+def idle(params: Any) -> torch.optim.Optimizer:
+    """A scheduler that nobody steps."""
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # pyright: ignore[reportAttributeAccessIssue]
+    return optimizer
+
+
+def small(**how: Any) -> Job:
+    given: dict[str, Any] = {
+        "model": lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)),
+        "data": lambda: px.Table(x=torch.ones(16, 6), y=torch.zeros(16, dtype=torch.long)),
+        "inputs": lambda batch: batch["x"],
+        "loss": lambda output, batch: px.cross_entropy(output, batch["y"]),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "batch": 8,
+        "steps": 1,
+        "name": "small",
+        **how,
+    }
+    return Job(**given)
+
+
 PLANS = (
     "single",
     "dp=2",
@@ -71,7 +136,10 @@ def job(name: str) -> Job:
 def question(name: str, plan: Plan) -> Question:
     given = job(name)
     return Question(
-        work=work(name), cluster=cluster_for(plan), precision="fp32", look=lambda asked: refusals(given, asked)
+        work=work(name if name not in WRONG else "rprop"),
+        cluster=cluster_for(plan),
+        precision="fp32",
+        look=lambda asked: refusals(given, asked),
     )
 
 
@@ -96,8 +164,24 @@ def of_show(name: str, plan: Plan) -> list[Problem]:
     return []
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", ["gpt", "digits"])
 @pytest.mark.parametrize("text", PLANS)
 def test_forecast_and_show_refuse_what_train_does(name: str, text: str) -> None:
     plan = Plan.parse(text)
     assert of_forecast(name, plan) == of_show(name, plan) == refusals(job(name), plan)
+
+
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, plans in WRONG.items() for text in plans])
+def test_forecast_and_show_refuse_what_a_model_or_an_optimizer_is_refused_for(name: str, text: str) -> None:
+    plan = Plan.parse(text)
+    found = of_forecast(name, plan)
+    assert found
+    assert found == of_show(name, plan) == refusals(job(name), plan) == of_train(name, plan)
+
+
+def of_train(name: str, plan: Plan) -> list[Problem]:
+    try:
+        look_ahead(job(name), plan)
+    except SpecError as error:
+        return list(error.problems)
+    return []

@@ -20,6 +20,7 @@ from phalanx.parallel.survey import Held, Piece, Survey
 from phalanx.placement.schedules import Action, Timed, order, timed, work
 from phalanx.spec import Job, Plan
 from phalanx.train.outlook import outlook
+from phalanx.train.work import without_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,8 +114,8 @@ def of_job(job: Job, plan: Plan) -> Shown:
     Raises:
         RefusedError: if the plan cannot serve the job.
     """
-    found = outlook(job, plan)
-    causes = [] if plan.server else look_ahead(job, plan)
+    found = outlook(without_values(job), plan)
+    causes = look_ahead(job, plan)
     return Shown(
         name=job.name,
         plan=plan,
@@ -139,7 +140,7 @@ def of_run(folder: Path, load: Callable[[], Job], foretell: Callable[[Job, Plan]
     foretold: dict[str, Any] | None = None
     try:
         job = replace(load(), batch=batch)
-        survey = outlook(job, plan).survey
+        survey = outlook(without_values(job), plan).survey
         if (stored(folder) or {}).get("missing") == LATE:
             foretold = foretell(job, plan)
     except PhalanxError as error:

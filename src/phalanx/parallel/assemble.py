@@ -85,7 +85,6 @@ def _lay_out(module: nn.Module, job: Job, plan: Plan, device: torch.device) -> L
         devices = [torch.device("cuda", index) if device.type == "cuda" else device for index in range(plan.threads)]
         return Threads(module, devices)
     if plan.kind == "replicate":
-        compress.refuse(module, plan)
         return Replicate(module, device, job, plan.world_size, plan.compress)
     if plan.kind == "shard":
         # Sharding loads torch's DTensor, which takes half as long as torch itself.

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from phalanx.comm import data_mesh
-from phalanx.errors import Problem, RefusedError
+from phalanx.errors import Problem
 from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
 from phalanx.parallel.materialise import fill, recipes
 from phalanx.parallel.statistics import RunningStatistics
@@ -51,7 +51,6 @@ class FullyShard(Layout):
     """Parameters, gradients and optimizer state sharded over the mesh (ZeRO-3), block by block."""
 
     def __init__(self, module: nn.Module, device: torch.device, plan: Plan) -> None:
-        refuse_scalars(module, plan)
         known = recipes(module)
         apply(module, device, plan, data_mesh(plan, device), lambda part: fill(module, known, within=part))
         self._module = module
@@ -76,25 +75,20 @@ class FullyShard(Layout):
             tensor.grad = None
 
 
-def refuse_scalars(module: nn.Module, plan: Plan) -> None:
-    """Raise where ``zero=3`` would have to shard parameters without a dimension.
-
-    Raises:
-        RefusedError: with their names.
-    """
+def scalar_problems(module: nn.Module, plan: Plan) -> list[Problem]:
+    """Parameters without a dimension, which ``zero=3`` would have to shard."""
     scalars = [name for name, tensor in module.named_parameters() if tensor.dim() == 0]
-    if scalars:
-        on_host = plan.offload == "parameters"  # possible with zero=3 only
-        raise RefusedError(
-            [
-                Problem(
-                    where="plan.zero",
-                    given=f"zero=3 and parameters without a dimension: {', '.join(scalars)}",
-                    allowed="zero=3 with parameters of one dimension or more",
-                    fix=str(replace(plan, zero=2, offload="none" if on_host else plan.offload)),
-                )
-            ]
+    if plan.zero != 3 or not scalars:
+        return []
+    on_host = plan.offload == "parameters"  # possible with zero=3 only
+    return [
+        Problem(
+            where="plan.zero",
+            given=f"zero=3 and parameters without a dimension: {', '.join(scalars)}",
+            allowed="zero=3 with parameters of one dimension or more",
+            fix=str(replace(plan, zero=2, offload="none" if on_host else plan.offload)),
         )
+    ]
 
 
 def apply(

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from phalanx.errors import Problem, RefusedError
+from phalanx.errors import Problem
 from phalanx.spec import Plan
 from phalanx.units import show_names
 
@@ -37,13 +37,3 @@ def sparse_problems(module: nn.Module, plan: Plan) -> list[Problem]:
             fix=f"nn.Embedding(..., sparse=False), or {whole}",
         )
     ]
-
-
-def refuse_sparse(module: nn.Module, plan: Plan) -> None:
-    """Raise what keeps ``plan`` from the sparse gradients of ``module``.
-
-    Raises:
-        RefusedError: naming the modules.
-    """
-    if problems := sparse_problems(module, plan):
-        raise RefusedError(problems)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,14 +15,14 @@ from phalanx.comm import Across, Place, from_every_rank, place_within, within
 from phalanx.data import Lane, Loader
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Apart, Example, Layout, advice, assemble, check, device_kind, notes
-from phalanx.parallel.compress import refuse_optimizer
-from phalanx.parallel.sparse import refuse_sparse
+from phalanx.parallel.compress import optimizer_problems
 from phalanx.parallel.statistics import buffers_kept
 from phalanx.spec import Job, Plan
 from phalanx.train.consistency import same_initial_values, same_length
 from phalanx.train.elementwise import refuse_rows, refuse_slices
 from phalanx.train.inputs import Inputs
 from phalanx.train.parameters import Parameters
+from phalanx.train.refusals import closure_problems, model_problems
 from phalanx.train.rng import stream
 from phalanx.train.schedulers import scheduler_notes, scheduler_problems
 from phalanx.train.sharing import Sharing
@@ -127,8 +126,10 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     refuse_slices(job, layout.held, own)
     optimizer = build_optimizer(job, layout)
     refuse_rows(job, optimizer, layout.held, own)
-    refuse_optimizer(optimizer, plan)
-    if problems := scheduler_problems(job, plan, optimizer, lr_scale=lr_scale, resumes=first_step > 0):
+    resumes = first_step > 0
+    problems = optimizer_problems(optimizer, plan)
+    problems += scheduler_problems(job, plan, optimizer, lr_scale=lr_scale, resumes=resumes)
+    if problems:
         raise RefusedError(problems)
     found += scheduler_notes(optimizer)
     course = Course(
@@ -155,7 +156,8 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
 def _module(job: Job, plan: Plan) -> tuple[nn.Module, list[str]]:
     """The model, built piece by piece where it is to be cut; and a note where it cannot be."""
     module, unbuilt = begun(job) if plan.kind in ("split", "shard") else (build_model(job), [])
-    refuse_sparse(module, plan)
+    if problems := model_problems(module, plan):
+        raise RefusedError(problems)
     return module, unbuilt
 
 
@@ -200,6 +202,10 @@ def build_model(job: Job, making: Callable[[Callable[[], Any]], Any] = lambda ma
     do) is put in training mode; in one that comes in training mode, parts kept out of it stay so. ``making`` calls the
     job's function.
     """
+    if isinstance(job.model, nn.Module):
+        name = type(job.model).__name__
+        given, allowed = f"a model, a {name}", "a function that builds it when called: each process builds its own"
+        raise SpecError([Problem(where="job.model", given=given, allowed=allowed, fix=f"model=lambda: {name}(...)")])
     seed = stream(job.seed, 0)
     torch.manual_seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)
@@ -292,23 +298,9 @@ def optimizer_over(job: Job, parameters: Mapping[str, torch.Tensor]) -> torch.op
             "that nobody reads.\n    try: optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4), over exactly "
             "the `params` it is called with; for parameters that shall not train: requires_grad=False in the model"
         )
-    if _needs_closure(optimizer):
-        raise SpecError([_closure(optimizer)])
+    if problems := closure_problems(optimizer):
+        raise SpecError(problems)
     return optimizer
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    first = next(iter(list(inspect.signature(type(optimizer).step).parameters.values())[1:]), None)
-    return first is not None and first.default is inspect.Parameter.empty and first.kind is not first.VAR_POSITIONAL
-
-
-def _closure(optimizer: torch.optim.Optimizer) -> Problem:
-    return Problem(
-        where="job.optimizer",
-        given=f"{type(optimizer).__name__}, which steps with a closure: it evaluates the loss itself, more than once",
-        allowed="optimizers that step by the gradients that are there",
-        fix="optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)",
-    )
 
 
 _STAND_IN = "nothing_to_step"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from torch import nn
-
 from phalanx.data import Lane, Loader
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel import check, notes
@@ -13,7 +11,8 @@ from phalanx.parallel.survey import Survey, survey
 from phalanx.spec import Job, Plan
 from phalanx.train.assembly import begun, build_model, example_of, looked_at
 from phalanx.train.causes import LARGEST, causes
-from phalanx.train.elementwise import half_steps, slice_problems
+from phalanx.train.elementwise import half_steps
+from phalanx.train.refusals import model_problems, optimizer_problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +41,9 @@ def outlook(job: Job, plan: Plan) -> Outlook:
     if problems:
         raise RefusedError(problems)
     module, unbuilt = begun(job)
-    _refuse_optimizer(job, plan, module)
-    if plan.zero == 3:
-        from phalanx.parallel.shard import refuse_scalars
-
-        refuse_scalars(module, plan)
+    trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    if problems := [*model_problems(module, plan), *optimizer_problems(job, plan, trainable)]:
+        raise RefusedError(problems)
     found = notes(module, job, plan)
     if plan.kind != "split":
         return Outlook(survey=survey(module, plan), notes=tuple(found))
@@ -103,11 +100,3 @@ def ahead(job: Job, plan: Plan) -> list[str]:
     if plan.devices > 1 and (note := half_steps(job, trainable)):
         found.append(note)
     return found
-
-
-def _refuse_optimizer(job: Job, plan: Plan, module: nn.Module) -> None:
-    if max(plan.tp, plan.ep) == 1:
-        return
-    trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
-    if problems := slice_problems(job, plan, trainable):
-        raise RefusedError(problems)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,16 +20,14 @@ from torch import nn
 
 from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
-from phalanx.parallel import compress, device_kind, without_gradient
-from phalanx.parallel.sparse import refuse_sparse
+from phalanx.parallel import device_kind, without_gradient
 from phalanx.spec import Job, Plan
 from phalanx.train.assembly import build_model, optimizer_over
-from phalanx.train.elementwise import rows_problem
 from phalanx.train.evaluate import evaluation_mode, measure
 from phalanx.train.inputs import Inputs
 from phalanx.train.lossform import read_loss
 from phalanx.train.precision import compute_context
-from phalanx.train.schedulers import scheduler_problems
+from phalanx.train.refusals import model_problems, optimizer_problems, rank_0
 
 _HOST = torch.device("cpu")
 _FEW = 2
@@ -82,8 +80,8 @@ class _First:
         """Forward, loss and backward of these micro-batches; then the first ones of evaluation."""
         job = self._job
         trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
-        refuse_sparse(module, self._plan)
-        compress.refuse(module, self._plan)
+        if problems := model_problems(module, self._plan):
+            raise RefusedError(problems)
         self._optimizer(trainable)
         inputs = Inputs(job, module)
         for micro in micros:
@@ -107,14 +105,8 @@ class _First:
     def _optimizer(self, trainable: Mapping[str, torch.Tensor]) -> None:
         job, plan = self._job, self._plan
         with self.code_of("job.optimizer"):
-            optimizer = optimizer_over(job, trainable)
-        compress.refuse_optimizer(optimizer, plan)
-        problems = scheduler_problems(job, plan, optimizer)
-        if plan.fsdp > 1:
-            with rank_0(plan):
-                mesh = dist.device_mesh.init_device_mesh("cpu", (plan.fsdp,))
-                problem = rows_problem(job, plan, optimizer, trainable, mesh, alone=True)
-            problems += [problem] if problem else []
+            optimizer_over(job, trainable)
+        problems = optimizer_problems(job, plan, trainable)
         if problems:
             raise RefusedError(problems)
 
@@ -152,22 +144,6 @@ class _First:
 def _few(loader: Loader) -> MicroBatch:
     size = _FEW if loader.length is None else min(_FEW, loader.length)
     return MicroBatch(batch=loader.example(size), ids=tuple(range(size)), samples=size)
-
-
-@contextmanager
-def rank_0(plan: Plan) -> Generator[None]:
-    """As rank 0 of the plan's processes, for a job that asks which it is; collectives do nothing, and give nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.processes)
-    try:
-        yield
-    finally:
-        with suppress(Exception):
-            dist.destroy_process_group()
 
 
 def _problem(field: str, error: Exception) -> Problem:

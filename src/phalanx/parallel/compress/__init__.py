@@ -1,7 +1,7 @@
 """Sending less: codecs, what they leave out and when it is made up for, and averages that go through them."""
 
 from phalanx.parallel.compress.averaged import averaged
-from phalanx.parallel.compress.check import check, refuse, refuse_optimizer
+from phalanx.parallel.compress.check import check, optimizer_problems, problems
 from phalanx.parallel.compress.choice import codec
 from phalanx.parallel.compress.codec import Codec, message, read
 from phalanx.parallel.compress.feedback import Feedback
@@ -21,7 +21,7 @@ __all__ = [
     "codec",
     "lane",
     "message",
+    "optimizer_problems",
+    "problems",
     "read",
-    "refuse",
-    "refuse_optimizer",
 ]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from phalanx.errors import Problem, RefusedError
+from phalanx.errors import Problem
 from phalanx.parallel.sparse import sparse
 from phalanx.spec import Job, Plan
 from phalanx.spec.compress import Compression
@@ -29,36 +29,30 @@ def check(job: Job, plan: Plan) -> list[Problem]:
     ]
 
 
-def refuse(module: nn.Module, plan: Plan) -> None:
-    """Raise where ``module`` has gradients that cannot be sent as ``plan.compress`` says.
-
-    Raises:
-        RefusedError: naming the modules or parameters.
-    """
+def problems(module: nn.Module, plan: Plan) -> list[Problem]:
+    """Which gradients of ``module`` cannot be sent as ``plan.compress`` says."""
     if not _gradients(plan):
-        return
+        return []
     numbers = [name for name, one in module.named_parameters() if one.requires_grad and one.is_complex()]
     found = [f"sparse gradients of {show_names(names)}"] if (names := sparse(module)) else []
     found += [f"complex gradients of {show_names(numbers)}"] if numbers else []
-    if found:
-        given = f"{' and '.join(found)} with compress={plan.compress}"
-        allowed = "dense gradients of real numbers: they are sent by blocks and matrices of elements"
-        fix = str(replace(plan, compress="none"))
-        raise RefusedError([Problem(where="plan.compress", given=given, allowed=allowed, fix=fix)])
+    if not found:
+        return []
+    given = f"{' and '.join(found)} with compress={plan.compress}"
+    allowed = "dense gradients of real numbers: they are sent by blocks and matrices of elements"
+    return [Problem(where="plan.compress", given=given, allowed=allowed, fix=str(replace(plan, compress="none")))]
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Raise where ``optimizer`` makes something else than a late gradient of one that comes late.
+def optimizer_problems(optimizer: torch.optim.Optimizer, plan: Plan) -> list[Problem]:
+    """Whether ``optimizer`` makes something else than a late gradient of one that comes late.
 
-    Raises:
-        RefusedError: for ``topk`` with an optimizer that takes an element of zero for one that has come to rest.
+    So does, of ``topk``, one that takes an element of zero for one that has come to rest.
     """
     if not isinstance(optimizer, torch.optim.Rprop) or not plan.compress.startswith("topk"):
-        return
+        return []
     given = f"{type(optimizer).__name__} with compress={plan.compress}"
     allowed = "not topk: Rprop steps by signs alone, and topk gives all but the largest elements none"
-    fix = str(replace(plan, compress="bf16"))
-    raise RefusedError([Problem(where="job.optimizer", given=given, allowed=allowed, fix=fix)])
+    return [Problem(where="job.optimizer", given=given, allowed=allowed, fix=str(replace(plan, compress="bf16")))]
 
 
 def _gradients(plan: Plan) -> bool:

@@ -1,0 +1,89 @@
+"""What of a job's model and optimizer keeps a plan from it, on any devices: one list for every verb."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.errors import Problem
+from phalanx.parallel import compress
+from phalanx.parallel.sparse import sparse_problems
+from phalanx.spec import Job, Plan
+from phalanx.train.elementwise import rows_problem, slice_problems
+from phalanx.train.parameters import Parameters, learning, small
+from phalanx.train.schedulers import scheduler_problems
+
+
+def model_problems(module: nn.Module, plan: Plan) -> list[Problem]:
+    """What of the parameters of ``module``, which need no values, keeps ``plan`` from it."""
+    problems = [*sparse_problems(module, plan), *compress.problems(module, plan)]
+    if plan.zero == 3:
+        from phalanx.parallel.shard import scalar_problems  # loads torch's DTensor
+
+        problems += scalar_problems(module, plan)
+    return problems
+
+
+def optimizer_problems(job: Job, plan: Plan, parameters: Mapping[str, torch.Tensor]) -> list[Problem]:
+    """What of the job's optimizer keeps ``plan`` from ``parameters``; of these only names and shapes are read.
+
+    It is made of small parameters and tried on them. Empty where it cannot be: then its own error is what a run tells.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            optimizer: Any = job.optimizer(Parameters(learning(small(parameters))))
+    except Exception:  # a factory of any make
+        return slice_problems(job, plan, parameters) if max(plan.tp, plan.ep) > 1 else []
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return []
+    problems = closure_problems(optimizer)
+    if problems:
+        return problems
+    problems += compress.optimizer_problems(optimizer, plan)
+    problems += scheduler_problems(job, plan, optimizer)
+    if max(plan.tp, plan.ep) > 1:
+        problems += slice_problems(job, plan, parameters)
+    if plan.fsdp > 1 and not dist.is_initialized():
+        with rank_0(plan):
+            mesh = dist.device_mesh.init_device_mesh("cpu", (plan.fsdp,))
+            problem = rows_problem(job, plan, optimizer, parameters, mesh, alone=True)
+        problems += [problem] if problem else []
+    return problems
+
+
+def closure_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
+    """Whether ``optimizer`` steps with a closure."""
+    first = next(iter(list(inspect.signature(type(optimizer).step).parameters.values())[1:]), None)
+    if first is None or first.default is not inspect.Parameter.empty or first.kind is first.VAR_POSITIONAL:
+        return []
+    return [
+        Problem(
+            where="job.optimizer",
+            given=f"{type(optimizer).__name__}, which steps with a closure: it evaluates the loss itself, more than "
+            "once",
+            allowed="optimizers that step by the gradients that are there",
+            fix="optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)",
+        )
+    ]
+
+
+@contextmanager
+def rank_0(plan: Plan) -> Generator[None]:
+    """As rank 0 of the plan's processes, for a job that asks which it is; collectives do nothing, and give nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.processes)
+    try:
+        yield
+    finally:
+        with suppress(Exception):
+            dist.destroy_process_group()
