@@ -187,7 +187,8 @@ def proof_table(proof: dict[str, Any]) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("compared", "how many", "largest difference", "allowed"):
         table.add_column(heading, justify="left" if heading == "compared" else "right")
-    for kind, label in _COMPARED.items():
+    for kind in dict.fromkeys((*_COMPARED, *(check["kind"] for check in proof["checks"]))):
+        label = _COMPARED.get(kind, kind)
         checks = [check for check in proof["checks"] if check["kind"] == kind]
         if checks:
             worst = max(checks, key=_share_of_allowed)
@@ -222,9 +223,9 @@ def proof_table(proof: dict[str, Any]) -> RenderableType:
 
 _COMPARED = {
     "copies": "copies of tensors on other ranks",
-    "initial": "parameters before the first step",
+    "initial": "parameters and buffers before the first step",
     "loss": "loss of each step",
-    "scale": "gradients of the first step, together",
+    "scale": "all gradients together, in the first steps",
     "gradient": "gradients, reduced",
     "used": "gradients that the optimizer was given",
     "parameter": "parameters, after the first and the last update",
@@ -247,7 +248,7 @@ _MOST_DIFFERING = 8
 def _differing(proof: dict[str, Any]) -> list[RenderableType]:
     """The tensors that differ, the largest first: gradients, or parameters where all gradients are equal."""
     for kind, field in (("gradient", "gradients"), ("parameter", "parameters")):
-        wrong = [one for one in proof[field] if not one.get("relative", 0.0) <= proof["tolerance"][kind]]
+        wrong = [one for one in proof[field] if not one.get("relative", 0.0) <= one.get("allowed", 0.0)]
         if not wrong:
             continue
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

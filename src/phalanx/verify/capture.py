@@ -15,11 +15,10 @@ from phalanx.comm import Place
 from phalanx.launch import launch, make_ready
 from phalanx.spec import Job, Plan, RunSpec
 from phalanx.train import loop
-from phalanx.train.assembly import build_model
 from phalanx.verify.dropout import BySample
 from phalanx.verify.mask_recording import MaskRecording
 from phalanx.verify.mask_statistics import MaskStatistics, statistics_of
-from phalanx.verify.readback import loaded_by_one_device, saved_in
+from phalanx.verify.readback import read_back
 from phalanx.verify.reading import record_of, workers_of
 from phalanx.verify.record import Record
 from phalanx.verify.recording import Recording
@@ -50,8 +49,8 @@ def capture(given: Job, plan: Plan, folder: Path, watch: Watch = None, *, dropou
         workers = workers_of(answers[: plan.dp])
         first, answers = plan.dp, answers[plan.dp : plan.dp + 1]
     record, path = record_of(answers, folder, first, plan.after), Path(answers[0]["checkpoint"])
-    record = replace(record, workers=workers, drops=drops)
-    return replace(record, saved=saved_in(path), loaded=loaded_by_one_device(given, path, folder))
+    saved, loaded = read_back(given, path, folder)
+    return replace(record, workers=workers, drops=drops, saved=saved, loaded=loaded)
 
 
 def masks_of(job: Job, plan: Plan, folder: Path, watch: Watch = None) -> MaskStatistics:
@@ -110,17 +109,6 @@ def _trained(
     make_ready(plan)
     import_module("phalanx.checkpoint.store")  # once, for the workers that save and for reading back here
     return launch(work, plan.processes, watch=watch)
-
-
-def model_of(job: Job) -> nn.Module:
-    """The model with its initial values, built without changing the stream of torch's random numbers."""
-    with torch.random.fork_rng(devices=[]):
-        return build_model(job)
-
-
-def recurrent_dropouts(module: nn.Module) -> list[str]:
-    """Names of LSTM, GRU and RNN modules that drop between their layers."""
-    return [name for name, child in module.named_modules() if isinstance(child, nn.RNNBase) and child.dropout > 0]
 
 
 def without_dropout(job: Job) -> Callable[[], Any]:

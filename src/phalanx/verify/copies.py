@@ -39,17 +39,17 @@ class Apart:
         return f"{kinds.get(self.kind, '')}{self.name}{at} on {self.who} differ{by} (allowed 0)"
 
 
-def copies_apart(record: Record, moment: str, everywhere: bool) -> tuple[int, list[Apart]]:
+def copies_apart(record: Record, moment: str, everywhere: bool, *, values: bool = False) -> tuple[int, list[Apart]]:
     """How many copies of what another rank holds as well there are at ``moment``, and those that differ.
 
     Copies in one process count as well, and those that servers have sent to workers. Without ``everywhere`` replicas
-    that step by themselves are each a world of their own.
+    that step by themselves are each a world of their own, but for parameters where ``values`` of all are together.
     """
     many, found = 0, list[Apart]()
     firsts: dict[tuple[int, str, Piece], tuple[int, Copy]] = {}
     for rank, told in enumerate(record.ranks):
-        replica = 0 if everywhere else told.replica
         for key, copy in told.copies.get(moment, {}).items():
+            replica = 0 if everywhere or (values and key.startswith("value.")) else told.replica
             many += len(copy.beside)
             beside = [thread for thread, by in enumerate(copy.beside, 1) if by]
             found += [_apart(key, copy, f"threads 0 and {thread}", copy.beside[thread - 1]) for thread in beside]

@@ -41,7 +41,7 @@ def diagnose(
 def _not_promised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
     """Replicas that are not kept equal differ after the first step; in it, only what is rounded where it is sent."""
     first = evidence.losses[0] > tolerance.loss or any(one.relative > 0 for one in evidence.initial)
-    unequal = any(not one.relative <= tolerance.gradient for one in evidence.gradients)
+    unequal = any(one.beyond for one in evidence.gradients)
     if plan.exact or first or (unequal and plan.compress == "none"):
         return ""
     return (
@@ -138,7 +138,7 @@ def _constant_ratio(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Pl
 
 
 def _one_parameter(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
-    wrong = [one for one in evidence.gradients if one.relative > tolerance.gradient]
+    wrong = [one for one in evidence.gradients if one.beyond]
     if wrong and len(wrong) <= max(1, len(evidence.gradients) // 4):
         return (
             f"only {', '.join(one.name for one in wrong[:4])} differ: something particular to them. "
@@ -148,7 +148,7 @@ def _one_parameter(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Pla
 
 
 def _after_the_gradient(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
-    if any(one.relative > tolerance.gradient for one in evidence.gradients) or evidence.losses[0] > tolerance.loss:
+    if any(one.beyond for one in evidence.gradients) or evidence.losses[0] > tolerance.loss:
         return ""
     return (
         "the first step's loss and gradients are equal, what follows is not: the optimizer's step differs. "

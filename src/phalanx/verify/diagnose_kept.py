@@ -16,7 +16,7 @@ def changed_before_the_update(evidence: Evidence, tolerance: Tolerance, job: Job
         if any(one.beyond for one in evidence.of("gradient", step)) or _scaled(evidence, step):
             return ""
         _, copies = copies_apart(evidence.other, f"used-{step}", everywhere=plan.sync == "each")
-        norm = any("norm is" in check.first for check in evidence.checks if check.step == step)
+        norm = any("norm is" in one for check in evidence.checks if check.step == step for one in check.wrong)
         if norm or copies or any(one.beyond for one in evidence.of("used", step)):
             break
     else:

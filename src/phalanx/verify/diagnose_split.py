@@ -14,13 +14,10 @@ from phalanx.verify.evidence import Evidence, ranks_in_words
 from phalanx.verify.prints import Piece, Print, cut_out
 from phalanx.verify.trace import Passed
 
-_SAME = 1e-6
-"""Relative difference up to which initial values are one device's: machines may differ in the last bit."""
-
 
 def other_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
     """The plan's model begins with other values than one device's."""
-    wrong = [one for one in evidence.initial if one.relative > _SAME]
+    wrong = [one for one in evidence.initial if one.beyond]
     if not wrong:
         return ""
     starts = evidence.other.prints("start")
@@ -254,7 +251,7 @@ def not_synchronised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: P
     own = "tokens" if set(parts) <= {"tp", "cp"} else "samples"
     has = f"each rank has that of its own {own} only" + (", and they add up to one device's" if sums else "")
     listed = show_names(list(names), 3)
-    right = {one.name for one in evidence.gradients if one.relative <= tolerance.gradient}
+    right = {one.name for one in evidence.gradients if not one.beyond}
     rest = everything - set(names)
     if rest and rest <= right | set(evidence.silent):
         return (

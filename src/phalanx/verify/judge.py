@@ -10,40 +10,13 @@ from typing import Any
 from phalanx.spec import Plan
 from phalanx.verify import compare
 from phalanx.verify.bounds import bound_of, first_gradients
+from phalanx.verify.check import WORDS, Check
 from phalanx.verify.compare import Difference, FirstGradient, Tolerance
 from phalanx.verify.copies import Apart, copies_apart
 from phalanx.verify.evidence import holders, where
+from phalanx.verify.judge_kept import checkpoint, evaluations
 from phalanx.verify.record import END, FIRST, START, Record, StepRecord, Tensors
 from phalanx.verify.recording import GRADIENT_STEPS
-
-_WORDS = {START: "before the first step", FIRST: "after the first update", END: "after the last step"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
-    """One kind of thing at one moment, compared.
-
-    Attributes:
-        kind: of thing: ``copies``, ``initial``, ``loss``, ``scale`` (of gradients), ``gradient``, ``used``,
-            ``parameter``, ``buffer``, ``state``, ``exact`` (numbers that must be the same), ``evaluation``,
-            ``checkpoint``, ``dropout`` (masks of a run with it).
-        when: in words.
-        step: it belongs to; ``None`` for what is before or after all.
-        many: how many were compared.
-        largest: relative difference.
-        allowed: of the one that came closest to what it is allowed, or went beyond it most.
-        first: what is beyond that, in words; empty where nothing is.
-        differences: of tensors.
-    """
-
-    kind: str
-    when: str
-    many: int
-    step: int | None = None
-    largest: float = 0.0
-    allowed: float = 0.0
-    first: str = ""
-    differences: tuple[Difference, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +46,7 @@ def _all(pair: Pair) -> Iterator[Check]:
     together = pair.plan.sync == "each"
     yield _copies(pair, START)
     yield _tensors(pair, "initial", START, compare.values(one.values[START], other.values[START], _SAME))
-    yield _tensors(pair, "buffer", START, _common(one.buffers.get(START, {}), other.buffers.get(START, {}), _SAME))
+    yield _tensors(pair, "initial", START, _common(one.buffers.get(START, {}), other.buffers.get(START, {}), _SAME))
     yield _exact("options of the optimizer", "before the first step", _options(one, other))
     for index, (here, there) in enumerate(zip(one.steps, other.steps, strict=True)):
         yield from _step(pair, index, here, there)
@@ -81,8 +54,8 @@ def _all(pair: Pair) -> Iterator[Check]:
             yield from _values(pair, FIRST)
     yield from _values(pair, END)
     yield _ranks_agree(other)
-    yield from _evaluations(one, other, tolerance)
-    yield from _checkpoint(other)
+    yield from evaluations(one, other, tolerance)
+    yield from checkpoint(other)
 
 
 _SAME = 1e-6
@@ -145,12 +118,11 @@ def _values(pair: Pair, moment: str) -> Iterator[Check]:
     here, there = ({name: each.values[moment][name] for name in still} for each in (one, other))
     found += compare.values(here, there)
     yield _tensors(pair, "parameter", moment, found, step=step)
-    yield _tensors(
-        pair, "buffer", moment, _common(one.buffers.get(moment, {}), other.buffers.get(moment, {}), tolerance.parameter)
-    )
+    buffers = _common(one.buffers.get(moment, {}), other.buffers.get(moment, {}), tolerance.parameter)
+    yield _tensors(pair, "buffer", moment, buffers, step=step)
     yield _tensors(pair, "state", moment, _states(pair, moment, first), step=step)
     numbers = _different(one.numbers.get(moment, {}), other.numbers.get(moment, {}))
-    yield _exact("numbers in the optimizer's state", _WORDS[moment], numbers)
+    yield _exact("numbers in the optimizer's state", WORDS[moment], numbers)
 
 
 def _gradients_of(pair: Pair, kind: str, step: int) -> tuple[Tensors, Tensors]:
@@ -192,7 +164,7 @@ def _common(one: Tensors, other: Tensors, allowed: float) -> list[Difference]:
 def _tensors(pair: Pair, kind: str, moment: str, found: Sequence[Difference], step: int | None = None) -> Check:
     """A check of tensors; where one differs by more than is allowed, with where in it that is."""
     of = {"initial": "value", "parameter": "value", "used": "gradient"}.get(kind, kind)
-    when = f"in step {step}" if kind in ("gradient", "used") else _WORDS[moment]
+    when = f"in step {step}" if kind in ("gradient", "used") else WORDS[moment]
     parts = (
         holders([rank.copies.get(moment, {}) for rank in pair.other.ranks], of)
         if any(one.beyond for one in found)
@@ -253,8 +225,9 @@ def _in_words(kind: str, when: str, one: Difference) -> str:
 
 
 def _copies(pair: Pair, moment: str, step: int | None = None) -> Check:
-    many, apart = copies_apart(pair.other, moment, _same_everywhere(pair.plan, moment))
-    when = f"in step {step}" if "-" in moment else _WORDS[moment]
+    # Replicas that step by themselves end with the average of all, which is what is saved.
+    many, apart = copies_apart(pair.other, moment, _same_everywhere(pair.plan, moment), values=moment == END)
+    when = f"in step {step}" if "-" in moment else WORDS[moment]
     first = f"copies of {apart[0].words} {when}" if apart else ""
     return Check(kind="copies", when=when, step=step, many=many, largest=_farthest(apart), first=first)
 
@@ -271,7 +244,8 @@ def _farthest(found: Sequence[Apart]) -> float:
 def _exact(what: str, when: str, found: tuple[int, list[str]]) -> Check:
     many, wrong = found
     first = f"{what}: {wrong[0]}" if wrong else ""
-    return Check(kind="exact", when=when, many=many, largest=math.inf if wrong else 0.0, first=first)
+    largest = math.inf if wrong else 0.0
+    return Check(kind="exact", when=when, many=many, largest=largest, first=first, wrong=tuple(wrong))
 
 
 def _options(one: Record, other: Record) -> tuple[int, list[str]]:
@@ -329,10 +303,18 @@ def _numbers(pair: Pair, step: int, here: StepRecord, there: StepRecord) -> tupl
 
 
 def _ranks_agree(other: Record) -> Check:
-    """Every rank of a replica tells the same of every step, and all tell the same of evaluations."""
+    """Every rank of a replica tells the same of every step and has the same numbers in its optimizer's state, and all
+    tell the same of evaluations."""
     many, wrong = 0, list[str]()
     firsts: dict[int, int] = {}
+    known: dict[tuple[int, str, str], tuple[int, float]] = {}
     for rank, told in enumerate(other.ranks):
+        for moment, numbers in told.numbers.items():
+            for key, value in numbers.items():
+                before, one = known.setdefault((told.replica, moment, key), (rank, value))
+                many += before != rank
+                if compare.apart(one, value):
+                    wrong.append(f"{key} {WORDS[moment]} is {one} on rank {before} and {value} on rank {rank}")
         first = firsts.setdefault(told.replica, rank)
         if first == rank:
             continue
@@ -347,51 +329,3 @@ def _ranks_agree(other: Record) -> Check:
             if told.evaluations.get(step) != result:
                 wrong.append(f"the evaluation after step {step} differs between ranks {first} and {rank}")
     return _exact("what ranks tell", "in all steps", (many, wrong))
-
-
-def _evaluations(one: Record, other: Record, tolerance: Tolerance) -> Iterator[Check]:
-    for step, here in one.evaluations.items():
-        there = other.evaluations.get(step, {})
-        pairs = {"loss": (here["loss"], there.get("loss", math.nan))}
-        pairs |= {
-            name: (value, there.get("metrics", {}).get(name, math.nan)) for name, value in here["metrics"].items()
-        }
-        off = {name: compare.apart(float(a), float(b)) for name, (a, b) in pairs.items()}
-        wrong = [
-            f"{name} of the evaluation after step {step} is {pairs[name][1]}, not {pairs[name][0]}"
-            for name, by in off.items()
-            if not by <= tolerance.parameter
-        ]
-        if here["samples"] != there.get("samples"):
-            wrong.append(f"samples of the evaluation are {there.get('samples')}, not {here['samples']}")
-        largest, first = max(off.values(), default=0.0), wrong[0] if wrong else ""
-        yield Check(
-            kind="evaluation",
-            when=f"after step {step}",
-            many=len(pairs) + 1,
-            largest=largest,
-            allowed=tolerance.parameter,
-            first=first,
-        )
-
-
-def _checkpoint(other: Record) -> Iterator[Check]:
-    held = {
-        **{
-            f"model.{name}": tensor
-            for name, tensor in (*other.values[END].items(), *other.buffers.get(END, {}).items())
-        },
-        **{f"optimizer.{name}": tensor for name, tensor in other.state.get(END, {}).items()},
-    }
-    for words, found in (
-        ("in the checkpoint", other.saved),
-        ("once one device has loaded the checkpoint", other.loaded),
-    ):
-        if found:
-            common = [name for name in held if name in found]
-            unlike = [
-                one for name in common for one in compare.values({name: held[name]}, {name: found[name]}) if one.beyond
-            ]
-            first = f"{unlike[0].name} {words}, by {unlike[0].relative:.2g} (allowed 0)" if unlike else ""
-            largest = max((one.relative for one in unlike), default=0.0)
-            yield Check(kind="checkpoint", when=words, many=len(common), largest=largest, first=first)

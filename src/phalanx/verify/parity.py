@@ -8,22 +8,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from phalanx.errors import Problem, RefusedError, WorkerError
 from phalanx.launch import look_ahead, make_ready
-from phalanx.parallel import batch_statistics, dropouts
 from phalanx.spec import Job, Plan
 from phalanx.spec.plan import Device, Precision
 from phalanx.train.assembly import refuse
 from phalanx.verify import compare
 from phalanx.verify.bounds import bound_of
-from phalanx.verify.capture import Dropout, Watch, capture, masks_of, model_of, proven, recurrent_dropouts, traced
+from phalanx.verify.capture import Dropout, Watch, capture, masks_of, proven, traced
+from phalanx.verify.check import Check
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import diagnose
-from phalanx.verify.dropout import off_by_sample, refuse_compiled, refuse_masks
+from phalanx.verify.dropout import refuse_compiled, refuse_masks
 from phalanx.verify.evidence import Evidence
-from phalanx.verify.judge import Check, Pair, judged
+from phalanx.verify.facts import ModelFacts, facts_of
+from phalanx.verify.judge import Pair, judged
 from phalanx.verify.mask_statistics import MaskStatistics
 from phalanx.verify.record import Record
 from phalanx.verify.references import own_record, plain_record
@@ -114,7 +113,7 @@ class OneDevice:
     precision: Precision
     device: Device
     reference: str
-    _module: torch.nn.Module
+    _facts: ModelFacts
     _record: Record
     dropout: bool = False
 
@@ -155,7 +154,7 @@ class OneDevice:
             device=device,
             dropout=dropout,
             reference=reference,
-            _module=model_of(job),
+            _facts=facts_of(job),
             _record=record,
         )
 
@@ -174,8 +173,7 @@ class OneDevice:
         with _folder() as name:
             given = proven(self.job, self.steps, taken)
             other = capture(given, plan, Path(name), watch, dropout=self._how)
-        layers = sum(1 for child in self._module.modules() if next(child.parameters(recurse=False), None) is not None)
-        tolerance = Tolerance.of(plan.precision, batch=self.job.batch, layers=layers, steps=taken)
+        tolerance = Tolerance.of(plan.precision, batch=self.job.batch, layers=self._facts.layers, steps=taken)
         pair = Pair(one=self._record, other=other, plan=plan, tolerance=tolerance)
         checks = judged(pair)
         masks = None if any(check.first for check in checks) else self._masks(plan, other, watch)
@@ -194,7 +192,7 @@ class OneDevice:
             gradients=gradients,
             parameters=_of(checks, "parameter", None),
             not_compared=_silent(pair),
-            notes=_notes(self._module, dropout=self.dropout),
+            notes=self._facts.notes(dropout=self.dropout),
             first=first,
             cause=cause,
             checks=checks,
@@ -220,7 +218,7 @@ class OneDevice:
 
     def _cause(self, pair: Pair, checks: list[Check], watch: Watch) -> str:
         def look() -> list[str]:
-            return [] if pair.plan.server else look_ahead(self.job, pair.plan)
+            return look_ahead(self.job, pair.plan)
 
         return diagnose(self.evidence(pair, checks, watch), pair.tolerance, self.job, pair.plan, look)
 
@@ -244,7 +242,7 @@ class OneDevice:
             gradients=[one for one in _of(checks, "gradient", 0) if not one.rounding or one.beyond],
             silent=_silent(pair),
             parameters=_of(checks, "parameter", None),
-            batch_norm=batch_statistics(self._module),
+            batch_norm=self._facts.batch_statistics,
             checks=checks,
         )
 
@@ -276,8 +274,8 @@ def prove(
         refuse_compiled(plan)
     refuse(job, plan, plan.world_size)
     make_ready(plan)
-    causes = [] if plan.server else look_ahead(job, plan)
-    for note in (*_notes(model_of(job), dropout=dropout), *causes):
+    causes = look_ahead(job, plan)
+    for note in (*facts_of(job).notes(dropout=dropout), *causes):
         if say:
             say(note)
     own = None if against is None else OwnLoop(against)
@@ -337,16 +335,3 @@ def _of(checks: list[Check], kind: str, step: int | None) -> list[Difference]:
 def _silent(pair: Pair) -> list[str]:
     """Parameters whose first gradient is zero but for rounding."""
     return compare.gradients(pair.one.gradients, pair.other.gradients, bound_of(pair.one, 0, pair.tolerance))[1]
-
-
-def _notes(module: torch.nn.Module, *, dropout: bool) -> list[str]:
-    found: list[str] = []
-    names = list(dict.fromkeys([*dropouts(module), *recurrent_dropouts(module)]))
-    if dropout:
-        names = off_by_sample(module)
-    if names:
-        then = "" if dropout else ", then measured with it on"
-        found.append(f"dropout is switched off for the comparison ({len(names)} modules, {names[0]} the first){then}")
-    if names := batch_statistics(module):
-        found.append(f"BatchNorm takes statistics of each micro-batch and is not equal when one is split ({names[0]})")
-    return found

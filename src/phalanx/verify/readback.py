@@ -20,6 +20,25 @@ from phalanx.train.state import restore
 _LOADED = "loaded.safetensors"
 
 
+def read_back(job: Job, path: Path, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What the checkpoint in folder ``path`` holds, and what one device that resumes from it begins with.
+
+    Both are read at the same time. ``folder`` is for files.
+
+    Raises:
+        WorkerError: if the checkpoint cannot be loaded.
+    """
+    saved: dict[str, Tensor] = {}
+
+    def meanwhile() -> None:
+        if not saved:
+            saved.update(saved_in(path))
+
+    loaded = loaded_by_one_device(job, path, folder, meanwhile)
+    meanwhile()
+    return saved, loaded
+
+
 def saved_in(path: Path) -> dict[str, Tensor]:
     """Every tensor of the checkpoint in folder ``path``, whole: ``model.<name>``, ``optimizer.<parameter>.<key>``."""
     from phalanx import checkpoint
@@ -31,8 +50,12 @@ def saved_in(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def loaded_by_one_device(job: Job, path: Path, folder: Path) -> dict[str, Tensor]:
+def loaded_by_one_device(
+    job: Job, path: Path, folder: Path, watch: Callable[[], None] | None = None
+) -> dict[str, Tensor]:
     """What one device that resumes from the checkpoint ``path`` begins with, named likewise; ``folder`` is for files.
+
+    ``watch`` is called meanwhile.
 
     Raises:
         WorkerError: if it cannot be loaded.
@@ -51,7 +74,8 @@ def loaded_by_one_device(job: Job, path: Path, folder: Path) -> dict[str, Tensor
                 for key, tensor in state.items()
                 if isinstance(tensor, Tensor)
             }
+            found["progress.step"] = torch.tensor(float(assembly.step.progress.step))
             save_file({name: tensor.detach().clone() for name, tensor in found.items()}, folder / _LOADED)
 
-    launch(work, 1)
+    launch(work, 1, watch=watch)
     return load((folder / _LOADED).read_bytes())
