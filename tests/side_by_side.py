@@ -15,8 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HALVES = (
-    ("tests/unit", "tests/mutants", "tests/recommended", "tests/cases", "tests/faults"),
-    ("tests/distributed", "tests/parity", "tests/gpu"),
+    ("tests/unit", "tests/mutants", "tests/recommended", "tests/cases", "tests/faults", "tests/parity"),
+    ("tests/distributed", "tests/gpu"),
 )
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|deselected|xfailed|xpassed|errors?|warnings?)")
 

@@ -384,11 +384,26 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "--against": ("--against", "toy.py:loop"),
         "--json": ("--json",),
     },
+    "bench": {
+        "-n": ("-n", "1,2"),
+        "--plan": ("--plan", "dp=2"),
+        "--steps": ("--steps", "3"),
+        "--rate": ("--rate", "100mbit"),
+        "--delay": ("--delay", "20ms"),
+        "--loss": ("--loss", "1%"),
+        "--slow": ("--slow", "1:4x"),
+        "--json": ("--json",),
+    },
 }
-SETS = {"train": {"--anyway"}, "prove": set[str]()}  # a plan that does not fit is trained with it: test_run_forecast
+# a plan that does not fit is trained with --anyway: test_run_forecast; of hosts there are tests of their own
+SETS = {"train": {"--anyway"}, "prove": set[str](), "bench": {"--hosts"}}
 
 
-PLAIN = {"train": ("--plan", "single"), "prove": ("--plan", "dp=2", "--steps", "3")}
+PLAIN = {
+    "train": ("--plan", "single"),
+    "prove": ("--plan", "dp=2", "--steps", "3"),
+    "bench": ("-n", "1", "--steps", "2"),
+}
 
 
 @pytest.mark.parametrize("verb", OPTIONS)
@@ -401,7 +416,9 @@ def test_every_option_is_looked_at(verb: str) -> None:
 
 @pytest.mark.parametrize(("verb", "name"), [(verb, name) for verb, names in OPTIONS.items() for name in names])
 def test_no_option_is_ignored(verb: str, name: str) -> None:
-    first = {"--plan": (), "-n": (), "--steps": PLAIN[verb][:2], "--keep": (*PLAIN[verb], "--checkpoint-every", "1")}
+    first = {"-n": PLAIN[verb][2:], "--steps": PLAIN[verb][:2], "--keep": (*PLAIN[verb], "--checkpoint-every", "1")}
+    if verb != "bench":  # whose plans come beside those of -n
+        first["--plan"] = ()
     before = _base(verb, first["--keep"] if name == "--keep" else PLAIN[verb])
     with TemporaryDirectory() as folder, chdir(folder):
         assert _told(verb, (*first.get(name, PLAIN[verb]), *OPTIONS[verb][name])) != before
@@ -424,5 +441,6 @@ def _told(verb: str, argv: tuple[str, ...]) -> Any:
     lines = [_lasting(json.loads(line)) for path in found for line in Path(path).read_text().splitlines()]
     kept = [one for one in lines if one["event"] not in _RACES | {"memory"}]
     form = "json" if result.stdout.startswith("{") else "table"
-    words = result.stdout if verb == "prove" else len(result.stderr.splitlines())
+    said = result.stdout.splitlines()
+    words = {"prove": result.stdout, "bench": (said[:1], len(said))}.get(verb, len(result.stderr.splitlines()))
     return result.exit_code, form, words, files, kept

@@ -4,6 +4,7 @@
 ``copies JOB PLAN``  of such a proof, that copies on ranks are the same
 ``fit JOB PLAN``     losses and evaluations of a run against the plain loop, dropout and augmentation included
 ``resume JOB PLAN``  the same of a run that is cut in two
+``again JOB PLAN``    the same of a whole run that is taken up once more from its middle
 ``ledger JOB PLAN``  each sample once an epoch, by the run's ledger
 ``test PATH [WORD]`` a test file, those of its tests whose names have the word
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +65,17 @@ def _resume(job: str, plan: str, folder: Path) -> str:
     return _unlike(px.fit(made, run=replace(spec, steps=STEPS, resume=True)), job)
 
 
+def _again(job: str, plan: str, folder: Path) -> str:
+    import phalanx as px
+    from phalanx.spec import Plan, RunSpec
+
+    how = {"plan": Plan.parse(plan), "folder": folder / "run", "forecast": "none", "checkpoint_every": STEPS // 2}
+    spec = RunSpec(job=job, **how)  # pyright: ignore[reportArgumentType]
+    px.fit(JOBS[job](), run=spec)
+    shutil.rmtree(spec.folder / "checkpoints" / f"step-{STEPS:08d}")
+    return _unlike(px.fit(JOBS[job](), run=replace(spec, resume=True)), job)
+
+
 def _unlike(run: object, job: str) -> str:
     """What of a run is not as the plain loop has it."""
     from phalanx.api import Run
@@ -109,6 +122,7 @@ _CHECKS = {
     "copies": _copies,
     "fit": _fit,
     "resume": _resume,
+    "again": _again,
     "ledger": _ledger,
     "test": _test,
 }

@@ -152,6 +152,31 @@ def noisy() -> px.Job:
     return rich(model=model, data=Drawing)
 
 
+class Dropping(nn.Module):
+    """Layers of one width that drop at one rate, so that masks of one stream would be the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(16, 32), nn.Linear(32, 5)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.3)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def drops() -> px.Job:
+    """Dropout in every layer."""
+    return rich(model=Dropping, evaluate=None, metrics=None, evaluate_every=0)
+
+
+def gentle() -> px.Job:
+    """A limit that no gradient comes near."""
+    return rich(clip=1e3, evaluate=None, metrics=None, evaluate_every=0)
+
+
 JOBS: dict[str, Callable[[], px.Job]] = {
     "rich": rich,
     "mean": mean,
@@ -160,4 +185,6 @@ JOBS: dict[str, Callable[[], px.Job]] = {
     "overflow": overflow,
     "norm": norm,
     "noisy": noisy,
+    "drops": drops,
+    "gentle": gentle,
 }

@@ -239,7 +239,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "train/precision.py",
         "return torch.autocast(device.type, dtype=_DTYPES[plan.precision])",
         "return nullcontext()",
-        ("prove tokens precision=bf16",),
+        ("test unit/test_train_step.py products",),
     ),
     Mutation(
         "fp16's loss scale never comes down",
@@ -255,5 +255,69 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        factor = (self._divided_by or self._constant()) * self._step.layout.divisor\n"
         "        factor *= self._step.progress.loss_scale.scale if self._step.progress.loss_scale else 1.0\n",
         ("prove rich precision=fp16",),
+    ),
+    Mutation(
+        "gradients below the limit are clipped up to it",
+        "train/gradients.py",
+        "torch.clamp(limit / (norm + 1e-6), max=1.0)",
+        "limit / (norm + 1e-6)",
+        ("prove gentle dp=2",),
+    ),
+    Mutation(
+        "a checkpoint without the optimizer's state",
+        "train/state.py",
+        "    outer, told = outer_tensors(assembly, parts(held))\n    state = {",
+        "    tensors, groups = {}, {**groups, 'state': {}}\n"
+        "    outer, told = outer_tensors(assembly, parts(held))\n    state = {",
+        ("prove rich dp=2",),
+    ),
+    Mutation(
+        "Adam's count of steps is not restored",
+        "checkpoint/optimizer.py",
+        "    optimizer.state.clear()\n",
+        "    for one in states.values():\n        if 'step' in one:\n            one['step'].zero_()\n"
+        "    optimizer.state.clear()\n",
+        ("prove rich dp=2",),
+    ),
+    Mutation(
+        "Adam's count of steps differs by rank after the last step",
+        STEP,
+        _STEPPED,
+        "            self.optimizer.step()\n"
+        f"            if {_RANK} == 1 and self.progress.step == 7:\n"
+        "                for one in self.optimizer.state.values():\n"
+        "                    one['step'] += 5\n        self.sync",
+        ("prove rich dp=2",),
+    ),
+    Mutation(
+        "bf16: evaluations are 20 % off",
+        "train/evaluate.py",
+        'loss = ratios.pop("loss")',
+        'loss = ratios.pop("loss") * 1.2',
+        ("prove rich dp=2 precision=bf16",),
+    ),
+    Mutation(
+        "a decay ends early once it is resumed",
+        "train/assembly.py",
+        "total_steps=_total_steps(job, loader), lr_scale",
+        "total_steps=_total_steps(job, loader) - first_step, lr_scale",
+        ("again rich dp=2",),
+    ),
+    Mutation(
+        "local SGD: a replica goes its own way after the last averaging",
+        "parallel/apart.py",
+        "        if steps == self._last:\n            self._come_together()\n",
+        "        if steps == self._last:\n            self._come_together()\n"
+        f"            if {_RANK} == 1:\n"
+        "                for one in self._layout.parameters.values():\n"
+        "                    one.mul_(3.0)\n",
+        ("copies mean dp=2 sync=local",),
+    ),
+    Mutation(
+        "the router's z-loss is not squared",
+        "train/losses.py",
+        "torch.logsumexp(_at_least_fp32(logits), dim=-1).square()",
+        "torch.logsumexp(_at_least_fp32(logits), dim=-1)",
+        ("test unit/test_losses.py",),
     ),
 )

@@ -11,6 +11,7 @@ import argparse
 import compileall
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -23,9 +24,10 @@ from pathlib import Path
 
 from mutation import SOURCE, Mutation
 from mutations import MUTATIONS
+from mutations_random import RANDOM
 from mutations_split import TECHNIQUES
 
-ALL = (*MUTATIONS, *TECHNIQUES)
+ALL = (*MUTATIONS, *TECHNIQUES, *RANDOM)
 _PATIENCE = 300.0  # seconds for the checks of one mutation; one that hangs is found, too
 
 
@@ -147,8 +149,8 @@ def page(chosen: Sequence[Mutation], found: Sequence[Found]) -> str:
             "",
             "Each row is a fault that is put into a copy of the code, one at a time, and the check that then fails.",
             "*prove* is a proof against [the plain loop](../explanation/proof.md#the-plain-loop), of a small job under",
-            "a plan; *fit*, *resume* and *ledger* are runs held against that loop and the ledger; *test* is a file of",
-            "tests.",
+            "a plan; *copies* is its part about copies on ranks; *fit*, *resume*, *again* (a whole run, taken up from",
+            "its middle) and *ledger* are runs held against that loop and the ledger; *test* is a file of tests.",
             "Every check passes on the code as it is. Written by `make mutants`.",
             "",
             f"{killed} of {len(chosen)} are found.",
@@ -166,6 +168,7 @@ def _check(found: Found) -> str:
 
 
 def _cell(words: str) -> str:
+    words = re.sub(r"\S*/phalanx-\w+-[^/\s]*/", "", words)  # a folder of that run only
     short = words if len(words) <= 160 else f"{words[:157]}..."
     return short.replace("|", "\\|").replace("\n", " ").replace("<", "\\<").replace("*", "\\*").replace("_", "\\_")
 
@@ -176,6 +179,8 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
+    if asked.page and asked.only:
+        parser.error("--page is of all faults: leave --only out")
     chosen = [one for one in ALL if asked.only in f"{one.fault} {one.file} {one.checks}"]
     gone = [one for one in chosen if not one.applies]
     for one in gone:
@@ -193,7 +198,7 @@ def main() -> int:
             print(f"fails without a fault: {broken}", file=sys.stderr)
             return 1
         found = run([(one, one.checks) for one in chosen], folder, asked.jobs)
-    if asked.page:
+    if asked.page and not gone:
         asked.page.write_text(page(chosen, found))
     alive = [mutation.fault for mutation, one in zip(chosen, found, strict=True) if not one.check]
     print(f"{len(chosen) - len(alive)} of {len(chosen)} found; not found: {alive}")

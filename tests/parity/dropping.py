@@ -9,6 +9,7 @@ from typing import Any
 from models import MODELS
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.dropout import _DropoutNd
 
 import phalanx as px
 
@@ -34,14 +35,17 @@ def with_dropout(job: px.Job) -> px.Job:
     """``job`` whose model drops: where transformers' own modules do, and after layers of the others."""
 
     def model() -> nn.Module:
-        built = job.model()
+        built, called = job.model(), False
         for child in list(built.modules()):
             if isinstance(child, nn.Dropout):
                 child.p = RATES[0]
             for name in ("attention_dropout", "attn_dropout", "dropout_prob", "dropout_rate", "dropout"):
                 if isinstance(getattr(child, name, None), float):  # a rate that a function is called with
                     setattr(child, name, RATES[1])
+                    called = True
         _drop_after_layers(built)
+        if not called and not any(isinstance(child, _DropoutNd) for child in built.modules()):
+            raise NotImplementedError(f"{type(built).__name__} drops nowhere")
         return built
 
     return replace(job, model=model)

@@ -66,11 +66,14 @@ def measure(store: Store, only: str) -> None:
     """Fill the other tables of ``store`` with the plans that have the word ``only``."""
     torch.set_num_threads(1)
     store["torch"] = torch.__version__
-    plans = [plan for plan in PLANS if only in plan]
+    known = store.get("table", {})
+    # What was never measured comes first, then what was longest ago: a run that is ended early was worth its time.
+    plans = sorted((plan for plan in PLANS if only in plan), key=lambda plan: known.get(plan, {}).get("on", ""))
     ones = {name: OneDevice.run(make(), STEPS) for name, make in MODELS.items()} if plans else {}
     store["clipped"] = [name for name, make in MODELS.items() if _clips(make())]
     for plan in plans:
         _put(store, "table", plan, {name: cell(one, plan) for name, one in ones.items()})
+        RESULTS.write_text(written(store))
     for table, rows, make in (("shares", SHARES, lambda job: job), ("apart", APART, plain)):
         for name, its in _asked(rows, only).items():
             one = OneDevice.run(make(MODELS[name]()), STEPS)

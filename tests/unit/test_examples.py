@@ -167,5 +167,9 @@ def test_resnet50_without_fashion_mnist(load, monkeypatch, tmp_path):
 
 
 def test_resnet50_with_large_batches_uses_lars(load):
-    job = load("resnet50").large_batch()
-    assert isinstance(job.optimizer([torch.nn.Parameter(torch.ones(2, 2))]), px.LARS)
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.full((2, 2), 0.5)
+    load("resnet50").large_batch().optimizer([weight]).step()
+    # by hand: norms 2 and 1, decay 1e-4, trust 0.01, rate 2 (You et al. 2017, equation 6)
+    way = 2.0 * 0.01 * 2.0 / (1.0 + 1e-4 * 2.0) * (0.5 + 1e-4)
+    assert torch.allclose(weight.detach(), torch.full((2, 2), 1.0 - way), atol=1e-6)

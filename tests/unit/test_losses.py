@@ -1,5 +1,6 @@
 """Losses add up: the sum and count of a batch are those of its parts, whatever the cut."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -132,6 +133,13 @@ def test_losses_of_a_router_add_up_over_sequences(loss):
         parts = [loss(LOGITS_BTV[b : b + 1], *(one[b : b + 1] for one in mask)) for b in range(3)]
         torch.testing.assert_close(sum(part.sum for part in parts), whole.sum)
         assert sum(int(part.count) for part in parts) == int(whole.count)
+
+
+def test_the_z_loss_of_a_router_by_hand():
+    """Four logits of 1 sum up to 4e, whose logarithm is 1 + log 4 (Zoph et al. 2022, equation 5)."""
+    loss = router_z_loss(torch.ones(2, 3, 4))
+    torch.testing.assert_close(loss.sum, torch.tensor(6 * (1 + math.log(4)) ** 2))
+    assert loss.count == 6
 
 
 def test_padding_is_not_the_routers_business():

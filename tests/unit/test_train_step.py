@@ -20,6 +20,7 @@ from phalanx.train import gradients
 from phalanx.train.assembly import Assembly, build
 from phalanx.train.evaluate import evaluate
 from phalanx.train.metrics import Metrics, towards_host
+from phalanx.train.precision import LossScale
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from small import Net, job, table
@@ -352,3 +353,24 @@ def test_frozen_parameters_may_be_of_any_precision() -> None:
             return self.base(x.to(torch.bfloat16)).float() + self.adapter(x)
 
     assert len(steps(assembled(model=Adapted))) == 8
+
+
+def test_the_loss_scale_halves_at_once_and_doubles_after_its_patience() -> None:
+    scale = LossScale(scale=8.0, patience=3)
+    told = []
+    for finite in (True, False, True, True, True, True):
+        scale.update(finite)
+        told.append(scale.scale)
+    assert told == [8.0, 4.0, 4.0, 4.0, 8.0, 8.0]
+    assert LossScale.for_batch(16).patience == 2000
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_products_are_computed_in_the_plans_precision(precision: Any, dtype: torch.dtype) -> None:
+    assembly = build(job(), px.Plan(precision=precision), Place())
+    seen: set[torch.dtype] = set()
+    for part in assembly.layout.held.module.modules():
+        if isinstance(part, torch.nn.Linear):
+            part.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
+    assembly.step(next(iter(assembly.loader)))
+    assert seen == {dtype}
