@@ -104,7 +104,7 @@ FIRST_STEP: dict[str, tuple[dict[str, Any], type[PhalanxError], str]] = {
         SpecError,
         "job.loss: .*IndexError: Target . is out of bounds",
     ),
-    "a module for a function": ({"model": Net()}, SpecError, "job.model: .*TypeError: .*missing 1 required"),
+    "a module for a function": ({"model": Net()}, SpecError, "job.model: given a model, a Net; allowed: a function"),
     "a wrapped model": ({"model": Wrapped}, SpecError, "a model in DistributedDataParallel"),
     "another model's parameters": (
         {"optimizer": lambda params: torch.optim.SGD(Net().parameters(), lr=0.1)},

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self, final
 
 import torch
 
-from phalanx.launch.child import die_with
+from phalanx.launch.child import die_with, renew_autograd
 from phalanx.launch.guard import fork, kill_group
 
 Say = Callable[[dict[str, Any]], None]
@@ -97,6 +97,7 @@ def _live(work: Callable[[Say], None], writing: int, launcher: int) -> NoReturn:
             os.dup2(nowhere, descriptor)
         sys.stdout = sys.stderr = open(nowhere, "w", closefd=False)  # noqa: SIM115
         torch.set_num_threads(1)  # the one number that is safe whatever the launcher has computed before
+        renew_autograd()
 
         def say(told: dict[str, Any]) -> None:
             os.write(writing, json.dumps(told).encode() + b"\n")

@@ -66,6 +66,7 @@ def live(target: Target, take_place: Callable[[], Place], wires: Wires, launcher
         except BaseException as error:
             _end(wires, json.dumps({"error": describe(error)}), 1)
         _set_threads(place.world_size)
+        renew_autograd()
         # a store into shared memory: about 0.1 µs, no system call, so a loop may report every step
         report_step = partial(wires.steps.__setitem__, place.rank)
         try:
@@ -135,6 +136,17 @@ def threads_each(world_size: int) -> int:
         return torch.get_num_threads()
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, cores // world_size)
+
+
+def renew_autograd() -> None:
+    """Have autograd's engine made anew in a forked process while it has one thread: to be called first of all in it.
+
+    The first operation after a fork whose inputs are kept for backward destroys the engine of the parent and builds
+    another in its place, without a lock (``PythonEngine::get_python_engine``, torch 2.13): of two threads that come to
+    it together, as those of ``threads=2`` do in their first forward, one may use what the other is destroying.
+    """
+    one = torch.zeros(1, requires_grad=True)
+    one * one
 
 
 def _set_threads(world_size: int) -> None:

@@ -103,14 +103,7 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     here = place.workers_here * plan.threads
     refuse(job, plan, place.world_size, here)
     if plan.server:
-        allowed = "phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt"
-        raise RefusedError(
-            [
-                Problem(
-                    where="plan.server", given=f"{plan} for a loop of one's own", allowed=allowed, fix=f"dp={plan.dp}"
-                )
-            ]
-        )
+        raise RefusedError([_servers_step(plan)])
     own, there = within(plan), place_within(plan, place)
     module, unbuilt = _module(job, own)
     across = Across(plan, place) if plan.sync != "each" else None
@@ -150,6 +143,15 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
         advice=[*advice(job, plan, kind), *layout.held.remarks],
         parameters=size,
         apart=apart,
+    )
+
+
+def _servers_step(plan: Plan) -> Problem:
+    return Problem(
+        where="plan.server",
+        given=f"{plan} for a loop of one's own",
+        allowed="phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt",
+        fix=f"dp={plan.dp}",
     )
 
 

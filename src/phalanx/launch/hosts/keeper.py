@@ -124,11 +124,12 @@ class Brakes:
 
     def _pump(self, host: int) -> None:
         while not self._ending:
-            running = _DUTY / self._factors[host]
-            time.sleep(running)
-            if running < _DUTY and not self._ending:
+            began = time.monotonic()
+            time.sleep(_DUTY / self._factors[host])
+            standing = (time.monotonic() - began) * (self._factors[host] - 1)  # a busy machine wakes this thread late
+            if standing > 0 and not self._ending:
                 self._signal(host, signal.SIGSTOP)
-                time.sleep(_DUTY - running)
+                time.sleep(standing)
                 self._signal(host, signal.SIGCONT)
 
     def _signal(self, host: int, number: int) -> None:
