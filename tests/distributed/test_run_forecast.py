@@ -54,9 +54,17 @@ def test_forecast_is_stored_and_set_beside_the_measurement(text: str, patient: N
     assert found["forecast"]["fits"]
     rows = {(row.what, row.part): row for row in summarise(run.folder).beside}
     assert all(rows["step", part].measured for part in ("whole", "passes", "update"))
-    for part in ("parameters", "optimizer"):
-        row = rows["memory", part]
-        assert row.ratio == pytest.approx(1.0, rel=0.5), f"{part}: {row}"
+    parameters, optimizer = rows["memory", "parameters"], rows["memory", "optimizer"]
+    if "zero=3" in text:
+        # A forecast shares evenly; rank 0 has 5 of 9 rows of each layer and 3 of the head's 5: 1.2 times at most.
+        shard, tensors = 3 * 5 * (9 + 1) + 3 * (9 + 1), 8
+        assert optimizer.measured == 2 * 4 * shard + 4 * tensors
+        assert 1 / 1.2 <= parameters.ratio <= 1
+        assert optimizer.forecast == 2 * 4 * sum(tensor.numel() for tensor in small.Net().parameters()) / 2
+    else:
+        assert parameters.forecast == parameters.measured
+        tensors = (optimizer.measured - optimizer.forecast) / 4  # Adam's count of steps, 4 bytes a tensor, is left out
+        assert tensors == (4 if text.startswith("pp") else 8)
     assert (("step", "pipeline") in rows) == text.startswith("pp")
     assert [fault for event in run.events() for fault in faults(event)] == []
 
