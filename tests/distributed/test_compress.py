@@ -199,6 +199,41 @@ class TestRuns:
         assert not steps[-1]["skipped"]
         assert steps[-1]["loss"] < steps[0]["loss"]
 
+    def test_what_is_left_out_follows_a_loss_scale(self, tmp_path: Path) -> None:
+        """A gradient of ten elements, one that overflows, and none: one element goes at a time, and all arrive."""
+
+        class Ten(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(10, 1, bias=False)
+                nn.init.zeros_(self.layer.weight)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.layer(x)
+
+        def rows() -> px.Table:
+            one, overflow, probe = 2.0**-6 * torch.ones(1, 10), 6e4 * torch.ones(1, 10), torch.ones(1, 10)
+            return px.Table(x=torch.cat([one, overflow, *[torch.zeros(1, 10)] * 12, probe]).repeat_interleave(2, 0))
+
+        how: dict[str, Any] = {
+            "loss": lambda output, batch: px.Loss(output.float().sum(), len(output)),
+            "inputs": lambda batch: batch["x"],
+            "optimizer": lambda params: torch.optim.SGD(params, lr=1.0),
+        }
+        trained(
+            "dp=2 precision=fp16 compress=topk:0.1",
+            tmp_path,
+            model=Ten,
+            data=rows,
+            batch=2,
+            epochs=1,
+            shuffle=False,
+            **how,
+        )
+        steps = [event for event in read(tmp_path / "events.jsonl") if event["event"] == "step"]
+        assert [step["skipped"] for step in steps] == [False, True, *[False] * 13]
+        assert steps[-1]["loss"] == -10 * 2.0**-6
+
     def test_a_worker_that_dies_ends_the_run(self, tmp_path: Path) -> None:
         def optimizer(params: Any) -> torch.optim.Optimizer:
             if dist.get_rank() == 1:
