@@ -184,6 +184,12 @@ def test_error_in_the_function(tmp_path: Path) -> None:
     text = problem(str(write(tmp_path, "def job():\n    raise KeyError('digits')\n")))
     assert "job() in " in text
     assert "KeyError: 'digits'" in text
+    assert text.endswith("job_of_test.py, and there job()")
+
+
+def test_a_field_that_a_job_does_not_have(tmp_path: Path) -> None:
+    text = problem(str(write(tmp_path, "import phalanx as px\ndef job():\n    return px.Job(optimiser=None)\n")))
+    assert "try: optimizer= in px.Job, whose fields are model, data, loss" in text
 
 
 def test_missing_package_names_what_to_install(tmp_path: Path) -> None:

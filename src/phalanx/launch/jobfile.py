@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -74,7 +75,8 @@ def load_job(reference: str) -> Job:
         module = _import_file(where.file, reference) if where.file else _import_module(where.module, reference)
         function = _find(module, where, reference)
         _needs_no_arguments(function, where, reference)
-        with _explained(f"{where.function}() in {reference}", module.__file__, reference):
+        call = f"{where.function}()"
+        with _explained(f"{call} in {reference}", module.__file__, reference, then=call):
             job = function()
     if not isinstance(job, Job):
         raise _wrong(
@@ -128,18 +130,32 @@ def _cuda_left_alone() -> Iterator[None]:
 
 
 @contextmanager
-def _explained(what: str, file: str | None, reference: str) -> Iterator[None]:
-    """Turn whatever user code raises into a SpecError that shows the end of its traceback."""
+def _explained(what: str, file: str | None, reference: str, *, then: str = "") -> Iterator[None]:
+    """Turn whatever user code raises into a SpecError that shows the end of its traceback.
+
+    ``then`` is what is called of it once it is loaded.
+    """
     try:
         yield
     except PhalanxError:
         raise
     except (Exception, SystemExit) as error:
-        fix = f"python {file}" if file else f"python -c 'import {reference.partition(':')[0]}'"
-        if isinstance(error, ModuleNotFoundError) and error.name:
-            missing = error.name.partition(".")[0]
-            fix = "pip install 'phalanx[transformers]'" if missing == "transformers" else f"pip install {missing}"
+        alone = f"python {file}" if file else f"python -c 'import {reference.partition(':')[0]}'"
+        fix = _fix(error) or (f"python -i {file}, and there {then}" if file and then else alone)
         raise _wrong(what, f"an error\n{_tail(error, file)}", "code that runs without one", fix) from error
+
+
+def _fix(error: BaseException) -> str:
+    """What would mend the user's code, where that can be told from the error."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        missing = error.name.partition(".")[0]
+        return "pip install 'phalanx[transformers]'" if missing == "transformers" else f"pip install {missing}"
+    unknown = re.match(r"Job\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    if isinstance(error, TypeError) and unknown:
+        names = [one.name for one in dataclasses.fields(Job)]
+        (near,) = difflib.get_close_matches(unknown[1], names, n=1, cutoff=0.0)
+        return f"{near}= in px.Job, whose fields are {', '.join(names)}"
+    return ""
 
 
 def _tail(error: BaseException, file: str | None) -> str:
