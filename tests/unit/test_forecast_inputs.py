@@ -264,3 +264,34 @@ def test_what_was_measured_says_what_it_stands_in_place_of(name: str) -> None:
     group = Group(device=core, link=link, host=host, per_node=2)
     notes = answer("dp=2", Cluster(groups=(group,), network=Network(bandwidth=1e9, latency=1e-5)))[1]
     assert any(name.split(".")[-1].replace("numa", "NUMA") in note for note in notes)
+
+
+class OfWords(torch.nn.Module):
+    """A mean of words' rows, of sparse gradients where it is so asked."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(100, 8, sparse=sparse), torch.nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(x).mean(dim=1))
+
+
+def test_sparse_gradients_are_priced_as_dense_ones_and_said_to_be() -> None:
+    def given(*, sparse: bool) -> Work:
+        words, labels = torch.randint(100, (64, 6)), torch.randint(5, (64,))
+        return work_of(
+            px.Job(
+                model=lambda: OfWords(sparse=sparse),
+                data=lambda: px.Table(x=words, y=labels),
+                loss=lambda output, batch: px.cross_entropy(output, batch["y"]),
+                optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+                batch=8,
+                epochs=1,
+            )
+        )
+
+    sparse, dense = given(sparse=True), given(sparse=False)
+    assert answer("dp=2", machines(), sparse) == answer("dp=2", machines(), dense)
+    said = set(sparse.profile.notes) - set(dense.profile.notes)
+    assert said == {"sparse gradients of words are priced as dense ones, of every row"}

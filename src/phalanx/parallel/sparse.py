@@ -20,6 +20,15 @@ def sparse(module: nn.Module) -> list[str]:
     return [name or "(the model itself)" for name, one in module.named_modules() if getattr(one, "sparse", False)]
 
 
+def made_dense(module: nn.Module) -> list[str]:
+    """Have ``module`` give dense gradients in place of sparse ones, in place. Returns ``sparse`` as it was."""
+    names = sparse(module)
+    for one in module.modules():
+        if getattr(one, "sparse", False):
+            vars(one)["sparse"] = False
+    return names
+
+
 def sparse_problems(module: nn.Module, plan: Plan) -> list[Problem]:
     """What keeps ``plan`` from the sparse gradients of ``module``; empty where nothing does."""
     names = sparse(module) if plan.fsdp > 1 or plan.server else []

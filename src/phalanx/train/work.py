@@ -14,6 +14,7 @@ from phalanx.data import Lane, Loader
 from phalanx.forecast import Lengths, Work
 from phalanx.parallel.example import Example
 from phalanx.parallel.opened import look_inside
+from phalanx.parallel.sparse import made_dense
 from phalanx.profile import Described, trace
 from phalanx.spec import Job
 from phalanx.train.assembly import begun, example_of
@@ -21,6 +22,7 @@ from phalanx.train.inputs import Inputs
 from phalanx.train.lengths import look
 from phalanx.train.lossform import read_loss
 from phalanx.train.parameters import Parameters
+from phalanx.units import show_names
 
 _ADAM = 8.0  # bytes a parameter
 
@@ -48,6 +50,7 @@ def work_of(job: Job, *, batch: int = 0, length: int = 0, values: bool = False) 
     def loss(output: Any, batch: Any) -> torch.Tensor:
         return read_loss(job.loss(output, batch), 1, "the forecast").value
 
+    sparse = made_dense(module)
     look_inside(module, example)  # what the runtime takes for a block is what is priced as one
     given = {"args": example.args, "kwargs": example.kwargs, "batch": example.batch}
     profile = trace(Described(module=module, loss=loss, values=values, **given))
@@ -59,6 +62,9 @@ def work_of(job: Job, *, batch: int = 0, length: int = 0, values: bool = False) 
     state = state_bytes(job, module)
     if state is None:
         told = "the optimizer could not be tried on small parameters: 8 bytes of state each are taken, as Adam has"
+        profile = replace(profile, notes=(*profile.notes, told))
+    if sparse:
+        told = f"sparse gradients of {show_names(sparse)} are priced as dense ones, of every row"
         profile = replace(profile, notes=(*profile.notes, told))
     profile = replace(profile, notes=(*profile.notes, *_unpriced(job)))
     return Work(
