@@ -161,6 +161,13 @@ TECHNIQUES: tuple[Mutation, ...] = (
         ("test unit/test_codecs.py",),
     ),
     Mutation(
+        "compress: what a codec left out keeps the loss scale of then",
+        "train/step.py",
+        "                held.sender.scale(scaling.scale / before)\n",
+        "                pass\n",
+        ("test distributed/test_compress.py follows_a_loss_scale",),
+    ),
+    Mutation(
         "local SGD: every replica weighs the same",
         "parallel/averaging.py",
         "own, tally.weight = tally.weight * across.size / weight, weight",
