@@ -133,6 +133,7 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     if plan.shares:
         step.sharing = Sharing(job, plan, place, loader, first_step, apart.from_every_rank if apart else everyone)
         step.sharing.watch(layout.held, optimizer, cuda=kind == "cuda")
+    everyone(None)  # a rank that ended at once would cut connections of groups that others are still making
     return Assembly(
         step=step,
         loader=loader,
