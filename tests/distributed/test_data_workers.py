@@ -78,7 +78,7 @@ def test_a_killed_rank_leaves_no_workers() -> None:
     finally:
         os.kill(rank, signal.SIGKILL)
         os.waitpid(rank, 0)
-    end = time.monotonic() + 2
+    end = time.monotonic() + 20  # a busy machine takes its time to take a process down; left alone they sleep for 60 s
     while any(map(is_alive, workers)) and time.monotonic() < end:
         time.sleep(0.02)
     assert not any(map(is_alive, workers))
