@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape as xml_escape
 
 from phalanx.observe.draw import boxes, servers
 from phalanx.observe.gantt import COLOURS, GREY, LEFT, ROW, Timeline, svg_legend, svg_rows
@@ -34,7 +34,7 @@ class _Page:
         most = int((_WIDTH - 2 * _MARGIN) / _LETTER)
         text = text if len(text) <= most else f"{text[: most - 3]}..."
         weight = ' font-weight="bold"' if bold else ""
-        self.parts.append(f'<text x="{_MARGIN}" y="{self.y + 12}" fill="{GREY}"{weight}>{escape(text)}</text>')
+        self.parts.append(f'<text x="{_MARGIN}" y="{self.y + 12}" fill="{GREY}"{weight}>{xml_escape(text)}</text>')
         self.y += _LINE + 2
 
 
@@ -80,7 +80,7 @@ def _draw_boxes(page: _Page, shown: Shown) -> None:
             )
             for line, text in enumerate([title, *lines]):
                 weight, y = "" if line else ' font-weight="bold"', page.y + 15 + line * _LINE
-                page.parts.append(f'<text x="{x + 8:.1f}" y="{y}" fill="{GREY}"{weight}>{escape(text)}</text>')
+                page.parts.append(f'<text x="{x + 8:.1f}" y="{y}" fill="{GREY}"{weight}>{xml_escape(text)}</text>')
         page.y += tall * _LINE + 16
 
 
@@ -103,7 +103,7 @@ def _draw_stages(page: _Page, survey: Survey) -> None:
         light = max(1 - 0.3 * (stage.index // survey.plan.pp), 0.25)
         page.parts.append(
             f'<rect x="{x:.1f}" y="{page.y}" width="{wide:.1f}" height="{_LINE + 6}" fill="{COLOURS["F"]}"'
-            f' fill-opacity="{light:.2f}" stroke="#ffffff"><title>{escape(", ".join(stage.units))}</title></rect>'
+            f' fill-opacity="{light:.2f}" stroke="#ffffff"><title>{xml_escape(", ".join(stage.units))}</title></rect>'
         )
         names = ", ".join(name for name, _ in grouped(dict.fromkeys(stage.units, 0)))
         label = f"{stage.index}: {names}, {stage.cost / whole:.0%}"
@@ -112,7 +112,7 @@ def _draw_stages(page: _Page, survey: Survey) -> None:
             shown = label
         else:
             shown = f"{label[: most - 3]}..." if most > 6 else str(stage.index) if most > 1 else ""
-        page.parts.append(f'<text x="{x + 4:.1f}" y="{page.y + 15}" fill="#ffffff">{escape(shown)}</text>')
+        page.parts.append(f'<text x="{x + 4:.1f}" y="{page.y + 15}" fill="#ffffff">{xml_escape(shown)}</text>')
         x += wide
     page.y += _LINE + 16
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from phalanx.errors import LossError
-from phalanx.spec import Loss
+from phalanx.spec.loss import Loss
 
 
 @dataclass(frozen=True, slots=True)

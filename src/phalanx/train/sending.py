@@ -12,7 +12,7 @@ import torch
 from phalanx.comm import from_every_rank
 from phalanx.parallel import Held
 
-SECTION = "sender"
+SENDER_SECTION = "sender"
 """The key of a checkpoint's state that says how gradients were sent, and the beginning of its tensors' names."""
 
 
@@ -23,7 +23,7 @@ def sender_tensors(held: Held) -> dict[str, torch.Tensor]:
     """
     if held.sender is None:
         return {}
-    return {f"{SECTION}.{name}": tensor for name, tensor in held.sender.tensors().items()}
+    return {f"{SENDER_SECTION}.{name}": tensor for name, tensor in held.sender.tensors().items()}
 
 
 def restore_sender(path: Path, held: Held, state: Mapping[str, Any]) -> str:
@@ -36,7 +36,7 @@ def restore_sender(path: Path, held: Held, state: Mapping[str, Any]) -> str:
     targets = sender_tensors(held)
     if held.sender is None or not targets:
         return ""
-    if state.get(SECTION) != held.sender.kind:
+    if state.get(SENDER_SECTION) != held.sender.kind:
         return f"the checkpoint is not of {held.sender.kind}: what was left out of gradients before it is lost."
     checkpoint.load(path, targets)
     return ""

@@ -13,8 +13,8 @@ from phalanx.parallel import Held, Layout
 from phalanx.spec import Job
 from phalanx.train.assembly import Assembly
 from phalanx.train.precision import LossScale
-from phalanx.train.sending import SECTION, restore_sender, sender_tensors
-from phalanx.train.together import SECTION as OUTER
+from phalanx.train.sending import SENDER_SECTION, restore_sender, sender_tensors
+from phalanx.train.together import OUTER_SECTION
 from phalanx.train.together import outer_tensors, restore_outer
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
         "divisor": progress.divisor,
         "loss_scale": asdict(progress.loss_scale) if progress.loss_scale else None,
         "optimizer": groups,
-        SECTION: held.sender.kind if held.sender else None,
-        OUTER: told,
+        SENDER_SECTION: held.sender.kind if held.sender else None,
+        OUTER_SECTION: told,
     }
     tensors |= sender_tensors(held) | outer
     return checkpoint.save(

@@ -18,7 +18,7 @@ from phalanx.train.precision import LossScale
 if TYPE_CHECKING:
     from phalanx.checkpoint import Part, Pieces
 
-SECTION = "outer"
+OUTER_SECTION = "outer"
 """The key of ``state.json`` that says whether an outer momentum was saved, and what its tensors' names begin with."""
 
 
@@ -51,7 +51,7 @@ def restore_outer(assembly: Assembly, path: Path, state: Mapping[str, Any], part
     from phalanx import checkpoint
 
     found: dict[str, torch.Tensor] = {}
-    if (state.get(SECTION) or {}).get("momentum"):
+    if (state.get(OUTER_SECTION) or {}).get("momentum"):
         found = assembly.apart.room_for_momentum()
         checkpoint.load(path, _named(found, parts))
     assembly.apart.restored(state["step"], found)
@@ -61,7 +61,7 @@ def _named(momentum: Mapping[str, torch.Tensor], parts: Mapping[str, Part]) -> d
     from phalanx.checkpoint import Pieces
 
     return {
-        f"{SECTION}.{name}": Pieces(tensor, parts[name]) if name in parts else tensor
+        f"{OUTER_SECTION}.{name}": Pieces(tensor, parts[name]) if name in parts else tensor
         for name, tensor in momentum.items()
     }
 
