@@ -20,9 +20,9 @@ import phalanx as px
 from compare import announce
 from counting import Sent
 from phalanx.comm import Place, joined
+from phalanx.config import Plan
 from phalanx.demo.jobs import gpt
 from phalanx.launch import launch, load_job
-from phalanx.spec import Plan
 from phalanx.train.assembly import build
 from textbook import Model, terms
 

@@ -27,14 +27,13 @@ from typing import Any
 
 import phalanx as px
 from forecast_models import JOBS, plans
+from phalanx.config import Plan, RunSpec
 from phalanx.errors import PhalanxError, ProfileError
 from phalanx.events import read
 from phalanx.forecast import Forecast, Work, forecast
-from phalanx.foresight import cluster_for
-from phalanx.hardware.calibrate import default_path
-from phalanx.hardware.quiet import wait_until_quiet
-from phalanx.observe.summary import WARM_UP
-from phalanx.spec import Plan, RunSpec
+from phalanx.hardware.calibrate import default_path, wait_until_quiet
+from phalanx.preflight import cluster_for
+from phalanx.report.summary import WARM_UP
 from phalanx.train.work import work_of
 
 STEPS = 9  # whole rounds of three for replicas that are averaged after as many

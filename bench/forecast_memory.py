@@ -17,7 +17,7 @@ from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.forecast import PHALANX, Work
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.memory import memory
-from phalanx.observe.summary import summarise
+from phalanx.report.summary import summarise
 from phalanx.train.work import work_of
 
 BAR = 0.05

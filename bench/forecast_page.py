@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from phalanx.forecast.doubt import FILE, HEAD, quantile, quantiles, technique
+from phalanx.config import Plan
+from phalanx.forecast.uncertainty import FILE, HEAD, quantile, quantiles, technique
 from phalanx.hardware import cores
-from phalanx.observe.summary import WARM_UP
-from phalanx.spec import Plan
+from phalanx.report.summary import WARM_UP
 
 if TYPE_CHECKING:
     from forecast_here import Case

@@ -23,10 +23,10 @@ import jobs
 import phalanx as px
 from compare import rounds_from_command_line
 from phalanx.comm import Place, joined
+from phalanx.config import Plan
+from phalanx.config.plan import Schedule
 from phalanx.launch import launch
 from phalanx.placement.schedules import Action, bubble, order
-from phalanx.spec import Plan
-from phalanx.spec.plan import Schedule
 from phalanx.train.assembly import build
 
 SECONDS, MICROS, WITHIN = 0.05, 8, 0.10

@@ -22,10 +22,10 @@ from rich.console import Console
 
 import phalanx as px
 from compare import announce
+from phalanx.config import RunSpec
 from phalanx.demo.jobs.digits import job as digits_job
 from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.events import read
-from phalanx.spec import RunSpec
 from stored import load, save
 
 RESULTS = "quality"

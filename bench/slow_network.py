@@ -25,11 +25,11 @@ from rich.table import Table
 import phalanx as px
 from compare import announce
 from phalanx.comm import Place
+from phalanx.config import Plan, RunSpec
 from phalanx.demo.jobs.gpt import gpt_job, windows
 from phalanx.events import read
 from phalanx.launch import launch, prepare_run
 from phalanx.launch.hosts import Hosts
-from phalanx.spec import Plan, RunSpec
 from phalanx.train.loop import train
 
 DDP, DILOCO = "dp=2", "dp=2 sync=diloco every=25 outer_momentum=0.5 compress=int8"

@@ -15,8 +15,8 @@ import torch
 
 import jobs
 from phalanx.comm import Place, joined, local
+from phalanx.config import Plan
 from phalanx.launch import launch
-from phalanx.spec import Plan
 from phalanx.train.assembly import build
 
 BAR = 0.30

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 from compare import BenchError, Contender, Measures, alternate, rounds_from_command_line, script, show, train
-from phalanx.spec import Plan
+from phalanx.config import Plan
 
 STEPS, BAR, EQUAL = 8, 1.03, 1e-4
 PLANS = (

@@ -24,8 +24,8 @@ import torch
 import phalanx as px
 from compare import announce
 from phalanx.comm import Place
+from phalanx.config.fields import Compensate
 from phalanx.parallel.server.update import Pushed, Rule, Shard
-from phalanx.spec.keys import Compensate
 from phalanx.train.assembly import Assembly, build
 from phalanx.train.evaluate import evaluate
 from phalanx.train.parameters import Parameters

@@ -23,8 +23,8 @@ from torch import nn
 
 import phalanx as px
 from phalanx.comm import Place
-from phalanx.foresight import forecast_here
 from phalanx.launch import launch
+from phalanx.preflight import forecast_here
 from phalanx.train.loop import train
 
 MIB = 2**20

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from phalanx.spec import Plan
+from phalanx.config import Plan
 
 V_SHAPED = ("zbv", "dualpipev")
 

@@ -23,11 +23,11 @@ from rich.table import Table
 
 from compare import announce
 from phalanx.comm import Place
+from phalanx.config import Plan, RunSpec
 from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.events import read
 from phalanx.launch import launch, prepare_run
 from phalanx.launch.hosts import Hosts
-from phalanx.spec import Plan, RunSpec
 from phalanx.train.loop import train
 
 EVEN = "dp=2"

@@ -16,9 +16,9 @@ from typing import Any, get_args
 import click
 
 from phalanx.cli import main as cli
+from phalanx.config import Plan, RunSpec, plan
 from phalanx.events import SCHEMA, SCHEMA_VERSION
-from phalanx.hardware.show import catalog_table
-from phalanx.spec import Plan, RunSpec, plan
+from phalanx.hardware.catalog import catalog_table
 
 DOCS = Path(__file__).resolve().parent
 

@@ -17,7 +17,7 @@ from rich.terminal_theme import DIMMED_MONOKAI
 
 from phalanx.demo.tour import Result, Stop, tour_table
 from phalanx.hardware import cluster
-from phalanx.observe.tables import Scaled
+from phalanx.report.tables import Scaled
 
 PICTURE = Path(__file__).resolve().parent / "demo.svg"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.observe.gantt import GREY, LEFT, ROW, svg_legend, svg_rows
+from phalanx.config.plan import Schedule
 from phalanx.placement.schedules import bubble, order, timed
-from phalanx.spec.plan import Schedule
+from phalanx.report.drawing import GREY, LEFT, ROW, svg_legend, svg_rows
 
 PICTURE = Path(__file__).resolve().parent / "explanation" / "pipeline.svg"
 DRAWN: tuple[tuple[Schedule, int, int], ...] = (

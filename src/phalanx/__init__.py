@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.api import Run, build, fit, forecast, plan, prove
+    from phalanx.config import Cluster, Job, Loss, Plan, RunSpec, Schedule
     from phalanx.data import Table
     from phalanx.launch.hosts import Hosts
-    from phalanx.spec import Cluster, Job, Loss, Plan, RunSpec, Schedule
     from phalanx.train.losses import (
         accuracy,
         cross_entropy,
@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     **dict.fromkeys(("Run", "build", "fit", "forecast", "plan", "prove"), "phalanx.api"),
-    **dict.fromkeys(("Cluster", "Job", "Loss", "Plan", "RunSpec", "Schedule"), "phalanx.spec"),
+    **dict.fromkeys(("Cluster", "Job", "Loss", "Plan", "RunSpec", "Schedule"), "phalanx.config"),
     **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.losses"),
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.losses"),
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),

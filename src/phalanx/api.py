@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.config import Cluster, Job, Plan, RunSpec
 from phalanx.errors import Problem, RefusedError, SpecError, WorkerError
 from phalanx.events import read
-from phalanx.spec import Cluster, Job, Plan, RunSpec
 
 if TYPE_CHECKING:
     from phalanx.comm import Place
@@ -102,8 +102,8 @@ def _start(job: Job, spec: RunSpec, watch: Callable[[], None] | None, cores: int
     """``fit`` where it starts the workers itself."""
     import torch
 
-    from phalanx.foresight import Teller, too_little
     from phalanx.launch import launch, look_ahead, make_ready, prepare_run, record
+    from phalanx.preflight import Teller, too_little
     from phalanx.train.assembly import refuse
     from phalanx.train.loop import train
 
@@ -236,7 +236,7 @@ def plan(job: Job, cluster: Cluster | str) -> Advice:
 def _question(job: Job, cluster: Cluster | str) -> Question:
     from phalanx.hardware import cluster as read
     from phalanx.planner import Question
-    from phalanx.planner.clusters import precision_for
+    from phalanx.planner.question import precision_for
     from phalanx.train.outlook import refusals
     from phalanx.train.work import steps_of, work_of
 
@@ -273,6 +273,6 @@ def _plan(plan: Plan | str | None, job: Job, place: Place | None) -> Plan:
         return Plan.parse(plan)
     if place is not None:
         return Plan(dp=place.world_size)
-    from phalanx.foresight import choose
+    from phalanx.preflight import choose
 
     return choose(job).plan

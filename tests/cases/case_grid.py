@@ -11,7 +11,7 @@ from case_table import CASES, Expected
 
 import phalanx as px
 from phalanx.errors import PhalanxError, SpecError, WorkerError
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import Crew
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from phalanx.comm import Mesh
+from phalanx.config import Plan
 from phalanx.parallel import Held, Holding, Layout, Work
 from phalanx.parallel.sliced import Axis, Cut, Placed
 from phalanx.parallel.sliced.axis import piece
-from phalanx.spec import Plan
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (7, 4),

@@ -17,11 +17,11 @@ from torch import nn
 
 import phalanx as px
 from phalanx.comm import Across, Place, joined, place_within, within
+from phalanx.config import Plan
 from phalanx.errors import LossError, RefusedError, WorkerError
 from phalanx.events import faults
 from phalanx.launch import launch
-from phalanx.observe.summary import summarise
-from phalanx.spec import Plan
+from phalanx.report.summary import summarise
 from phalanx.train.assembly import Assembly, build
 
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ from small import OfOutput, fit, job, table
 from torch import nn
 
 from phalanx.comm import Place, joined
+from phalanx.config import Plan
 from phalanx.launch import launch
 from phalanx.parallel import assemble
-from phalanx.spec import Plan
 
 
 class Normal(nn.Module):

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.comm import Place, joined
+from phalanx.config import Plan
 from phalanx.launch import launch
-from phalanx.spec import Plan
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 

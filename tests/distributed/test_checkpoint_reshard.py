@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from phalanx import checkpoint
-from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.format import Manifest
 from phalanx.errors import CheckpointError
 
 torch.set_num_threads(1)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from phalanx import checkpoint
 from phalanx.checkpoint import Part, Pieces
-from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.format import Manifest
+from phalanx.config import Plan
 from phalanx.errors import CheckpointError
 from phalanx.parallel import Held
-from phalanx.spec import Plan
 from phalanx.train.state import model_tensors, parts
 
 torch.set_num_threads(1)

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.comm import Place, joined
-from phalanx.comm.own import own_group
+from phalanx.comm.mesh import own_group
+from phalanx.config import Plan
 from phalanx.errors import RefusedError, WorkerError
 from phalanx.events import read
 from phalanx.launch import launch
-from phalanx.observe.summary import RunSummary, summarise
 from phalanx.parallel import assemble
 from phalanx.parallel.compress import Feedback, Wire, averaged, codec
-from phalanx.spec import Plan
+from phalanx.report.summary import RunSummary, summarise
 
 CODECS = ("fp16", "bf16", "int8", "topk:0.01")
 PLANS = (*CODECS, "powersgd:4")

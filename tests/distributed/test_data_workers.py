@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from phalanx.config import Job
 from phalanx.data import Lane, Loader
 from phalanx.errors import DataError
-from phalanx.spec import Job
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.comm import Mesh, Place, joined
+from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import Size
 from phalanx.errors import RefusedError
 from phalanx.launch import launch
 from phalanx.parallel import Example
 from phalanx.parallel.expert import by_rows, deal_out, find
 from phalanx.parallel.sliced import Axis
-from phalanx.spec import Plan
 from phalanx.train.assembly import build
 from phalanx.verify.parity import OneDevice
 

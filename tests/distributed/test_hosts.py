@@ -16,10 +16,10 @@ from small import job
 
 import phalanx as px
 from phalanx.comm import Place
-from phalanx.comm.place import meet
+from phalanx.comm.process_group import meet
 from phalanx.launch import launch
-from phalanx.launch.guard import fork
-from phalanx.launch.hosts.quotas import Quotas
+from phalanx.launch.hosts.keeper import Quotas
+from phalanx.launch.reaper import fork
 
 Make = Callable[..., px.Hosts]
 

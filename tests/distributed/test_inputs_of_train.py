@@ -20,8 +20,8 @@ from torch import nn
 
 import phalanx as px
 from phalanx.cli import main
+from phalanx.config import Job, Plan, RunSpec
 from phalanx.errors import PhalanxError, SpecError
-from phalanx.spec import Job, Plan, RunSpec
 
 WIDTH, TOKENS, WORDS = 8, 6, 11
 
@@ -295,7 +295,7 @@ def test_workers_load_as_far_ahead_as_asked(monkeypatch: pytest.MonkeyPatch, tmp
             told.open("a").write(f"{how.get('prefetch_factor')} ")
             super().__init__(*args, **how)
 
-    monkeypatch.setattr("phalanx.data.workers.DataLoader", Seen)
+    monkeypatch.setattr("phalanx.data.worker_processes.DataLoader", Seen)
     answer(job(workers=1, prefetch=5), "single")
     assert set(told.read_text().split()) == {"5"}
     with pytest.raises(SpecError, match="only together with workers"):

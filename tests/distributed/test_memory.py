@@ -13,7 +13,7 @@ from torch import nn
 import phalanx as px
 from phalanx.demo.jobs.gpt import GPT, Size
 from phalanx.events import faults
-from phalanx.observe.summary import summarise
+from phalanx.report.summary import summarise
 
 SIZE = Size(layers=4, width=32, heads=4, context=16)
 NUMBERS = sum(tensor.numel() for tensor in GPT(SIZE).parameters())

@@ -10,11 +10,11 @@ from small import fit
 
 import phalanx as px
 from phalanx.demo.jobs.gpt import GPT, Size
-from phalanx.forecast.habits import PHALANX
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.memory import memory
-from phalanx.observe.summary import summarise
-from phalanx.profile import Described, Profile
+from phalanx.forecast.presets import PHALANX
+from phalanx.report.summary import summarise
+from phalanx.trace import Described, Profile
 
 SIZE = Size(layers=4, width=64, heads=4, context=64)
 PARTS = ("parameters", "gradients", "optimizer", "activations")

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
+from phalanx.config import Plan
 from phalanx.errors import RefusedError
-from phalanx.spec import Plan
 from phalanx.verify import OneDevice
 
 WIDTH, CLASSES = 9, 5

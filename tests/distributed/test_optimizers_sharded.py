@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from phalanx.comm.place import Place, joined
+from phalanx.comm.process_group import Place, joined
 from phalanx.train.optimizers import LAMB, LARS
 
 # 2 rows on 3 ranks leave one rank without any; 5 and 7 rows divide over neither 2 nor 3.

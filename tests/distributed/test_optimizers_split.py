@@ -14,9 +14,9 @@ from split_layouts import SHAPES, laid_out, own, value
 from torch import nn
 
 import phalanx as px
+from phalanx.config import Plan
 from phalanx.errors import RefusedError
 from phalanx.parallel import Held
-from phalanx.spec import Plan
 from phalanx.train.elementwise import elementwise, half_steps
 from phalanx.train.optimizers import LAMB, LARS
 from phalanx.train.slices import _GROUPS, groups_of_slices, note_slices

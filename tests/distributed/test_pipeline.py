@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.comm import Mesh, Place, joined
+from phalanx.config import Plan
+from phalanx.config.plan import Schedule
 from phalanx.demo.jobs.gpt import GPT, Size
 from phalanx.launch import launch
 from phalanx.parallel import Example, Work
 from phalanx.parallel.pipeline import PipelineRunner, cut, traffic
 from phalanx.parallel.pipeline.parcels import Parcels
 from phalanx.parallel.sliced import Axis, Cut, Placed, Sliced, is_sliced
-from phalanx.spec import Plan
-from phalanx.spec.plan import Schedule
 
 CPU = torch.device("cpu")
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")

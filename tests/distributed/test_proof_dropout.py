@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
+from phalanx.config import Plan
 from phalanx.errors import RefusedError
 from phalanx.parallel import recompute
-from phalanx.spec import Plan
 from phalanx.verify import OneDevice
 from phalanx.verify.dropout import BySample, Place
 from phalanx.verify.witness.masks import KeyedMasks

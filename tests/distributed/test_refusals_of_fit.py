@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import phalanx as px
+from phalanx.config import Plan
 from phalanx.demo.jobs import gpt
 from phalanx.errors import Problem, RefusedError
-from phalanx.spec import Plan
 from phalanx.train.outlook import refusals
 
 

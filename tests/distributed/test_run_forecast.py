@@ -15,13 +15,13 @@ import torch
 import torch._dynamo  # tracing needs it: what is loaded here need not be loaded beside each run
 
 import phalanx as px
+from phalanx.config import Cluster, Plan, RunSpec
 from phalanx.errors import RefusedError, WorkerError
 from phalanx.events import faults
-from phalanx.foresight import here, teller
-from phalanx.foresight.question import forecast_here
-from phalanx.observe.beside import LATE, stored
-from phalanx.observe.summary import summarise
-from phalanx.spec import Cluster, Plan, RunSpec
+from phalanx.preflight import plan_choice, run_forecast
+from phalanx.preflight.plan_choice import forecast_here
+from phalanx.report.comparison import LATE, stored
+from phalanx.report.summary import summarise
 
 ROOM = 2**20
 
@@ -29,21 +29,21 @@ ROOM = 2**20
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short runs wait for their forecast."""
-    monkeypatch.setattr(teller, "PATIENCE", 1000.0)
+    monkeypatch.setattr(run_forecast, "PATIENCE", 1000.0)
 
 
 @pytest.fixture
 def cramped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices with 1 MiB."""
-    found = here.cluster_for
+    found = plan_choice.cluster_for
 
     def with_little_room(plan: Plan, threads: int | None = None) -> Cluster:
         cluster = found(plan, threads)
         group = cluster.groups[0]
         return replace(cluster, groups=(replace(group, device=replace(group.device, memory=ROOM, kept=0)),))
 
-    monkeypatch.setattr("phalanx.foresight.question.cluster_for", with_little_room)
-    monkeypatch.setattr("phalanx.foresight.question._LIGHT", 0.0)  # a run so short would else be over before
+    monkeypatch.setattr("phalanx.preflight.plan_choice.cluster_for", with_little_room)
+    monkeypatch.setattr("phalanx.preflight.plan_choice._LIGHT", 0.0)  # a run so short would else be over before
 
 
 @pytest.mark.parametrize("text", ["single", "dp=2", "fsdp=2 zero=3", "pp=2 micro=8"])
@@ -113,9 +113,9 @@ def test_a_model_that_cannot_be_traced_trains_without_a_forecast(patient: None, 
 
 
 def test_a_run_that_is_over_before_has_none_and_show_makes_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(teller, "PATIENCE", 0.0)
-    monkeypatch.setattr(teller, "answer", lambda *_: __import__("time").sleep(60))
-    monkeypatch.setattr(teller, "_LONGEST", 0.0)
+    monkeypatch.setattr(run_forecast, "PATIENCE", 0.0)
+    monkeypatch.setattr(run_forecast, "answer", lambda *_: __import__("time").sleep(60))
+    monkeypatch.setattr(run_forecast, "_LONGEST", 0.0)
     run = px.fit(small.job(), folder=tmp_path / "run")
     assert stored(run.folder) == {"missing": LATE}
     assert forecast_here(small.job(), run.plan)["forecast"]["samples"] == small.BATCH

@@ -16,7 +16,7 @@ import phalanx as px
 from phalanx.data import read_ledger
 from phalanx.errors import RefusedError, SpecError, WorkerError
 from phalanx.events import faults
-from phalanx.observe.summary import summarise
+from phalanx.report.summary import summarise
 
 DRAWS = {"evaluate": lambda: table(20, seed=1), "clip": 1.0}
 

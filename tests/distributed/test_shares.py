@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import phalanx as px
+from phalanx.config import Plan
 from phalanx.data import audit, records
 from phalanx.errors import RefusedError
 from phalanx.events.schema import faults
-from phalanx.spec import Plan
 
 
 class Slow(small.Net):

@@ -15,8 +15,8 @@ from torch import nn
 
 import phalanx as px
 from phalanx.comm import Place, joined
+from phalanx.config import Plan
 from phalanx.launch import launch
-from phalanx.spec import Plan
 from phalanx.train.assembly import build
 
 PLANS = ("single", "threads=2", "dp=2", "fsdp=2 zero=1", "fsdp=2 zero=2 micro=8", "fsdp=2", "tp=2", "pp=2 micro=8")

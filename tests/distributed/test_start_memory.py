@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import phalanx as px
-from phalanx.foresight import forecast_here
+from phalanx.preflight import forecast_here
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 

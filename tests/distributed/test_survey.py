@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.comm import Place, joined, local
+from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import Size, gpt_job
 from phalanx.errors import RefusedError
 from phalanx.launch import launch
 from phalanx.parallel.survey import Piece, chunks
-from phalanx.spec import Plan
 from phalanx.train.assembly import build, build_model
 from phalanx.train.outlook import outlook
 from phalanx.train.step import Watch

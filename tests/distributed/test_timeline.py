@@ -9,8 +9,8 @@ import pytest
 from small import fit
 
 from phalanx.events import faults
-from phalanx.observe.summary import summarise
 from phalanx.placement.schedules import Action, needs, order
+from phalanx.report.summary import summarise
 from phalanx.train.timeline import on_one_clock, only_step
 
 

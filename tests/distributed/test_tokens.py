@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.comm import Place, joined
+from phalanx.config.plan import Attention
 from phalanx.launch import launch
 from phalanx.parallel.sliced import Axis, Cut, Placed, is_sliced, sliced
 from phalanx.parallel.sliced.axis import joined as join
 from phalanx.parallel.sliced.axis import piece
 from phalanx.parallel.sliced.ring import meetings
 from phalanx.parallel.sliced.tokens import positions
-from phalanx.spec.plan import Attention
 
 attention: Any = F.scaled_dot_product_attention
 WAYS: tuple[Attention, ...] = ("ring", "alltoall", "gather")

@@ -11,10 +11,10 @@ from small import Net, OfOutput, job
 from torch import nn
 
 from phalanx.comm import Place, joined
+from phalanx.config import Plan
 from phalanx.errors import WorkerError
 from phalanx.launch import launch
 from phalanx.parallel import assemble
-from phalanx.spec import Plan
 
 
 class Branching(Net):

@@ -16,7 +16,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.errors import GradientError, LossError, PhalanxError, RefusedError, SpecError, WorkerError
-from phalanx.launch.crew import Crew
+from phalanx.launch.worker_pool import Crew
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from small import Net, fit, job, table

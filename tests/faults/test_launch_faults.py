@@ -226,9 +226,9 @@ def test_process_limit_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
             raise BlockingIOError(11, "Resource temporarily unavailable") from None
         return real()
 
-    from phalanx.launch import crew, guard
+    from phalanx.launch import reaper, worker_pool
 
-    monkeypatch.setattr(guard, "fork", fork)
-    monkeypatch.setattr(crew, "fork", fork)
+    monkeypatch.setattr(reaper, "fork", fork)
+    monkeypatch.setattr(worker_pool, "fork", fork)
     with pytest.raises(RunError, match=r"could not start worker 1 of 2.*\n.*ulimit -u"):
         launch(lambda place, report: hang(), 2)

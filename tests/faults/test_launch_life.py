@@ -18,7 +18,7 @@ import torch.distributed as dist
 from inject import LIMIT, alive, noted, wait_until
 
 from phalanx.comm import Place, joined
-from phalanx.launch import child
+from phalanx.launch import forked_worker
 from phalanx.launch.local import launch
 
 SLEEPERS = """
@@ -180,7 +180,9 @@ def test_threads_of_a_forked_worker_may_use_autograd_at_once() -> None:
 
 def test_a_worker_has_its_own_engine_before_it_starts_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    monkeypatch.setattr(child, "renew_autograd", lambda: order.append(f"renewed beside {threading.active_count() - 1}"))
+    monkeypatch.setattr(
+        forked_worker, "renew_autograd", lambda: order.append(f"renewed beside {threading.active_count() - 1}")
+    )
 
     def target(place: Place, report: Callable[[int], None]) -> list[str]:
         return [*order, "target"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from phalanx.comm import Place
-from phalanx.comm.place import meet
+from phalanx.comm.process_group import meet
 from phalanx.errors import WorkerError
 from phalanx.launch.local import launch
 

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from phalanx.comm import Place
+from phalanx.config import Plan, RunSpec
 from phalanx.errors import SpecError
 from phalanx.events import read
 from phalanx.launch import worker
 from phalanx.launch.runfile import prepare_run
-from phalanx.launch.torchelastic import claim, place_from_environment
+from phalanx.launch.torchrun import claim, place_from_environment
 from phalanx.launch.worker import main
-from phalanx.spec import Plan, RunSpec
 
 JOB = """
 import os
 import torch
-import phalanx.spec as px
+import phalanx.config as px
 
 CALLS = []
 

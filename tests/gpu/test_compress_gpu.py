@@ -11,8 +11,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from small import fit
 
-from phalanx.observe.summary import summarise
 from phalanx.parallel.compress import Feedback, codec, lane, message, read
+from phalanx.report.summary import summarise
 
 pytestmark = pytest.mark.gpu
 

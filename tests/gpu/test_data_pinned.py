@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from phalanx.config import Job
 from phalanx.data import Lane, Loader, Table
-from phalanx.spec import Job
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "parity"))
 from models import MODELS
 
-from phalanx.spec import Plan
+from phalanx.config import Plan
 from phalanx.verify import OneDevice
 
 pytestmark = pytest.mark.gpu

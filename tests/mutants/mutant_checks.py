@@ -56,7 +56,7 @@ def _fit(job: str, plan: str, folder: Path) -> str:
 
 def _resume(job: str, plan: str, folder: Path) -> str:
     import phalanx as px
-    from phalanx.spec import Plan, RunSpec
+    from phalanx.config import Plan, RunSpec
 
     made = JOBS[job]()  # with the decay of the whole run
     made = replace(made, schedule=replace(made.schedule, total_steps=STEPS))
@@ -67,7 +67,7 @@ def _resume(job: str, plan: str, folder: Path) -> str:
 
 def _again(job: str, plan: str, folder: Path) -> str:
     import phalanx as px
-    from phalanx.spec import Plan, RunSpec
+    from phalanx.config import Plan, RunSpec
 
     how = {"plan": Plan.parse(plan), "folder": folder / "run", "forecast": "none", "checkpoint_every": STEPS // 2}
     spec = RunSpec(job=job, **how)  # pyright: ignore[reportArgumentType]

@@ -68,7 +68,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "one rank's samples on every rank",
-        "data/shares.py",
+        "data/batch_split.py",
         "cut(*each[part], index, count if even else size)",
         "cut(*each[0], index, count if even else size)",
         ("prove mean dp=2",),
@@ -159,14 +159,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "warm-up begins one step late",
-        "spec/schedule.py",
+        "config/schedule.py",
         "return min(1.0, (step + 1) / warmup)",
         "return min(1.0, step / warmup)",
         ("prove rich single",),
     ),
     Mutation(
         "the decay does not reckon with the warm-up",
-        "spec/schedule.py",
+        "config/schedule.py",
         "progress = min(1.0, (step - warmup) / max(1.0, total - warmup))",
         "progress = min(1.0, step / max(1.0, total))",
         ("prove rich single",),
@@ -180,14 +180,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "every epoch draws the same for a sample",
-        "data/seeding.py",
+        "data/rng_streams.py",
         "repr((seed, epoch)).encode(), digest_size=8",
         "repr((seed, 0)).encode(), digest_size=8",
         ("fit noisy single",),
     ),
     Mutation(
         "numpy's generator is not seeded for samples",
-        "data/seeding.py",
+        "data/rng_streams.py",
         "        np.random.seed(seed & 0xFFFFFFFF)\n",
         "",
         ("fit noisy single",),

@@ -197,7 +197,7 @@ TECHNIQUES: tuple[Mutation, ...] = (
     ),
     Mutation(
         "forecast: further micro-batches of a pipeline take half their time",
-        "forecast/schedule.py",
+        "forecast/pipeline.py",
         "each = (steady - _run(pipeline, few)) / pipeline.ranks",
         "each = (steady - _run(pipeline, few)) / pipeline.ranks / 2",
         ("test unit/test_forecast_schedule.py",),
@@ -211,14 +211,14 @@ TECHNIQUES: tuple[Mutation, ...] = (
     ),
     Mutation(
         "forecast: a model without repeated blocks is sharded part by part",
-        "profile/sizes.py",
+        "trace/laws.py",
         "repeated=bool(blocks(described.module))",
         "repeated=True",
         ("test unit/test_forecast_replicas.py",),
     ),
     Mutation(
         "profile: attention gives whatever was in memory where values count",
-        "profile/fused.py",
+        "trace/operations.py",
         "        output.copy_(_ORIGINAL[name](*args, **how))\n",
         "        output.fill_(-1.0)\n",
         ("test unit/test_forecast_replicas.py",),

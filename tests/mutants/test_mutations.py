@@ -9,7 +9,7 @@ from mutant_jobs import JOBS
 from mutation import SOURCE, Mutation
 from run_mutants import ALL
 
-from phalanx.spec import Plan
+from phalanx.config import Plan
 
 
 def test_there_are_enough_and_each_has_a_name_of_its_own() -> None:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import phalanx as px
+from phalanx.config import Plan
 from phalanx.launch import look_ahead
 from phalanx.parallel import replicate
-from phalanx.spec import Plan
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from small import Net, job, table

@@ -9,9 +9,9 @@ import pytest
 from models import MODELS, plain
 from table import APART, APART_AFTER, BAR, REFUSED, SHARES, SHORT, SHORT_SPLIT, STEPS
 
+from phalanx.config import Plan
+from phalanx.config.plan import Precision
 from phalanx.errors import RefusedError
-from phalanx.spec import Plan
-from phalanx.spec.plan import Precision
 from phalanx.verify import OneDevice
 
 

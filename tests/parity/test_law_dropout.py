@@ -8,7 +8,7 @@ import pytest
 from dropping import DROPPING
 from table import BAR, DROPOUT_SHORT, DROPOUT_STEPS
 
-from phalanx.spec import Plan
+from phalanx.config import Plan
 from phalanx.verify import OneDevice
 
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from dropping import DROPPING
 from torch import Tensor
 
+from phalanx.config import Plan
 from phalanx.parallel import recompute
 from phalanx.parallel.sliced import attention, elementwise, tiles
 from phalanx.parallel.sliced.how import How
 from phalanx.parallel.sliced.tensor import RULES
-from phalanx.spec import Plan
 from phalanx.train import step as steps
 from phalanx.train.rng import stream
 from phalanx.verify import OneDevice

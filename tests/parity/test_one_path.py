@@ -99,7 +99,7 @@ OF_STEPS = (
 COMPUTED = ("compute", "coordinator")
 WITHOUT_CLOCK = ("parallel/", "checkpoint/", "data/", *(f"train/served/{name}.py" for name in COMPUTED))
 """Of servers and their workers; in other rooms they wait, beat and part by the clock, and what that calls is chance."""
-OF_SERVERS = ("train/served/coordinator.py", "parallel/server/update.py", "checkpoint/manifest.py")
+OF_SERVERS = ("train/served/coordinator.py", "parallel/server/update.py", "checkpoint/format.py")
 
 
 @pytest.mark.parametrize("plan", PLANS)

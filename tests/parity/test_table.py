@@ -8,8 +8,8 @@ from typing import Any
 
 import table
 
-from phalanx.spec import Plan
-from phalanx.spec.plan import words
+from phalanx.config import Plan
+from phalanx.config.plan import words
 
 ELSEWHERE = {
     "device": "says where, not how; the GPU tests have theirs",

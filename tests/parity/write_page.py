@@ -22,8 +22,8 @@ from models import BATCH, MODELS, plain
 from table import APART, BAR, DROPOUT, DROPOUT_STEPS, LONG, PLAIN_BAR, SHARES, SPLIT, STEPS
 
 from phalanx.api import build
+from phalanx.config import Job, Plan
 from phalanx.errors import PhalanxError
-from phalanx.spec import Job, Plan
 from phalanx.verify import OneDevice
 
 RESULTS = Path(__file__).with_name("results.json")

@@ -12,7 +12,7 @@ from torch import nn
 from well_known import Config
 
 import phalanx as px
-from phalanx.spec import Job, Plan
+from phalanx.config import Job, Plan
 
 AXES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 MOST_AXES = 3  # of 2 ranks each: 8 processes

@@ -12,7 +12,7 @@ from small_size import AXES, MOST_AXES, STEPS, small_config, small_job, small_pl
 from well_known import SETTINGS
 from write_recommended import RESULTS, good, recommended
 
-from phalanx.spec import Plan
+from phalanx.config import Plan
 from phalanx.verify import OneDevice
 
 STORED = json.loads(RESULTS.read_text())["settings"]

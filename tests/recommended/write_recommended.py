@@ -24,8 +24,8 @@ from small_size import STEPS, job_of, small_config, small_job, small_plans
 from well_known import SETTINGS, Config, Setting
 
 import phalanx as px
+from phalanx.config import Job, Plan
 from phalanx.errors import PhalanxError, SpecError
-from phalanx.spec import Job, Plan
 from phalanx.train.outlook import refusals
 from phalanx.verify import OneDevice
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.profile import Operation, Part, Profile, Saved, Size, Weights
+from phalanx.trace import Operation, Part, Profile, Saved, Size, Weights
 
 
 def transformer(

@@ -9,19 +9,16 @@ import numpy as np
 import pytest
 
 from phalanx.cli.app import main
+from phalanx.config import Cluster, Host, Network
 from phalanx.errors import SpecError
-from phalanx.forecast.cores import Core
-from phalanx.forecast.crowd import _others, crowded
-from phalanx.forecast.links import Fabric, collective
-from phalanx.forecast.rates import Wires, rates
-from phalanx.forecast.step import StepTime
-from phalanx.hardware import cluster, fitted, quiet
-from phalanx.hardware.calibrate import Sweeps, calibrated
+from phalanx.forecast.network import Fabric, collective
+from phalanx.forecast.rates import Core, Wires, rates
+from phalanx.forecast.step import StepTime, _others, crowded
+from phalanx.hardware import calibrate, cluster
+from phalanx.hardware.calibrate import Sweeps, busy_share, calibrated
 from phalanx.hardware.exchanges import Exchange
 from phalanx.hardware.probe import cpu_group
-from phalanx.hardware.quiet import busy_share
 from phalanx.hardware.sweeps import QUICK, Point, operations, sweep
-from phalanx.spec import Cluster, Host, Network
 
 PEAK, OPERAND, FLOOR = 150e9, 3e-10, 2e-6
 NEAR, FAR, CACHE, FRESH = 80e9, 12e9, 4e6, 3e-10
@@ -125,7 +122,7 @@ class TestFitting:
 
     def test_no_constant_is_negative(self) -> None:
         points = [Point(kind="product", name="fp32", sizes=(m, n, k), seconds=m * n * k / PEAK) for m, n, k in SHAPES]
-        peak, operand = fitted.products(points, floor=1e-5)
+        peak, operand = calibrate.products(points, floor=1e-5)
         assert peak > 0 <= operand
 
     def test_beyond_the_cache_a_byte_takes_longer(self) -> None:
@@ -133,7 +130,7 @@ class TestFitting:
             *exchanged(),
             Exchange(kind="send", ranks=2, size=3 * 2**23, seconds=2e-4 + 2**23 * (2e-10 + 2 * 1e-9)),
         ]
-        lines = fitted.lines(points)
+        lines = calibrate.lines(points)
         assert lines["send.2.far"] == pytest.approx(1e-9, rel=0.01)
         assert lines["send.2.byte"] == pytest.approx(2e-10, rel=0.01)
         fabric = Fabric(inside=1e9, node=1e9, per_node=2, wires=Wires(lines=lines))
@@ -142,7 +139,7 @@ class TestFitting:
 
     def test_lines_of_a_flat_collective_are_starts_only(self) -> None:
         flat = [Exchange(kind="send", ranks=2, size=size, seconds=1e-4) for size in (1e3, 1e5, 1e6)]
-        assert fitted.lines(flat) == pytest.approx({"send.2.start": 1e-4, "send.2.byte": 0.0}, abs=1e-12)
+        assert calibrate.lines(flat) == pytest.approx({"send.2.start": 1e-4, "send.2.byte": 0.0}, abs=1e-12)
 
 
 class TestFile:
@@ -172,7 +169,7 @@ class TestForecasts:
         assert rates(cluster("cpu").groups[0].device).core is None
 
     def test_exchanges_lie_on_measured_lines(self) -> None:
-        wires = Wires(lines=fitted.lines(exchanged()))
+        wires = Wires(lines=calibrate.lines(exchanged()))
         fabric = Fabric(inside=1e9, node=1e9, per_node=2, wires=wires)
         ranks, size = np.array([1.0, 2.0, 3.0, 4.0, 8.0]), np.full(5, 1e6)
         seconds = collective("all-reduce", size, ranks, np.ones(5), fabric)
@@ -226,7 +223,7 @@ class TestMeasuring:
     ) -> None:
         path = tmp_path / "stat"
         path.write_text("cpu  10 0 10 100 0 0 0 0 0 0\n")
-        monkeypatch.setattr(quiet.time, "sleep", lambda seconds: path.write_text(f"cpu  {later} 0 0\n"))
+        monkeypatch.setattr(calibrate.time, "sleep", lambda seconds: path.write_text(f"cpu  {later} 0 0\n"))
         assert busy_share(path, 0.1) == pytest.approx(share)
 
     def test_where_nobody_says_a_machine_counts_as_quiet(self, tmp_path: Path) -> None:
@@ -234,10 +231,10 @@ class TestMeasuring:
 
     def test_waiting_ends_when_it_is_quiet_or_patience_is_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         looks = iter((0.9, 0.5, 0.1, 0.0))
-        monkeypatch.setattr(quiet, "busy_share", lambda: next(looks))
-        assert quiet.wait_until_quiet(60.0) == 0.1
-        monkeypatch.setattr(quiet, "busy_share", lambda: 0.9)
-        assert quiet.wait_until_quiet(0.0) == 0.9
+        monkeypatch.setattr(calibrate, "busy_share", lambda: next(looks))
+        assert calibrate.wait_until_quiet(60.0) == 0.1
+        monkeypatch.setattr(calibrate, "busy_share", lambda: 0.9)
+        assert calibrate.wait_until_quiet(0.0) == 0.9
 
     def test_the_command_writes_a_cluster(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = tmp_path / "machine.toml"

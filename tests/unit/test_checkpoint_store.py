@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from phalanx import checkpoint
-from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.shardfile import DTYPES
+from phalanx.checkpoint.format import DTYPES, Manifest
 from phalanx.errors import CheckpointError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from phalanx.cli.settings import Given, earlier_run, settle
+from phalanx.config import Job, Plan, RunSpec
 from phalanx.errors import RefusedError, SpecError
-from phalanx.spec import Job, Plan, RunSpec
 
 pytestmark = pytest.mark.quick
 

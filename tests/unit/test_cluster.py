@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import hardware
+from phalanx.config import Cluster, Device, Group, Host, Link, Network
+from phalanx.config.device import DTYPES
 from phalanx.errors import SpecError
 from phalanx.hardware.catalog import nearest
-from phalanx.spec import Cluster, Device, Group, Host, Link, Network
-from phalanx.spec.device import DTYPES
 
 LINK = Link(name="wire", bandwidth=1e9, latency=1e-6)
 DEVICE = Device(name="thing", kind="cuda", peak={"fp32": 1e12}, memory=100, bandwidth=1e9, kept=20)

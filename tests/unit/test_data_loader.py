@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, default_collate
 
+from phalanx.config import Job
 from phalanx.data import GlobalBatchSampler, Lane, Loader, StepBatch, Table, evaluation_batches
-from phalanx.data.seeding import EpochSeeds
+from phalanx.data.rng_streams import EpochSeeds
 from phalanx.errors import SpecError
-from phalanx.spec import Job
 
 # The suggestion depends on the machine's cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from phalanx.data import GlobalBatchSampler, Lane, share
-from phalanx.data.permutation import Permutation
-from phalanx.data.shares import cuts
+from phalanx.data.batch_split import cuts
+from phalanx.data.sampler import Permutation
 from phalanx.errors import SpecError
 
 pytestmark = pytest.mark.quick
@@ -36,7 +36,7 @@ class TestPermutation:
         assert len(np.unique(numbers)) == len(at)
 
     def test_bijection_with_wide_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("phalanx.data.permutation._LARGEST_32", 0)
+        monkeypatch.setattr("phalanx.data.sampler._LARGEST_32", 0)
         for length in (1, 2, 7, 1000, 4097):
             numbers = Permutation.keyed(length, 0, 0)(np.arange(length))
             assert np.array_equal(np.sort(numbers), np.arange(length))

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
+from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader, StepBatch, Table, evaluation_batches
-from phalanx.data.dealing import Dealing
-from phalanx.data.shares import cuts, spans
-from phalanx.spec import Job, Plan
+from phalanx.data.batch_split import Dealing, cuts, spans
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

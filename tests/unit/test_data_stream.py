@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from phalanx.config import Job
 from phalanx.data import Lane, Loader, StepBatch
 from phalanx.errors import DataError, SpecError
-from phalanx.spec import Job
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx import hardware
 from phalanx.cli import main
-from phalanx.hardware.show import HEADINGS, NARROW, catalog_table, cells
+from phalanx.hardware.catalog import HEADINGS, NARROW, catalog_table, cells
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, int]:

@@ -30,7 +30,7 @@ import pytest
 from forked import Forked
 
 from phalanx.cli import main as cli
-from phalanx.spec import Plan
+from phalanx.config import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from small_profiles import transformer
 
+from phalanx.config import Cluster, Plan
 from phalanx.forecast import Forecast, Habits, Work, forecast
-from phalanx.forecast.apart import averaged, served
+from phalanx.forecast.gradient_sync import averaged, served
+from phalanx.forecast.kernels import Setting
 from phalanx.forecast.layouts import Layouts
-from phalanx.forecast.links import Fabric
 from phalanx.forecast.memory import memory
+from phalanx.forecast.network import Fabric
 from phalanx.forecast.rates import Kernels, Rates, Wires
-from phalanx.forecast.setting import Setting
 from phalanx.hardware import cluster
 from phalanx.planner import Question, rank
 from phalanx.planner.rules import problems
-from phalanx.planner.space import space
-from phalanx.spec import Cluster, Plan
+from phalanx.planner.search import space
 
 PLAIN = Habits(name="plain", reserved=1.0)
 GIANT = np.array([1e9])

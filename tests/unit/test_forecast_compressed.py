@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from test_forecast_apart import GIANT, PLAIN, WORK, layouts, setting, told
 
-from phalanx.forecast.apart import averaged, served
-from phalanx.forecast.compressed import averaging
+from phalanx.forecast.gradient_sync import averaged, averaging, served
 from phalanx.forecast.memory import memory
 
 ALL = ("fp16", "bf16", "int8", "topk:0.01", "powersgd:4")

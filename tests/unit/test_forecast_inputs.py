@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import phalanx as px
+from phalanx.config import Cluster, Device, Group, Host, Job, Link, Network, Plan
 from phalanx.demo.jobs import gpt
 from phalanx.errors import PhalanxError
 from phalanx.forecast import Work, forecast
 from phalanx.planner import Question, refuse
-from phalanx.planner.single import foretell
-from phalanx.planner.told import told
-from phalanx.spec import Cluster, Device, Group, Host, Job, Link, Network, Plan
+from phalanx.planner.advise import foretell
+from phalanx.planner.scale import told
 from phalanx.train.work import steps_of, work_of
 
 PLAIN = "dp=4 fsdp=2"

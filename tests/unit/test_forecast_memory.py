@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.forecast.flight import ranks
-from phalanx.forecast.habits import NAMED, PHALANX, Habits
+from phalanx.config import Plan
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.memory import Memory, memory
-from phalanx.profile import Operation, Part, Profile, Saved, Shape, Size, Weights
-from phalanx.spec import Plan
+from phalanx.forecast.presets import NAMED, PHALANX, Habits
+from phalanx.forecast.saved_activations import ranks
+from phalanx.trace import Operation, Part, Profile, Saved, Shape, Size, Weights
 
 PLAIN = Habits(name="plain", reserved=1.0)
 

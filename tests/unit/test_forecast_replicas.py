@@ -10,10 +10,10 @@ import torch
 from small_profiles import transformer
 from torch import nn
 
+from phalanx.config import Cluster, Plan
 from phalanx.forecast import Work, forecast
 from phalanx.hardware import cluster
-from phalanx.profile import Described, trace
-from phalanx.spec import Cluster, Plan
+from phalanx.trace import Described, trace
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send")
 GPT = Work(profile=transformer(layers=4, width=64, heads=4, vocabulary=100), batch=16)

@@ -8,11 +8,10 @@ from importlib import import_module
 import numpy as np
 import pytest
 
+from phalanx.config import Plan
 from phalanx.forecast.layouts import SCHEDULES, Layouts
-from phalanx.forecast.pipelines import Lanes, pipeline, simulated
-from phalanx.forecast.schedule import Pipeline, duration
+from phalanx.forecast.pipeline import Lanes, Pipeline, duration, pipeline, simulated
 from phalanx.placement.schedules import bubble, order, timed
-from phalanx.spec import Plan
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2, "dualpipev": 2}
 
@@ -52,7 +51,7 @@ def test_bubbles_of_the_papers(ranks: int, micros: int) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_is_extrapolated_is_what_would_be_run(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = import_module("phalanx.forecast.schedule")
+    module = import_module("phalanx.forecast.pipeline")
     draw = random.Random(7)
     chunks = CHUNKS[schedule]
 

@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 from small_profiles import LARGE, transformer
 
+from phalanx.config import Cluster, Plan
 from phalanx.errors import RefusedError
 from phalanx.forecast import Forecast, Work, forecast
-from phalanx.forecast.doubt import interval, quantile, quantiles, technique
-from phalanx.forecast.habits import PHALANX
-from phalanx.forecast.links import Fabric, collective
-from phalanx.forecast.price import Shapes, price
+from phalanx.forecast.kernels import Setting, Shapes, price
+from phalanx.forecast.network import Fabric, collective
+from phalanx.forecast.operation_arrays import Array, table
+from phalanx.forecast.presets import PHALANX
 from phalanx.forecast.rates import Wires, rates
-from phalanx.forecast.setting import Setting
 from phalanx.forecast.step import StepTime
-from phalanx.forecast.tables import Array, table
+from phalanx.forecast.uncertainty import interval, quantile, quantiles, technique
 from phalanx.hardware import cluster, entry
-from phalanx.profile import Operation, Part, Profile, Size
-from phalanx.spec import Cluster, Plan
+from phalanx.trace import Operation, Part, Profile, Size
 
 SMALL, BIG = transformer(length=128), transformer(**LARGE)  # type: ignore[arg-type]
 FABRIC = Fabric(inside=300e9, node=200e9, per_node=8, wires=Wires())

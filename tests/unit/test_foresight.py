@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import phalanx as px
-from phalanx.foresight import choice as choices
-from phalanx.foresight import choose, cluster_for
-from phalanx.foresight.teller import problem
+from phalanx.config import Plan
 from phalanx.hardware import cluster, cores, memory_bytes
-from phalanx.launch.aside import Aside
-from phalanx.observe.beside import memory_beside, step_beside, under_forecast
-from phalanx.spec import Plan
+from phalanx.launch.side_process import Aside
+from phalanx.preflight import choose, cluster_for
+from phalanx.preflight import plan_choice as choices
+from phalanx.preflight.run_forecast import problem
+from phalanx.report.comparison import memory_beside, step_beside, under_forecast
 
 SECONDS = dict.fromkeys(
     ("products", "attention", "memory", "recompute", "launches", "exchange", "pipeline", "replicas", "update", "rest"),
@@ -90,7 +90,7 @@ class TestChoice:
     def gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("phalanx.hardware.cuda_devices", lambda: 4)
         monkeypatch.setattr(sys.modules["phalanx.parallel.assemble"], "cuda_devices", lambda: 4)
-        monkeypatch.setattr("phalanx.foresight.here.this_machine", lambda: cluster("4xA100-40GB"))
+        monkeypatch.setattr("phalanx.preflight.plan_choice.this_machine", lambda: cluster("4xA100-40GB"))
 
     def test_one_process_where_there_is_no_gpu(self) -> None:
         found = choose(job(4))

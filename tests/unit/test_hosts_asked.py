@@ -8,8 +8,8 @@ import pytest
 
 import phalanx as px
 from phalanx.errors import SpecError
-from phalanx.launch.hosts import Link, needs
-from phalanx.launch.hosts.quotas import Quotas
+from phalanx.launch.hosts import Link, link
+from phalanx.launch.hosts.keeper import Quotas
 from phalanx.units import parse_bit_rate, parse_seconds, parse_share
 
 
@@ -55,8 +55,8 @@ def test_a_link_as_commands() -> None:
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "tool", lambda program: None if program == "tc" else program)
-    problem = needs.lacking(Link())
+    monkeypatch.setattr(link, "tool", lambda program: None if program == "tc" else program)
+    problem = link.lacking(Link())
     assert problem is not None
     assert (problem.given, problem.fix) == ("a machine without the program tc", "apt-get install iproute2")
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.config import Job
 from phalanx.errors import SpecError
 from phalanx.launch.jobfile import Reference, load_job
-from phalanx.spec import Job
 
 GOOD = """
-import phalanx.spec as px
+import phalanx.config as px
 
 RUNS = []
 RUNS.append(1)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from small_profiles import transformer
 
-from phalanx.forecast.doubt import measured
-from phalanx.forecast.habits import NAMED
+from phalanx.forecast.presets import NAMED
+from phalanx.forecast.uncertainty import measured
 from phalanx.verify.published import Row, foretell, left_out
 from phalanx.verify.published.foretold import Foretold
 from phalanx.verify.published.left_out import CONSTANTS, Fit, LeftOut, Without, coverage, framework, known, spread

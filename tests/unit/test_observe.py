@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from phalanx.config import Plan
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.errors import DataError, MissingExtraError
 from phalanx.events import EventLog, faults
-from phalanx.observe import trackers
-from phalanx.observe.draw import draw
-from phalanx.observe.follow import Event, Follower, Viewer
-from phalanx.observe.progress import Pace, progress, step_text
-from phalanx.observe.seen import Seen, seen, seen_table
-from phalanx.observe.summary import RunSummary, idle_share, summarise, summary_of
-from phalanx.observe.tables import memory_table, proof_table, scaled, scaling_table, settings_table, summary_table
-from phalanx.spec import Plan
+from phalanx.report import trackers
+from phalanx.report.drawing import draw
+from phalanx.report.progress import Event, Follower, Pace, Viewer, progress, step_text
+from phalanx.report.sample_audit import Seen, seen, seen_table
+from phalanx.report.summary import RunSummary, idle_share, summarise, summary_of
+from phalanx.report.tables import memory_table, proof_table, scaled, scaling_table, settings_table, summary_table
 
 MIB = 2**20
 PARTS = {"parameters": 4 * MIB, "gradients": 4 * MIB, "optimizer": 8 * MIB, "buffers": 0, "activations": 30 * MIB}
@@ -306,7 +305,7 @@ class TestTables:
         assert "equal: dp=2 and one device, over 3 steps" in rendered(proof_table({**proof, "equal": True}))
 
     def test_settings(self) -> None:
-        from phalanx.observe.tables import Setting
+        from phalanx.report.tables import Setting
 
         text = rendered(settings_table([Setting(name="batch", value="[64]", source="argument")]))
         assert "[64]" in text

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.config import Plan
 from phalanx.parallel import Example
 from phalanx.parallel.opened import look_inside
 from phalanx.parallel.pipeline import cut
-from phalanx.profile.blocks import blocks, parts
-from phalanx.spec import Plan
+from phalanx.trace.blocks import blocks, parts
 
 
 class Gate(nn.Module):

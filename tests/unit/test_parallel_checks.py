@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from phalanx.comm import Place
+from phalanx.config import Job, Plan
 from phalanx.errors import GradientError
 from phalanx.parallel import Work, advice, assemble, check, device_kind, notes
 from phalanx.parallel.unused import without_gradient
-from phalanx.spec import Job, Plan
 from phalanx.train.refusals import model_problems
 
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import GPT, Size
 from phalanx.errors import RefusedError
 from phalanx.parallel import Example
 from phalanx.parallel.pipeline import Pipeline, cut
 from phalanx.parallel.pipeline.backward import input_half
 from phalanx.parallel.pipeline.balance import balanced
-from phalanx.spec import Plan
 
 
 def looked_at(module: nn.Module, plan: Plan, *args: Any) -> Pipeline:

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
+from phalanx.config.plan import Schedule
 from phalanx.parallel.pipeline.traffic import messages
 from phalanx.placement.schedules import Action, Order, StuckError, bubble, forwards, holders, makespan, order, timed
-from phalanx.spec.plan import Schedule
 
 CASES: list[tuple[Schedule, int]] = [
     ("gpipe", 1),

@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 from small_profiles import LARGE, transformer
 
+from phalanx.config import Plan
 from phalanx.forecast import Work, forecast
 from phalanx.forecast.forecast import sweep
-from phalanx.forecast.odds import CHANCE, SAFE, runs_out
+from phalanx.forecast.uncertainty import CHANCE, SAFE, runs_out
 from phalanx.hardware import cluster
 from phalanx.planner import Goal, Prices, Question, rank
-from phalanx.planner.clusters import doublings, precision_for, resized
 from phalanx.planner.explain import explain
-from phalanx.planner.neighbours import neighbours
+from phalanx.planner.question import doublings, precision_for, resized
+from phalanx.planner.rank import neighbours
 from phalanx.planner.rules import problems
-from phalanx.planner.search import search
-from phalanx.planner.space import MESH, space
-from phalanx.spec import Plan
+from phalanx.planner.search import MESH, search, space
 
 
 def question(text: str = "8xA100-80GB", batch: int = 32, steps: int = 0, **shape: int) -> Question:

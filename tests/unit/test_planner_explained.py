@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from small_profiles import LARGE, transformer
 
+from phalanx.config import Plan
 from phalanx.errors import RefusedError, SpecError
 from phalanx.forecast import Forecast, StepTime, Work, forecast
 from phalanx.hardware import cluster, names
 from phalanx.planner import Bill, Curve, Goal, Point, Question, advise, bill, prices, rank, scale, shortfall
-from phalanx.planner.clusters import precision_for
+from phalanx.planner.advise import foretell
 from phalanx.planner.explain import PARTS, tied
-from phalanx.planner.neighbours import neighbours
+from phalanx.planner.question import precision_for
+from phalanx.planner.rank import neighbours
 from phalanx.planner.roofline import rooflines
 from phalanx.planner.rules import problems
 from phalanx.planner.search import search
-from phalanx.planner.single import foretell
-from phalanx.spec import Plan
 from phalanx.units import show_bytes
 
 

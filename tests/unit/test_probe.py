@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from phalanx import hardware
-from phalanx.hardware import gpus, probe, system
-from phalanx.hardware.gpus import Gpu
-from phalanx.spec import Host
+from phalanx.config import Host
+from phalanx.hardware import probe
+from phalanx.hardware.probe import Gpu
 
 GIB = 2**30
 NVSWITCH = """\
@@ -42,16 +42,16 @@ def tree(root: Path, **files: str) -> Path:
 
 
 def test_without_groups_all_is_allowed(tmp_path: Path) -> None:
-    assert system.cores_of(tmp_path, 12) == 12
-    assert system.memory_of(tmp_path, 64 * GIB) == 64 * GIB
-    assert system.numa_of(tmp_path) == 1
-    assert system.network_of(tmp_path) is None
+    assert probe.cores_of(tmp_path, 12) == 12
+    assert probe.memory_of(tmp_path, 64 * GIB) == 64 * GIB
+    assert probe.numa_of(tmp_path) == 1
+    assert probe.network_of(tmp_path) is None
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("250000 100000", 2), ("50000 100000", 1), ("max 100000", 12)])
 def test_a_quota_limits_cores(quota: str, cores: int, tmp_path: Path) -> None:
     root = tree(tmp_path, **{"proc/self/cgroup": "0::/pod/box", "sys/fs/cgroup/pod/cpu.max": quota})
-    assert system.cores_of(root, 12) == cores
+    assert probe.cores_of(root, 12) == cores
 
 
 def test_the_lowest_limit_above_counts(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_the_lowest_limit_above_counts(tmp_path: Path) -> None:
         "sys/fs/cgroup/pod/memory.max": str(8 * GIB),
         "sys/fs/cgroup/pod/box/memory.max": str(16 * GIB),
     }
-    assert system.memory_of(tree(tmp_path, **files), 64 * GIB) == 8 * GIB
+    assert probe.memory_of(tree(tmp_path, **files), 64 * GIB) == 8 * GIB
 
 
 def test_the_first_version_of_groups(tmp_path: Path) -> None:
@@ -73,13 +73,13 @@ def test_the_first_version_of_groups(tmp_path: Path) -> None:
         "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_period_us": "100000",
     }
     root = tree(tmp_path, **files)
-    assert (system.memory_of(root, 64 * GIB), system.cores_of(root, 12)) == (4 * GIB, 3)
+    assert (probe.memory_of(root, 64 * GIB), probe.cores_of(root, 12)) == (4 * GIB, 3)
 
 
 def test_numa_nodes(tmp_path: Path) -> None:
     for name in ("node0", "node1", "possible"):
         (tmp_path / "sys/devices/system/node" / name).mkdir(parents=True)
-    assert system.numa_of(tmp_path) == 2
+    assert probe.numa_of(tmp_path) == 2
 
 
 def test_the_fastest_interface_is_the_network(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_the_fastest_interface_is_the_network(tmp_path: Path) -> None:
         tree(tmp_path, **{f"{folder}/speed": speed, f"{folder}/operstate": state})
         if name != "br0":
             (tmp_path / folder / "device").mkdir()
-    network = system.network_of(tmp_path)
+    network = probe.network_of(tmp_path)
     assert network is not None
     assert (network.name, network.bandwidth) == ("eth0, 25 Gb/s", 25e9 / 8)
 
@@ -98,7 +98,7 @@ def test_infiniband_ports_add_up(tmp_path: Path) -> None:
     for place, state in enumerate(["4: ACTIVE", "4: ACTIVE", "1: DOWN"]):
         port = f"sys/class/infiniband/mlx5_{place}/ports/1"
         tree(tmp_path, **{f"{port}/rate": "400 Gb/sec (4X NDR)", f"{port}/state": state})
-    network = system.network_of(tmp_path)
+    network = probe.network_of(tmp_path)
     assert network is not None
     assert (network.name, network.bandwidth) == ("2 x 400 Gb/s InfiniBand", 100e9)
 
@@ -131,9 +131,9 @@ def test_infiniband_ports_add_up(tmp_path: Path) -> None:
 )
 def test_names_of_drivers_are_found(name: str, gib: float, found: str) -> None:
     gpu = Gpu(name=name, memory=round(gib * GIB))
-    known = gpus.matched(gpu)
+    known = probe.matched(gpu)
     assert known.device.name == found
-    assert gpus.measured(gpu, known).room == gpu.memory - GIB // 2
+    assert probe.measured(gpu, known).room == gpu.memory - GIB // 2
 
 
 @pytest.mark.parametrize(
@@ -149,11 +149,11 @@ def test_names_of_drivers_are_found(name: str, gib: float, found: str) -> None:
     ],
 )
 def test_links_are_those_of_the_matrix(matrix: str, count: int, device: str, link: str) -> None:
-    assert gpus.link_of(matrix, count, hardware.entry(device)).name == link
+    assert probe.link_of(matrix, count, hardware.entry(device)).name == link
 
 
 def test_a_bridge_is_slower_than_a_switch() -> None:
-    assert gpus.link_of(BRIDGE, 2, hardware.entry("RTX-3090")).bandwidth == 4 * 14.0625e9
+    assert probe.link_of(BRIDGE, 2, hardware.entry("RTX-3090")).bandwidth == 4 * 14.0625e9
 
 
 def test_gpus_make_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from phalanx.demo.jobs import gpt
 from phalanx.errors import ProfileError, SpecError
 from phalanx.parallel import Example
 from phalanx.parallel.tensor import find
-from phalanx.profile import Described, Part, Profile, Shape, Size, flops, standard, trace
+from phalanx.trace import Described, Part, Profile, Shape, Size, flops, standard, trace
 
 IDS = torch.arange(24).view(2, 12) % 60
 GPT = Shape(family="gpt", layers=24, hidden=2048, heads=16, vocabulary=51200, length=2048, tied=True, dropout=0.1)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
+from phalanx.config import Plan
 from phalanx.forecast import forecast
 from phalanx.hardware import cluster
-from phalanx.profile import Described, Profile, trace
-from phalanx.profile.costs import Part, flops
-from phalanx.profile.recorder import Recorder
-from phalanx.spec import Plan
+from phalanx.trace import Described, Profile, trace
+from phalanx.trace.costs import Part, flops
+from phalanx.trace.recorder import Recorder
 from phalanx.train.work import work_of
 
 WIDTH, LENGTH, LAYERS = 32, 16, 4

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from phalanx.errors import MissingExtraError, SpecError
-from phalanx.profile import Shape, from_config
-from phalanx.profile.config import known
+from phalanx.trace import Shape, from_config
+from phalanx.trace.hf_config import known
 
 SMALL = {
     "hidden_size": 64,
@@ -95,6 +95,6 @@ def test_the_extra_is_named_where_transformers_is_missing(tmp_path: Path, monkey
 
 
 def test_nouns_and_shapes_need_no_torch() -> None:
-    code = "import sys, phalanx.profile; print([one for one in ('torch', 'numpy') if one in sys.modules])"
+    code = "import sys, phalanx.trace; print([one for one in ('torch', 'numpy') if one in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

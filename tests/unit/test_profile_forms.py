@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.profile.standard import Shape, standard
+from phalanx.trace.standard_models import Shape, standard
 
 _SMALL = Shape(family="gpt", layers=2, hidden=64, heads=4, vocabulary=100, length=16)
 _SHAPES = {
@@ -32,7 +32,7 @@ def test_forms_are_those_of_fakes(name: str):
 def test_no_compiler_is_loaded(tmp_path: Path):
     code = (
         "import sys\n"
-        "from phalanx.profile.standard import Shape\n"
+        "from phalanx.trace.standard_models import Shape\n"
         "for family in ('gpt', 'llama'):\n"
         "    Shape(family=family, layers=2, hidden=64, heads=4, vocabulary=100, length=16).profile()\n"
         "assert 'torch._dynamo' not in sys.modules\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.spec import Plan
+from phalanx.config import Plan
 from phalanx.verify.bounds import first_gradients
 from phalanx.verify.compare import FirstGradient, Tolerance, parameters
 from phalanx.verify.judge import Pair, judged

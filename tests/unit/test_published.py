@@ -18,7 +18,7 @@ from small_profiles import transformer
 
 from phalanx.cli import main
 from phalanx.errors import SpecError
-from phalanx.forecast.doubt import FILE
+from phalanx.forecast.uncertainty import FILE
 from phalanx.verify.published import Foretold, Outcome, Row, accuracy, foretell, read
 from phalanx.verify.published.accuracy import Errors, choice, source
 from phalanx.verify.published.left_out import LeftOut, Without, framework

@@ -33,8 +33,8 @@ def train(name):
 FRESH = """
 import sys
 import torch
-from phalanx.launch.readiness import leave_compiler_out, make_ready
-from phalanx.spec import Plan
+from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
+from phalanx.config import Plan
 
 make_ready(Plan(dp=2))
 assert "_dynamo" not in vars(torch)
@@ -70,7 +70,7 @@ def test_no_compiler_until_asked_for(as_torch_does: list[list[float]]) -> None:
 
 def test_sharded_plan_gets_it_at_once() -> None:
     code = (
-        "import sys; from phalanx.launch.readiness import make_ready; from phalanx.spec import Plan; "
+        "import sys; from phalanx.launch.torch_warmup import make_ready; from phalanx.config import Plan; "
         "make_ready(Plan(fsdp=2)); assert 'torch._dynamo' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
@@ -98,7 +98,7 @@ def test_torch_of_an_unknown_version_is_left_alone() -> None:
     code = """
 import torch
 torch.__version__ = "2.14.0"
-from phalanx.launch.readiness import leave_compiler_out
+from phalanx.launch.torch_warmup import leave_compiler_out
 leave_compiler_out()
 assert "_dynamo" not in vars(torch)
 """

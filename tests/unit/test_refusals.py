@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import phalanx as px
+from phalanx.config import Job, Plan
 from phalanx.demo.jobs import digits, gpt
 from phalanx.errors import Problem, RefusedError, SpecError
-from phalanx.foresight import cluster_for
 from phalanx.launch import look_ahead
-from phalanx.observe.show import of_job
 from phalanx.planner import Question
-from phalanx.planner.single import foretell
-from phalanx.spec import Job, Plan
+from phalanx.planner.advise import foretell
+from phalanx.preflight import cluster_for
+from phalanx.report.show import of_job
 from phalanx.train.outlook import refusals
 from phalanx.train.work import work_of
 

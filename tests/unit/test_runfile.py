@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from phalanx import checkpoint
+from phalanx.config import Plan, RunSpec
 from phalanx.errors import SpecError
 from phalanx.launch.runfile import default_folder, prepare_run
-from phalanx.spec import Plan, RunSpec
 
 
 def spec(tmp_path: Path, **changes: object) -> RunSpec:

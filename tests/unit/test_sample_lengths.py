@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
+from phalanx.config import Plan
 from phalanx.forecast import Lengths, forecast
 from phalanx.forecast.layouts import Layouts
-from phalanx.forecast.lengths import held, timed
+from phalanx.forecast.work import held, timed
 from phalanx.hardware import cluster
-from phalanx.spec import Plan
 from phalanx.train.work import work_of
 
 SHORT, LONG = 8, 64

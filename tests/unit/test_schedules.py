@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torchs
 
-from phalanx.forecast.schedule import Pipeline, duration
-from phalanx.observe.show import planned
+from phalanx.config import Plan
+from phalanx.config.plan import Schedule
+from phalanx.forecast.pipeline import Pipeline, duration
 from phalanx.placement.schedules import Action, Order, StuckError, holders, in_halves, needs, order, work
-from phalanx.spec import Plan
-from phalanx.spec.plan import Schedule
+from phalanx.report.show import planned
 
 CASES: list[tuple[Schedule, int]] = [
     ("gpipe", 1),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.config import Plan
 from phalanx.parallel.server import Flat, Pushed, Rule, Shard, cut_out, partition, starved
-from phalanx.spec import Plan
 
 
 def weights(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:

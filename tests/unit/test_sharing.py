@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from phalanx.comm import Place
+from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader, StepBatch, Table
 from phalanx.errors import RefusedError
 from phalanx.parallel import Held
-from phalanx.spec import Job, Plan
 from phalanx.train import pace, room
 from phalanx.train.pace import Stopwatch
 from phalanx.train.room import Room

@@ -13,15 +13,14 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from phalanx.cli import main
+from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import gpt_job
-from phalanx.observe.gantt import Timeline, drawn_places, lines, lost
-from phalanx.observe.grouped import grouped, runs
-from phalanx.observe.show import Shown, described, of_job, planned, ranks_of
-from phalanx.observe.show_svg import shown_svg
-from phalanx.observe.show_text import shown_text
 from phalanx.parallel.survey import Piece
 from phalanx.placement.schedules import Action, Timed, bubble, order, work
-from phalanx.spec import Plan
+from phalanx.report.drawing import Timeline, drawn_places, lines, lost
+from phalanx.report.show import Shown, described, of_job, planned, ranks_of
+from phalanx.report.show_output import shown_svg, shown_text
+from phalanx.report.text import grouped, runs
 
 GPT = str(Path(__file__).resolve().parents[2] / "examples" / "gpt.py")
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import phalanx
+from phalanx.config import Job, Plan, RunSpec, Schedule
 from phalanx.errors import SpecError
-from phalanx.spec import Job, Plan, RunSpec, Schedule
 
 pytestmark = pytest.mark.quick
 

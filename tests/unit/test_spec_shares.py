@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.config import Plan
+from phalanx.config.batch_rules import share_problems
+from phalanx.config.sync import dealt, weights
 from phalanx.errors import SpecError
 from phalanx.planner.explain import stated
-from phalanx.spec import Plan
-from phalanx.spec.rules import share_problems
-from phalanx.spec.shares import dealt, weights
 
 pytestmark = pytest.mark.quick
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from phalanx.comm.wire import Connection, LostError, views
+from phalanx.comm.frames import Connection, LostError, views
 
 
 @pytest.fixture

@@ -3,19 +3,18 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint.folder import latest
-from phalanx.checkpoint.verify import verify
+from phalanx.checkpoint.folder import latest, verify
 
 if TYPE_CHECKING:
+    from phalanx.checkpoint.dcp import Part, Pieces
     from phalanx.checkpoint.optimizer import optimizer_tensors, restore_optimizer
-    from phalanx.checkpoint.pieces import Part, Pieces
     from phalanx.checkpoint.store import load, read_state, save
 
 __all__ = ["Part", "Pieces", "latest", "load", "optimizer_tensors", "read_state", "restore_optimizer", "save", "verify"]
 
 _WHERE = {
     **dict.fromkeys(("optimizer_tensors", "restore_optimizer"), "optimizer"),
-    **dict.fromkeys(("Part", "Pieces"), "pieces"),
+    **dict.fromkeys(("Part", "Pieces"), "dcp"),
     **dict.fromkeys(("load", "read_state", "save"), "store"),
 }
 

@@ -1,13 +1,18 @@
-"""The folder ``checkpoints``: how its entries are named, which one is the newest, how a new one takes its place."""
+"""The folder ``checkpoints``: its entries, how a new one takes its place, and whether one still is what was written."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from phalanx.checkpoint.manifest import STATE, Manifest
+from safetensors import SafetensorError, safe_open
+
+from phalanx.checkpoint.format import STATE, Manifest, checksum
 from phalanx.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -96,3 +101,87 @@ def _give_back_or_remove(leftover: Path) -> None:
         leftover.rename(final)
     else:
         shutil.rmtree(leftover)
+
+
+def to_json(value: Any, what: str) -> bytes:
+    """``value`` as JSON text; floats are written so that they read back bit for bit, NaN and infinities as in Python.
+
+    Raises:
+        CheckpointError: names every part of ``value`` that is not JSON; ``what`` says what the value is.
+    """
+    wrong = list(not_json(value, ""))
+    if wrong:
+        raise CheckpointError(
+            f"{what} can hold only JSON (dict with str keys, list, str, int, float, bool, None), not "
+            + ", ".join(f"{kind} at {where or 'the top'}" for where, kind in wrong)
+        )
+    return (json.dumps(value, indent=1) + "\n").encode()
+
+
+def not_json(value: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Where in ``value`` something stands that is not JSON, and its type."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from not_json(item, f"{where}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                yield f"{where}[{key!r}]", f"a key of type {type(key).__name__}"
+            else:
+                yield from not_json(item, f"{where}.{key}" if where else key)
+    else:
+        yield where, type(value).__name__
+
+
+def verify(path: Path) -> list[str]:
+    """Everything that is wrong with the checkpoint in folder ``path``; empty if it is whole.
+
+    Reads every file once: missing and cut files, changed bytes (CRC-32), and chunks that are not where the manifest
+    says. Works alone, in any process.
+    """
+    path = Path(path)
+    try:
+        manifest = Manifest.read(path)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = manifest.misfits(path)
+    if problems:
+        return problems
+    if STATE not in manifest.files:
+        problems.append(f"{STATE} is not listed in the manifest")
+    problems += [
+        f"{file.name} has changed since it was written: checksum {now}, was {file.crc32}"
+        for file in manifest.files.values()
+        if (now := checksum(path / file.name)) != file.crc32
+    ]
+    if problems:
+        return problems
+    from phalanx.checkpoint.store import read_state  # loads torch's checkpoint package
+
+    try:
+        read_state(path)
+    except CheckpointError as error:
+        problems.append(str(error))
+    return problems + _misplaced(path, manifest)
+
+
+def _misplaced(path: Path, manifest: Manifest) -> list[str]:
+    wanted: dict[str, list[tuple[str, list[int]]]] = {}
+    for tensor in manifest.tensors.values():
+        for chunk in tensor.chunks:
+            wanted.setdefault(chunk.file, []).append((chunk.key, list(chunk.sizes)))
+    problems = []
+    for name, chunks in wanted.items():
+        try:
+            with safe_open(path / name, framework="pt") as file:
+                there = set(file.keys())
+                problems += [
+                    f"{name} does not hold {key} of shape {sizes}"
+                    for key, sizes in chunks
+                    if key not in there or file.get_slice(key).get_shape() != sizes
+                ]
+        except SafetensorError as error:
+            problems.append(f"{name} is not a safetensors file: {error}")
+    return problems

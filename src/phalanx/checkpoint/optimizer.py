@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from phalanx.checkpoint.jsontext import not_json
-from phalanx.checkpoint.manifest import Manifest, StoredTensor
-from phalanx.checkpoint.pieces import Part, Pieces
+from phalanx.checkpoint.all_ranks import distinct, some, together
+from phalanx.checkpoint.dcp import Part, Pieces
+from phalanx.checkpoint.folder import not_json
+from phalanx.checkpoint.format import Manifest, StoredTensor
 from phalanx.checkpoint.store import load, read_state
-from phalanx.checkpoint.together import distinct, some, together
 from phalanx.errors import CheckpointError
 
 SECTION = "optimizer"

@@ -18,13 +18,19 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
-from phalanx.checkpoint.folder import begin, name_of, prune, publish, temporary
-from phalanx.checkpoint.jsontext import to_json
-from phalanx.checkpoint.manifest import MANIFEST, STATE, Manifest, StoredTensor
-from phalanx.checkpoint.pieces import Pieces, Reading, Writing
-from phalanx.checkpoint.shardfile import DTYPES, StoredFile, dtype_name, write_file
-from phalanx.checkpoint.storage import ShardReader, ShardWriter
-from phalanx.checkpoint.together import distinct, grouped, readable, some, together
+from phalanx.checkpoint.all_ranks import distinct, grouped, readable, some, together
+from phalanx.checkpoint.dcp import Pieces, Reading, ShardReader, ShardWriter, Writing
+from phalanx.checkpoint.folder import begin, name_of, prune, publish, temporary, to_json
+from phalanx.checkpoint.format import (
+    DTYPES,
+    MANIFEST,
+    STATE,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    dtype_name,
+    write_file,
+)
 from phalanx.errors import CheckpointError
 
 Tensors = Mapping[str, Tensor | Pieces]

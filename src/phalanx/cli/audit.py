@@ -28,7 +28,7 @@ def command(ctx: click.Context, run: Path, as_json: bool) -> None:
     """
     from rich.console import Console
 
-    from phalanx.observe.seen import seen, seen_table
+    from phalanx.report.sample_audit import seen, seen_table
 
     result = seen(run)
     if as_json:

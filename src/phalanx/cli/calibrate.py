@@ -13,7 +13,7 @@ from phalanx.cli.output import json_option, print_json
 from phalanx.errors import Problem, RefusedError
 
 if TYPE_CHECKING:
-    from phalanx.spec import Cluster, Job, Plan
+    from phalanx.config import Cluster, Job, Plan
 
 _COUNTS = (2, 4)
 _STEPS = 40
@@ -60,11 +60,10 @@ def command(path: Path | None, quick: bool, as_json: bool) -> None:
 
 
 def _calibrated(quick: bool) -> Cluster:
+    from phalanx.config import Plan
     from phalanx.hardware import cores, this_machine
-    from phalanx.hardware.calibrate import calibrated
-    from phalanx.hardware.quiet import wait_until_quiet
+    from phalanx.hardware.calibrate import calibrated, wait_until_quiet
     from phalanx.launch.measure import measure
-    from phalanx.spec import Plan
 
     busy = wait_until_quiet(0.0 if quick else _PATIENCE)
     if busy > _BUSY:
@@ -82,7 +81,7 @@ def _relay(stages: int, steps: int) -> float:
 
     Of 1F1B each further micro-batch is handed on and comes back as a gradient before the next one can.
     """
-    from phalanx.spec import Plan
+    from phalanx.config import Plan
 
     many, few = (_step(Plan(pp=stages, micro=micro), steps) for micro in (1, _SAMPLES // stages))
     return max(0.0, (many - few) / (_SAMPLES - stages) / 2)
@@ -91,8 +90,8 @@ def _relay(stages: int, steps: int) -> float:
 def _step(plan: Plan, steps: int) -> float:
     """Seconds of a step that computes next to nothing."""
     from phalanx.api import fit
-    from phalanx.observe.summary import summarise
-    from phalanx.spec import RunSpec
+    from phalanx.config import RunSpec
+    from phalanx.report.summary import summarise
 
     with tempfile.TemporaryDirectory(prefix="phalanx-calibrate-") as scratch:
         spec = RunSpec(job="nothing", plan=plan, folder=Path(scratch) / "run", forecast="none")
@@ -103,7 +102,7 @@ def _step(plan: Plan, steps: int) -> float:
 def _nothing(steps: int, layers: int) -> Job:
     import torch
 
-    from phalanx.spec import Job
+    from phalanx.config import Job
 
     return Job(
         model=lambda: torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(layers)]),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from phalanx.cli.asked import Subject, profile_option, subject
+from phalanx.cli.options import Subject, profile_option, subject
 from phalanx.cli.output import json_option, print_json
 from phalanx.errors import Problem, SpecError
 
@@ -68,7 +68,7 @@ def command(name: str | None, batch: int, seq: int, profile: str, as_json: bool)
 
 
 def _is_subject(what: str) -> bool:
-    from phalanx.planner.work import is_config
+    from phalanx.planner.advise import is_config
 
     return ".py" in what or ":" in what or is_config(what)
 
@@ -83,7 +83,7 @@ def _job_on_each(asked: Subject, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from phalanx.observe.roofline_tables import roofline_view
+    from phalanx.report.planner_tables import roofline_view
 
     Console().print(roofline_view(asked.name, lines), highlight=False)
 
@@ -92,7 +92,7 @@ def _overview(entries: list[Entry], width: int) -> Table:
     from rich import box
     from rich.table import Table
 
-    from phalanx.hardware.show import HEADINGS, LEGEND, NARROW, cells
+    from phalanx.hardware.catalog import HEADINGS, LEGEND, NARROW, cells
 
     headings = HEADINGS if width >= _WIDE else NARROW
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, caption=LEGEND)
@@ -108,7 +108,7 @@ def _card(one: Entry) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    from phalanx.hardware.show import facts
+    from phalanx.hardware.catalog import facts
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)

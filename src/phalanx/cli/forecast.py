@@ -7,11 +7,9 @@ from typing import Any
 
 import click
 
-from phalanx.cli.asked import question_of, subject, subject_options
-from phalanx.cli.options import PlanText
+from phalanx.cli.options import PlanText, html_option, question_of, subject, subject_options
 from phalanx.cli.output import json_option, print_json
-from phalanx.cli.page import html_option
-from phalanx.spec import Plan
+from phalanx.config import Plan
 
 _DOES_NOT_FIT = 1
 
@@ -39,7 +37,7 @@ def command(ctx: click.Context, on: str, plan: Plan | None, html: Path | None, a
     price = given.pop("price")
     question = question_of(asked := subject(given.pop("what"), **given), on, None, price)
 
-    from phalanx.planner.single import foretell
+    from phalanx.planner.advise import foretell
 
     found = foretell(question, plan)
     if as_json:
@@ -47,12 +45,12 @@ def command(ctx: click.Context, on: str, plan: Plan | None, html: Path | None, a
     else:
         from rich.console import Console
 
-        from phalanx.observe.forecast_tables import forecast_view
+        from phalanx.report.planner_tables import forecast_view
 
         Console().print(forecast_view(asked.name, found), highlight=False)
     if html:
-        from phalanx.cli.page import write
-        from phalanx.observe.forecast_page import forecast_page
+        from phalanx.cli.options import write
+        from phalanx.report.html import forecast_page
 
         write(html, forecast_page(asked.name, found))
     ctx.exit(0 if found.forecast.fits else _DOES_NOT_FIT)

@@ -1,17 +1,22 @@
-"""Options that several verbs share: the job, the plan, and how a plan is completed in a shell."""
+"""Options that several verbs share: the job, the plan, what is asked about, and the page that ``--html`` writes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from click.shell_completion import CompletionItem
 
+from phalanx.config import Plan, plan
+from phalanx.config.plan import Precision
 from phalanx.errors import Problem, SpecError
-from phalanx.spec import Plan, plan
+
+if TYPE_CHECKING:
+    from phalanx.forecast import Work
+    from phalanx.planner import Question
 
 
 class PlanText(click.ParamType):
@@ -74,3 +79,147 @@ class _JobReference(click.ParamType):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(incomplete, type="file")]
+
+
+PRECISIONS = get_args(Precision)
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What is trained.
+
+    Attributes:
+        name: for headings.
+        work: of each step.
+        steps: of the whole training; 0 where nobody knows.
+        look: what keeps a plan from the job; ``None`` for a configuration.
+    """
+
+    name: str
+    work: Work
+    steps: int
+    look: Callable[[Plan], list[Problem]] | None = None
+
+
+profile_option = click.option(
+    "--profile",
+    type=click.Choice(["trace", "measure"]),
+    default="trace",
+    help="Run the model on stand-ins, or, where its shapes depend on values, a step on samples of the data.",
+)
+
+
+def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The argument WHAT, and the options that say more of the work."""
+    options = [
+        click.argument("what", metavar="JOB|CONFIG"),
+        click.option("--batch", type=int, default=0, help="Global batch, in place of the job's."),
+        click.option("--seq", type=int, default=0, help="Tokens in a sample, in place of those of the data."),
+        click.option("--steps", type=int, default=0, help="Optimizer steps of the whole training."),
+        profile_option,
+        click.option("--price", metavar="NUMBER|FILE", help="Of a device for an hour, or a TOML file of prices."),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def subject(what: str, *, batch: int, seq: int, steps: int, profile: str = "trace") -> Subject:
+    """The work of a job, or of the ``config.json`` of a model.
+
+    Raises:
+        SpecError: with what is wrong in the options, or with the job or configuration.
+        ProfileError: if the model's shapes depend on values.
+    """
+    problems = [
+        Problem(where=f"--{name}", given=str(value), allowed="a whole number, 1 or more", fix=f"--{name} {fix}")
+        for name, value, fix in (("batch", batch, 1024), ("seq", seq, 4096), ("steps", steps, 10000))
+        if value < 0
+    ]
+    if problems:
+        raise SpecError(problems)
+    from phalanx.planner.advise import config_work, is_config
+
+    if is_config(what):
+        if profile != "trace":
+            allowed = "trace: a configuration has no data to measure with"
+            raise SpecError([Problem(where="--profile", given=profile, allowed=allowed, fix="--profile trace")])
+        path = Path(what)
+        name = path.parent.name if path.suffix == ".json" and path.parent.name else path.stem
+        return Subject(name=name, work=config_work(what, batch=batch, length=seq), steps=steps)
+    from phalanx.launch.jobfile import load_job
+
+    job = load_job(what)
+    from phalanx.train.outlook import refusals
+    from phalanx.train.work import steps_of, work_of
+
+    seen = replace(job, batch=batch) if batch else job
+    found = steps or steps_of(job, batch) or 0
+    work = work_of(job, batch=batch, length=seq, values=profile == "measure")
+    return Subject(name=job.name, work=work, steps=found, look=lambda plan: refusals(seen, plan))
+
+
+def question_of(subject: Subject, on: str, precision: str | None, price: str | None) -> Question:
+    """The question about ``subject`` on the cluster that a text describes."""
+    from phalanx.hardware import cluster
+    from phalanx.planner import Question, prices
+    from phalanx.planner.question import precision_for
+
+    there = cluster(on)
+    chosen: Any = precision or precision_for(there)
+    given: dict[str, Any] = {"work": subject.work, "steps": subject.steps, "look": subject.look}
+    return Question(cluster=there, precision=chosen, prices=prices(price), **given)
+
+
+def span(text: str | None) -> float:
+    """Seconds from ``90m``, ``24h`` or ``3d``; 0 from ``None``.
+
+    Raises:
+        SpecError: if it is no time above 0.
+    """
+    if text is None:
+        return 0.0
+    try:
+        seconds = float(text[:-1]) * _UNITS[text[-1:]]
+    except (ValueError, KeyError):
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        allowed = "a time above 0 in s, m, h or d"
+        raise SpecError([Problem(where="--deadline", given=repr(text), allowed=allowed, fix="--deadline 24h")])
+    return seconds
+
+
+def budget_of(given: float | None) -> float:
+    """A budget above 0; 0 from ``None``.
+
+    Raises:
+        SpecError: if it is a budget of nothing.
+    """
+    if given is None:
+        return 0.0
+    if not 0 < given < float("inf"):
+        allowed = "more than 0: money with --price, else device-hours"
+        raise SpecError([Problem(where="--budget", given=f"{given:g}", allowed=allowed, fix="--budget 500")])
+    return given
+
+
+def html_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The option ``--html FILE``."""
+    kind = click.Path(path_type=Path, dir_okay=False)
+    return click.option("--html", type=kind, help="Write the answer as one page with charts into this file.")(function)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a page.
+
+    Raises:
+        SpecError: if it cannot be written there.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        allowed = "a file in a folder that exists and can be written to"
+        given = f"{path}: {error.strerror}"
+        raise SpecError([Problem(where="--html", given=given, allowed=allowed, fix="--html plan.html")]) from None
+    click.echo(f"wrote {path}", err=True)

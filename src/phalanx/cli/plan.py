@@ -7,9 +7,8 @@ from typing import Any
 
 import click
 
-from phalanx.cli.asked import PRECISIONS, budget_of, question_of, span, subject, subject_options
+from phalanx.cli.options import PRECISIONS, budget_of, html_option, question_of, span, subject, subject_options
 from phalanx.cli.output import json_option, print_json
-from phalanx.cli.page import html_option
 
 _NO = 1
 
@@ -52,12 +51,12 @@ def command(ctx: click.Context, on: str, precision: str | None, html: Path | Non
     else:
         from rich.console import Console
 
-        from phalanx.observe.plan_tables import plan_view
+        from phalanx.report.planner_tables import plan_view
 
         Console().print(plan_view(asked.name, advice), highlight=False)
     if html:
-        from phalanx.cli.page import write
-        from phalanx.observe.forecast_page import plan_page
+        from phalanx.cli.options import write
+        from phalanx.report.html import plan_page
 
         write(html, plan_page(asked.name, advice))
     ctx.exit(0 if advice.ranking.met else _NO)

@@ -6,7 +6,7 @@ import click
 
 from phalanx.cli.options import PlanText, job_argument
 from phalanx.cli.output import json_option, print_json
-from phalanx.spec import Plan
+from phalanx.config import Plan
 
 _NOT_EQUAL = 1
 
@@ -46,8 +46,8 @@ def command(
     from rich.markup import escape
 
     from phalanx.api import prove
-    from phalanx.observe.progress import Waiting
-    from phalanx.observe.tables import proof_table
+    from phalanx.report.progress import Waiting
+    from phalanx.report.tables import proof_table
 
     stderr = Console(stderr=True)
 

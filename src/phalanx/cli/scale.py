@@ -7,9 +7,8 @@ from typing import Any
 
 import click
 
-from phalanx.cli.asked import PRECISIONS, budget_of, question_of, span, subject, subject_options
+from phalanx.cli.options import PRECISIONS, budget_of, html_option, question_of, span, subject, subject_options
 from phalanx.cli.output import json_option, print_json
-from phalanx.cli.page import html_option
 from phalanx.errors import Problem, SpecError
 
 _NO = 1
@@ -49,7 +48,7 @@ def command(ctx: click.Context, on: str, html: Path | None, as_json: bool, **giv
     question = question_of(asked, on, precision, price)
 
     from phalanx.planner.rank import Goal
-    from phalanx.planner.scaling import scale
+    from phalanx.planner.scale import scale
 
     Goal(deadline=deadline, budget=budget).check(question)
     curve = scale(question, most, share=share, budget=budget, deadline=deadline)
@@ -58,13 +57,13 @@ def command(ctx: click.Context, on: str, html: Path | None, as_json: bool, **giv
     else:
         from rich.console import Console
 
-        from phalanx.observe.scale_tables import scale_view
+        from phalanx.report.planner_tables import scale_view
 
         console = Console()
         console.print(scale_view(asked.name, curve, console.width), highlight=False)
     if html:
-        from phalanx.cli.page import write
-        from phalanx.observe.forecast_page import scale_page
+        from phalanx.cli.options import write
+        from phalanx.report.html import scale_page
 
         write(html, scale_page(asked.name, curve))
     ctx.exit(0 if curve.stop else _NO)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.config import Job, Plan, RunSpec
 from phalanx.errors import Problem, RefusedError, SpecError
-from phalanx.spec import Job, Plan, RunSpec
 
 if TYPE_CHECKING:
-    from phalanx.observe.tables import Setting
+    from phalanx.report.tables import Setting
 
 # of the run alone: a job says nothing of them
 _OWN = ("lr_scale", "checkpoint_every", "snapshot_every", "keep", "log_every")
@@ -84,7 +84,7 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
         SpecError: with everything that is wrong in the values together.
     """
     from phalanx.launch.runfile import default_folder
-    from phalanx.observe.tables import Setting
+    from phalanx.report.tables import Setting
 
     values = {name: value for name, value in given.values.items() if value is not None}
     taken = dict.fromkeys(values, "argument")
@@ -125,7 +125,7 @@ def _chosen(given: Given, earlier: RunSpec | None, job: Job) -> tuple[Plan, str,
     plan, source = plan_of(given, earlier, job.batch)
     if source != "default":
         return plan, source, ""
-    from phalanx.foresight import choose
+    from phalanx.preflight import choose
 
     choice = choose(job)
     return choice.plan, choice.source, choice.why
@@ -144,6 +144,6 @@ def plan_of(given: Given, earlier: RunSpec | None, batch: int) -> tuple[Plan, st
 
 def default_plan(batch: int) -> Plan:
     """All CUDA devices as replicas, as far as a batch goes round; one device where there is none."""
-    from phalanx.foresight import plain
+    from phalanx.preflight import plain
 
     return plain(batch)

@@ -9,11 +9,11 @@ import click
 
 from phalanx.cli.options import PlanText
 from phalanx.cli.output import json_option, print_json
+from phalanx.config import Job, Plan, RunSpec
 from phalanx.errors import Problem, SpecError
-from phalanx.spec import Job, Plan, RunSpec
 
 if TYPE_CHECKING:
-    from phalanx.observe.show import Shown
+    from phalanx.report.show import Shown
 
 
 @click.command("show", short_help="Draw a plan: who holds what, and the schedule.")
@@ -44,7 +44,7 @@ def command(what: str, plan: Plan | None, devices: int | None, svg: Path | None,
         return
     from rich.console import Console
 
-    from phalanx.observe.show_text import shown_text
+    from phalanx.report.show_output import shown_text
 
     console = Console()
     console.print(shown_text(shown, console.width), highlight=False)
@@ -69,7 +69,7 @@ def _of_job(what: str, plan: Plan | None, devices: int | None) -> Shown:
             error.add_note("A run folder would do, too: phalanx show runs/JOB-1")
         raise
 
-    from phalanx.observe.show import of_job
+    from phalanx.report.show import of_job
 
     return of_job(job, plan_of(given, None, job.batch)[0])
 
@@ -82,8 +82,8 @@ def _of_run(folder: Path, plan: Plan | None, devices: int | None) -> Shown:
         told = "no --plan and no -n for a run, which has its own plan"
         given = f"{option} {plan or devices} with the run folder {folder}"
         raise SpecError([Problem(where=option, given=given, allowed=told, fix=f"phalanx show {folder}")])
-    from phalanx.foresight import forecast_here
-    from phalanx.observe.show import of_run
+    from phalanx.preflight import forecast_here
+    from phalanx.report.show import of_run
 
     return of_run(folder, lambda: _job_of(folder), forecast_here)
 
@@ -107,7 +107,7 @@ def _neither(what: str, given: str) -> SpecError:
 
 
 def _write(path: Path, shown: Shown) -> None:
-    from phalanx.observe.show_svg import shown_svg
+    from phalanx.report.show_output import shown_svg
 
     try:
         path.write_text(shown_svg(shown), encoding="utf-8")

@@ -13,11 +13,11 @@ import click
 from phalanx.cli.options import PlanText, job_argument
 from phalanx.cli.output import STOPPED, json_option, print_json
 from phalanx.cli.settings import Given, earlier_run, settle
+from phalanx.config import Job, RunSpec
 from phalanx.errors import RunError
-from phalanx.spec import Job, RunSpec
 
 if TYPE_CHECKING:
-    from phalanx.observe.follow import Follower
+    from phalanx.report.progress import Follower
 
 
 @click.command("train", short_help="Train a job under a plan.")
@@ -64,10 +64,10 @@ def command(job: str, tensorboard: bool, quiet: bool, explain: bool, as_json: bo
     from rich.console import Group
 
     from phalanx.api import fit
-    from phalanx.observe.beside_table import beside_table
-    from phalanx.observe.seen import seen
-    from phalanx.observe.summary import summarise
-    from phalanx.observe.tables import settings_table, summary_table
+    from phalanx.report.comparison_tables import beside_table
+    from phalanx.report.sample_audit import seen
+    from phalanx.report.summary import summarise
+    from phalanx.report.tables import settings_table, summary_table
 
     output = _Output(loaded, run, quiet=quiet)
     output.offer_scaling()
@@ -117,9 +117,8 @@ class _Output:
 
     def follow(self, *, tensorboard: bool) -> Follower:
         """What shows the run while it goes on: the plan, then its progress."""
-        from phalanx.observe.follow import Follower, Viewer
-        from phalanx.observe.progress import Opening, progress
-        from phalanx.observe.trackers import TensorBoard
+        from phalanx.report.progress import Follower, Opening, Viewer, progress
+        from phalanx.report.trackers import TensorBoard
 
         viewers: list[Viewer] = []
         if not self._quiet:
@@ -129,8 +128,8 @@ class _Output:
         return Follower(self._run.folder / "events.jsonl", viewers)
 
     def _drawn(self) -> str:
-        from phalanx.observe.draw import draw
         from phalanx.parallel import device_kind
+        from phalanx.report.drawing import draw
 
         plan, batch = self._run.plan, self._run.batch or self._job.batch
         drawn = draw(plan, batch=batch, device=device_kind(plan), width=self._stderr.width)

@@ -35,7 +35,7 @@ def command(ctx: click.Context, runfile: Path, as_json: bool) -> None:
 
 def _speaks() -> bool:
     """Whether this is the first of all workers, or nobody knows which is."""
-    from phalanx.launch.torchelastic import place_from_environment
+    from phalanx.launch.torchrun import place_from_environment
 
     try:
         place = place_from_environment()

@@ -1,17 +1,17 @@
 """Process groups, meshes and the few collectives that are Phalanx's own."""
 
-from phalanx.comm.across import Across, place_within, within
 from phalanx.comm.collectives import (
     active,
     all_gather_flat,
     found_by_first,
     from_every_rank,
+    is_dtensor,
+    local,
     reduce_scatter_sum,
     sum_over_ranks,
 )
-from phalanx.comm.mesh import Mesh, data_mesh
-from phalanx.comm.place import Place, device_for, joined
-from phalanx.comm.shards import is_dtensor, local
+from phalanx.comm.mesh import Across, Mesh, data_mesh, place_within, within
+from phalanx.comm.process_group import Place, device_for, joined
 
 __all__ = [
     "Across",

@@ -1,12 +1,17 @@
-"""Collectives under the one name that every supported torch knows, and sums over ranks."""
+"""Collectives under the one name that every supported torch knows, sums over ranks, and what is a shard."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 T = TypeVar("T")
 
@@ -62,3 +67,14 @@ def found_by_first(find: Callable[[], T]) -> T:
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether ``tensor`` is a DTensor. There is none before its module is loaded."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of ``tensor``."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor

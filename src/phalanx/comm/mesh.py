@@ -1,15 +1,22 @@
-"""The mesh: which ranks share which part of the work, as process groups and as torch's DeviceMesh."""
+"""The mesh: which ranks share which part of the work, as process groups and DeviceMesh; groups across replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import product
+from dataclasses import replace
+from datetime import timedelta
+from itertools import count, product
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phalanx.spec import Plan
+from phalanx.comm.collectives import from_every_rank
+from phalanx.comm.process_group import Place, meet
+from phalanx.config import Plan
+from phalanx.config.sync import outer_defaults
 
 
 def data_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
@@ -111,3 +118,111 @@ class Mesh:
                     mine = group
         assert mine is not None
         return mine
+
+
+_PATIENCE = timedelta(minutes=10)
+
+_left: list[object] = []
+_joins = count()
+
+
+def within(plan: Plan) -> Plan:
+    """What one replica of ``plan`` is by itself where replicas step by themselves; else ``plan``."""
+    if plan.sync == "each":
+        return plan
+    plain = Plan()
+    keys = ("dp", "sync", "every", "after", "fragments", "compress", "shares")
+    return replace(plan, outer="none", **outer_defaults("none"), **{key: getattr(plain, key) for key in keys})
+
+
+def place_within(plan: Plan, place: Place) -> Place:
+    """``place`` among the ranks of its replica where replicas step by themselves; else ``place``."""
+    if plan.sync == "each":
+        return place
+    if place.store == "env://":
+        meet(place)  # as the rank that it is among all, one of which may serve the store
+    replica, rank = _seen(plan, place.rank)
+    size = plan.world_size // plan.dp
+    return replace(
+        place, rank=rank, world_size=size, local_world_size=place.workers_here, group=f"{place.group}/{replica}"
+    )
+
+
+class Across:
+    """This rank's counterparts in the other replicas: those that hold the same part of the model.
+
+    Attributes:
+        plan: of the run.
+        index: of this rank's replica; 0 is the first.
+        size: replicas.
+        group: the counterparts, by gloo: host tensors only.
+    """
+
+    def __init__(self, plan: Plan, place: Place) -> None:
+        """Collective over all ranks of the run."""
+        self.plan, self.size = plan, plan.dp
+        self.index, self.rank = _seen(plan, place.rank)
+        store = PrefixStore(f"phalanx/across/{next(_joins)}/{self.rank}", meet(place))
+        store.set_timeout(_PATIENCE)
+        self.group = ProcessGroup(store, self.index, self.size)
+        gloo = ProcessGroupGloo(store, self.index, self.size, timeout=_PATIENCE)
+        self.group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+        _left.append(self.group)  # its destructor waits for threads that may be waiting for the interpreter's lock
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is of the replica that speaks for all: it writes checkpoints and events."""
+        return self.index == 0
+
+    def start_sum(self, values: torch.Tensor) -> dist.Work:
+        """Start to sum ``values``, on the host, over the counterparts, in place; every one gets the same bits."""
+        work = dist.all_reduce(values, group=self.group, async_op=True)
+        assert work is not None
+        return work
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Sum ``values`` over the counterparts, in place; on any device. Collective."""
+        host = values if values.device.type == "cpu" else values.cpu()
+        self.start_sum(host).wait()
+        if host is not values:
+            values.copy_(host)
+
+    def named(self, rank: int) -> int:
+        """The rank among all of the one that has this rank in this replica."""
+        return next(one for one in range(self.plan.world_size) if _seen(self.plan, one) == (self.index, rank))
+
+    def sent(self, nbytes: int) -> int:
+        """Bytes that a rank sends when ``nbytes`` are summed: gloo's ring sends each of n parts on 2 (n - 1) times."""
+        return 2 * (self.size - 1) * nbytes // self.size
+
+    def from_counterparts(self, value: Any) -> list[Any]:
+        """One small JSON-like value from each replica, in order. Collective."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def from_every_rank(self, value: Any) -> list[Any]:
+        """One small JSON-like value from each rank of the run, in rank order. Collective."""
+        found = from_every_rank(self.from_counterparts(value))
+        seen = (_seen(self.plan, rank) for rank in range(self.plan.world_size))
+        return [found[rank][replica] for replica, rank in seen]
+
+
+def _seen(plan: Plan, rank: int) -> tuple[int, int]:
+    """The replica of a rank, and its rank there."""
+    at, inner = plan.coordinate(rank), 0
+    for name, size in plan.mesh.items():
+        if name != "dp":
+            inner = inner * size + at[name]
+    return at["dp"], inner
+
+
+_left: list[object] = []
+
+
+def own_group(timeout: timedelta = timedelta(minutes=10)) -> dist.ProcessGroup:
+    """A new group of all ranks of the default one, with its backends. Collective."""
+    group = dist.new_group(timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    _left.append(group)  # a gloo group's destructor waits for threads that may be waiting for the interpreter's lock
+    return group

@@ -1,12 +1,11 @@
 """Data: which samples each step holds on any number of devices, reading them, and the ledger that shows it."""
 
 from phalanx.data.audit import Duplicate, audit, duplicates
-from phalanx.data.batch import MicroBatch, StepBatch
+from phalanx.data.batch_split import Lane, MicroBatch, StepBatch, share
 from phalanx.data.ledger import Ledger, Record, read_ledger, records
 from phalanx.data.loader import Loader, evaluation_batches
+from phalanx.data.map_style import Table
 from phalanx.data.sampler import GlobalBatchSampler
-from phalanx.data.shares import Lane, share
-from phalanx.data.table import Table
 
 __all__ = [
     "Duplicate",

@@ -14,15 +14,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from phalanx.api import fit, prove
+from phalanx.config import Cluster, Job, Plan, RunSpec
+from phalanx.config.plan import Device
 from phalanx.hardware import cluster, cores, cuda_devices
 from phalanx.launch.jobfile import load_job
-from phalanx.observe.draw import draw
-from phalanx.observe.follow import Follower
-from phalanx.observe.progress import Waiting, progress
-from phalanx.observe.summary import RunSummary, summarise
-from phalanx.observe.tables import Scaled, scaled, scaled_cells
-from phalanx.spec import Cluster, Job, Plan, RunSpec
-from phalanx.spec.plan import Device
+from phalanx.report.drawing import draw
+from phalanx.report.progress import Follower, Waiting, progress
+from phalanx.report.summary import RunSummary, summarise
+from phalanx.report.tables import Scaled, scaled, scaled_cells
 
 JOBS = {
     "phalanx.demo.jobs.digits:job": "a convolutional net reads handwritten digits",

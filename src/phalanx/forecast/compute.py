@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.forecast.habits import Habits
+from phalanx.forecast.kernels import Priced, Setting, itemsize, price
 from phalanx.forecast.layouts import ATTENTIONS, Layouts
-from phalanx.forecast.links import Collective, Fabric, collective
-from phalanx.forecast.price import Priced, itemsize, price
-from phalanx.forecast.setting import Setting
-from phalanx.forecast.tables import Array, Table
+from phalanx.forecast.network import Collective, Fabric, collective
+from phalanx.forecast.operation_arrays import Array, Table
+from phalanx.forecast.presets import Habits
 
 KINDS = ("products", "attention", "memory")
 

@@ -8,21 +8,16 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from phalanx.forecast.alone import Scene
-from phalanx.forecast.assumed import assumed
-from phalanx.forecast.doubt import interval
-from phalanx.forecast.habits import PHALANX, Habits
-from phalanx.forecast.host import on_hosts
+from phalanx.config import Cluster, Plan
 from phalanx.forecast.layouts import Layouts, Whole
-from phalanx.forecast.memory import Memory
-from phalanx.forecast.odds import SAFE, runs_out
-from phalanx.forecast.step import StepTime
-from phalanx.forecast.tables import Array
-from phalanx.forecast.unequal import deal, memory_of, step_of
-from phalanx.forecast.unpriced import uncut, unpriced
+from phalanx.forecast.memory import Memory, on_hosts
+from phalanx.forecast.operation_arrays import Array
+from phalanx.forecast.presets import PHALANX, Habits
+from phalanx.forecast.step import Scene, StepTime
+from phalanx.forecast.uncertainty import SAFE, assumed, interval, runs_out, uncut, unpriced
+from phalanx.forecast.uneven_shares import deal, memory_of, step_of
 from phalanx.forecast.work import Work
 from phalanx.placement.limits import not_run_yet
-from phalanx.spec import Cluster, Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,10 +9,10 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.forecast.price import Shapes
-from phalanx.forecast.tables import Array
-from phalanx.spec import Plan
-from phalanx.spec.keys import Attention, Offload, Recompute, Schedule
+from phalanx.config import Plan
+from phalanx.config.fields import Attention, Offload, Recompute, Schedule
+from phalanx.forecast.kernels import Shapes
+from phalanx.forecast.operation_arrays import Array
 
 Texts = npt.NDArray[np.str_]
 Whole = npt.NDArray[np.int64]

@@ -1,21 +1,23 @@
-"""What a rank's memory holds when it holds most, by part."""
+"""What a rank's memory holds when it holds most, by part; and what lies with its host."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
-from phalanx.forecast.apart import kept_apart
-from phalanx.forecast.compressed import fed_back
-from phalanx.forecast.flight import Ranks, ranks
-from phalanx.forecast.habits import Habits
-from phalanx.forecast.kept import Kept, kept
+from phalanx.config import Cluster, Plan
+from phalanx.config.sync import BUCKET_BYTES
+from phalanx.forecast.gradient_sync import fed_back, kept_apart
+from phalanx.forecast.kernels import itemsize
 from phalanx.forecast.layouts import Layouts
-from phalanx.forecast.price import itemsize
-from phalanx.forecast.tables import Array
-from phalanx.profile import Part, Profile
-from phalanx.spec.buckets import BUCKET_BYTES
+from phalanx.forecast.operation_arrays import Array, table
+from phalanx.forecast.pipeline import held, stages
+from phalanx.forecast.presets import Habits
+from phalanx.forecast.saved_activations import Kept, Ranks, kept, ranks
+from phalanx.forecast.work import Work
+from phalanx.trace import Part, Profile
 
 BLOCK = 2.0 * 2**20
 """Bytes in which the CUDA allocator takes memory at least."""
@@ -304,3 +306,31 @@ def _messages(profile: Profile, layouts: Layouts, lie: Ranks, precision: str) ->
     along = (layouts.sequence > 0) & (layouts.tp > 1)
     between = np.where(layouts.pp > 1, 2 * size / np.where(along, layouts.tp, 1.0), 0.0)
     return np.where(along, size, 0.0) + between + np.zeros_like(lie.there)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OnHosts:
+    """Bytes in the memory of the host that comes nearest to what it has: shape (N,) each.
+
+    Attributes:
+        needed: of all ranks on it.
+        room: that it has; infinite where nobody said.
+    """
+
+    needed: Array
+    room: Array
+
+
+def on_hosts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits) -> OnHosts:
+    """With ``offload`` a rank keeps values, gradients and the optimizer's state of what it steps on its host.
+
+    On CPUs, whose memory is the host's, that comes to what they hold as devices, which is not counted here.
+    """
+    layouts = Layouts.of(plans, work.batch, work.tokens)
+    costs = table(work.profile)
+    stepped = held(costs, layouts, stages(costs, layouts)) / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
+    each = np.where(layouts.offload > 0, stepped * (4.0 + habits.sent + work.state), 0.0)
+    needed = np.stack([each * np.minimum(layouts.devices, group.per_node) for group in cluster.groups])
+    room = np.stack([np.full_like(each, group.host.memory or np.inf) for group in cluster.groups])
+    tightest = (room / np.maximum(needed, 1.0)).argmin(axis=0)[None]
+    return OnHosts(*(np.take_along_axis(one, tightest, axis=0)[0] for one in (needed, room)))

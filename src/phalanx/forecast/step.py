@@ -1,20 +1,23 @@
-"""The time of one optimizer step, by part: stages in their schedule, what keeps replicas together, the update."""
+"""The time of one optimizer step, by part, on devices of one kind, cores that processes share among them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from phalanx.forecast.compute import KINDS, Times
-from phalanx.forecast.layouts import Layouts
-from phalanx.forecast.links import Fabric, collective
-from phalanx.forecast.pipelines import Lanes, pipeline, simulated
-from phalanx.forecast.price import itemsize
-from phalanx.forecast.replicas import replicas, update
-from phalanx.forecast.setting import Setting
-from phalanx.forecast.stages import stages
-from phalanx.forecast.tables import Array, Table
+from phalanx.config import Cluster, Group
+from phalanx.errors import Problem, RefusedError
+from phalanx.forecast.compute import KINDS, Times, compute
+from phalanx.forecast.gradient_sync import replicas, update
+from phalanx.forecast.kernels import Setting, itemsize
+from phalanx.forecast.layouts import Layouts, Whole
+from phalanx.forecast.network import Fabric, collective
+from phalanx.forecast.operation_arrays import Array, Table, table
+from phalanx.forecast.pipeline import Lanes, Stages, held, pipeline, simulated, stages
+from phalanx.forecast.presets import PHALANX, Habits
+from phalanx.forecast.rates import Core, Rates, rates
+from phalanx.forecast.work import Work, timed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -105,3 +108,173 @@ def _send(costs: Table, layouts: Layouts, setting: Setting) -> Array:
     relay = setting.habits.relay + (core.relayed(layouts.devices) if core else 0.0)
     sent = collective("send", size, np.full_like(size, 2.0), stride, setting.fabric) + relay
     return np.where(layouts.pp > 1, sent, 0.0)
+
+
+_PACKED = {0: (8.0, 0.0), 1: (24.0, 10.0), 2: (24.0, 10.0), 3: (32.0, 14.0)}
+"""Bytes a parameter that are copied into and out of buckets each step, and fresh bytes for them, by ZeRO stage."""
+
+_ADDED = 12.0  # bytes moved to add a parameter's gradient to that of the micro-batches before
+
+
+def on_cores(step: StepTime, costs: Table, layouts: Layouts, core: Core, *, cores: int, optimizer: str) -> StepTime:
+    """``step`` with the constants of ``core`` for what comes once a step, and with its processes on so many cores."""
+    lie = stages(costs, layouts)
+    whole = held(costs, layouts, lie)
+    stepped = whole / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
+    tensors = np.maximum(_tensors(costs, lie), 1.0)
+    update = core.stepping(optimizer, stepped, tensors, layouts.returned)
+    # by the time that a gradient is added to again, all others have passed through the cache
+    added = (layouts.micros - 1) * core.moving(_ADDED * whole)
+    inner = layouts.tp * layouts.cp * layouts.ep
+    known = replace(
+        step,
+        update=update,
+        memory=step.memory + added,
+        exchange=step.exchange * _others(inner, layouts.devices, cores),
+        replicas=step.replicas * _others(np.maximum(layouts.summed, layouts.fsdp), layouts.devices, cores)
+        + _packing(whole, layouts, core),
+        rest=core.fixed(layouts.devices) if core.rest else step.rest,
+    )
+    return crowded(known, layouts.devices, cores, core)
+
+
+def crowded(step: StepTime, processes: Array, cores: int, core: Core) -> StepTime:
+    """The step where ``processes`` compute on ``cores``, from that where each has a machine to itself.
+
+    Up to as many as the cores, arithmetic and traffic slow down on the way to what was measured with all of them busy.
+    Beyond, each has cores/processes of one; what waits for another process leaves its core to those that do not, so
+    that a pipeline is idle only as far as its way is longer than the turns. Exchanges were measured in the crowd of
+    those that take part: see ``_others`` for one that is larger.
+    """
+    turns = np.maximum(processes / cores, 1.0)
+    filled = np.clip((processes - 1) / (cores - 1), 0.0, 1.0) if cores > 1 else np.ones_like(processes)
+    arithmetic = 1 + filled * (core.busy - 1)
+    traffic = 1 + filled * (core.busy_stream - 1)
+    alone = step.products + step.attention + step.memory + step.recompute
+    heavier = np.where(step.products + step.attention > step.memory, arithmetic, traffic)
+    beside = (step.products + step.attention) * arithmetic + step.memory * traffic + step.recompute * heavier
+    slower = np.divide(beside, alone, out=np.ones_like(beside), where=alone > 0)
+    path = (alone + step.pipeline) * slower
+    return replace(
+        step,
+        products=step.products * arithmetic * turns,
+        attention=step.attention * arithmetic * turns,
+        memory=step.memory * traffic * turns,
+        recompute=step.recompute * heavier * turns,
+        pipeline=np.maximum(path - beside * turns, 0.0),
+        update=step.update * traffic * turns,
+    )
+
+
+def _others(ranks: Array, processes: Array, cores: int) -> Array:
+    """By how much longer an exchange of ``ranks`` takes where other groups of ``processes`` are on the same cores."""
+    return np.maximum(processes / cores, 1.0) / np.maximum(np.minimum(ranks, processes) / cores, 1.0)
+
+
+def _packing(whole: Array, layouts: Layouts, core: Core) -> Array:
+    """Seconds to copy gradients and parameters between tensors and what is sent."""
+    sharded = layouts.fsdp > 1
+    found = np.zeros_like(whole)
+    for zero, (copied, fresh) in _PACKED.items():
+        seconds = whole * (copied / core.far + fresh * core.fresh)
+        found = np.where(np.where(sharded, layouts.zero, 0) == zero, seconds, found)
+    return np.where(layouts.summed * layouts.fsdp > 1, found, 0.0)
+
+
+def _tensors(costs: Table, lie: Stages) -> Array:
+    """Tensors of parameters on the rank that holds most."""
+    counts = [float(sum(weights.tensors for weights in part.weights)) for part in costs.parts]
+    return np.einsum("kpn,p->kn", lie.each, np.array(counts)).max(axis=0)
+
+
+_PROCESSOR = 100e9
+"""Bytes/s at which a host steps parameters: about half of eight channels of DDR4-3200 (204.8 GB/s); no figure of the
+catalog."""
+_NEAR, _FAR = 3.4e-6, 14e-6
+"""Seconds of latency, by the catalog, of the links (NVLink) and networks (InfiniBand) that constants were fitted on: by
+what a cluster states beyond them each hop takes longer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scene:
+    """What layouts are forecast for.
+
+    Attributes:
+        work: in each step.
+        cluster: on which.
+        precision: computed in.
+        habits: of the framework.
+    """
+
+    work: Work
+    cluster: Cluster
+    precision: str
+    habits: Habits = PHALANX
+
+
+def alone(scene: Scene, layouts: Layouts, group: Group, events: bool = False) -> StepTime:
+    """The step of every candidate of ``layouts`` on devices like those of ``group``; alike ones are priced once.
+
+    With ``events`` pipelines are run event by event, which takes milliseconds each; else they are priced by formula.
+
+    Raises:
+        RefusedError: if those devices do not compute in the precision.
+    """
+    if scene.precision not in group.device.peak:
+        given = f"precision={scene.precision} on {group.device.name}"
+        allowed = ", ".join(group.device.peak)
+        raise RefusedError([Problem(where="plan.precision", given=given, allowed=allowed, fix="precision=fp32")])
+    costs, setting = table(scene.work.profile), _setting(scene, group)
+    layouts = timed(scene.work.unlike, layouts)
+    unlike, alike = _unlike(layouts)
+    few = compute(costs, layouts.take(unlike), setting)
+    each = Times(**{one.name: getattr(few, one.name)[..., alike] for one in fields(few)})
+    step = step_time(costs, each, layouts, setting, events)
+    core = setting.rates.core
+    if core is None:
+        return step
+    cores = group.host.cores or group.per_node
+    step = on_cores(step, costs, layouts, core, cores=cores, optimizer=scene.work.optimizer)
+    return replace(step, update=np.where(layouts.server > 0, 0.0, step.update))
+
+
+def _setting(scene: Scene, group: Group) -> Setting:
+    speeds, link, habits = rates(group.device), group.host.link, scene.habits
+    return Setting(
+        rates=speeds,
+        bus=link.latency if link else 0.0,
+        fabric=_fabric(group, scene.cluster, speeds),
+        # on cores, what reduces takes them from what computes
+        habits=replace(habits, overlap=0.0) if speeds.core else habits,
+        precision=scene.precision,
+        host=link.bandwidth if link else speeds.bandwidth,
+        processor=speeds.bandwidth if group.device.kind == "cpu" else _PROCESSOR,
+    )
+
+
+def _fabric(group: Group, cluster: Cluster, speeds: Rates) -> Fabric:
+    wires = speeds.wires
+    wires = replace(
+        wires,
+        hop=max(0.0, wires.hop + (group.link.latency if group.link else _NEAR) - _NEAR),
+        hop_between=max(0.0, wires.hop_between + cluster.network.latency - _FAR),
+    )
+    return Fabric(
+        inside=group.link.bandwidth if group.link else group.device.bandwidth / 4,
+        node=cluster.network.bandwidth,
+        per_node=group.per_node,
+        wires=wires,
+        socket=max(group.host.slots, group.per_node) // 2 or 1,
+    )
+
+
+def _unlike(layouts: Layouts) -> tuple[Whole, Whole]:
+    """One candidate of each kind that ``compute`` tells apart, and for each candidate its kind."""
+    shared = (layouts.tp, layouts.sequence, layouts.cp, layouts.ep, layouts.returned)
+    keys = (layouts.micro, layouts.length, *shared, layouts.recompute, layouts.attention)
+    codes = np.zeros(len(layouts.tp), dtype=np.int64)
+    for key in keys:
+        values, found = np.unique(key, return_inverse=True)
+        codes = codes * len(values) + found
+    _, first, alike = np.unique(codes, return_index=True, return_inverse=True)
+    return first.astype(np.int64), alike.astype(np.int64)

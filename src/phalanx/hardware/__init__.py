@@ -1,9 +1,8 @@
 """What machines have: this one as probed, others from the catalog."""
 
-from phalanx.hardware.allocator import return_freed_memory
 from phalanx.hardware.catalog import Entry, Source, device, entry, names
-from phalanx.hardware.probe import cores, cuda_devices, memory_bytes, peak_memory, this_machine
-from phalanx.hardware.text import cluster
+from phalanx.hardware.cluster_text import cluster
+from phalanx.hardware.probe import cores, cuda_devices, memory_bytes, peak_memory, return_freed_memory, this_machine
 
 __all__ = [
     "Entry",

@@ -1,23 +1,23 @@
-"""What this machine has."""
+"""What this machine has: what its operating system, its GPUs' driver and its allocator say."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
 
-from phalanx.hardware.catalog import entry
-from phalanx.hardware.gpus import Gpu, link_of, matched, measured
-from phalanx.hardware.system import affinity, cores_of, memory_of, network_of, numa_of
-from phalanx.spec import Cluster, Group, Host
+from phalanx.config import Cluster, Device, Group, Host, Link, Network
+from phalanx.hardware.catalog import Entry, context, entry, find, names
 
 _ROOT = Path("/")
 _ASK_TORCH = """
@@ -125,3 +125,196 @@ def peak_memory() -> int:
     except OSError:
         pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+_MAKERS = r"^(NVIDIA|Tesla|Quadro|GeForce|AMD|Instinct|Radeon)[ -]+"
+_LANE, _SLOW_LANE = 25e9, 14.0625e9  # bytes per second and direction: NVLink 2 to 4, and the bridges of GA102 cards
+_SLOW_LANES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One device as the driver reports it.
+
+    Attributes:
+        name: such as ``NVIDIA A100-SXM4-80GB``.
+        memory: bytes the driver offers.
+    """
+
+    name: str
+    memory: int
+
+
+def matched(gpu: Gpu) -> Entry:
+    """The catalog's entry for a device; the entry ``cuda`` where the catalog does not know it."""
+    name = gpu.name.strip()
+    while (shorter := re.sub(_MAKERS, "", name, flags=re.IGNORECASE)) != name:
+        name = shorter
+    found = find(name) or find(f"{name}-{round(gpu.memory / 2**30)}GB")
+    if found and _fits(gpu, found.device):
+        return found
+    # one name, several sizes: such as an H100 with 96 GB
+    family = name.split()[0].split("-")[0].lower() if name else ""
+    same = [one for one in map(entry, names()) if one.device.name.lower().split("-")[0] == family]
+    fitting = [one for one in same if found and _fits(gpu, one.device)]
+    return min(fitting, key=lambda one: one.device.memory - gpu.memory, default=entry("cuda"))
+
+
+def measured(gpu: Gpu, found: Entry) -> Device:
+    """The entry's device, with the memory that the driver offers on this one."""
+    size = max(found.device.memory, gpu.memory) if found.device.name != "cuda" else gpu.memory
+    kept = min(size, size - gpu.memory + context(found.device.kind))
+    return replace(found.device, memory=size, kept=kept)
+
+
+def link_of(matrix: str, count: int, found: Entry) -> Link:
+    """What joins ``count`` GPUs, from the matrix that ``nvidia-smi topo -m`` prints; the catalog's link without one.
+
+    NVLink counts where it leads from every GPU to every other, if over others: rings follow it. Else it is PCIe.
+    """
+    rows = _rows(matrix)
+    if count < 2 or len(rows) < count:
+        return found.link
+    lanes = [[int(cell[2:]) if re.fullmatch(r"NV\d+", cell) else 0 for cell in row] for row in rows]
+    if not _connected(lanes):
+        return found.host.link or found.link
+    if found.link.name.startswith("NVLink"):
+        return found.link
+    fewest = min(max(row) for row in lanes)
+    bandwidth = fewest * (_SLOW_LANE if fewest <= _SLOW_LANES else _LANE)
+    latency = entry("H100").link.latency
+    return Link(name=f"NVLink bridge, {fewest} lanes", bandwidth=bandwidth, latency=latency)
+
+
+def _connected(lanes: list[list[int]]) -> bool:
+    reached, new = {0}, [0]
+    while new:
+        here = new.pop()
+        fresh = [there for there, count in enumerate(lanes[here]) if count and there not in reached]
+        reached.update(fresh)
+        new += fresh
+    return len(reached) == len(lanes)
+
+
+def _rows(matrix: str) -> list[list[str]]:
+    plain = re.sub(r"\x1b\[[\d;]*m", "", matrix)
+    lines = [line.split() or [""] for line in plain.splitlines()]
+    rows = [line for line in lines if re.fullmatch(r"GPU\d+", line[0]) and "X" in line[1:]]
+    return [row[1 : len(rows) + 1] for row in rows]
+
+
+def _fits(gpu: Gpu, device: Device) -> bool:
+    return 0.88 * device.memory < gpu.memory <= device.memory
+
+
+_UNLIMITED = 2**60  # version 1 of control groups writes a huge number where there is no limit
+
+
+def cores_of(root: Path, allowed: int) -> int:
+    """Cores a process may use: those it is ``allowed`` by affinity, or its control group's quota where lower."""
+    return max(1, min([allowed, *(int(quota) for quota in _quotas(root))]))
+
+
+def memory_of(root: Path, total: int) -> int:
+    """Bytes of host memory a process may use: ``total``, or the limit of a control group above it where lower."""
+    limits = [
+        int(text)
+        for folder in (*_groups(root, ""), *_groups(root, "memory"))
+        for name in ("memory.max", "memory.limit_in_bytes")
+        if (text := _read(folder / name)).isdigit() and int(text) < _UNLIMITED
+    ]
+    return min([total, *limits])
+
+
+def numa_of(root: Path) -> int:
+    """NUMA nodes of the host, 1 where the system does not say."""
+    return max(1, len([*(root / "sys/devices/system/node").glob("node[0-9]*")]))
+
+
+def network_of(root: Path) -> Network | None:
+    """The network of the host: all InfiniBand ports together, else its fastest interface; ``None`` if none says.
+
+    A group over TCP uses one interface, NCCL every InfiniBand port. Latencies are the catalog's.
+    """
+    ports = [rate for rate in map(_port_rate, (root / "sys/class/infiniband").glob("*/ports/*")) if rate]
+    if ports:
+        name = f"{len(ports)} x {max(ports) / 1e9:g} Gb/s InfiniBand"
+        return Network(name=name, bandwidth=sum(ports) / 8, latency=entry("H100").adapter.latency)
+    speeds = {one.name: speed for one in _interfaces(root) if (speed := _number(one / "speed")) > 0}
+    if not speeds:
+        return None
+    name, megabits = max(speeds.items(), key=lambda item: item[1])
+    label = f"{name}, {megabits / 1000:g} Gb/s"
+    return Network(name=label, bandwidth=megabits * 1e6 / 8, latency=entry("cpu").adapter.latency)
+
+
+def _interfaces(root: Path) -> Iterator[Path]:
+    # bridges, tunnels and loopback have no device behind them
+    for one in sorted((root / "sys/class/net").glob("*")):
+        if (one / "device").exists() and _read(one / "operstate") in ("up", "unknown"):
+            yield one
+
+
+def _port_rate(port: Path) -> float | None:
+    found = re.match(r"([\d.]+) Gb/sec", _read(port / "rate"))
+    return float(found.group(1)) * 1e9 if found and "ACTIVE" in _read(port / "state") else None
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    for folder in _groups(root, ""):
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if quota.isdigit() and period.isdigit() and int(period):
+            yield int(quota) / int(period)
+    for controller in ("cpu", "cpu,cpuacct"):
+        for folder in _groups(root, controller):
+            quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+            if quota > 0 and period > 0:
+                yield quota / period
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folder of this process's control group and those above it, which limit it, too."""
+    mounted = root / "sys/fs/cgroup" / controller
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers == controller:
+            folder = mounted / path.lstrip("/")
+            yield from (one for one in (folder, *folder.parents) if one.is_relative_to(mounted) and one != mounted)
+    yield mounted
+
+
+def _number(path: Path) -> int:
+    text = _read(path)
+    return int(text) if re.fullmatch(r"-?\d+", text) else 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:  # a file that is not there, or an interface that is down
+        return ""
+
+
+def affinity() -> int:
+    """Cores the scheduler may put this process on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_THRESHOLD = 2**20
+
+
+def return_freed_memory() -> None:
+    """Have pieces of 1 MiB and more go back to the kernel when they are freed.
+
+    glibc otherwise raises that size, up to 32 MiB, with each piece freed. What sharding gathers and drops in each step
+    would then leave holes in the heap, and the resident set would grow to several times what is held. Costs page
+    faults; does nothing where the C library is another one.
+    """
+    if sys.platform != "linux":
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, _THRESHOLD)

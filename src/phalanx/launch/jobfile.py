@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from phalanx.config import Job
 from phalanx.errors import PhalanxError, Problem, SpecError
-from phalanx.spec import Job
 
 _TAIL = 12  # lines of a user's traceback that an error shows
 _stamps: dict[str, tuple[int, int]] = {}

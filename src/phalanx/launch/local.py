@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from phalanx.errors import RunError
-from phalanx.launch.child import Target
-from phalanx.launch.crew import Crew, Hosts
 from phalanx.launch.failure import first, memory_kills, refusal, worker_error
-from phalanx.launch.guard import Interrupts
+from phalanx.launch.forked_worker import Target
+from phalanx.launch.reaper import Interrupts
+from phalanx.launch.worker_pool import Crew, Hosts
 
 _TICK = 0.05  # seconds between looks at the workers while nothing is heard of them
 _WATCH = 0.1  # seconds between calls of watch

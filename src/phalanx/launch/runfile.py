@@ -7,9 +7,9 @@ import os
 import re
 from pathlib import Path
 
+from phalanx.config import RunSpec
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.jobfile import Reference
-from phalanx.spec import RunSpec
 
 _STEP = re.compile(r"step-(\d+)")
 

@@ -1,21 +1,28 @@
-"""What one worker of a run does that torchrun started, or that is the only one."""
+"""What one worker of a run does that torchrun started, or that is the only one; what rank 0 decides for all."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
 from phalanx.comm import Place
-from phalanx.errors import PhalanxError, Problem, RefusedError, SpecError, WorkerError
-from phalanx.launch.agreement import enter
-from phalanx.launch.ahead import look_ahead
+from phalanx.comm.process_group import meet
+from phalanx.config import Job, RunSpec
+from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecError, WorkerError
 from phalanx.launch.failure import Failure, describe, record, worker_error
 from phalanx.launch.jobfile import load_job
-from phalanx.launch.readiness import leave_compiler_out, make_ready
-from phalanx.launch.torchelastic import claim, place_from_environment
-from phalanx.spec import Job, RunSpec
+from phalanx.launch.look_ahead import look_ahead
+from phalanx.launch.runfile import prepare_run
+from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
+from phalanx.launch.torchrun import claim, place_from_environment
 from phalanx.train import overrides
 from phalanx.train.assembly import refuse
 from phalanx.train.loop import train
@@ -142,3 +149,47 @@ def _refuse_another_world(run: RunSpec, place: Place, runfile: Path) -> None:
                 )
             ]
         )
+
+
+_decisions = count()
+
+
+def enter(run: RunSpec, place: Place, *, runfile: Path | None = None) -> RunSpec:
+    """Have rank 0 prepare the run folder, and give back the run with the folder it took. Collective.
+
+    Args:
+        run: as this worker knows it.
+        place: of this worker.
+        runfile: the file that ``run`` was read from, if any.
+
+    Raises:
+        SpecError: on every rank, if the folder cannot be used.
+    """
+    folder = as_rank_0_decides(place, lambda: str(prepare_run(run, given=runfile).parent.absolute()))
+    return replace(run, folder=Path(folder))
+
+
+def as_rank_0_decides(place: Place, decide: Callable[[], str]) -> str:
+    """What ``decide`` gives on rank 0, where alone it is called; its error is every rank's. Collective."""
+    if place.world_size == 1:
+        return decide()
+    store = PrefixStore(f"phalanx/decision/{next(_decisions)}", meet(place))
+    if place.rank == 0:
+        answer: dict[str, object] = {}
+        try:
+            answer = {"decision": (decision := decide())}
+        except SpecError as error:
+            answer = {"problems": [asdict(problem) for problem in error.problems]}
+            raise
+        except BaseException as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+            raise
+        finally:
+            store.set("answer", json.dumps(answer))
+        return decision
+    heard = json.loads(store.get("answer"))
+    if "problems" in heard:
+        raise SpecError([Problem(**problem) for problem in heard["problems"]])
+    if "error" in heard:
+        raise RunError(f"rank 0 could not prepare the run: {heard['error']}")
+    return heard["decision"]

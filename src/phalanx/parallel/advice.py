@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.data.shares import Lane, cuts, share
+from phalanx.config import Job, Plan
+from phalanx.config.batch_rules import unread
+from phalanx.data.batch_split import Lane, cuts, share
 from phalanx.placement.schedules import bubble, order
-from phalanx.spec import Job, Plan
-from phalanx.spec.rules import unread
 
 _ENOUGH = 4  # micro-batches a rank, from which on at most about a fifth of the time is bubble
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx.comm import Across, local
+from phalanx.config import Plan
 from phalanx.parallel.averaging import Averaging, Tally
 from phalanx.parallel.compress import lane
 from phalanx.parallel.fragments import Fragment, divide, flattened, owners, spread
@@ -37,7 +38,6 @@ from phalanx.parallel.layout import Held, Layout
 from phalanx.parallel.outer import Outer
 from phalanx.parallel.statistics import RunningStatistics
 from phalanx.parallel.sync import Sync
-from phalanx.spec import Plan
 
 _LATE = 5
 

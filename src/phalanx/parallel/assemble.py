@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from phalanx.comm import Mesh, Place
+from phalanx.config import Job, Plan
+from phalanx.config.batch_rules import batch_problems, share_problems, stage_problems
 from phalanx.errors import Problem
 from phalanx.hardware import cuda_devices, return_freed_memory
 from phalanx.parallel import compiled, compress, recompute, threads
@@ -18,8 +20,6 @@ from phalanx.parallel.offload import OptimizerOnHost
 from phalanx.parallel.replicate import Replicate
 from phalanx.parallel.single import Single
 from phalanx.parallel.threads import Threads
-from phalanx.spec import Job, Plan
-from phalanx.spec.rules import batch_problems, share_problems, stage_problems
 
 
 def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:

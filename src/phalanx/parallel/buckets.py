@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from phalanx.comm import all_gather_flat, reduce_scatter_sum
-from phalanx.spec.buckets import BUCKET_BYTES
+from phalanx.config.sync import BUCKET_BYTES
 
 
 class Slice:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import nn
 
+from phalanx.config import Plan
 from phalanx.errors import Problem
-from phalanx.profile.blocks import blocks
-from phalanx.spec import Plan
+from phalanx.trace.blocks import blocks
 
 
 def check(plan: Plan, kind: str) -> list[Problem]:

@@ -7,8 +7,8 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from phalanx.spec import Job, Plan
-from phalanx.spec.shares import AUTO
+from phalanx.config import Job, Plan
+from phalanx.config.sync import AUTO
 from phalanx.units import show_names
 
 _ITSELF = "(the model itself)"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.spec.job import Cutting
+from phalanx.config.job import Cutting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

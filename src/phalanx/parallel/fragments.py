@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.comm import local
 from phalanx.errors import Problem, RefusedError
-from phalanx.profile.blocks import blocks
+from phalanx.trace.blocks import blocks
 
 
 def divide(sizes: Mapping[str, int], owners: Mapping[str, int], count: int) -> list[list[str]]:

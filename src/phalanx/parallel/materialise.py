@@ -32,7 +32,7 @@ from phalanx.parallel.holding import Holding
 from phalanx.parallel.sliced.axis import piece
 from phalanx.parallel.tape import Place, Step, Tape
 from phalanx.parallel.tensor.find import dry
-from phalanx.profile.fakes import fake, quiet
+from phalanx.trace.fake_tensors import fake, quiet
 
 LARGE = 4096
 """Elements from which a tensor is not made at once."""

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.parallel.example import Example
 from phalanx.parallel.sliced.tensor import METADATA
-from phalanx.profile.blocks import blocks, leave_cache_out, open_up
-from phalanx.profile.fakes import Mode, Values, fake, faked, quiet
+from phalanx.trace.blocks import blocks, leave_cache_out, open_up
+from phalanx.trace.fake_tensors import Mode, Values, fake, faked, quiet
 
 
 def look_inside(module: nn.Module, example: Example) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.spec import Plan
+from phalanx.config import Plan
 
 
 class Outer:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from phalanx.profile.blocks import leave_cache_out, parts
-from phalanx.spec import Plan
+from phalanx.config import Plan
+from phalanx.trace.blocks import leave_cache_out, parts
 
 _aten = torch.ops.aten
 _KEPT = [

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.comm import Mesh, local
+from phalanx.config import Job
 from phalanx.parallel.expert import Dealt
 from phalanx.parallel.layout import trainable
 from phalanx.parallel.statistics import RunningStatistics
 from phalanx.parallel.sums import add_up
 from phalanx.parallel.unused import without_gradient
-from phalanx.spec import Job
 
 COPIES = ("dp", "ep", "cp")
 """Dimensions whose ranks hold copies of the same slice, beside ``fsdp``, whose ranks may share it out."""

@@ -22,12 +22,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.comm.own import own_group
+from phalanx.comm.mesh import own_group
+from phalanx.config import Job
 from phalanx.parallel.compress import Sender
 from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
 from phalanx.parallel.statistics import RunningStatistics
 from phalanx.parallel.unused import without_gradient
-from phalanx.spec import Job
 
 # torch 2.13 renamed the option that copies rank 0's buffers (running statistics) to all ranks before each forward.
 _known = inspect.signature(DistributedDataParallel).parameters

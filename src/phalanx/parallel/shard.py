@@ -37,12 +37,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from phalanx.comm import data_mesh
+from phalanx.config import Plan
 from phalanx.errors import Problem
 from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
 from phalanx.parallel.materialise import fill, recipes
 from phalanx.parallel.statistics import RunningStatistics
-from phalanx.profile.blocks import blocks
-from phalanx.spec import Plan
+from phalanx.trace.blocks import blocks
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from phalanx.config import Plan
 from phalanx.errors import Problem
-from phalanx.spec import Plan
 from phalanx.units import show_names
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from phalanx.comm import Mesh, found_by_first, local
+from phalanx.config import Job, Plan
 from phalanx.errors import RefusedError
 from phalanx.parallel import expert, recompute
 from phalanx.parallel.context import Entrance, added_late, entrances, open_for_hooks, share_out_tokens
@@ -27,8 +28,7 @@ from phalanx.parallel.sliced import Axis, Cut, Placed
 from phalanx.parallel.sums import add_up
 from phalanx.parallel.tensor import Places, find, show_slices, split_weights
 from phalanx.placement.limits import no_attention, no_layers_to_cut
-from phalanx.profile.blocks import leave_cache_out, parts
-from phalanx.spec import Job, Plan
+from phalanx.trace.blocks import leave_cache_out, parts
 from phalanx.units import show_names
 
 if TYPE_CHECKING:

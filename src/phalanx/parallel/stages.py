@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.comm import Mesh, local
+from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.example import Example
 from phalanx.parallel.holding import Holding
@@ -17,7 +18,6 @@ from phalanx.parallel.pipeline import Pipeline, PipelineRunner, cut
 from phalanx.parallel.replicas import APART, COPIES
 from phalanx.parallel.sums import add_up
 from phalanx.placement.schedules import in_halves
-from phalanx.spec import Plan
 
 
 class Stages:

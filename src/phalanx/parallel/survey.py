@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from phalanx.config import Plan
 from phalanx.parallel.example import Example
-from phalanx.spec import Plan
 
 if TYPE_CHECKING:  # loaded by plans that split a model
     from phalanx.parallel.pipeline import Pipeline

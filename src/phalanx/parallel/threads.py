@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.config import Plan
 from phalanx.errors import Problem
 from phalanx.parallel.drawn_twice import nothing_drawn_twice
 from phalanx.parallel.layout import Held, Layout, Work, drop_gradients, each_micro_batch, trainable
-from phalanx.spec import Plan
 
 
 def check(plan: Plan, kind: str) -> list[Problem]:

@@ -23,12 +23,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.comm import data_mesh
+from phalanx.config import Job, Plan
 from phalanx.parallel.buckets import Bucket, Slice, cut
 from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch
 from phalanx.parallel.materialise import fill, recipes
 from phalanx.parallel.statistics import RunningStatistics
 from phalanx.parallel.unused import without_gradient
-from phalanx.spec import Job, Plan
 
 
 class ShardedRows(Layout):

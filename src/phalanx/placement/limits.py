@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from phalanx.config import Cluster, Plan
 from phalanx.errors import Problem
-from phalanx.spec import Cluster, Plan
 
 _RUN = {"precision": ("fp32", "bf16", "fp16"), "kind": ("cpu", "cuda", "rocm")}
 

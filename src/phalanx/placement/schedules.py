@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
-from phalanx.spec.plan import Plan, Schedule
+from phalanx.config.plan import Plan, Schedule
 
 Kind = Literal["F", "B", "I", "W"]
 

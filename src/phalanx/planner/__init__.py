@@ -1,14 +1,13 @@
 """Which plan is best, why, and how many devices are worth it: enumerate, prune by memory, price, rank, explain."""
 
-from phalanx.planner.advise import Advice, advise
+from phalanx.planner.advise import Advice, advise, config_work
 from phalanx.planner.cost import Bill, Prices, bill, prices
 from phalanx.planner.explain import Explanation, Neighbour, explain
-from phalanx.planner.nearest import Change, Shortfall, shortfall
+from phalanx.planner.nearest_fit import Change, Shortfall, shortfall
 from phalanx.planner.question import Question
 from phalanx.planner.rank import Goal, Ranking, rank
 from phalanx.planner.rules import refuse
-from phalanx.planner.scaling import Curve, Point, scale
-from phalanx.planner.work import config_work
+from phalanx.planner.scale import Curve, Point, scale
 
 __all__ = [
     "Advice",

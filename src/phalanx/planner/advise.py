@@ -1,15 +1,21 @@
-"""The whole answer to "which plan?": the ranking, its explanation, or what is missing for anything to fit."""
+"""The whole answer to "which plan?", and to "what of this one?"; a ``config.json`` as work."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from phalanx.errors import Problem, RefusedError
+from phalanx.config import Plan
+from phalanx.errors import Problem, RefusedError, SpecError
+from phalanx.forecast import Forecast, Work, forecast
+from phalanx.planner.cost import Bill, bill
 from phalanx.planner.explain import Explanation, explain, stated
-from phalanx.planner.nearest import Shortfall, shortfall
+from phalanx.planner.nearest_fit import Shortfall, shortfall
 from phalanx.planner.question import Question
 from phalanx.planner.rank import Goal, Ranking, rank
+from phalanx.planner.rules import refusals
+from phalanx.planner.scale import told
 from phalanx.units import show_count
 
 
@@ -66,3 +72,72 @@ def _none(question: Question) -> Problem:
         allowed=f"a number of devices that samples, heads, blocks or tokens can be dealt out to; {devices} is not",
         fix=f"--batch {max(devices, work.batch)}",
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Foretold:
+    """A plan's future.
+
+    Attributes:
+        question: that was asked.
+        forecast: of the plan.
+        bill: of the whole training; of one step where its length is not known.
+        shortfall: what is missing; ``None`` where it fits.
+    """
+
+    question: Question
+    forecast: Forecast
+    bill: Bill
+    shortfall: Shortfall | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            **told(self.forecast),
+            "steps": self.question.steps or None,
+            "bill": self.bill.to_dict(),
+            "shortfall": self.shortfall.to_dict() if self.shortfall else None,
+        }
+
+
+def foretell(question: Question, plan: Plan | None = None) -> Foretold:
+    """The future of ``plan``, or of replicas on all devices where none is given.
+
+    Raises:
+        RefusedError: if the plan cannot serve the work on the cluster.
+    """
+    chosen = plan or Plan(dp=question.cluster.devices, precision=question.precision)
+    if wrong := refusals(chosen, question):
+        raise RefusedError(wrong)
+    found = forecast(question.work, chosen, question.cluster, question.habits)
+    return Foretold(
+        question=question,
+        forecast=found,
+        bill=bill(found.step * max(1, question.steps), question.cluster, question.prices),
+        shortfall=None if found.fits else shortfall(question, chosen),
+    )
+
+
+def is_config(what: str) -> bool:
+    """Whether ``what`` is the path of a ``config.json``, or of a folder that holds one."""
+    path = Path(what)
+    return path.suffix == ".json" or (path / "config.json").is_file()
+
+
+def config_work(path: str, *, batch: int, length: int = 0) -> Work:
+    """The work of training the model of a configuration with AdamW.
+
+    Args:
+        path: of a ``config.json``, or of the folder that holds it.
+        batch: samples in one step of all devices.
+        length: tokens in a sample; 0 for what the model was made for, at most 4096.
+
+    Raises:
+        SpecError: if ``batch`` is 0, or the file cannot be read, or is of an unknown architecture.
+    """
+    if not batch:
+        allowed = "samples in one step of all devices: a configuration does not say"
+        raise SpecError([Problem(where="--batch", given="nothing", allowed=allowed, fix="--batch 1024")])
+    from phalanx.trace.hf_config import from_config
+
+    return Work(profile=from_config(path, length=length).profile(), batch=batch, length=length)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from phalanx.config import Cluster
+from phalanx.config.fields import is_number
 from phalanx.errors import Problem, SpecError
-from phalanx.spec import Cluster
-from phalanx.spec.fields import is_number
 
 _FIX = "--price 2.50"
 _FILE = 'currency = "EUR" and a table [per_hour] of prices by device, such as H100 = 2.5'

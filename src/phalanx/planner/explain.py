@@ -6,19 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from phalanx.config import Plan
+from phalanx.config.plan import words
 from phalanx.errors import RefusedError
 from phalanx.forecast import Forecast, forecast
 from phalanx.forecast.forecast import forecasts
-from phalanx.forecast.odds import CHANCE
-from phalanx.planner.neighbours import neighbours
+from phalanx.forecast.uncertainty import CHANCE
 from phalanx.planner.question import Question
-from phalanx.planner.rank import Ranking
+from phalanx.planner.rank import Ranking, neighbours
 from phalanx.planner.rules import refusals
-from phalanx.planner.search import search
-from phalanx.planner.space import SEARCHED
-from phalanx.planner.told import told
-from phalanx.spec import Plan
-from phalanx.spec.plan import words
+from phalanx.planner.scale import told
+from phalanx.planner.search import SEARCHED, search
 from phalanx.units import show_bytes, show_seconds
 
 PARTS: Mapping[str, str] = {

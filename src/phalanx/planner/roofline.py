@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from phalanx.forecast import Forecast, Work, forecast
-from phalanx.forecast.price import itemsize
+from phalanx.forecast.kernels import itemsize
 from phalanx.hardware import cluster
-from phalanx.planner.clusters import precision_for
 from phalanx.planner.explain import PARTS
-from phalanx.planner.question import Question
+from phalanx.planner.question import Question, precision_for
+from phalanx.planner.scale import told
 from phalanx.planner.search import search
-from phalanx.planner.told import told
-from phalanx.profile import flops
+from phalanx.trace import flops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

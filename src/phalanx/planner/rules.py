@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
+from phalanx.config import Cluster, Plan
+from phalanx.config.batch_rules import batch_problems, share_problems, stage_problems
+from phalanx.config.sync import AUTO, weights
 from phalanx.errors import Problem, RefusedError
 from phalanx.forecast import Work
-from phalanx.planner.clusters import mixed, resized
-from phalanx.planner.limits import limits_of
-from phalanx.planner.question import Question
-from phalanx.spec import Cluster, Plan
-from phalanx.spec.rules import batch_problems, share_problems, stage_problems
-from phalanx.spec.shares import AUTO, weights
+from phalanx.placement.limits import Limits
+from phalanx.planner.question import Question, mixed, resized
 
 
 def refuse(plan: Plan, work: Work, cluster: Cluster) -> None:
@@ -127,3 +126,18 @@ def _precision(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
                 allowed=", ".join(have),
                 fix=f"precision={have[0] if have else 'fp32'}",
             )
+
+
+def limits_of(work: Work) -> Limits:
+    """The limits of ``work``."""
+    profile = work.profile
+    shares = [weights.share for part in profile.parts if part.role == "block" for weights in part.weights]
+    return Limits(
+        batch=work.batch,
+        tokens=work.tokens,
+        blocks=profile.blocks,
+        ends=sum(part.count for part in profile.parts if part.role != "block"),
+        heads=profile.heads,
+        experts=profile.experts,
+        products="inner" in shares,
+    )

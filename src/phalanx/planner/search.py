@@ -1,21 +1,213 @@
-"""Prices the plans of a space: memory for all, time for those that fit."""
+"""Every plan worth pricing, as arrays, and their prices: memory for all, time for those that fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.forecast.alone import Scene
+from phalanx.config import Plan
+from phalanx.config.plan import Precision
+from phalanx.config.sync import AUTO
 from phalanx.forecast.forecast import times
-from phalanx.forecast.odds import SAFE
-from phalanx.forecast.unequal import deal, memory_of
+from phalanx.forecast.layouts import RECOMPUTES, SCHEDULES, Layouts
+from phalanx.forecast.step import Scene
+from phalanx.forecast.uncertainty import SAFE
+from phalanx.forecast.uneven_shares import deal, memory_of
+from phalanx.placement.limits import Limits
 from phalanx.planner.question import Question
-from phalanx.planner.space import MESH, Space, space
-from phalanx.spec import Plan
+from phalanx.planner.rules import limits_of
+
+Whole = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Columns = dict[str, Whole]
+
+# gpipe takes as long as 1f1b and keeps more; dualpipev is priced as zbv is.
+_SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 2), ("zbv", 2))
+_FEWEST_TOKENS = 128  # on a rank of cp: below, products are too small to gain
+MESH = ("dp", "fsdp", "tp", "pp", "cp", "ep")
+SEARCHED = (*MESH, "zero", "schedule", "stages", "sequence", "micro", "recompute", "shares")
+"""Keys of a plan that are tried; the others are left at their default."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Space:
+    """N plans of one number of devices; three in a row differ in ``recompute`` only.
+
+    Attributes:
+        columns: keys of a plan → their values, shape (N,); ``schedule`` and ``recompute`` by index, ``micro`` never 0.
+        share: samples of a replica: where ``micro`` is as many, a plan need not say.
+        batch: global.
+        tokens: of a sample.
+        precision: of all.
+    """
+
+    columns: Columns
+    share: Whole
+    batch: int
+    tokens: int
+    precision: Precision
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+    def layouts(self) -> Layouts:
+        """For the forecast."""
+        each = {name: column.astype(float) for name, column in self.columns.items() if name not in ("micro", "shares")}
+        full, none = np.ones(len(self)), np.zeros(len(self))
+        micro = self.columns["micro"]
+        return Layouts(
+            **each,
+            asked=np.where(micro >= self.share, 0, micro).astype(float),
+            batch=full * self.batch,
+            samples=self.batch / (each["dp"] * each["fsdp"] * each["ep"]),
+            length=full * self.tokens,
+            attention=none,
+            offload=none,
+            sync=none,
+            every=full,
+            fragments=full,
+            outer=none,
+            server=none,
+            staleness=none,
+            shares=np.where(self.columns["shares"] > 0, AUTO, ""),
+            compress=np.full(len(self), "none"),
+        )
+
+    def plan(self, index: int) -> Plan:
+        """One of them."""
+        given: dict[str, Any] = {name: int(column[index]) for name, column in self.columns.items()}
+        given["schedule"] = SCHEDULES[given["schedule"]]
+        given["recompute"] = RECOMPUTES[given["recompute"]]
+        given["sequence"] = bool(given["sequence"])
+        given["shares"] = AUTO if given["shares"] else ""
+        given["micro"] = None if given["micro"] >= self.share[index] else given["micro"]
+        return Plan(**given, precision=self.precision)
+
+    def where(self, held: Mapping[str, Any]) -> Mask:
+        """Which of them have these values."""
+        found = np.ones(len(self), dtype=bool)
+        for name, value in held.items():
+            if name not in self.columns:
+                continue
+            if name == "shares":
+                value = value == AUTO
+            if name in ("schedule", "recompute"):
+                value = (SCHEDULES if name == "schedule" else RECOMPUTES).index(value)
+            found &= self.columns[name] == int(value)
+        return found
+
+    def take(self, rows: npt.NDArray[Any]) -> Space:
+        """Those at ``rows``: indices, or a mask."""
+        return Space(
+            columns={name: column[rows] for name, column in self.columns.items()},
+            share=self.share[rows],
+            batch=self.batch,
+            tokens=self.tokens,
+            precision=self.precision,
+        )
+
+
+def space(question: Question) -> Space:
+    """The plans that use every device of the question's cluster, that its work allows, and that can be run."""
+    limits = limits_of(question.work)
+    meshes = list(_meshes(question, limits))
+    columns = {name: np.array([mesh[at] for mesh in meshes], dtype=np.int64) for at, name in enumerate(MESH)}
+    columns = _crossed(columns, ("zero",), [(zero,) for zero in range(4)], _zero_fits)
+    choices = [(SCHEDULES.index(name), stages) for name, stages in _SCHEDULES]
+    columns = _crossed(columns, ("schedule", "stages"), choices, lambda one: _schedule_fits(one, limits))
+    columns["sequence"] = ((columns["tp"] > 1) & (columns["cp"] == 1) & limits.attends).astype(np.int64)
+    columns = _crossed(columns, ("shares",), [(0,), (1,)], lambda one: _shares_fit(one, question))
+    share = -(-limits.batch // (columns["dp"] * columns["fsdp"] * columns["ep"]))
+    most = int(share.max(initial=1))
+    powers = [(2**at,) for at in range(most.bit_length() + 1)]
+    columns["share"] = share
+    columns = _crossed(columns, ("micro",), powers, _micro_fits)
+    share = columns.pop("share")
+    columns["micro"] = np.minimum(columns["micro"], share)
+    count = len(RECOMPUTES)
+    columns = {name: np.repeat(column, count) for name, column in columns.items()}
+    columns["recompute"] = np.tile(np.arange(count), len(share))
+    return Space(
+        columns=columns,
+        share=np.repeat(share, count),
+        batch=question.work.batch,
+        tokens=question.work.tokens,
+        precision=question.precision,
+    )
+
+
+def _meshes(question: Question, limits: Limits) -> Iterator[tuple[int, ...]]:
+    """Sizes of dp, fsdp, tp, pp, cp, ep that multiply to the devices."""
+    cluster = question.cluster
+    node = min(group.per_node for group in cluster.groups)
+    whole = [group.devices for group in cluster.groups] if question.mixed else []
+    for tp in divisors(cluster.devices):
+        if node % tp or not limits.evenly(tp=tp):
+            continue
+        for pp in divisors(cluster.devices // tp):
+            if pp > max(1, limits.blocks):
+                continue
+            for cp in divisors(cluster.devices // tp // pp):
+                if not limits.evenly(cp=cp) or (cp > 1 and limits.tokens // cp < _FEWEST_TOKENS):
+                    continue
+                replicas = cluster.devices // tp // pp // cp
+                if replicas > limits.batch:
+                    continue
+                for ep in divisors(replicas):
+                    if not limits.evenly(ep=ep):
+                        continue
+                    for fsdp in divisors(replicas // ep):
+                        if not any(devices % (tp * cp * ep * fsdp) for devices in whole):
+                            yield replicas // ep // fsdp, fsdp, tp, pp, cp, ep
+
+
+def divisors(number: int) -> list[int]:
+    """Of a whole number, in order."""
+    small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})
+
+
+def _crossed(
+    columns: Columns,
+    names: Sequence[str],
+    values: Sequence[tuple[int, ...]],
+    fits: Callable[[Columns], npt.NDArray[Any]],
+) -> Columns:
+    """Every row with every one of ``values``, as far as they fit together."""
+    rows, count = len(columns["dp"]), len(values)
+    grown = {name: np.repeat(column, count) for name, column in columns.items()}
+    for at, name in enumerate(names):
+        grown[name] = np.tile(np.array([value[at] for value in values], dtype=np.int64), rows)
+    kept = fits(grown)
+    return {name: column[kept] for name, column in grown.items()}
+
+
+def _zero_fits(one: Columns) -> Mask:
+    """``fsdp`` shards something, alone nothing; stages of a pipeline have no moment with all gradients."""
+    return ((one["fsdp"] > 1) == (one["zero"] > 0)) & ~((one["zero"] == 2) & (one["pp"] > 1))
+
+
+def _shares_fit(one: Columns, question: Question) -> Mask:
+    """Shares by speed are worth a try where devices differ, for whole replicas."""
+    uneven = (one["dp"] > 1) & (one["pp"] == 1) & question.mixed
+    return (one["shares"] == 0) | uneven
+
+
+def _micro_fits(one: Columns) -> Mask:
+    """The last one is the whole share; other orders than 1f1b need a micro-batch for every rank to gain."""
+    micros = -(-one["share"] // one["micro"])
+    plain = one["schedule"] == SCHEDULES.index("1f1b")
+    return (one["micro"] < 2 * one["share"]) & (plain | (micros >= one["pp"]))
+
+
+def _schedule_fits(one: Columns, limits: Limits) -> Mask:
+    plain = one["schedule"] == SCHEDULES.index("1f1b")
+    return plain | ((one["pp"] > 1) & (one["pp"] * one["stages"] <= limits.blocks))
+
 
 Array = npt.NDArray[np.float64]
 _KINDS = 3  # of recompute, three rows in a row

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from phalanx.comm import Across, Place, from_every_rank, place_within, within
+from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Apart, Example, Layout, advice, assemble, check, device_kind, notes
 from phalanx.parallel.compress import optimizer_problems
 from phalanx.parallel.statistics import buffers_kept
-from phalanx.spec import Job, Plan
 from phalanx.train.consistency import same_initial_values, same_length
 from phalanx.train.elementwise import refuse_rows, refuse_slices
 from phalanx.train.inputs import Inputs

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from phalanx.config import Job, Plan
 from phalanx.data import Loader
 from phalanx.parallel import batch_statistics, dropouts
-from phalanx.spec import Job, Plan
 from phalanx.train.inputs import Inputs
 from phalanx.train.lossform import Reading, read_loss
 from phalanx.units import show_names

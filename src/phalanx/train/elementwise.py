@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.comm import is_dtensor
+from phalanx.config import Job, Plan
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel import Held
-from phalanx.spec import Job, Plan
 from phalanx.train.parameters import Parameters, learning, small
 
 _STEPS = 3

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from phalanx.comm import from_every_rank, sum_over_ranks
+from phalanx.config import Job, Plan
 from phalanx.data import evaluation_batches
 from phalanx.errors import LossError
-from phalanx.spec import Job, Plan
 from phalanx.train.assembly import Assembly
 from phalanx.train.inputs import Inputs
 from phalanx.train.lossform import read_loss

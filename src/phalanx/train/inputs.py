@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from phalanx.config import Job
 from phalanx.errors import LossError, Problem, RefusedError
-from phalanx.spec import Job
 
 
 class Inputs:

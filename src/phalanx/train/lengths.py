@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.data import Loader
 from phalanx.forecast import Lengths
-from phalanx.forecast.lengths import lengths_of
-from phalanx.profile import length_of
+from phalanx.forecast.work import lengths_of
+from phalanx.trace import length_of
 
 COUNT = 100
 PATIENCE = 1.0  # seconds; reading one sample may take long

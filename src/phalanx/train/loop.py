@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from phalanx.comm import Place, device_for, joined, place_within, within
+from phalanx.config import Job, RunSpec
 from phalanx.data import Ledger, StepBatch
 from phalanx.errors import CheckpointError
 from phalanx.events import SCHEMA_VERSION, EventLog
 from phalanx.hardware import peak_memory
 from phalanx.parallel import device_kind
-from phalanx.spec import Job, RunSpec
 from phalanx.train.assembly import Assembly, build, refuse
 from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.evaluate import evaluate

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.config.job import Loss
 from phalanx.errors import LossError
-from phalanx.spec.loss import Loss
 
 IGNORED = -100
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from phalanx.config.job import Loss
 from phalanx.errors import LossError
-from phalanx.spec.loss import Loss
 
 
 @dataclass(frozen=True, slots=True)

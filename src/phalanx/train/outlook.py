@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel import check, notes
 from phalanx.parallel.survey import Survey, survey
-from phalanx.spec import Job, Plan
 from phalanx.train.assembly import begun, build_model, example_of, looked_at
 from phalanx.train.causes import LARGEST, causes
 from phalanx.train.elementwise import half_steps

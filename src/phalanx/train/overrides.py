@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.spec import Job, RunSpec
+from phalanx.config import Job, RunSpec
 
 
 def apply(job: Job, run: RunSpec) -> Job:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.spec import Plan
+from phalanx.config import Plan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

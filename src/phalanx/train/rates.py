@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from phalanx.config import Job, Schedule
 from phalanx.errors import Problem, RefusedError
-from phalanx.spec import Job, Schedule
 
 
 class Rates:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from phalanx.config import Job, Plan
 from phalanx.errors import Problem
 from phalanx.parallel import compress
 from phalanx.parallel.sparse import sparse_problems
-from phalanx.spec import Job, Plan
 from phalanx.train.elementwise import rows_problem, slice_problems
 from phalanx.train.parameters import Parameters, learning, small
 from phalanx.train.schedulers import scheduler_problems

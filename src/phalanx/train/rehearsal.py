@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
 from phalanx.parallel import device_kind, without_gradient
-from phalanx.spec import Job, Plan
 from phalanx.train.assembly import build_model, optimizer_over
 from phalanx.train.evaluate import evaluation_mode, measure
 from phalanx.train.inputs import Inputs

@@ -12,8 +12,8 @@ import gc
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from phalanx.config import Job, Plan, Schedule
 from phalanx.errors import Problem
-from phalanx.spec import Job, Plan, Schedule
 
 _HOOKED = "optimizer.register_step_post_hook(lambda *_: scheduler.step())"
 

@@ -15,11 +15,11 @@ from typing import Any, final
 import torch
 
 from phalanx.comm import Place, from_every_rank
+from phalanx.config import Job, Plan
+from phalanx.config.sync import AUTO, dealt
 from phalanx.data import Loader, StepBatch
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel import Held
-from phalanx.spec import Job, Plan
-from phalanx.spec.shares import AUTO, dealt
 from phalanx.train.balance import Balance, Pace
 from phalanx.train.pace import Lap, Stopwatch
 from phalanx.train.room import Room

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx.config import Job
 from phalanx.errors import CheckpointError
 from phalanx.parallel import Held, Layout
-from phalanx.spec import Job
 from phalanx.train.assembly import Assembly
 from phalanx.train.precision import LossScale
 from phalanx.train.sending import SENDER_SECTION, restore_sender, sender_tensors
-from phalanx.train.together import OUTER_SECTION
-from phalanx.train.together import outer_tensors, restore_outer
+from phalanx.train.together import OUTER_SECTION, outer_tensors, restore_outer
 
 if TYPE_CHECKING:
     from phalanx.checkpoint import Part, Pieces

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.comm import active
+from phalanx.config import Job, Plan
 from phalanx.data import MicroBatch, StepBatch
 from phalanx.parallel import Each, Layout, Sync, Work, without_gradient
 from phalanx.parallel.streams import reseed
-from phalanx.spec import Job, Plan
 from phalanx.train.gradients import add_up_rows, clip, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs, to_device
 from phalanx.train.lossform import Reading, check_totals, read_loss

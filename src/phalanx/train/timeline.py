@@ -22,8 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.comm import active, from_every_rank
+from phalanx.config import Plan
 from phalanx.parallel import Held
-from phalanx.spec import Plan
 
 _WARM = 5  # steps of a run
 _ROUNDS = 5  # barriers by which clocks are compared

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from phalanx.config import Job
 from phalanx.data import Lane, Loader
 from phalanx.forecast import Lengths, Work
 from phalanx.parallel.example import Example
 from phalanx.parallel.opened import look_inside
 from phalanx.parallel.sparse import made_dense
-from phalanx.profile import Described, trace
-from phalanx.spec import Job
+from phalanx.trace import Described, trace
 from phalanx.train.assembly import begun, example_of
 from phalanx.train.inputs import Inputs
 from phalanx.train.lengths import look

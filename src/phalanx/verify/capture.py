@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from phalanx.comm import Place
+from phalanx.config import Job, Plan, RunSpec
 from phalanx.launch import launch, make_ready
-from phalanx.spec import Job, Plan, RunSpec
 from phalanx.train import loop
 from phalanx.verify.dropout import BySample
 from phalanx.verify.mask_recording import MaskRecording

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 
+from phalanx.config import Job, Plan
 from phalanx.parallel import micro_batches
-from phalanx.spec import Job, Plan
 from phalanx.verify import diagnose_kept as kept
 from phalanx.verify import diagnose_split as split
 from phalanx.verify.compare import Tolerance

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.spec import Job, Plan
+from phalanx.config import Job, Plan
 from phalanx.units import show_names
 from phalanx.verify.compare import Tolerance
 from phalanx.verify.copies import copies_apart

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from phalanx.config import Job, Plan
 from phalanx.parallel import micro_batches
-from phalanx.spec import Job, Plan
 from phalanx.units import show_names
 from phalanx.verify.compare import Tolerance
 from phalanx.verify.copies import copies_apart

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
+from phalanx.config import Job, Plan
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.sliced import is_sliced
-from phalanx.spec import Job, Plan
 from phalanx.train.causes import splits_batches
 from phalanx.train.rng import stream
 from phalanx.verify.running_layers import RunningLayers

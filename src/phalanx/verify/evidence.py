@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.comm import Mesh
-from phalanx.spec import Plan
+from phalanx.config import Plan
 from phalanx.verify.compare import Difference
 from phalanx.verify.prints import Piece, Prints, cut_out, in_words
 from phalanx.verify.record import Copy, Record

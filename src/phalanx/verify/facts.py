@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 
 from torch import nn
 
-from phalanx.launch.aside import Aside, Say
+from phalanx.config import Job
+from phalanx.launch.side_process import Aside, Say
 from phalanx.parallel import batch_statistics, dropouts
-from phalanx.spec import Job
 from phalanx.train.assembly import build_model
 from phalanx.verify.dropout import off_by_sample
 

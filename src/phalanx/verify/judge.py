@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.spec import Plan
+from phalanx.config import Plan
 from phalanx.verify import compare
 from phalanx.verify.bounds import bound_of, first_gradients
 from phalanx.verify.check import WORDS, Check

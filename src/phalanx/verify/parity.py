@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.config import Job, Plan
+from phalanx.config.plan import Device, Precision
 from phalanx.errors import Problem, RefusedError, WorkerError
 from phalanx.launch import look_ahead, make_ready
-from phalanx.spec import Job, Plan
-from phalanx.spec.plan import Device, Precision
 from phalanx.train.assembly import refuse
 from phalanx.verify import compare
 from phalanx.verify.bounds import bound_of

@@ -11,8 +11,8 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from phalanx.comm import Place, device_for, joined
+from phalanx.config import Job, Plan
 from phalanx.launch import launch
-from phalanx.spec import Job, Plan
 from phalanx.train.assembly import build
 from phalanx.train.observer import AssemblyScene
 from phalanx.train.state import restore
@@ -42,7 +42,7 @@ def read_back(job: Job, path: Path, folder: Path) -> tuple[dict[str, Tensor], di
 def saved_in(path: Path) -> dict[str, Tensor]:
     """Every tensor of the checkpoint in folder ``path``, whole: ``model.<name>``, ``optimizer.<parameter>.<key>``."""
     from phalanx import checkpoint
-    from phalanx.checkpoint.manifest import Manifest
+    from phalanx.checkpoint.format import Manifest
 
     stored = Manifest.read(path).tensors
     found = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in stored.items()}

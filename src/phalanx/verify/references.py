@@ -12,9 +12,9 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from phalanx.comm import Place, device_for
+from phalanx.config import Job, Plan
 from phalanx.launch import launch
 from phalanx.parallel import device_kind
-from phalanx.spec import Job, Plan
 from phalanx.verify.capture import Watch, proven, switch_off_dropout
 from phalanx.verify.record import Record, StepRecord
 from phalanx.verify.witness import OwnLoop, Witness

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from phalanx.data.pieces import Pieces
+from phalanx.data.loader import Pieces
 from phalanx.parallel.pipeline import stage as stages
 from phalanx.train import step as steps
 from phalanx.train.served.compute import Computer

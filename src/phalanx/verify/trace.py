@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from phalanx.spec import Plan
+from phalanx.config import Plan
 from phalanx.verify.prints import Piece, Print
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from safetensors.torch import load, save_file
 from torch import Tensor
 
+from phalanx.config import Plan
 from phalanx.data import StepBatch
-from phalanx.spec import Plan
 from phalanx.train.metrics import Totals
 from phalanx.train.observer import AssemblyScene, Observer, Scene
 from phalanx.verify.auxiliary import auxiliary_gradients

@@ -1,7 +1,6 @@
 """Several hosts on one machine: namespaces of the network, links that are shaped, processors that are slowed."""
 
 from phalanx.launch.hosts.hosts import Hosts
-from phalanx.launch.hosts.link import Link
-from phalanx.launch.hosts.needs import lacking, refuse
+from phalanx.launch.hosts.link import Link, lacking, refuse
 
 __all__ = ["Hosts", "Link", "lacking", "refuse"]

@@ -11,11 +11,9 @@ from types import TracebackType
 from typing import Self, final
 
 from phalanx.errors import Problem, RunError, SpecError
-from phalanx.launch.hosts.inside import move_into
-from phalanx.launch.hosts.link import Link
-from phalanx.launch.hosts.needs import refuse
-from phalanx.launch.hosts.network import Network
-from phalanx.launch.hosts.quotas import Quotas
+from phalanx.launch.hosts.keeper import Quotas
+from phalanx.launch.hosts.link import Link, refuse
+from phalanx.launch.hosts.network import Network, move_into
 
 _DEVICE = "net0"
 _MOST = 200

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from phalanx.config import Job, Plan
+from phalanx.config.sync import Compression
 from phalanx.errors import Problem
 from phalanx.parallel.sparse import sparse
-from phalanx.spec import Job, Plan
-from phalanx.spec.compress import Compression
 from phalanx.units import show_names
 
 

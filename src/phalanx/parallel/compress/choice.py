@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from phalanx.config.sync import Compression
 from phalanx.parallel.compress.blocks import Blocks
 from phalanx.parallel.compress.codec import Codec
 from phalanx.parallel.compress.halves import Brain, Half
 from phalanx.parallel.compress.largest import Largest
-from phalanx.spec.compress import Compression
 
 
 def codec(text: str) -> Codec | None:

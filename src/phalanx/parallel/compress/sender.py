@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from phalanx.config.sync import Compression
 from phalanx.parallel.compress.bucket import Average, Bucket
 from phalanx.parallel.compress.choice import codec
 from phalanx.parallel.compress.coded import Coded
 from phalanx.parallel.compress.lane import lane
 from phalanx.parallel.compress.powersgd import PowerSGD
 from phalanx.parallel.compress.wire import Traffic, Wire
-from phalanx.spec.compress import Compression
 
 
 class Sender:

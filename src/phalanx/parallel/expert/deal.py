@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.comm import Mesh
+from phalanx.config import Plan
 from phalanx.errors import RunError
 from phalanx.parallel.context import unpacked
 from phalanx.parallel.expert.find import Experts, counting, or_alike, whole_call
@@ -29,7 +30,6 @@ from phalanx.parallel.sliced import Axis, Cut, Placed, Sliced, is_sliced, sliced
 from phalanx.parallel.sliced.align import brought
 from phalanx.parallel.sliced.axis import taken, whole
 from phalanx.parallel.tensor import split_weights
-from phalanx.spec import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

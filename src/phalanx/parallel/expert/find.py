@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from phalanx.config import Plan
 from phalanx.errors import RefusedError
 from phalanx.parallel.example import Example
 from phalanx.parallel.sliced import Cut
 from phalanx.parallel.tensor.find import dry
 from phalanx.parallel.tensor.trial import fixed
 from phalanx.placement.limits import few_experts, no_experts
-from phalanx.profile.blocks import blocks
-from phalanx.spec import Plan
+from phalanx.trace.blocks import blocks
 from phalanx.units import show_names
 
 

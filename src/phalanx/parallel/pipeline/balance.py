@@ -6,10 +6,10 @@ import difflib
 from collections.abc import Sequence
 from itertools import accumulate
 
+from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.pipeline.program import Program
 from phalanx.placement.limits import few_parts
-from phalanx.spec import Plan
 
 
 def balanced(costs: Sequence[float], stages: int, allowed: Sequence[bool]) -> list[int] | None:

@@ -9,13 +9,13 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from phalanx.config import Plan
 from phalanx.parallel.example import Example
 from phalanx.parallel.pipeline.balance import chosen
 from phalanx.parallel.pipeline.program import Program, program
 from phalanx.parallel.pipeline.stage import Forms, Stage, strip
 from phalanx.parallel.pipeline.units import take_apart, units
 from phalanx.placement.schedules import holders
-from phalanx.spec import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.parallel.pipeline.hidden import Recompute
 from phalanx.parallel.sliced.tensor import METADATA, is_sliced
-from phalanx.profile.fakes import fake
+from phalanx.trace.fake_tensors import fake
 
 
 class Key(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from phalanx.profile.fakes import fake
+from phalanx.trace.fake_tensors import fake
 
 
 @dataclass(frozen=True, slots=True)

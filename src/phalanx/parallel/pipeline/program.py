@@ -26,8 +26,8 @@ from phalanx.parallel.pipeline.flops import Flops
 from phalanx.parallel.pipeline.flow import Flow, Key, tensors
 from phalanx.parallel.pipeline.hidden import told_to
 from phalanx.parallel.pipeline.outline import Outline, outline, signature
-from phalanx.profile.blocks import leave_cache_out
-from phalanx.profile.fakes import fake
+from phalanx.trace.blocks import leave_cache_out
+from phalanx.trace.fake_tensors import fake
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

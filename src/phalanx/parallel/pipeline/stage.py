@@ -20,7 +20,7 @@ from phalanx.parallel.pipeline.outline import Outline, drawn, like_arguments, ou
 from phalanx.parallel.pipeline.program import Program, by_values, intercepted, quiet
 from phalanx.parallel.statistics import buffers_kept
 from phalanx.parallel.streams import branch
-from phalanx.profile.fakes import fake
+from phalanx.trace.fake_tensors import fake
 
 Receive = Callable[[list[Tensor]], Sequence[Tensor]]
 """Gives the tensors that these fakes stand for."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from phalanx.profile.blocks import blocks, can_be_called
+from phalanx.trace.blocks import blocks, can_be_called
 
 
 def units(module: nn.Module, at_least: int, beginning: Iterable[str] = ()) -> dict[nn.Module, str]:

@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from phalanx.comm.wire import views
+from phalanx.comm.frames import views
 
 Form = dict[str, tuple[torch.Size, torch.dtype]]
 """Name → shape and dtype, in the order of the wire: tensors of one dtype follow each other."""

@@ -15,8 +15,8 @@ from math import ceil
 
 import torch
 
+from phalanx.config import Plan
 from phalanx.errors import Problem
-from phalanx.spec import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,8 +17,8 @@ from typing import final
 import torch
 from torch import nn
 
+from phalanx.config.fields import Compensate
 from phalanx.parallel.server.memory import Flat, Form, form_of
-from phalanx.spec.keys import Compensate
 
 _EPSILON = 1e-7
 _MOST_SPARE = 16  # pieces of memory kept for the next gradient

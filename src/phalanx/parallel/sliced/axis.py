@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.collectives import all_gather_flat, reduce_scatter_sum
+from phalanx.config.plan import Attention
 from phalanx.parallel.sliced.cut import Cut
-from phalanx.spec.plan import Attention
 
 Notice = Callable[[str, Tensor], None]
 """``notice(kind, tensor)``: a collective of this kind is about to send ``tensor``."""

@@ -26,8 +26,8 @@ from phalanx.parallel.sliced import Axis, Cut, Placed, is_sliced
 from phalanx.parallel.tensor.trial import Trial, fixed, tried
 from phalanx.parallel.tensor.weights import Places
 from phalanx.parallel.tensor.wishes import Wishes, wishes
-from phalanx.profile.blocks import blocks, leave_cache_out, parts
-from phalanx.profile.fakes import faked, fakes, quiet
+from phalanx.trace.blocks import blocks, leave_cache_out, parts
+from phalanx.trace.fake_tensors import faked, fakes, quiet
 
 _FEW_ROWS = 16  # classes a rank below which cutting a head is not worth its three reductions
 _MANY_ROWS = 1000  # rows from which an embedding is cut also where no head shares its vocabulary

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from phalanx.config.job import Cutting
 from phalanx.errors import Problem, RefusedError
-from phalanx.spec.job import Cutting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,11 +6,11 @@ from typing import Any, final
 
 import torch
 
-from phalanx.data.pieces import Pieces
+from phalanx.config import Job, Plan
+from phalanx.data.loader import Pieces
 from phalanx.parallel import without_gradient
 from phalanx.parallel.layout import Layout
 from phalanx.parallel.streams import reseed
-from phalanx.spec import Job, Plan
 from phalanx.train.evaluate import evaluation_mode, measure
 from phalanx.train.inputs import Inputs
 from phalanx.train.lossform import read_loss

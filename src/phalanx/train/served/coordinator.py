@@ -14,10 +14,10 @@ from typing import Any, final
 
 import torch
 
-from phalanx.data.pieces import Pieces
+from phalanx.config import Job, RunSpec
+from phalanx.data.loader import Pieces
 from phalanx.errors import RunError
 from phalanx.parallel.server import Dealer, Kind, Pace, Report
-from phalanx.spec import Job, RunSpec
 from phalanx.train.lossform import check_totals
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer

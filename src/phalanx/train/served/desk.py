@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, final
 
-from phalanx.comm.wire import Connection, Frame, LostError
+from phalanx.comm.frames import Connection, Frame, LostError
 from phalanx.errors import DataError
 from phalanx.parallel.server import Dealer, Flat, Form, Kind, Piece, Report
 from phalanx.train.served.meeting import Patience

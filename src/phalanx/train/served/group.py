@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 from typing import Any, final
 
-from phalanx.comm.wire import Connection, LostError
+from phalanx.comm.frames import Connection, LostError
 from phalanx.parallel.server import Kind
 from phalanx.train.served import parcel
 from phalanx.train.served.keeper import Share

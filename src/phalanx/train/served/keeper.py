@@ -10,11 +10,11 @@ from typing import Any, final
 import torch
 from torch.utils._pytree import tree_map
 
+from phalanx.config import Job, Plan
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.layout import Held
 from phalanx.parallel.server import Flat, Rule, Shard, Slice, cut_out, partition, starved
 from phalanx.parallel.single import Single
-from phalanx.spec import Job, Plan
 from phalanx.train.assembly import build_model, build_optimizer
 from phalanx.train.elementwise import elementwise
 from phalanx.train.parameters import Parameters

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from phalanx.comm.wire import Connection, Frame, LostError, views
+from phalanx.comm.frames import Connection, Frame, LostError, views
 from phalanx.errors import RunError
 from phalanx.parallel.compress import Codec, Feedback, message, read
 from phalanx.parallel.server import Kind, Slice, cut_out

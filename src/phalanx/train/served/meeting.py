@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from phalanx.comm import Place
-from phalanx.comm.place import meet
+from phalanx.comm.process_group import meet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.wire import Connection, Frame, views
+from phalanx.comm.frames import Connection, Frame, views
 from phalanx.parallel.server import Kind
 
 _NAMES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

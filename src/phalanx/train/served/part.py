@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.comm import Place, device_for
-from phalanx.comm.wire import Connection, LostError
-from phalanx.data.pieces import Pieces
+from phalanx.comm.frames import Connection, LostError
+from phalanx.config import Job, RunSpec
+from phalanx.data.loader import Pieces
 from phalanx.errors import CheckpointError, RunError
 from phalanx.events import SCHEMA_VERSION
 from phalanx.parallel import advice, device_kind, notes
 from phalanx.parallel.compress import Codec, codec
 from phalanx.parallel.server import Dealer, Kind, Pace
-from phalanx.spec import Job, RunSpec
 from phalanx.train.assembly import refuse
 from phalanx.train.observer import Observer
 from phalanx.train.served.coordinator import Coordinator, Office, Progress, divisor_of, find_others

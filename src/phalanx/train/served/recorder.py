@@ -6,11 +6,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, final
 
+from phalanx.config import RunSpec
 from phalanx.data import Ledger, MicroBatch, StepBatch
-from phalanx.data.pieces import Pieces
+from phalanx.data.loader import Pieces
 from phalanx.events import EventLog, read
 from phalanx.parallel.server import Report
-from phalanx.spec import RunSpec
 from phalanx.train.metrics import Metrics
 
 

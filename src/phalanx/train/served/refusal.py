@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from phalanx.config import Job, Plan
 from phalanx.errors import Problem
 from phalanx.parallel.server import starved
 from phalanx.parallel.sparse import sparse_problems
-from phalanx.spec import Job, Plan
 from phalanx.train.elementwise import elementwise
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, final
 
 import torch
 
-from phalanx.comm.wire import Connection, Frame, LostError, views
+from phalanx.comm.frames import Connection, Frame, LostError, views
 from phalanx.hardware import peak_memory
 from phalanx.parallel.compress import Codec, read
 from phalanx.parallel.server import Kind, Pushed

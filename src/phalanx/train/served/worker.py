@@ -8,13 +8,13 @@ from typing import Any, final
 
 import torch
 
-from phalanx.comm.wire import Frame
-from phalanx.data.pieces import Pieces
+from phalanx.comm.frames import Frame
+from phalanx.config import Job, Plan
+from phalanx.data.loader import Pieces
 from phalanx.hardware import peak_memory
 from phalanx.parallel import compiled, recompute
 from phalanx.parallel.server import Flat, Kind
 from phalanx.parallel.single import Single
-from phalanx.spec import Job, Plan
 from phalanx.train.assembly import build_model
 from phalanx.train.observer import Observer
 from phalanx.train.served.compute import Computer

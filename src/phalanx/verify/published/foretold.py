@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.forecast import Forecast, Habits, Work, forecasts
-from phalanx.profile import Profile, Shape
+from phalanx.trace import Profile, Shape
 from phalanx.verify.published.rows import Row
 from phalanx.verify.published.subject import Subject, subject
 

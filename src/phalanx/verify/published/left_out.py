@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.config import Cluster
 from phalanx.forecast import PHALANX, Forecast, Habits, Work, forecasts
-from phalanx.forecast.doubt import SHARE
 from phalanx.forecast.forecast import times
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.rates import family
-from phalanx.profile import Profile
-from phalanx.spec import Cluster
+from phalanx.forecast.uncertainty import SHARE
+from phalanx.trace import Profile
 from phalanx.verify.published.foretold import Foretold, foretell, traced
 from phalanx.verify.published.rows import Row
 from phalanx.verify.published.subject import Subject, subject

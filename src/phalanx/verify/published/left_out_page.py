@@ -11,7 +11,7 @@ from typing import Any
 
 import tomli_w
 
-from phalanx.forecast.doubt import HEAD
+from phalanx.forecast.uncertainty import HEAD
 from phalanx.verify.published.foretold import Foretold
 from phalanx.verify.published.left_out import LeftOut, Without, coverage, spread
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from phalanx.profile import Described
+from phalanx.trace import Described
 
 _CLASSES = 1000
 _PIXELS = 224

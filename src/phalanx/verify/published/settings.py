@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
+from phalanx.config import Plan
 from phalanx.forecast import PHALANX, Forecast, Work, forecast
-from phalanx.forecast.habits import NAMED
+from phalanx.forecast.presets import NAMED
 from phalanx.hardware import cluster
-from phalanx.profile import Profile, Shape
-from phalanx.spec import Plan
+from phalanx.trace import Profile, Shape
 
 Model = Literal["alexnet", "vgg16", "resnet50", "resnet101", "bert-large"]
 

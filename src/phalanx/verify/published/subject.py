@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from phalanx.config import Cluster, Plan
 from phalanx.forecast import Habits
-from phalanx.forecast.habits import NAMED
+from phalanx.forecast.presets import NAMED
 from phalanx.hardware import cluster
-from phalanx.profile import Family, Shape
-from phalanx.spec import Cluster, Plan
+from phalanx.trace import Family, Shape
 from phalanx.verify.published.rows import Row
 
 _BINNED = {512: 340}

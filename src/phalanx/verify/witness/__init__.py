@@ -1,6 +1,6 @@
 """An independent witness: the plain PyTorch loop that a job is turned into, and a user's own loop.
 
-Nothing in this folder imports what a proof judges: of Phalanx only what people write (``phalanx.spec``) and errors.
+Nothing in this folder imports what a proof judges: of Phalanx only what people write (``phalanx.config``) and errors.
 """
 
 from phalanx.verify.witness.loop import Witness, why_not

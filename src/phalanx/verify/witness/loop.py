@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.spec import Job, Schedule
+from phalanx.config import Job, Schedule
 from phalanx.verify.witness import samples
 from phalanx.verify.witness.magnitudes import Magnitudes
 from phalanx.verify.witness.masks import KeyedMasks

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from phalanx.spec import Job
+from phalanx.config import Job
 from phalanx.verify.witness import samples
 from phalanx.verify.witness.loop import END, FIRST, START, WHOLE, Witness
 

@@ -1,0 +1,107 @@
+"""What fields may hold: checks of type that every class here shares, and the keys of a plan that take a word."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from phalanx.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """What may stand in a field.
+
+    Attributes:
+        types: of its values. ``float`` takes whole numbers, too; neither takes ``True`` and ``False``.
+        allowed: the same in words.
+        fix: a line to copy that would work.
+    """
+
+    types: tuple[type, ...]
+    allowed: str
+    fix: str
+
+    def holds(self, value: object) -> bool:
+        """Whether ``value`` may stand there."""
+        if isinstance(value, bool):
+            return bool in self.types
+        return isinstance(value, self.types) or (isinstance(value, int) and float in self.types)
+
+
+def misfits(where: str, values: Mapping[str, object], kinds: Mapping[str, Kind]) -> list[Problem]:
+    """A problem for each entry of ``values`` that is not of its kind.
+
+    Args:
+        where: what the fields belong to, such as ``run``.
+        values: by name; those that no kind is named for are not looked at.
+        kinds: by the same names.
+    """
+    return [
+        Problem(where=f"{where}.{name}", given=repr(values[name]), allowed=kind.allowed, fix=kind.fix)
+        for name, kind in kinds.items()
+        if name in values and not kind.holds(values[name])
+    ]
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether ``value`` is a whole number, ``least`` or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer", "parameters"]
+Device = Literal["auto", "cpu", "cuda"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
+Attention = Literal["ring", "alltoall", "gather"]
+Sync = Literal["each", "local", "diloco"]
+Outer = Literal["none", "nesterov", "sgd"]
+Compensate = Literal["none", "rate", "delay"]
+
+AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
+"""The dimensions of the mesh, from the one whose ranks are farthest apart to the one whose ranks are neighbours."""
+
+DATA_AXES = ("dp", "fsdp", "ep")
+"""Those whose ranks hold different samples."""
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "precision": get_args(Precision),
+    "recompute": get_args(Recompute),
+    "offload": get_args(Offload),
+    "device": get_args(Device),
+    "schedule": get_args(Schedule),
+    "attention": get_args(Attention),
+    "sync": get_args(Sync),
+    "outer": get_args(Outer),
+    "compensate": get_args(Compensate),
+}
+"""Keys that take one of a few words."""
+
+STAGES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2, "dualpipev": 2}
+"""Stages on each rank that a schedule needs, and has where a plan does not say."""
+
+TRUTHS = ("compile", "sequence")
+"""Keys that are true or false."""
+
+TEXTS = ("split", "shares", "compress")
+"""Keys that take a text of their own."""
+
+NUMBERS = ("outer_lr", "outer_momentum")
+"""Keys that take a number which need not be whole."""
+
+UNBOUNDED = "unbounded"
+"""How a plan's text says a staleness without end, ``math.inf``."""
+
+APART = (
+    *("sync", "every", "after", "fragments", "outer", "outer_lr", "outer_momentum"),
+    *("server", "staleness", "compensate", "backup", "compress", "shares"),
+)
+"""Keys of other ways to keep replicas together than summing whole gradients over even shares in every step."""

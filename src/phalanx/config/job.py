@@ -1,0 +1,155 @@
+"""A job: what to train, and what its loss gives back. It says nothing of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+from phalanx.config.fields import Kind, is_number, is_whole, misfits
+from phalanx.config.schedule import Schedule
+from phalanx.errors import Problem, SpecError
+
+Unused = Literal["error", "allow"]
+Cutting = Literal["colwise", "rowwise", "whole", 0, 1]
+"""How a weight is cut over ``tp``: along its output or its input features, not at all, or by its dimension."""
+
+_CUTTINGS = get_args(Cutting)
+
+_KINDS = {
+    "drop_last": Kind(types=(bool,), allowed="True or False", fix="drop_last=True"),
+    "shuffle": Kind(types=(bool, type(None)), allowed="True, False or None", fix="shuffle=True"),
+    "schedule": Kind(types=(Schedule,), allowed="a px.Schedule", fix='schedule=px.Schedule(decay="cosine")'),
+    "name": Kind(types=(str,), allowed="a text", fix='name="digits"'),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What to train, written for one device.
+
+    Attributes:
+        model: builds the ``torch.nn.Module``, on whatever device torch's default is.
+        data: builds the training data: a map-style or an iterable dataset.
+        loss: ``loss(output, batch)`` gives ``Loss(sum, count)``, or a plain mean over the samples of the batch.
+        optimizer: ``optimizer(params)`` builds the ``torch.optim.Optimizer`` over exactly these parameters.
+        batch: the **global** batch: samples in one optimizer step, on any number of devices.
+        epochs: passes over the data. Give ``epochs`` or ``steps``.
+        steps: optimizer steps.
+        seed: of initial values, data order and every other random stream.
+        inputs: ``inputs(batch)`` gives the model's arguments: a tensor, a tuple (positional) or a dict (keyword).
+            Without it: of a dict, the entries that ``forward`` names; of a tuple, the first; else the batch itself.
+        collate: joins a list of samples into a batch; torch's default where not given.
+        shuffle: by (seed, epoch). ``None``: map-style data are shuffled, streams keep their order.
+        drop_last: whether the last, partial batch of an epoch is dropped.
+        workers: processes a rank that load data; 0 loads in the training process.
+        prefetch: batches each of the ``workers`` loads ahead; 2 where not given.
+        schedule: the factor on the learning rate.
+        clip: largest global L2 norm of the gradient; ``None`` does not clip.
+        evaluate: builds the evaluation data (map-style), of which each sample counts exactly once.
+        metrics: ``metrics(output, batch)`` gives a dict of name → ``Loss(sum, count)``, evaluated with the loss.
+        evaluate_every: optimizer steps between evaluations; 0: at the end only.
+        unused: what to do about parameters that get no gradient: ``error`` names them and stops, ``allow`` trains on.
+        tensor_parallel: how weights are cut under ``tp``, where it shall be otherwise than found: name of a layer or of
+            its weight, ``*`` standing for any text → ``colwise``, ``rowwise``, ``whole``, or a dimension, 0 or 1. The
+            last that fits counts.
+        name: of the run; the job file's name where not given.
+    """
+
+    model: Callable[[], Any]
+    data: Callable[[], Any]
+    loss: Callable[[Any, Any], Any]
+    optimizer: Callable[[Any], Any]
+    batch: int
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    inputs: Callable[[Any], Any] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    shuffle: bool | None = None
+    drop_last: bool = False
+    workers: int = 0
+    prefetch: int | None = None
+    schedule: Schedule = field(default_factory=Schedule)
+    clip: float | None = None
+    evaluate: Callable[[], Any] | None = None
+    metrics: Callable[[Any, Any], dict[str, Any]] | None = None
+    evaluate_every: int = 0
+    unused: Unused = "error"
+    tensor_parallel: Mapping[str, Cutting] = field(default_factory=dict[str, Cutting])
+    name: str = "job"
+
+    def __post_init__(self) -> None:
+        problems = _problems(self)
+        if problems:
+            raise SpecError(problems)
+
+
+def _problems(job: Job) -> list[Problem]:
+    found: list[Problem] = []
+
+    def wrong(name: str, allowed: str, fix: str) -> None:
+        found.append(Problem(where=f"job.{name}", given=repr(getattr(job, name)), allowed=allowed, fix=fix))
+
+    functions = {
+        "model": "model=lambda: Net()",
+        "data": "data=lambda: dataset",
+        "loss": "loss=lambda output, batch: px.cross_entropy(output, batch['label'])",
+        "optimizer": "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)",
+    }
+    for name, fix in functions.items():
+        if not callable(getattr(job, name)):
+            wrong(name, "a function that builds it when called", fix)
+    for name in ("inputs", "collate", "evaluate", "metrics"):
+        if getattr(job, name) is not None and not callable(getattr(job, name)):
+            wrong(name, "a function, or None", f"{name}=None")
+    if not is_whole(job.batch, 1):
+        wrong("batch", "samples in one optimizer step: a whole number, 1 or more", "batch=256")
+    for name in ("epochs", "steps"):
+        if getattr(job, name) is not None and not is_whole(getattr(job, name), 1):
+            wrong(name, "a whole number, 1 or more", f"{name}=10")
+    if (job.epochs is None) == (job.steps is None):
+        found.append(
+            Problem(
+                where="job.epochs",
+                given=f"epochs={job.epochs}, steps={job.steps}",
+                allowed="one of the two",
+                fix="epochs=5",
+            )
+        )
+    for name, least in (("seed", 0), ("workers", 0), ("evaluate_every", 0)):
+        if not is_whole(getattr(job, name), least):
+            wrong(name, f"a whole number, {least} or more", f"{name}={max(least, 2)}")
+    if job.prefetch is not None and not is_whole(job.prefetch, 1):
+        wrong("prefetch", "a whole number, 1 or more, or None", "workers=2, prefetch=2")
+    elif job.prefetch is not None and job.workers == 0:
+        wrong(
+            "prefetch", "only together with workers=1 or more, which load ahead", f"workers=2, prefetch={job.prefetch}"
+        )
+    if job.clip is not None and not (is_number(job.clip) and job.clip > 0):
+        wrong("clip", "a number above 0, or None", "clip=1.0")
+    if job.unused not in ("error", "allow"):
+        wrong("unused", "error, allow", 'unused="allow"')
+    cuts: Any = job.tensor_parallel
+    if not hasattr(cuts, "items") or any(type(name) is not str or how not in _CUTTINGS for name, how in cuts.items()):
+        allowed = "names of layers → " + ", ".join(map(repr, _CUTTINGS))
+        wrong("tensor_parallel", allowed, 'tensor_parallel={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}')
+    for name in ("metrics", "evaluate_every"):
+        if getattr(job, name) and job.evaluate is None:
+            wrong(name, "only together with evaluate, which builds the data for it", "evaluate=lambda: dataset")
+    return found + misfits("job", {name: getattr(job, name) for name in _KINDS}, _KINDS)
+
+
+class Loss(NamedTuple):
+    """A loss as a sum and a count, so that any split of a batch adds up to the same number.
+
+    A mean cannot be added up: the mean over 3 tokens and the mean over 5 are not the mean over 8. Sums and
+    counts can: Phalanx adds both over micro-batches and ranks and divides once.
+
+    Attributes:
+        sum: scalar tensor, the loss summed over what is counted (tokens, samples, pixels). Backward runs on it.
+        count: how many were summed: a number or a scalar tensor. May differ per micro-batch and may be 0.
+    """
+
+    sum: Any
+    count: Any

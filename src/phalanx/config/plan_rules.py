@@ -1,0 +1,144 @@
+"""Everything that can be wrong in a plan by itself, without a job or a machine."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from phalanx.config.fields import AXES, CHOICES, STAGES, TEXTS, TRUTHS, UNBOUNDED, is_number, is_whole
+from phalanx.config.sync import apart_problems
+from phalanx.errors import Problem
+
+if TYPE_CHECKING:
+    from phalanx.config.plan import Plan
+
+
+_EXAMPLES = {"split": 'split=""', "shares": "dp=2 shares=3,1", "compress": "dp=2 compress=int8"}
+
+
+def show(value: object) -> str:
+    """A value as the text of a plan has it."""
+    if value == math.inf:
+        return UNBOUNDED
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def problems_of(plan: Plan) -> list[Problem]:
+    """Everything that is wrong in the plan by itself, without a job or a machine."""
+    found: list[Problem] = []
+
+    def wrong(name: str, allowed: str, fix: str) -> None:
+        found.append(
+            Problem(where=f"plan.{name}", given=f"{name}={show(getattr(plan, name))}", allowed=allowed, fix=fix)
+        )
+
+    _numbers(plan, wrong)
+    for name, choices in CHOICES.items():
+        if getattr(plan, name) not in choices:
+            near = difflib.get_close_matches(str(getattr(plan, name)), choices, n=1, cutoff=0.0)
+            wrong(name, ", ".join(choices), f"{name}={near[0] if near else choices[0]}")
+    for name in TRUTHS:
+        if not isinstance(getattr(plan, name), bool):
+            wrong(name, "true or false", f"{name}=true")
+    for name in TEXTS:
+        if not isinstance(getattr(plan, name), str):
+            wrong(name, "a text", _EXAMPLES[name])
+    if not is_whole(plan.zero, 0) or plan.zero > 3:
+        wrong("zero", "1, 2 or 3", "fsdp=2 zero=3")
+    if found:
+        return found
+
+    if plan.zero and plan.fsdp == 1:
+        wrong(
+            "zero",
+            "only together with fsdp=2 or more: zero says what fsdp shards",
+            f"fsdp={max(2, plan.dp)} zero={plan.zero}",
+        )
+    if plan.zero == 0 and plan.fsdp > 1:
+        wrong("zero", "1, 2 or 3 with fsdp; ranks that each hold everything are dp", f"dp={plan.dp * plan.fsdp}")
+    if plan.threads > 1 and plan.world_size > 1:
+        wrong("threads", "threads alone: it is the one-process way; with dp or fsdp leave it out", f"dp={plan.threads}")
+    found += [*_misplaced(plan), *apart_problems(plan)]
+    if plan.offload == "parameters" and plan.zero != 3:
+        wrong(
+            "offload",
+            "parameters only with zero=3, which is what gathers them when needed",
+            f"fsdp={max(2, plan.fsdp, plan.dp)} zero=3 offload=parameters",
+        )
+    return found
+
+
+def _numbers(plan: Plan, wrong: Callable[[str, str, str], None]) -> None:
+    """Tell ``wrong`` of every key that is not a number of its kind."""
+    for name in (*AXES, "threads", "stages"):
+        if not is_whole(getattr(plan, name), 1):
+            wrong(name, "a whole number, 1 or more", f"{name}=2")
+    if plan.micro is not None and not is_whole(plan.micro, 1):
+        wrong("micro", "a whole number of samples, 1 or more", "micro=8")
+    if not is_whole(plan.every, 1):
+        wrong("every", "a whole number of steps, 1 or more", "dp=2 sync=local every=32")
+    if not is_whole(plan.server, 0):
+        wrong("server", "a whole number of servers, 0 or more", "server=1 dp=4")
+    if plan.staleness not in (None, math.inf) and not is_whole(plan.staleness, 0):
+        allowed = "a whole number of updates, 0 or more, or unbounded"
+        wrong("staleness", allowed, "server=1 dp=4 staleness=4")
+    if not is_whole(plan.after, 0):
+        wrong("after", "a whole number of steps, 0 or more", "dp=2 sync=local every=32 after=1000")
+    if not is_whole(plan.fragments, 1):
+        wrong("fragments", "a whole number of parts, 1 or more", "dp=2 sync=diloco every=100 fragments=4")
+    if not is_whole(plan.backup, 0):
+        wrong("backup", "a whole number of workers, 0 or more", "server=1 dp=4 backup=1")
+    if not (is_number(plan.outer_lr) and plan.outer_lr > 0):
+        wrong("outer_lr", "a number above 0", "dp=2 sync=diloco every=100 outer_lr=0.7")
+    if not (is_number(plan.outer_momentum) and 0 <= plan.outer_momentum < 1):
+        wrong("outer_momentum", "a number, 0 or more and below 1", "dp=2 sync=diloco every=100 outer_momentum=0.9")
+
+
+def _misplaced(plan: Plan) -> list[Problem]:
+    """Keys that say how a dimension of the mesh works, where the plan has no such dimension."""
+    found: list[Problem] = []
+    default = {field.name: field.default for field in fields(plan)}
+    needs = {"schedule": "pp", "split": "pp", "sequence": "tp", "attention": "cp"}
+    for name, axis in needs.items():
+        value = getattr(plan, name)
+        if value != default[name] and getattr(plan, axis) == 1:
+            given = f"{name}={show(value)} without {axis}"
+            found.append(
+                Problem(
+                    where=f"plan.{name}",
+                    given=given,
+                    allowed=f"only together with {axis}=2 or more",
+                    fix=f"{axis}=2 {name}={show(value)}",
+                )
+            )
+    if plan.stages != STAGES[plan.schedule] and (plan.pp == 1 or plan.schedule != "interleaved"):
+        found.append(
+            Problem(
+                where="plan.stages",
+                given=f"stages={plan.stages} with schedule={plan.schedule}",
+                allowed=f"{STAGES[plan.schedule]}; only schedule=interleaved takes any number",
+                fix=f"pp={max(2, plan.pp)} schedule=interleaved stages={max(2, plan.stages)}",
+            )
+        )
+    if plan.threads > 1 and plan.splits_model:
+        found.append(
+            Problem(
+                where="plan.threads",
+                given=f"threads={plan.threads} with a model split over ranks",
+                allowed="threads alone: it is the one-process way",
+                fix=f"dp={plan.threads}",
+            )
+        )
+    if plan.sequence and plan.cp > 1:
+        found.append(
+            Problem(
+                where="plan.sequence",
+                given=f"sequence=true with cp={plan.cp}",
+                allowed="one of the two: both share out the tokens",
+                fix=f"tp={plan.tp} cp={plan.cp}",
+            )
+        )
+    return found

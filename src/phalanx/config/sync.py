@@ -1,0 +1,277 @@
+"""How replicas are kept together, as a plan says it: averaging, servers, compression, uneven shares, buckets."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+from phalanx.config.fields import AXES, UNBOUNDED
+from phalanx.errors import Problem
+
+if TYPE_CHECKING:
+    from phalanx.config.plan import Plan
+
+
+_ROUNDING = ("fp16", "bf16", "int8")  # codecs that send every element; the others leave most of them for later
+_OUTER = {"nesterov": {"outer_lr": 0.7, "outer_momentum": 0.9}}
+
+
+def outer_defaults(outer: str) -> dict[str, float]:
+    """Learning rate and momentum of an outer optimizer where a plan states none: those of DiLoCo for ``nesterov``."""
+    return _OUTER.get(outer, {"outer_lr": 1.0, "outer_momentum": 0.0})
+
+
+def bounds(plan: Plan) -> Iterator[str]:
+    """What bounds the difference from one device, a sentence for each way in which a plan gives its result up."""
+    if plan.sync != "each":
+        yield f"replicas step by themselves, and are brought together after {_count(plan.every, 'step')}"
+    if plan.staleness == math.inf:
+        yield "gradients are of parameters that lack any number of updates"
+    elif plan.staleness:
+        yield f"gradients are of parameters that lack at most {_count(int(plan.staleness), 'update')}"
+    if plan.backup:
+        slowest = "worker" if plan.backup == 1 else _count(plan.backup, "worker")
+        yield f"the samples of the slowest {slowest} are left out of each step"
+    what = "gradient" if plan.sync == "each" else "difference"
+    if plan.compress in ("fp16", "bf16"):
+        yield f"{what}s are rounded to {plan.compress} where they are sent"
+    elif plan.compress != "none":
+        yield f"what {plan.compress} leaves out of a {what} comes with later ones"
+
+
+def exactness(plan: Plan) -> str:
+    """``yes``, ``within the rounding of TYPE``, or ``no``: whether each step is that of one device in fp32."""
+    rounded: list[str] = [plan.compress] if plan.compress in _ROUNDING else []
+    if any(bounds(replace(plan, compress="none") if rounded else plan)):
+        return "no"
+    if plan.precision not in ("fp32", *rounded):
+        rounded.append(plan.precision)
+    return f"within the rounding of {' and '.join(rounded)}" if rounded else "yes"
+
+
+def apart_problems(plan: Plan) -> Iterator[Problem]:
+    """What the keys of other ways to keep replicas together need, and what they exclude."""
+    yield from _sync(plan)
+    yield from _server(plan)
+    yield from _compress(plan)
+    yield from _shares(plan)
+
+
+def _wrong(name: str, given: str, allowed: str, fix: str) -> Problem:
+    return Problem(where=f"plan.{name}", given=given, allowed=allowed, fix=fix)
+
+
+def _sync(plan: Plan) -> Iterator[Problem]:
+    dp, apart = max(2, plan.dp), plan.sync != "each"
+    for name, plain in (("every", 1), ("after", 0), ("fragments", 1)):
+        value = getattr(plan, name)
+        if name == "after" and plan.staleness:
+            continue
+        if value != plain and not apart:
+            allowed = "only with sync=local or sync=diloco: otherwise replicas are brought together in every step"
+            if name == "after":
+                allowed = "only with sync=local, sync=diloco or staleness: other plans are synchronous all along"
+            fix = f"dp={dp} sync=local every={max(32, plan.every)}" + (f" {name}={value}" if name != "every" else "")
+            yield _wrong(name, f"{name}={value} with sync=each", allowed, fix)
+    if (plan.outer != "none") != (plan.sync == "diloco"):
+        allowed = "nesterov or sgd with sync=diloco, and nothing without: it steps what replicas have learnt"
+        outer = plan.outer if plan.outer != "none" else "nesterov"
+        yield _wrong(
+            "outer", f"outer={plan.outer} with sync={plan.sync}", allowed, f"dp={dp} sync=diloco outer={outer}"
+        )
+    for name, value in outer_defaults(plan.outer).items():
+        settable = plan.outer == "nesterov" or (plan.outer == "sgd" and name == "outer_lr")
+        if not settable and getattr(plan, name) != value:
+            given = f"{name}={getattr(plan, name)} with outer={plan.outer}"
+            yield _wrong(name, given, "only with sync=diloco outer=nesterov", f"dp={dp} sync=diloco")
+    if apart and plan.dp == 1:
+        allowed = "only together with dp=2 or more: it says how replicas are brought together"
+        yield _wrong(
+            "sync", f"sync={plan.sync} without dp", allowed, f"dp=2 sync={plan.sync} every={max(2, plan.every)}"
+        )
+    if apart and plan.fragments > plan.every:
+        allowed = f"at most every={plan.every}: one part is averaged in a step"
+        fix = f"dp={dp} sync={plan.sync} every={plan.fragments} fragments={plan.fragments}"
+        yield _wrong("fragments", f"fragments={plan.fragments} with every={plan.every}", allowed, fix)
+
+
+def _server(plan: Plan) -> Iterator[Problem]:
+    dp = max(2, plan.dp)
+    if plan.staleness is not None and not plan.server:
+        allowed = "only together with server=1 or more: gradients may be of parameters so many updates old"
+        yield _wrong(
+            "staleness", f"staleness={_said(plan.staleness)} without server", allowed, f"server=1 {_pair(plan)}"
+        )
+    if plan.backup and not plan.server:
+        fix = f"server=1 dp={dp} backup=1"
+        yield _wrong("backup", f"backup={plan.backup} without server", "only together with server=1 or more", fix)
+    if plan.compensate != "none" and not plan.staleness:
+        given = f"compensate={plan.compensate} without staleness"
+        fix = f"server={max(1, plan.server)} dp={dp} staleness=4 compensate={plan.compensate}"
+        yield _wrong("compensate", given, "only together with server and staleness=1 or more", fix)
+    if plan.server and plan.sync != "each":
+        allowed = "one of the two: both say how replicas are brought together"
+        yield _wrong("server", f"server={plan.server} with sync={plan.sync}", allowed, f"server={plan.server} dp={dp}")
+    if plan.server and plan.shares:
+        allowed = "one of the two: servers deal samples out to whoever is free"
+        given = f"shares={plan.shares} with server={plan.server}"
+        yield _wrong("shares", given, allowed, f"server={plan.server} dp={dp}")
+    if plan.backup and plan.staleness:
+        given = f"backup={plan.backup} with staleness={_said(plan.staleness)}"
+        allowed = "one of the two: with staleness nobody waits for the slowest anyway"
+        yield _wrong("backup", given, allowed, f"server={plan.server} dp={dp} backup={plan.backup}")
+    elif plan.server and plan.backup >= plan.dp:
+        given = f"backup={plan.backup} with dp={plan.dp}"
+        yield _wrong("backup", given, "fewer than the workers", f"server={plan.server} dp={plan.backup + 1} backup=1")
+    if plan.server:
+        yield from _beside_servers(plan)
+
+
+def _compress(plan: Plan) -> Iterator[Problem]:
+    try:
+        codec = Compression.parse(plan.compress).codec
+    except ValueError:
+        allowed = "none, fp16, bf16, int8, powersgd (powersgd:4, its rank), topk (topk:0.01, the share that is sent)"
+        yield _wrong("compress", f"compress={plan.compress}", allowed, "dp=2 compress=int8")
+        return
+    if codec == "none":
+        return
+    given = f"compress={plan.compress}"
+    if plan.dp == 1:
+        allowed = "only together with dp=2 or more: it is how replicas send each other gradients"
+        yield _wrong("compress", f"{given} without dp", allowed, f"dp=2 compress={plan.compress}")
+    inner = [f"{name}={getattr(plan, name)}" for name in AXES if name != "dp" and getattr(plan, name) > 1]
+    if inner and plan.sync == "each" and not plan.server:
+        allowed = "dp alone, or sync=local or sync=diloco: sharded and split gradients are summed by other means"
+        fix = f"dp={max(2, plan.dp)} compress={plan.compress}"
+        yield _wrong("compress", f"{given} with {' '.join(inner)}", allowed, fix)
+    if codec == "powersgd" and (plan.server or plan.sync != "each"):
+        other = f"server={plan.server}" if plan.server else f"sync={plan.sync}"
+        allowed = "fp16, bf16, int8 or topk there: PowerSGD sums thin matrices over all ranks of a step"
+        yield _wrong("compress", f"{given} with {other}", allowed, f"{other} dp={max(2, plan.dp)} compress=int8")
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count > 1 else ''}"
+
+
+def _said(staleness: float) -> str:
+    return UNBOUNDED if staleness == math.inf else str(staleness)
+
+
+def _pair(plan: Plan) -> str:
+    return f"dp={max(2, plan.dp)} staleness={_said(plan.staleness or 0)}"
+
+
+def _beside_servers(plan: Plan) -> Iterator[Problem]:
+    """Workers of servers hold a whole model and no optimizer."""
+    split = [f"{name}={getattr(plan, name)}" for name in (*AXES, "threads") if name != "dp" and getattr(plan, name) > 1]
+    fix = f"server={plan.server} dp={max(2, plan.replicas)}"
+    if split:
+        given = f"server={plan.server} with {' '.join(split)}"
+        yield Problem(where="plan.server", given=given, allowed="dp alone: each worker holds a whole model", fix=fix)
+    if plan.offload != "none":
+        given = f"offload={plan.offload} with server={plan.server}"
+        yield Problem(where="plan.offload", given=given, allowed="none: servers hold the optimizer", fix=fix)
+
+
+def _shares(plan: Plan) -> list[Problem]:
+    """Weights that cannot be read, that are not one for each rank of ``dp``, or that give one nothing."""
+    try:
+        each = weights(plan.shares)
+    except ValueError:
+        allowed = "auto, or a whole number for each rank of dp, joined by commas"
+        return [Problem(where="plan.shares", given=f"shares={plan.shares}", allowed=allowed, fix="dp=2 shares=3,1")]
+    if not plan.shares:
+        return []
+    fix = f"dp={max(2, plan.dp)} shares=auto"
+    if plan.dp == 1:
+        allowed = "only together with dp=2 or more: they are shares of its ranks"
+        return [Problem(where="plan.shares", given=f"shares={plan.shares} without dp", allowed=allowed, fix=fix)]
+    if plan.pp > 1:
+        given, allowed = f"shares={plan.shares} with pp={plan.pp}", "no pipeline: ranks of dp that are whole replicas"
+        return [Problem(where="plan.shares", given=given, allowed=allowed, fix=fix)]
+    if each and (len(each) != plan.dp or not all(each)):
+        given = f"shares={plan.shares} with dp={plan.dp}"
+        allowed = f"{plan.dp} weights, one for each rank of dp, 1 or more each"
+        return [Problem(where="plan.shares", given=given, allowed=allowed, fix=fix)]
+    return []
+
+
+Codec = Literal["none", "fp16", "bf16", "int8", "powersgd", "topk"]
+
+_DEFAULTS = {"powersgd": 4.0, "topk": 0.01}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compression:
+    """One way to send less.
+
+    Attributes:
+        codec: ``fp16`` and ``bf16`` round; ``int8`` rounds blocks to 255 levels, ``topk`` sends the largest elements,
+            and ``powersgd`` a product of two thin matrices, each adding what it left out to the next step's gradient.
+        amount: rank of ``powersgd``; share of the elements that ``topk`` sends; 0 for others.
+    """
+
+    codec: Codec
+    amount: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Compression:
+        """What ``int8``, ``powersgd:4`` or ``topk:0.01`` says; rank 4 and a share of 0.01 where not given.
+
+        Raises:
+            ValueError: if it is none of these.
+        """
+        name, colon, amount = text.partition(":")
+        codec = next((one for one in get_args(Codec) if one == name), None)
+        if codec is None or (colon and name not in _DEFAULTS):
+            raise ValueError(text)
+        value = float(amount) if colon else _DEFAULTS.get(name, 0.0)
+        allowed = {"powersgd": value >= 1 and value == int(value), "topk": 0 < value <= 1}
+        if not allowed.get(name, True):
+            raise ValueError(text)
+        return cls(codec=codec, amount=value)
+
+
+AUTO = "auto"
+"""The text of shares that follow the speed of each device."""
+
+
+def weights(text: str) -> tuple[int, ...]:
+    """The weights that a text such as ``3,1`` gives to the ranks of ``dp``; none for ``auto`` and for the empty text.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    if text in ("", AUTO):
+        return ()
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ValueError(f"{text!r} is neither auto nor whole numbers joined by commas, such as 3,1")
+    return tuple(int(word) for word in text.split(","))
+
+
+def dealt(total: int, each: Sequence[float]) -> tuple[int, ...]:
+    """``total`` samples dealt out in proportion to the weights ``each``: the largest remainders are rounded up.
+
+    Of equal remainders the first is rounded up, so that equal weights get what even shares are: 7 over 1, 1 is 4, 3.
+
+    Raises:
+        ValueError: if the weights add up to nothing.
+    """
+    whole = sum(each)
+    if whole <= 0:
+        raise ValueError("weights that add up to nothing")
+    parts = [total * one / whole for one in each]
+    counts = [int(part + 1e-9) for part in parts]
+    late = sorted(range(len(each)), key=lambda at: (-round(parts[at] - counts[at], 9), at))
+    for at in late[: total - sum(counts)]:
+        counts[at] += 1
+    return tuple(counts)
+
+
+BUCKET_BYTES = 25 * 2**20
+"""Of a bucket of gradients that are reduced in one collective, about; a larger tensor stands alone. As in torch."""

@@ -1,0 +1,226 @@
+"""Map-style data, of which any sample can be read at any time: from sample ids to a batch; columns in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset, TensorDataset, default_collate
+
+from phalanx.data.batch_split import Dealing, StepBatch, step_batch
+from phalanx.data.rng_streams import EpochSeeds
+from phalanx.data.sampler import GlobalBatchSampler
+from phalanx.errors import Problem, SpecError
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether the dataset can only be read in order.
+
+    Raises:
+        SpecError: if it is neither a stream nor map-style.
+    """
+    if isinstance(dataset, DataLoader):
+        raise SpecError(
+            [
+                Problem(
+                    where="job.data",
+                    given="a DataLoader, which makes batches of its own",
+                    allowed="the dataset that it reads: ranks are given their shares of global batches of job.batch",
+                    fix="data=lambda: dataset, and batch, collate, workers of the job",
+                )
+            ]
+        )
+    if isinstance(dataset, IterableDataset):
+        return True
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return False
+    if hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+        return True
+    raise SpecError(
+        [
+            Problem(
+                where="job.data",
+                given=f"a {type(dataset).__name__}",
+                allowed="map-style data (__getitem__ and __len__), or a stream (__iter__)",
+                fix="data=lambda: phalanx.data.Table(image=images, label=labels)",
+            )
+        ]
+    )
+
+
+@final
+class Fetcher:
+    """``fetch(epoch, ids)`` gives the collated batch of these samples.
+
+    A dataset with ``__getitems__`` is asked for all ids at once; if it answers with anything but a list of samples,
+    that is taken as the batch. Otherwise samples are read one at a time, each with its own random streams. A batch that
+    is a mapping of any type (``transformers``' ``BatchEncoding``, say) comes as a ``dict``.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, seed: int) -> None:
+        self._dataset = dataset
+        self._collate = plain(collate) if collate else default_collate
+        self._own_collate = collate is not None
+        self._seed = seed
+        self._seeds = EpochSeeds.of(seed, 0)
+        self._at_once = takes_many(dataset)
+        self._draws = not _is_plain(dataset)
+        self._table = dataset if type(dataset) is Table and collate is None else None
+        self._tensors = dataset if type(dataset) is TensorDataset and collate is None else None
+
+    def fetch(self, epoch: int, ids: np.ndarray) -> Any:
+        """The batch of the samples ``ids`` (int64, at least one) as they are in ``epoch``."""
+        if self._table is not None:
+            return self._table.__getitems__(ids)
+        if self._tensors is not None:
+            return _rows(self._tensors, ids)
+        if epoch != self._seeds.epoch:
+            self._seeds = EpochSeeds.of(self._seed, epoch)
+        wanted: list[int] = ids.tolist()
+        if self._own_collate or (self._at_once and self._draws):
+            self._seeds.plant(wanted[0])
+        if self._at_once:
+            got = self._dataset.__getitems__(wanted)
+            if isinstance(got, list):
+                return self._collate(got)
+            if not self._own_collate:
+                return _as_dict(got)
+        return self._collate(self._one_by_one(wanted))
+
+    def _one_by_one(self, wanted: list[int]) -> list[Any]:
+        dataset, draws, plant = self._dataset, self._draws, self._seeds.plant
+        samples: list[Any] = []
+        for sample in wanted:
+            if draws:
+                plant(sample)
+            try:
+                samples.append(dataset[sample])
+            except Exception as error:
+                error.add_note(f"while reading sample {sample} of the data")
+                raise
+        return samples
+
+
+def plain(collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """``collate``, whose batches are dicts where they are mappings of another type."""
+    return lambda samples: _as_dict(collate(samples))
+
+
+def _as_dict(batch: Any) -> Any:
+    return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
+
+
+def _rows(dataset: TensorDataset, ids: np.ndarray) -> list[torch.Tensor]:
+    """What collating single rows of a TensorDataset gives, many times faster."""
+    index = torch.from_numpy(ids)
+    return [tensor[index] for tensor in dataset.tensors]
+
+
+def takes_many(dataset: Any) -> bool:
+    """Whether the dataset itself, not only a wrapper of torch's around it, fetches many samples at once.
+
+    ``Subset`` offers ``__getitems__`` also over data that do not; samples would then share one random stream, and
+    what they draw would depend on the micro-batch they are in.
+    """
+    if type(dataset) is Subset:
+        return takes_many(dataset.dataset)
+    if type(dataset) is StackDataset:
+        return False
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+def _is_plain(dataset: Any) -> bool:
+    """Whether the dataset is known to draw nothing, so that seeding can be spared."""
+    if type(dataset) is Subset:
+        return _is_plain(dataset.dataset)
+    return type(dataset) in (Table, TensorDataset, list, tuple, range)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexedReader:
+    """Reads this process's share of optimizer steps first..stop-1.
+
+    Attributes:
+        fetcher: reads and collates samples.
+        sampler: which samples each step holds.
+        dealing: which of them are for the parts held here, in which micro-batches.
+        first: first step.
+        stop: the step after the last.
+    """
+
+    fetcher: Fetcher
+    sampler: GlobalBatchSampler
+    dealing: Dealing
+    first: int
+    stop: int
+
+    def steps(self, load: Callable[[int, np.ndarray], Any]) -> Generator[StepBatch, None, None]:
+        """The steps, with ``load(epoch, ids)`` giving each micro-batch."""
+        for step, epoch, ids in self.sampler.walk(self.first, self.stop):
+            yield step_batch(step, epoch, ids, self.dealing.cuts(step, len(ids)), load)
+
+    def requests(self) -> Iterator[tuple[int, np.ndarray]]:
+        """What ``steps`` will ask of ``load``, in order, for those that read ahead."""
+        for step, epoch, ids in self.sampler.walk(self.first, self.stop):
+            for part in self.dealing.cuts(step, len(ids)):
+                for start, stop in part:
+                    yield epoch, ids[start:stop] if stop else ids[:1]
+
+
+@final
+class Table(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """A map-style dataset of equally long columns: ``Table(image=images, label=labels)``.
+
+    A sample is a dict of one row of each column; a batch is taken out of each column at once, which is many times
+    faster than collating single samples.
+
+    Raises:
+        SpecError: if there is no column, if one is no tensor or array, or if their lengths differ.
+    """
+
+    def __init__(self, **columns: torch.Tensor | np.ndarray) -> None:
+        problems = _problems(columns)
+        if problems:
+            raise SpecError(problems)
+        self.columns = {name: torch.as_tensor(column) for name, column in columns.items()}
+        self._columns = tuple(self.columns.items())
+        self._length = len(next(iter(self.columns.values())))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: column[index] for name, column in self._columns}
+
+    def __getitems__(self, ids: Sequence[int] | np.ndarray) -> dict[str, torch.Tensor]:
+        """The batch of these rows: name → tensor of shape (len(ids), ...)."""
+        index = torch.from_numpy(ids) if isinstance(ids, np.ndarray) else torch.tensor(ids)
+        return {name: column.index_select(0, index) for name, column in self._columns}
+
+    @staticmethod
+    def collate(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The batch as it is: what ``collate_fn`` of a plain torch ``DataLoader`` over a Table has to be."""
+        return batch
+
+
+def _problems(columns: dict[str, Any]) -> list[Problem]:
+    fix = "Table(image=images, label=labels)"
+    if not columns:
+        return [Problem(where="Table", given="no column", allowed="one column or more", fix=fix)]
+    found = [
+        Problem(
+            where=f"Table.{name}",
+            given=type(column).__name__,
+            allowed="a tensor or array with one row a sample",
+            fix=f"{name}=torch.tensor({name})",
+        )
+        for name, column in columns.items()
+        if not isinstance(column, torch.Tensor | np.ndarray) or column.ndim == 0
+    ]
+    if not found and len({len(column) for column in columns.values()}) > 1:
+        lengths = ", ".join(f"{name} has {len(column)}" for name, column in columns.items())
+        found.append(Problem(where="Table", given=lengths, allowed="columns of one length", fix=fix))
+    return found

@@ -1,0 +1,148 @@
+"""Streams: data that can only be read in order.
+
+The order is the stream's own: the sample at position p of a pass belongs to global batch ``p // batch`` of that pass,
+and its position is its id. **Every rank reads the whole stream** and keeps its share: reading costs the same on any
+number of ranks, and a rank holds the samples of one global batch at a time before they are collated. In return a
+global batch is the same on any number of ranks, and each rank knows how long the last one is without asking. Where
+reading is what takes the time, map-style data scale better.
+
+With worker processes, each of w workers reads the whole stream and collates every w-th global batch.
+
+A dataset may offer:
+
+- ``set_epoch(epoch)``, called before each pass, to shuffle in another order;
+- ``seek(position)``, called before each pass: the next ``iter()`` starts at this sample of the pass, and a position
+  at or past the end gives an empty pass. Without it a resumed run reads, and drops, what was already seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import default_collate
+
+from phalanx.data.batch_split import Cuts, Dealing
+from phalanx.data.rng_streams import EpochSeeds
+from phalanx.errors import DataError
+
+
+class Group(NamedTuple):
+    """The collated micro-batches of one step, for the parts held here. A tuple, because torch can pin that.
+
+    Attributes:
+        step: optimizer step.
+        epoch: pass over the stream.
+        position: of the first sample of the global batch, in the pass.
+        samples: in the global batch.
+        batches: one a micro-batch, part after part.
+    """
+
+    step: int
+    epoch: int
+    position: int
+    samples: int
+    batches: list[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamReader:
+    """Reads a stream as global batches and collates this process's share.
+
+    Attributes:
+        dataset: the stream.
+        batch: samples in a global batch.
+        dealing: which samples are for the parts held here, in which micro-batches.
+        seed: of the random streams.
+        drop_last: whether the partial last batch of a pass is dropped.
+        collate: joins samples.
+        first_step: where the run starts or goes on.
+        total_steps: where it ends; passes follow one another until then. ``None``: after ``epochs`` passes.
+        epochs: passes over the stream, where ``total_steps`` is ``None``.
+    """
+
+    dataset: Any
+    batch: int
+    dealing: Dealing
+    seed: int
+    drop_last: bool
+    collate: Callable[[list[Any]], Any] | None
+    first_step: int
+    total_steps: int | None
+    epochs: int | None
+
+    def cuts(self, step: int, samples: int) -> Cuts:
+        """The micro-batches of ``step``, whose global batch has ``samples``."""
+        return self.dealing.cuts(step, samples)
+
+    def groups(self, worker: int = 0, workers: int = 1) -> Iterator[Group]:
+        """Steps ``first_step + worker``, and every ``workers``-th after it."""
+        for step, epoch, position, samples in self._global_batches():
+            if step >= self.first_step and (step - self.first_step) % workers == worker:
+                pieces = [piece for part in self.cuts(step, len(samples)) for piece in part]
+                batches = self._collated(epoch, position, samples, pieces)
+                yield Group(step, epoch, position, len(samples), batches)
+
+    def first(self, count: int) -> Any:
+        """The first ``count`` samples of the first pass, collated."""
+        return self.together(next(self._pass(0, 0), [])[:count])
+
+    def samples(self) -> Iterator[Any]:
+        """The samples of the first pass."""
+        return chain.from_iterable(self._pass(0, 0))
+
+    def together(self, samples: list[Any]) -> Any:
+        """These samples, collated."""
+        return (self.collate or default_collate)(samples)
+
+    def _collated(self, epoch: int, position: int, samples: list[Any], pieces: Sequence[tuple[int, int]]) -> list[Any]:
+        if self.collate is None:
+            return [default_collate(samples[start:stop] if stop else samples[:1]) for start, stop in pieces]
+        seeds = EpochSeeds.of(self.seed, epoch)
+        batches: list[Any] = []
+        for start, stop in pieces:
+            seeds.plant(position + start)
+            batches.append(self.collate(samples[start:stop] if stop else samples[:1]))
+        return batches
+
+    def _global_batches(self) -> Iterator[tuple[int, int, int, list[Any]]]:
+        """``(step, epoch, position, samples)`` from ``first_step`` on, or from before it where it takes reading."""
+        if self.total_steps is not None and self.first_step >= self.total_steps:
+            return
+        sought = self.first_step if hasattr(self.dataset, "seek") else 0
+        step, epoch, position = sought, 0, sought * self.batch
+        while self.total_steps is not None or epoch < (self.epochs or 1):
+            before = step
+            for samples in self._pass(epoch, position):
+                yield step, epoch, position, samples
+                step, position = step + 1, position + len(samples)
+                if step == self.total_steps:
+                    return
+            if step > before:
+                epoch, position = epoch + 1, 0
+            elif sought:
+                # Past the end of the first pass: only reading from the start tells how many steps a pass has.
+                sought = step = epoch = position = 0
+            else:
+                raise DataError(
+                    f"pass {epoch + 1} over the stream ({type(self.dataset).__name__}) gave no "
+                    f"{'whole batch' if self.drop_last else 'sample'}: each iter() has to start from the beginning"
+                    + (f" and give at least batch={self.batch} samples, or set drop_last=False" * self.drop_last)
+                )
+
+    def _pass(self, epoch: int, position: int) -> Iterator[list[Any]]:
+        """The global batches of one pass, from the sample at ``position`` on."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        if hasattr(self.dataset, "seek"):
+            self.dataset.seek(position)
+        seeds = EpochSeeds.of(self.seed, epoch)
+        seeds.plant(position)
+        stream = iter(self.dataset)
+        while samples := list(islice(stream, self.batch)):
+            if len(samples) == self.batch or not self.drop_last:
+                yield samples
+            position += len(samples)
+            seeds.plant(position)

@@ -1,0 +1,155 @@
+"""Worker processes that load data ahead, and pinned memory: torch's DataLoader, told exactly what to load.
+
+Workers die with the process that started them, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from phalanx.data.map_style import Fetcher
+from phalanx.data.streams import Group, StreamReader
+from phalanx.errors import DataError
+
+_PR_SET_PDEATHSIG = 1
+_AHEAD = 2
+"""Items that a process loads ahead unless told otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workers:
+    """How data are loaded ahead.
+
+    Attributes:
+        count: processes; 0 loads in this one.
+        prefetch: items each process loads ahead; ``None``: 2.
+        pin_memory: whether batches are copied to pinned host memory. Without an accelerator there is none to pin for.
+        seed: of what workers draw outside samples.
+    """
+
+    count: int
+    prefetch: int | None
+    pin_memory: bool
+    seed: int
+
+    @property
+    def needed(self) -> bool:
+        """Whether anything has to be done beyond loading in this process."""
+        return self.count > 0 or self._pins
+
+    @property
+    def _pins(self) -> bool:
+        return self.pin_memory and torch.accelerator.is_available()
+
+    @contextmanager
+    def indexed(self, fetcher: Fetcher, requests: Iterator[tuple[int, np.ndarray]]) -> Iterator[Iterator[Any]]:
+        """The batches asked for, in the order they were asked for; the processes live as long as the block."""
+        with self._loaded(_Answers(fetcher), sampler=requests) as results:
+            yield results
+
+    @contextmanager
+    def stream(self, reader: StreamReader) -> Iterator[Iterator[Group]]:
+        """The groups of the stream in order; the processes live as long as the block."""
+        with self._loaded(_Groups(reader)) as results:
+            yield results
+
+    @contextmanager
+    def _loaded(self, dataset: Dataset[Any], **options: Any) -> Iterator[Iterator[Any]]:
+        if self.count:
+            options |= {
+                "prefetch_factor": self.prefetch or _AHEAD,
+                "worker_init_fn": partial(_die_with_parent, os.getpid()),
+                # A job's collate is often a lambda, which only fork can hand over.
+                "multiprocessing_context": "fork" if sys.platform == "linux" else None,
+            }
+        iterator = iter(
+            DataLoader(
+                dataset,
+                batch_size=None,
+                collate_fn=_as_it_is,
+                num_workers=self.count,
+                pin_memory=self._pins,
+                # Its own generator: DataLoader would draw from the training process's otherwise.
+                generator=torch.Generator().manual_seed(self.seed),
+                **options,
+            )
+        )
+        try:
+            yield _explained(iterator)
+        finally:
+            # Not left to __del__: a traceback that holds the frame would keep the processes.
+            shut_down = getattr(iterator, "_shutdown_workers", None)
+            if shut_down is not None:
+                shut_down()
+
+
+@final
+class _Answers(Dataset[Any]):
+    """A dataset whose index is a request (epoch, ids) and whose sample is the batch."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def __getitem__(self, index: tuple[int, np.ndarray]) -> Any:
+        epoch, ids = index
+        return self._fetcher.fetch(epoch, ids)
+
+
+@final
+class _Groups(IterableDataset[Group]):
+    """A stream of groups, of which each worker gives every ``workers``-th; DataLoader puts them in order again."""
+
+    def __init__(self, reader: StreamReader) -> None:
+        self._reader = reader
+
+    def __iter__(self) -> Iterator[Group]:
+        info = get_worker_info()
+        if info is None:
+            return self._reader.groups()
+        _hide_worker_info()
+        return self._reader.groups(info.id, info.num_workers)
+
+
+def _hide_worker_info() -> None:
+    """Lets the user's stream read everything: many split themselves by worker when they see that they are in one."""
+    torch_worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
+    if get_worker_info() is not None:
+        raise DataError("this torch does not let a worker read a whole stream\n    try: workers=0")
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _explained(results: Iterator[Any]) -> Iterator[Any]:
+    try:
+        yield from results
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        raise DataError(
+            f"a process that loads data ended: {error}\n"
+            "    usual cause: not enough memory, or a crash in a library that the dataset calls\n"
+            "    try: workers=0 to see its own error, or a smaller prefetch"
+        ) from error
+
+
+def _die_with_parent(parent: int, worker: int) -> None:
+    """Asks Linux to kill this process when its parent ends; elsewhere torch's own watch notices within 5 s."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)

@@ -1,0 +1,286 @@
+"""What keeps replicas together costs, beyond what computing hides: sums, averaging, servers, compression."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from phalanx.config.sync import Codec, Compression
+from phalanx.forecast.compute import Times
+from phalanx.forecast.kernels import Setting
+from phalanx.forecast.layouts import DILOCO, NESTEROV, Layouts, Texts
+from phalanx.forecast.network import collective
+from phalanx.forecast.operation_arrays import Array, Table
+from phalanx.forecast.pipeline import Stages, divided, held, stages
+from phalanx.trace import Part
+
+_KINDS = (False, True)
+"""Whether parameters are of experts."""
+
+
+def replicas(costs: Table, times: Times, layouts: Layouts, setting: Setting) -> Array:
+    """Seconds of a step in which replicas are brought together, beyond what computing hides."""
+    lie = stages(costs, layouts)
+    first, last = (np.einsum("kpn,pn->kn", lie.each, each).max(axis=0) for each in (times.before, times.back))
+    count = held(costs, layouts, lie)
+    late = _reduced(costs, lie, first, last, layouts, setting)
+    smaller = compressed(layouts)
+    if smaller.any():
+        late = np.where(smaller, _compressed(count, thin(costs, lie, layouts), last, layouts, setting), late)
+    found = np.where(layouts.zero == 3, _sharded(costs, times, layouts, setting), late)
+    computing = layouts.micros * (first + last)
+    found = found + averaged(count, computing, layouts, setting)
+    return np.where(layouts.server > 0, served(count, computing, layouts, setting), found)
+
+
+def _reduced(costs: Table, lie: Stages, first: Array, last: Array, layouts: Layouts, setting: Setting) -> Array:
+    """Gradients are reduced once a step (``zero`` 0 to 2), behind the last micro-batch's backward; then what was
+    stepped in shards is gathered."""
+    habits = setting.habits
+    sent, gather = np.zeros_like(first), np.zeros_like(first)
+    for experts in _KINDS:
+        there, back = _there_and_back(held(costs, layouts, lie, experts=experts), layouts, setting, experts=experts)
+        sent, gather = sent + back, gather + there
+    if habits.gathers_ahead:
+        gather = _beyond(gather, first, habits.overlap)
+    return _beyond(sent, last, habits.overlap) + np.where(layouts.fsdp > 1, gather, 0.0)
+
+
+def _compressed(count: Array, thin: Array, last: Array, layouts: Layouts, setting: Setting) -> Array:
+    """What is sent hides behind backward, as whole gradients do; making it smaller takes the memory's time from it."""
+    sent, made = averaging(count, thin, layouts, np.ones_like(count), setting)
+    found = _beyond(sent, last, setting.habits.overlap) + made
+    return np.where(layouts.alike > 1, found, 0.0)
+
+
+def _sharded(costs: Table, times: Times, layouts: Layouts, setting: Setting) -> Array:
+    """Parameters are gathered, and gradients scattered, block by block behind the block before; of a model without
+    repeated blocks all at once, behind nothing."""
+    habits = setting.habits
+    exposed = np.zeros_like(layouts.tp)
+    whole = habits.stages_whole & (layouts.pp > 1)  # then it is done once a step, before and after everything
+    if not costs.repeated:
+        counts = [sum((part.count * _elements(part, layouts, one) for part in costs.parts), exposed) for one in _KINDS]
+        gather, scatter = _all_there_and_back([one / np.maximum(layouts.pp, 1) for one in counts], layouts, setting)
+        return np.where(whole, gather + scatter, layouts.micros * (2 * gather + scatter))
+    for index, part in enumerate(costs.parts):
+        gather, scatter = _all_there_and_back([_elements(part, layouts, one) for one in _KINDS], layouts, setting)
+        ahead = _beyond(gather, times.before[index], habits.overlap)
+        back = _beyond(gather + scatter, times.back[index], habits.overlap)
+        busy = habits.contention * np.minimum(2 * gather + scatter, times.before[index] + times.back[index])
+        share = np.where(part.role == "block", part.count / np.maximum(layouts.pp, 1), 1.0)
+        exposed += share * np.where(whole, gather + scatter, layouts.micros * (ahead + back + busy))
+    return exposed
+
+
+def _elements(part: Part, layouts: Layouts, experts: bool) -> Array:
+    """Of such a part's parameters on a rank, before sharding: those of experts, or the others."""
+    each = [(one.elements + one.frozen) / divided(one, layouts) for one in part.weights if one.expert is experts]
+    return sum(each, np.zeros_like(layouts.tp))
+
+
+def _all_there_and_back(counts: Sequence[Array], layouts: Layouts, setting: Setting) -> tuple[Array, Array]:
+    each = [_there_and_back(one, layouts, setting, experts=two) for one, two in zip(counts, _KINDS, strict=True)]
+    return each[0][0] + each[1][0], each[0][1] + each[1][1]
+
+
+def _there_and_back(count: Array, layouts: Layouts, setting: Setting, *, experts: bool) -> tuple[Array, Array]:
+    """Seconds to gather so many elements, and to bring their gradients together; none where there are none."""
+    fabric, habits = setting.fabric, setting.habits
+    gathered = np.where(layouts.zero == 3, habits.gathered, habits.weights)
+    over_cp = layouts.cp if habits.shards_over_cp else np.ones_like(layouts.cp)
+    shards, inner = layouts.fsdp * over_cp, layouts.tp * layouts.cp * layouts.ep / over_cp
+    gather = collective("all-gather", count * gathered, shards, inner, fabric)
+    scatter = collective("reduce-scatter", count * habits.sent, shards, inner, fabric)
+    copies = layouts.summed / over_cp / (layouts.ep if experts else 1.0)
+    # neighbours are the ranks of cp and ep; those of dp stand a whole replica apart
+    near = np.minimum(copies / layouts.alike, np.maximum(fabric.per_node / layouts.tp, 1.0))
+    near = near * np.maximum(fabric.per_node / (inner * shards), 1.0)
+    scatter += collective("all-reduce", count / shards * habits.sent, copies, fabric.per_node / near, fabric)
+    some = count > 0
+    return np.where(some, gather / habits.reach, 0.0), np.where(some, scatter / habits.reach, 0.0)
+
+
+def _beyond(sent: Array, computing: Array, overlap: float) -> Array:
+    """What of ``sent`` is left when at most ``overlap`` of it hides behind ``computing``, and of that no more."""
+    return np.maximum(sent - overlap * computing, sent * (1 - overlap))
+
+
+def update(costs: Table, layouts: Layouts, setting: Setting) -> Array:
+    """The optimizer moves each parameter's gradient, state and value through memory once.
+
+    Where it works on the host, gradients go there and values come back; parameters that live there come for each pass.
+    """
+    lie = stages(costs, layouts)
+    count = held(costs, layouts, lie) / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
+    stepped = count * setting.habits.update / (setting.rates.bandwidth * setting.rates.kernels.stream)
+    weighty = np.array([float(bool(part.weights)) for part in costs.parts])
+    there = np.einsum("kpn,p->kn", lie.each, weighty).max(axis=0)
+    copied = count * (setting.habits.sent + setting.habits.weights) / setting.host + 2 * there * setting.bus
+    passed = 2 * layouts.micros * (count * setting.habits.weights / setting.host + there * setting.bus)
+    stepped = np.where(layouts.server > 0, 0.0, stepped)  # servers do it
+    return stepped + np.where(layouts.offload > 0, copied, 0.0) + np.where(layouts.offload == 2, passed, 0.0)
+
+
+_BYTES: dict[Codec, float] = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0 + 4.0 / 256, "powersgd": 4.0}
+"""Of a message, an element: int8 has a scale of 4 bytes for 256 of them. topk takes 8 for each that it sends."""
+
+_AVERAGED: dict[Codec, float] = {"fp16": 76.0, "bf16": 48.0, "int8": 135.0, "topk": 82.0, "powersgd": 62.0}
+"""Bytes moved in memory, an element that is averaged: each operation of ``parallel.compress`` reads and writes once."""
+
+_PUSHED: dict[Codec, float] = {"fp16": 22.0, "bf16": 12.0, "int8": 97.0, "topk": 78.0}
+"""The same for an element that a worker encodes for a server, with what it keeps of what it leaves out."""
+
+_READ = 17.0
+"""Bytes a server moves to read an element and add it."""
+
+_FED_BACK = ("int8", "topk", "powersgd")
+
+
+def compressed(layouts: Layouts) -> Array:
+    """Whether a plan sends less: shape (N,)."""
+    return layouts.compress != "none"
+
+
+def message(layouts: Layouts) -> Array:
+    """Bytes of one rank's message, an element that is sent."""
+    return _each(layouts.compress, lambda one: 8 * one.amount if one.codec == "topk" else _BYTES[one.codec])
+
+
+def averaging(count: Array, thin: Array, layouts: Layouts, inner: Array, setting: Setting) -> tuple[Array, Array]:
+    """Seconds to average ``count`` elements over ``dp``, on the wire and in memory; whole ones in one all-reduce.
+
+    Half and byte messages go to the rank that adds a chunk up, and the mean of it to all; those of ``topk`` go to all.
+    PowerSGD sums ``thin`` elements. ``inner``: how far apart the ranks of ``dp`` stand.
+    """
+    fabric, dp = setting.fabric, layouts.dp
+    size = count * message(layouts)
+    kind = _each(layouts.compress, lambda one: {"topk": 2.0, "powersgd": 3.0, "none": 0.0}.get(one.codec, 1.0))
+    to_all = collective("all-gather", np.where(kind == 2, dp, 1.0) * size, dp, inner, fabric)
+    two = collective("all-to-all", size, dp, inner, fabric) + to_all
+    summed = collective("all-reduce", np.where(kind == 3, thin, count) * _BYTES["none"], dp, inner, fabric)
+    wire = np.select([kind == 1, kind == 2], [two, to_all], summed)
+    moved = count * _each(layouts.compress, lambda one: _AVERAGED.get(one.codec, 0.0))
+    return wire / setting.habits.reach, moved / (setting.rates.bandwidth * setting.rates.kernels.stream)
+
+
+def pushed(count: Array, layouts: Layouts, setting: Setting) -> tuple[Array, Array]:
+    """Seconds for a worker to encode ``count`` elements, and for a server's host to read them from all workers."""
+    encode = count * _each(layouts.compress, lambda one: _PUSHED.get(one.codec, 0.0))
+    read = np.where(compressed(layouts), count * _READ * layouts.dp, 0.0)
+    return encode / (setting.rates.bandwidth * setting.rates.kernels.stream), read / setting.processor
+
+
+def fed_back(layouts: Layouts) -> Array:
+    """Bytes a parameter takes on a device for what was left out of its gradients."""
+    there = _each(layouts.compress, lambda one: 4.0 if one.codec in _FED_BACK else 0.0)
+    return np.where((layouts.sync > 0) | (layouts.server > 0), 0.0, there)
+
+
+def thin(costs: Table, lie: Stages, layouts: Layouts) -> Array:
+    """Elements that PowerSGD sums: two thin matrices for each, as if all of a part's were square and of its mean size.
+
+    Source: Vogels et al., "PowerSGD", 2019, section 3: r (n + m) of n m elements, which is least where n = m.
+    """
+    rank = _each(layouts.compress, lambda one: one.amount if one.codec == "powersgd" else 0.0)
+    each = np.zeros((len(costs.parts), len(rank)))
+    for index, part in enumerate(costs.parts):
+        for one in part.weights:
+            size = one.elements / max(one.tensors, 1)
+            each[index] += one.tensors * np.minimum(2 * rank * np.sqrt(size), size)
+    found: Array = np.einsum("kpn,pn->kn", lie.each, each).max(axis=0)
+    return found
+
+
+def _each(texts: Texts, value: Callable[[Compression], float]) -> Array:
+    """A number for each plan's text."""
+    found = np.full(len(texts), value(Compression.parse("none")))
+    for text in np.unique(texts[texts != "none"]).tolist():
+        found[texts == text] = value(Compression.parse(text))
+    return found
+
+
+_FULL = 4.0
+"""Bytes of a parameter that is averaged, of the copy it is compared with, and of the outer momentum."""
+
+_OUTER, _MOMENTUM = 28.0, 8.0
+"""Bytes moved for a parameter: to take the difference from the copy (12), to step the copy by the average of them and
+begin from it again (16); and to read and write the outer momentum."""
+
+_ADDED = 12.0
+"""Bytes a server moves to add a parameter's gradient to that of the workers before."""
+
+
+_LATE = 5.0
+"""Steps behind which a fragment's averaging may hide, if the next one's turn does not come sooner."""
+
+
+def averaged(count: Array, computing: Array, layouts: Layouts, setting: Setting) -> Array:
+    """Seconds of a step for averaging ``count`` parameters of a rank over ``dp`` once every so many steps.
+
+    Nothing hides it where all are averaged at once; of several fragments each hides behind the ``computing`` of the
+    next steps. Local SGD: Stich, "Local SGD converges fast and communicates little", 2019, algorithm 1; the outer
+    step: Douillard et al., "DiLoCo", 2023, algorithm 1.
+    """
+    if not layouts.sync.any():
+        return np.zeros_like(count)
+    inner = layouts.tp * layouts.cp * layouts.ep * layouts.fsdp
+    mine = count / layouts.fsdp
+    sent, made = averaging(mine, mine, layouts, inner, setting)
+    moved = _OUTER + np.where(layouts.outer == NESTEROV, _MOMENTUM, 0.0)
+    outer = mine * moved / (setting.rates.bandwidth * setting.rates.kernels.stream)
+    hidden = np.minimum(_LATE, layouts.every // layouts.fragments) * computing
+    late = np.where(layouts.fragments > 1, np.maximum(sent - hidden * layouts.fragments, 0.0), sent)
+    each = late + made + np.where(layouts.sync == DILOCO, outer, 0.0)
+    return np.where(layouts.sync > 0, each / layouts.every, 0.0)
+
+
+def kept_apart(layouts: Layouts) -> Array:
+    """Bytes a parameter takes in host memory: the copy that replicas began from, and the outer optimizer's momentum."""
+    momentum = np.where(layouts.outer == NESTEROV, _FULL, 0.0)
+    return np.where(layouts.sync > 0, _FULL + momentum, 0.0)
+
+
+def served(count: Array, computing: Array, layouts: Layouts, setting: Setting) -> Array:
+    """Seconds that a worker's step is longer than its computing because servers hold the ``count`` parameters.
+
+    Each worker pushes its gradients and pulls parameters. Both ways take what the slower of its link and its part of
+    the servers' links takes. A worker that may be ``staleness`` steps ahead has so many such rounds under way beside
+    the one that it computes; in the long run nobody is faster than the busiest link or processor of the servers.
+
+    Source: Li et al., "Scaling distributed machine learning with the parameter server", 2014; Ho et al., "More
+    effective distributed ML via a stale synchronous parallel parameter server", 2013.
+    """
+    habits, ahead = setting.habits, layouts.staleness
+    size = np.where(compressed(layouts), message(layouts), habits.sent)
+    push, pull = _way(count * size, layouts, setting), _way(count * habits.weights, layouts, setting)
+    encode, read = pushed(count, layouts, setting)
+    once = np.where(ahead > 0, habits.update * layouts.dp, habits.update + _ADDED * layouts.dp)
+    hosts = np.minimum(np.maximum(layouts.server, 1.0), _nodes(layouts, setting))
+    step = count * once / (setting.processor * hosts) + read / hosts
+    busiest = np.maximum(np.maximum(push, pull), step)
+    turn = (computing + encode + push + step + pull) / (ahead + 1)
+    return np.maximum(np.maximum(np.maximum(busiest, turn), computing + encode) - computing, 0.0)
+
+
+def _nodes(layouts: Layouts, setting: Setting) -> Array:
+    return np.maximum(np.ceil(layouts.devices / setting.fabric.per_node), 1.0)
+
+
+def _way(size: Array, layouts: Layouts, setting: Setting) -> Array:
+    """Seconds until all workers have sent ``size`` bytes to the servers, or have got as many.
+
+    Over the network, servers on one node share its adapters, as do the workers of one; within a node, a server takes in
+    what one device's link to the host carries.
+    """
+    fabric, servers, workers = setting.fabric, np.maximum(layouts.server, 1.0), layouts.dp
+    if fabric.wires.lines:
+        one = collective("send", size, np.full_like(size, 2.0), np.ones_like(size), fabric)
+        return one * np.maximum(workers / servers, 1.0)
+    nodes, network = _nodes(layouts, setting), fabric.node * fabric.wires.between
+    near = nodes == 1
+    mine = np.where(near, setting.host, np.minimum(setting.host, network / np.minimum(fabric.per_node, workers)))
+    theirs = np.where(near, setting.host * servers, network * np.minimum(servers, nodes))
+    start = np.where(near, fabric.wires.start, fabric.wires.start_between)
+    return start + np.maximum(size / mine, workers * size / theirs)

@@ -1,0 +1,218 @@
+"""What each operation takes on a device: products by tiles, attention by its products, the rest by its traffic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.forecast.network import Fabric
+from phalanx.forecast.operation_arrays import Array, Mask, Table
+from phalanx.forecast.presets import Habits
+from phalanx.forecast.rates import Rates
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One kind of device, joined in one way, used by one framework.
+
+    Attributes:
+        rates: of the device.
+        fabric: between devices.
+        habits: of the framework.
+        precision: computed in.
+        host: bytes/s between a device and the memory of its host.
+        bus: seconds until a copy between the two begins.
+        processor: bytes/s at which a host steps the parameters of a server on it.
+    """
+
+    rates: Rates
+    fabric: Fabric
+    habits: Habits
+    precision: str
+    host: float = 25e9
+    bus: float = 0.0
+    processor: float = 100e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Shapes:
+    """How one micro-batch is computed on one rank, for N candidates: shape (N,) each.
+
+    Attributes:
+        samples: in a micro-batch.
+        length: tokens in a whole sample.
+        tp: ranks of tensor parallelism.
+        sequence: 1 where the stream between products is cut along the tokens, too; else 0.
+        cp: ranks that share a sample's tokens.
+        ep: ranks that share the experts.
+        returned: 1 where a CPU gives freed memory back to the kernel, as plans that shard or split have it; else 0.
+    """
+
+    samples: Array
+    length: Array
+    tp: Array
+    sequence: Array
+    cp: Array
+    ep: Array
+    returned: Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Priced:
+    """Seconds of each operation, and what they are for: shape (operations, N) each.
+
+    Attributes:
+        seconds: on the device.
+        flops: computed.
+    """
+
+    seconds: Array
+    flops: Array
+
+
+_ITEMSIZE = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}
+
+
+def itemsize(precision: str) -> float:
+    """Bytes of an activation computed in ``precision``; fp8 products read 8 bits, and what lies between has 16."""
+    return _ITEMSIZE[precision]
+
+
+def price(costs: Table, shapes: Shapes, setting: Setting) -> Priced:
+    """Every operation of ``costs`` under every candidate of ``shapes``."""
+    rates, habits, precision = setting.rates, setting.habits, setting.precision
+    dims = _dims(costs, shapes)
+    flops = np.zeros_like(dims[0])
+    seconds = np.zeros_like(dims[0])
+    size = itemsize(precision)
+    kernels = rates.kernels
+    if rates.core:
+        return _on_a_core(costs, shapes, dims, rates, precision)
+    at = costs.matmul
+    flops[at] = 2 * dims[0][at] * dims[1][at] * dims[2][at] * dims[3][at]
+    seconds[at] = _products(*(one[at] for one in dims[:4]), rates=rates, precision=precision)
+    if precision != "fp32":
+        seconds[costs.convolution] /= kernels.convolution
+    at = costs.attention
+    flops[at], seconds[at] = _attention(costs, [one[at] for one in dims], rates, habits, precision)
+    at = costs.memory
+    moved = costs.traffic.at(shapes.samples, shapes.length)
+    if habits.joined:
+        moved += habits.joined * (costs.fused.at(shapes.samples, shapes.length) - moved)
+    width = np.where(costs.wide, np.maximum(size, 4.0), size)[:, None]
+    moved = (moved / _divided(costs, shapes) * width)[at]
+    seconds[at] = moved / (rates.bandwidth * kernels.stream) + kernels.floor * (moved > 0)
+    return Priced(seconds=seconds, flops=flops)
+
+
+def _on_a_core(costs: Table, shapes: Shapes, dims: list[Array], rates: Rates, precision: str) -> Priced:
+    """Every operation by the laws of a CPU core, which the machine's own constants go with."""
+    assert rates.core
+    core, size, returned = rates.core, itemsize(precision), shapes.returned > 0
+    flops, seconds = np.zeros_like(dims[0]), np.zeros_like(dims[0])
+    at = costs.matmul
+    batch, m, n, k = (one[at] for one in dims[:4])
+    flops[at] = 2 * batch * m * n * k
+    products = core.products((batch, m, n, k), rates.peak[precision], precision)
+    cast = batch * (m + n) * k
+    folded = costs.convolution[at]
+    sizes = (batch[folded], m[folded], n[folded], k[folded])
+    # measured in fp32, which 16 bits hardly beat on cores; a number is cast once for all windows that it is in
+    products[folded] = core.convolutions(sizes, rates.peak["fp32"], costs.backward[at][folded])
+    cast[folded] = 2 * np.median(np.stack([(m * n)[folded], (m * k)[folded], (n * k)[folded]]), axis=0)
+    if size < 4:
+        products += core.casts(cast)
+    seconds[at] = products + returned * core.pages(batch * m * n * size)
+    at = costs.attention
+    samples, heads, _, queries, keys, width = (one[at] for one in dims)
+    backward = costs.backward[at][:, None]
+    flops[at] = np.where(backward, 10.0, 4.0) * costs.half[at][:, None] * samples * heads * queries * keys * width
+    share = np.where(backward, core.attention_backward, core.attention)
+    made = np.where(backward, 3.0, 1.0) * samples * heads * queries * width * size
+    seconds[at] = core.floor + flops[at] / (rates.peak[precision] * share) + returned * core.pages(made)
+    at, names = costs.memory, [name for name, one in zip(costs.names, costs.memory, strict=True) if one]
+    elements = (costs.traffic.at(shapes.samples, shapes.length) / _divided(costs, shapes))[at]
+    width = np.full((int(at.sum()), 1), 4.0)  # between products, autocast leaves the stream in fp32
+    fresh = returned * core.pages(core.written(elements * width, names))
+    seconds[at] = core.traffic(elements, width, names) + fresh
+    return Priced(seconds=seconds, flops=flops)
+
+
+def _divided(costs: Table, shapes: Shapes) -> Array:
+    """By how many ranks the elements of each operation are divided: shape (operations, N)."""
+    by = np.ones((len(costs.part), len(shapes.tp)))
+    by[costs.inner] *= shapes.tp
+    by[costs.tokens] *= np.where(shapes.sequence > 0, shapes.tp, 1.0)
+    return by * np.where((costs.traffic.length > 0)[:, None], shapes.cp, 1.0)
+
+
+def _dims(costs: Table, shapes: Shapes) -> list[Array]:
+    """The six dimensions of each operation on one rank."""
+    dims = [laws.at(shapes.samples, shapes.length) for laws in costs.dims]
+    waiting: Mask = np.ones(len(costs.part), dtype=bool)
+    for laws, dim in zip(costs.dims, dims, strict=True):  # the tokens of one dimension are shared out, not of two
+        cut = waiting & (laws.length > 0)
+        dim[cut] /= shapes.cp
+        waiting &= ~cut
+    first, cut_n, cut_k = costs.matmul & ~costs.backward, costs.column, costs.row
+    dims[2][first & cut_n] /= shapes.tp
+    dims[3][first & cut_k] /= shapes.tp
+    later = costs.matmul & costs.backward & ~costs.weights
+    dims[3][later & cut_n] /= shapes.tp
+    dims[2][later & cut_k] /= shapes.tp
+    last = costs.matmul & costs.weights & (cut_n | cut_k)
+    dims[2][last] /= shapes.tp
+    dims[0][costs.matmul & costs.inner] /= shapes.tp
+    heads = costs.attention & costs.inner
+    dims[1][heads] /= shapes.tp
+    dims[2][heads] /= shapes.tp
+    dims[0][costs.matmul & costs.expert] /= shapes.ep
+    dims[1][costs.matmul & costs.expert] *= shapes.ep
+    return dims
+
+
+_TILES = ((256.0, 128.0, 1.0), (128.0, 128.0, 0.97), (128.0, 64.0, 0.85), (64.0, 64.0, 0.7))
+"""Rows and columns of the tiles that libraries choose from, and the rate of each against the largest: a smaller one
+reads more for what it computes."""
+
+
+def _products(batch: Array, m: Array, n: Array, k: Array, *, rates: Rates, precision: str) -> Array:
+    """Tiles of the result are dealt to the device's units in rounds; the inner size fills and drains each.
+
+    As libraries do, the tile is chosen for which all this takes least.
+    """
+    kernels = rates.kernels
+    speed = rates.peak[precision] * kernels.product / rates.units
+    best = np.full(np.broadcast_shapes(m.shape, k.shape), np.inf)
+    for rows, columns, rate in _TILES:
+        for long, wide in {(rows, columns), (columns, rows)}:
+            rounds = batch * np.ceil(m / long) * np.ceil(n / wide) / rates.units
+            rounds += kernels.waves * (np.ceil(rounds) - rounds)
+            np.minimum(best, rounds * (2 * long * wide / (speed * rate)) * (k + kernels.depth), out=best)
+    size = 1.0 if precision == "fp8" else itemsize(precision)
+    moved = batch * ((m + n) * k * size + m * n * itemsize(precision))
+    return np.maximum(best, moved / (rates.bandwidth * kernels.stream)) + kernels.floor
+
+
+def _attention(costs: Table, dims: list[Array], rates: Rates, habits: Habits, precision: str) -> tuple[Array, Array]:
+    samples, heads, _, queries, keys, width = dims
+    backward = costs.backward[costs.attention][:, None]
+    pairs = samples * heads * queries * keys
+    kernels = rates.kernels
+    computed = "bf16" if precision == "fp8" else precision
+    if habits.attention == "fused":
+        half = costs.half[costs.attention][:, None]
+        flops = np.where(backward, 10.0, 4.0) * half * pairs * width
+        share = habits.speed * np.where(backward, kernels.attention_backward, kernels.attention)
+        narrow = width / (width + 32.0) * (160.0 / 128.0)  # a head of 64 leaves part of each product idle
+        blocks = samples * heads * np.ceil(queries / 128.0)
+        rounds = blocks / rates.units
+        idle = np.ceil(rounds) / rounds
+        return flops, flops / (rates.peak[computed] * share * narrow) * (1 + 0.5 * (idle - 1)) + kernels.floor
+    scores = _products(samples * heads, queries, keys, width, rates=rates, precision=computed)
+    values = _products(samples * heads, queries, width, keys, rates=rates, precision=computed)
+    products = np.where(backward, 2.0, 1.0) * (scores + values)
+    moved = np.where(backward, 1.5, 1.0) * habits.scores * pairs * itemsize(computed)
+    flops = np.where(backward, 8.0, 4.0) * pairs * width
+    return flops, products + moved / (rates.bandwidth * kernels.stream) + 3 * kernels.floor

@@ -1,0 +1,139 @@
+"""A profile as arrays: one row an operation, so that a hundred operations are priced for a thousand plans at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.trace import Operation, Part, Profile, Size
+
+Array = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Laws:
+    """Many ``Size``: shape (rows,) each.
+
+    Attributes:
+        factor: for one sample of one token.
+        samples: power of the samples.
+        length: power of the tokens in a sample.
+    """
+
+    factor: Array
+    samples: Array
+    length: Array
+
+    @classmethod
+    def of(cls, sizes: Sequence[Size]) -> Laws:
+        """The laws of ``sizes``, in their order."""
+        return cls(
+            factor=np.array([size.factor for size in sizes], dtype=float),
+            samples=np.array([size.by_samples for size in sizes], dtype=float),
+            length=np.array([size.by_length for size in sizes], dtype=float),
+        )
+
+    def at(self, samples: Array, length: Array) -> Array:
+        """The counts for each of N candidates: shape (rows, N)."""
+        grown: Array = self.factor[:, None] * np.ones_like(samples)[None, :]
+        for powers, base in ((self.samples, samples), (self.length, length)):
+            for power in np.unique(powers[powers != 0]):
+                grown[powers == power] *= (base if power == 1 else base**power)[None, :]
+        return grown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Table:
+    """The operations of a profile.
+
+    Attributes:
+        part: index of the part, by row.
+        backward: whether it is of the backward.
+        matmul: a product or a convolution.
+        convolution: a convolution.
+        attention: a fused attention.
+        memory: neither.
+        column: its weight is cut along its outputs. Likewise ``row``, ``inner``, ``tokens``: see ``profile.Share``.
+        weights: yields gradients of parameters only.
+        wide: computed in fp32 under any precision: losses and what they need.
+        half: 0.5 where attention is causal, else 1.
+        expert: it belongs to experts.
+        dims: six laws: of products (batch, m, n, k, -, -), of attention as in ``Operation.dims``.
+        traffic: elements moved by a kernel of its own.
+        fused: elements moved where it is joined with its neighbours.
+        names: of the operations.
+        parts: the profile's.
+        recomputes: whether the model recomputes activations by itself.
+        repeated: whether its blocks are repeated ones, which ``zero=3`` shards one by one.
+    """
+
+    part: npt.NDArray[np.intp]
+    backward: Mask
+    matmul: Mask
+    convolution: Mask
+    attention: Mask
+    memory: Mask
+    column: Mask
+    row: Mask
+    inner: Mask
+    tokens: Mask
+    weights: Mask
+    wide: Mask
+    half: Array
+    expert: Mask
+    dims: tuple[Laws, ...]
+    traffic: Laws
+    fused: Laws
+    names: tuple[str, ...]
+    parts: tuple[Part, ...]
+    recomputes: bool = False
+    repeated: bool = True
+
+
+_WIDE = ("log_softmax", "nll_loss", "cross_entropy")
+
+
+@lru_cache(maxsize=512)
+def table(profile: Profile) -> Table:
+    """The operations of ``profile``, forward and backward of each part in turn."""
+    rows: list[tuple[int, bool, Operation]] = []
+    for index, part in enumerate(profile.parts):
+        rows += [(index, False, operation) for operation in part.forward]
+        rows += [(index, True, operation) for operation in part.backward]
+    operations = [operation for _, _, operation in rows]
+    one = Size(1.0)
+
+    def having(name: str, *values: str) -> Mask:
+        return np.array([getattr(operation, name) in values for operation in operations], dtype=bool)
+
+    return Table(
+        part=np.array([index for index, _, _ in rows], dtype=np.intp),
+        backward=np.array([backward for _, backward, _ in rows], dtype=bool),
+        matmul=having("kind", "matmul", "convolution"),
+        convolution=having("kind", "convolution"),
+        attention=having("kind", "attention"),
+        memory=having("kind", "memory"),
+        column=having("share", "column"),
+        row=having("share", "row"),
+        inner=having("share", "inner"),
+        tokens=having("share", "tokens"),
+        weights=np.array([operation.weights for operation in operations], dtype=bool),
+        wide=np.array([any(word in operation.name for word in _WIDE) for operation in operations], dtype=bool),
+        half=np.array([0.5 if operation.causal else 1.0 for operation in operations]),
+        expert=np.array([operation.expert for operation in operations], dtype=bool),
+        dims=tuple(
+            Laws.of([operation.dims[at] if at < len(operation.dims) else one for operation in operations])
+            for at in range(6)
+        ),
+        traffic=Laws.of([operation.traffic for operation in operations]),
+        fused=Laws.of([operation.fused for operation in operations]),
+        names=tuple(operation.name for operation in operations),
+        parts=profile.parts,
+        recomputes=profile.recomputes,
+        repeated=profile.repeated,
+    )

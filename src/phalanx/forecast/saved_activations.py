@@ -1,0 +1,289 @@
+"""Activations: what each part keeps from forward to backward, and how many micro-batches are in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.forecast.kernels import itemsize
+from phalanx.forecast.layouts import SCHEDULES, Layouts
+from phalanx.forecast.operation_arrays import Array, Mask
+from phalanx.forecast.presets import Habits
+from phalanx.trace import Part, Profile, Saved, Size
+
+_STREAM_NORMS = ("layer_norm", "rms_norm")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Kept:
+    """Bytes on each kind of rank: shape (3, N) each.
+
+    Attributes:
+        saved: the most from forward to backward, of all micro-batches under way, what is computed anew among it.
+        working: beyond that when both together are most.
+    """
+
+    saved: Array
+    working: Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Bytes:
+    """Of one part and one micro-batch: shape (N,) each; ``dear`` is what selective recompute keeps."""
+
+    entry: Array
+    saved: Array
+    dear: Array
+    scores: Array
+    working: Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Micro:
+    """One micro-batch on a rank: laws that were not found by tracing two lengths are taken to grow with the tokens."""
+
+    samples: Array
+    tokens: Array
+    scale: Array
+    size: float
+    wider: Array
+
+    @classmethod
+    def of(cls, profile: Profile, layouts: Layouts, habits: Habits, precision: str) -> _Micro:
+        tokens, one = layouts.length / layouts.cp, np.ones_like(layouts.micro)
+        size = itemsize(precision)
+        cast = habits.autocast and precision != "fp32"
+        return cls(
+            samples=layouts.micro,
+            tokens=tokens if profile.lawful else one * profile.length,
+            scale=one if profile.lawful else tokens / profile.length,
+            size=size,
+            wider=np.where(cast & (layouts.zero != 3), 4.0 - size, 0.0),
+        )
+
+    def count(self, law: Size) -> Array:
+        """Elements: shape (N,)."""
+        grown: Array = law.at(self.samples, self.tokens) * self.scale
+        return grown
+
+
+def kept(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, precision: str) -> Kept:
+    """Activations of every candidate under its recomputation, when the part that needs most of them runs backward."""
+    micro = _Micro.of(profile, layouts, habits, precision)
+    every = [_bytes(part, micro, layouts, habits) for part in profile.parts]
+    stays, anew = zip(
+        *(_recomputed(part, one, layouts, habits) for part, one in zip(profile.parts, every, strict=True)), strict=True
+    )
+    under_way = sum((lie.holds[:, at] * lie.flight[:, at] * one for at, one in enumerate(stays)), 0 * lie.there)
+    of_one = [lie.holds[:, at] * one for at, one in enumerate(stays)]
+    saved, together = np.zeros_like(lie.there), np.zeros_like(lie.there)
+    for index, part in enumerate(profile.parts):
+        later = {"before": ("block", "after"), "block": ("after",), "after": ()}[part.role]
+        gone = sum((of_one[at] for at, one in enumerate(profile.parts) if one.role in later), 0 * lie.there)
+        here = np.where(lie.holds[:, index] > 0, under_way - gone + anew[index], 0.0)
+        saved = np.maximum(saved, here)
+        together = np.maximum(together, np.where(lie.holds[:, index] > 0, here + every[index].working, 0.0))
+    saved = np.maximum(saved, under_way)
+    return Kept(saved=saved, working=np.maximum(together - saved, 0.0))
+
+
+def _recomputed(part: Part, one: _Bytes, layouts: Layouts, habits: Habits) -> tuple[Array, Array]:
+    """Bytes that stay, and bytes that a backward makes again."""
+    everything = one.entry + one.saved + one.scores
+    if part.role != "block":
+        return everything, np.zeros_like(everything)
+    if habits.selective == "attention":
+        some, again = one.entry + one.saved, one.scores
+    elif habits.selective == "alternate":
+        some, again = (everything + one.entry) / 2, everything - one.entry
+    else:
+        some = one.entry + one.dear
+        again = np.maximum(everything - some, 0.0)
+    chosen = [layouts.recompute == 2, layouts.recompute == 1]
+    return np.select(chosen, [one.entry, some], everything), np.select(chosen, [everything - one.entry, again], 0.0)
+
+
+def _bytes(part: Part, micro: _Micro, layouts: Layouts, habits: Habits) -> _Bytes:
+    stream = micro.count(part.entry)
+    entry = stream * (micro.size + micro.wider) / _divided("tokens", layouts)
+    saved, whole = np.zeros_like(stream), np.full_like(stream, 1e-9)
+    for one in part.saved:
+        plain = micro.count(one.elements) * (one.itemsize or micro.size)
+        times = _times(part, one, layouts, habits)
+        whole, saved = whole + plain, saved + plain * times / _divided(one.share, layouts)
+    working = micro.count(part.working) * micro.size * np.where(whole > 1, saved / whole, 1.0)
+    if part.role == "after" and habits.logits:
+        saved = saved - _cut(part, micro) / layouts.tp
+        gathered = (layouts.tp > 1) & (habits.logits_whole > 0)
+        working = _logits(part, micro) * np.where(gathered, habits.logits_whole, habits.logits / layouts.tp)
+    dear = _results(part, micro, layouts, 2 if habits.selective == "second" else 1) * micro.size
+    return _Bytes(
+        entry=entry,
+        saved=saved + _by_norms(part, stream, micro, layouts, habits) + _by_casts(part, micro, layouts, habits),
+        dear=dear,
+        scores=_scores(part, micro, layouts, habits),
+        working=working,
+    )
+
+
+def _times(part: Part, one: Saved, layouts: Layouts, habits: Habits) -> Array:
+    """How often something saved is there: a loss over classes that ``tp`` has cut may keep them once more."""
+    twice = habits.logits_twice and part.role == "after" and one.share == "inner"
+    return np.where((layouts.tp > 1) & twice, 2.0, 1.0)
+
+
+def _by_norms(part: Part, stream: Array, micro: _Micro, layouts: Layouts, habits: Habits) -> Array:
+    """Bytes that norms keep beyond the profile's, and what sequence parallelism gathers behind them."""
+    norms = sum(any(name in operation.name for name in _STREAM_NORMS) for operation in part.forward)
+    each = habits.norms_kept + np.where(norms > 1, micro.wider * (norms - 1) / max(norms, 1), 0.0)
+    found = norms * stream * each / _divided("tokens", layouts)
+    if habits.gathers_kept:
+        found = found + norms * stream * micro.size * (1 - 1 / _divided("tokens", layouts))
+    return found
+
+
+def _by_casts(part: Part, micro: _Micro, layouts: Layouts, habits: Habits) -> Array:
+    """Under autocast: the loss in fp32, and weights in half precision until backward has read them."""
+    found = np.zeros_like(micro.wider)
+    if part.role == "before":
+        return found
+    for one in part.weights:
+        cut = layouts.tp if one.share == "inner" else 1.0
+        found = found + np.where(micro.wider > 0, one.elements / cut * micro.size, 0.0)
+    for one in part.saved:
+        if part.role == "after" and one.share == "inner" and not one.itemsize:
+            found = found + micro.count(one.elements) * micro.wider * _times(part, one, layouts, habits) / layouts.tp
+    return found
+
+
+def _results(part: Part, micro: _Micro, layouts: Layouts, stride: int) -> Array:
+    """Elements of the results of attention and of every ``stride``-th product, which selective recompute keeps."""
+    found, products = np.zeros_like(layouts.micro), 0
+    for operation in part.forward:
+        if operation.kind == "memory":
+            continue
+        sizes = [size.at(micro.samples, micro.tokens) for size in operation.dims]
+        if operation.kind == "attention":
+            elements = sizes[0] * sizes[1] * sizes[3] * sizes[5]
+        else:
+            elements = sizes[0] * sizes[1] * sizes[2] if products % stride == 0 else 0.0
+            products += 1
+        share = {"column": "inner", "row": "tokens"}.get(operation.share, operation.share)
+        found = found + elements * micro.scale / _divided(share, layouts)
+    return found
+
+
+def _divided(share: str, layouts: Layouts) -> Array:
+    if share == "inner":
+        return layouts.tp
+    if share == "tokens":
+        return np.where(layouts.sequence > 0, layouts.tp, 1.0)
+    return np.ones_like(layouts.tp)
+
+
+def _scores(part: Part, micro: _Micro, layouts: Layouts, habits: Habits) -> Array:
+    """Bytes of attention's scores, softmax and its dropout (Korthikanti et al. 2022, section 4.1)."""
+    found = np.zeros_like(layouts.tp)
+    if habits.attention == "fused":
+        return found
+    for operation in part.forward:
+        if operation.kind == "attention":
+            batch, heads, _, queries, keys, _ = (size.at(micro.samples, micro.tokens) for size in operation.dims)
+            elements = batch * heads * queries * keys * layouts.cp * micro.scale
+            found = found + elements / layouts.tp * habits.scores_kept
+    return found
+
+
+def _logits(part: Part, micro: _Micro) -> Array:
+    """Elements of the widest product's result in the last part."""
+    found = np.zeros_like(micro.samples)
+    for operation in part.forward:
+        if operation.kind == "matmul":
+            batch, rows, columns, _ = (size.at(micro.samples, micro.tokens) for size in operation.dims)
+            found = np.maximum(found, batch * rows * columns * micro.scale)
+    return found
+
+
+def _cut(part: Part, micro: _Micro) -> Array:
+    """Bytes saved that are as wide as the classes."""
+    found = np.zeros_like(micro.samples)
+    for one in part.saved:
+        if one.share == "inner":
+            found = found + micro.count(one.elements) * (one.itemsize or micro.size)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Ranks:
+    """The first, second and last rank of a pipeline, one of which needs most memory.
+
+    Attributes:
+        holds: how many of each part lie there: shape (3, parts, N).
+        flight: micro-batches for which each part keeps activations at the peak: shape (3, parts, N).
+        there: 1 where there is such a rank: shape (3, N).
+    """
+
+    holds: Array
+    flight: Array
+    there: Array
+
+
+def ranks(parts: Sequence[Part], layouts: Layouts, ahead: float = 1.0) -> Ranks:
+    """What lies on the ranks; ``ahead`` is how far zero-bubble schedules run ahead of 1F1B (2: Qi et al., ZB-H2)."""
+    pp = layouts.pp
+    holds = np.stack([_held(part, parts, layouts) for part in parts], axis=1)
+    place = np.stack([np.zeros_like(pp), np.minimum(1.0, pp - 1), pp - 1])
+    under_way = _under_way(place, layouts, ahead)
+    flight = np.repeat(under_way[:, None, :], len(parts), axis=1)
+    gpipe = layouts.schedule == SCHEDULES.index("gpipe")
+    for index, part in enumerate(parts):
+        if part.role == "after":
+            flight[:, index] = np.where(gpipe, flight[:, index], 1.0)
+    return Ranks(holds=holds, flight=flight, there=np.stack([np.ones_like(pp), pp > 2, pp > 1]).astype(float))
+
+
+def _held(part: Part, parts: Sequence[Part], layouts: Layouts) -> Array:
+    """How many of ``part`` the first, second and last rank hold; uneven blocks are fewer where the ends are."""
+    pp = layouts.pp
+    none = np.zeros_like(pp)
+    if part.role == "before":
+        return np.stack([np.full_like(pp, part.count), none, none])
+    if part.role == "after":
+        bent = _bent(layouts)
+        return np.stack([np.where(bent | (pp == 1), part.count, 0.0), none, np.where(bent, 0.0, part.count)])
+    blocks = sum(one.count for one in parts if one.role == "block")
+    full = np.ceil(blocks / pp - 1e-9)
+    missing = full * pp - blocks
+    last = np.where(missing > 0, full - 1, full)
+    first = np.where(missing > 1, full - 1, full)
+    return np.stack([first, full, last]) * part.count / max(blocks, 1)
+
+
+def _bent(layouts: Layouts) -> Mask:
+    """Whether the way through the stages is a V, which ends on the rank where it began."""
+    names = [SCHEDULES.index(name) for name in ("zbv", "dualpipev")]
+    return np.isin(layouts.schedule, names) & (layouts.pp > 1)
+
+
+def _under_way(place: Array, layouts: Layouts, ahead: float) -> Array:
+    """Micro-batches, of the whole rank, between forward and backward.
+
+    1F1B: Narayanan et al. 2021, section 2.2.1; interleaved: the warm-up of section 2.2.2, of which each chunk is one
+    stage of several; ZB-H1 and H2: Qi et al. 2024, table 1; ZB-V: the same, section 6; DualPipeV: DeepSeek-AI 2025.
+    """
+    pp, micros, stages = layouts.pp, layouts.micros, np.maximum(layouts.stages, 1.0)
+    chunks = 2 * (pp - 1 - place) + (stages - 1) * pp + 1
+    interleaved = np.minimum(chunks, micros * stages) / stages
+    flat = np.minimum(ahead * pp - (ahead - 1), micros) + 0 * place
+    found = {
+        "gpipe": micros + 0 * place,
+        "1f1b": np.minimum(micros, pp - place),
+        "interleaved": interleaved,
+        "zero-bubble": flat,
+        "zbv": np.minimum(micros, pp) + 0 * place,
+        "dualpipev": np.minimum(micros, pp + 0.5) + 0 * place,
+    }
+    under_way = np.select([layouts.schedule == SCHEDULES.index(name) for name in found], list(found.values()))
+    return np.where(pp > 1, under_way, 1.0)

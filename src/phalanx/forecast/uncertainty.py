@@ -1,0 +1,254 @@
+"""How far off a forecast may be, and what it takes for granted or does not price, in words."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, Literal
+
+from phalanx.config import Cluster, Device, Plan
+from phalanx.config.batch_rules import unread
+from phalanx.config.plan import words
+from phalanx.forecast.presets import PHALANX, Habits
+from phalanx.forecast.rates import family
+
+FILE = Path(__file__).with_name("spread.toml")
+"""What was measured; see ``HEAD`` for what writes it."""
+
+HEAD = """# By how much forecasts were off: of logarithms of measured over forecast the size that 4 of 5 are within.
+# Written by `python bench/forecast_here.py --write` (own, catalog) and by
+# `phalanx validate measured.csv --left-out --spread src/phalanx/forecast/spread.toml` (published, unknown).
+
+"""
+
+Evidence = Literal["own", "catalog", "published", "unknown"]
+"""``own``: runs of Phalanx on cores that were calibrated; ``catalog``: the same runs, forecast without; ``published``:
+runs of a framework that no constant has seen; ``unknown``: on a family of devices that none has."""
+
+SHARE = 0.8
+_KNOWN = ("ampere", "hopper")
+_LEAST = 10  # errors of a technique, from which on it has a quantile of its own
+
+_SHARES = {"memory": 0.54, "exchange": 0.48, "pipeline": 0.22, "replicas": 0.27, "launches": 0.07}
+_BASE = 0.027
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """Where four of five outcomes lie.
+
+    Attributes:
+        low: seconds.
+        high: seconds.
+        basis: what this rests on, in a sentence.
+    """
+
+    low: float
+    high: float
+    basis: str
+
+
+def interval(seconds: Mapping[str, float], device: Device, habits: Habits, plan: Plan) -> Interval:
+    """The interval of a step with these parts (see ``StepTime``)."""
+    total = sum(seconds.values())
+    if habits.name != PHALANX.name and device.kind != "cpu":
+        spread, basis = fitted(seconds, device, habits), f"the published runs that {habits.name} was fitted on"
+    else:
+        evidence = evidence_of(device)
+        spread, basis = quantile(measured()[evidence]["four_of_five"], technique(plan)), in_words(evidence)
+    return Interval(low=total * math.exp(-spread), high=total * math.exp(spread), basis=basis)
+
+
+def evidence_of(device: Device) -> Evidence:
+    """What is known of forecasts of Phalanx on ``device``."""
+    if device.kind == "cpu":
+        return "own" if device.measured else "catalog"
+    return "published" if family(device) in _KNOWN else "unknown"
+
+
+def in_words(evidence: Evidence) -> str:
+    """What an interval rests on."""
+    found = measured()[evidence]
+    if evidence in ("own", "catalog"):
+        runs = f"{found['runs']} runs of Phalanx on {found['cores']} cores"
+        if evidence == "own":
+            return f"{runs}, forecast as here with constants that phalanx calibrate measured"
+        return f"{runs}, forecast as here with constants of the catalog: phalanx calibrate measures this machine's"
+    what = "framework" if evidence == "published" else "family of devices"
+    return (
+        f"{found['runs']:,} published runs of {found['groups']} {what if found['groups'] == 1 else _many(what)}, each "
+        f"{what} forecast without any run of it: no run of Phalanx on such devices has been measured yet"
+    )
+
+
+def _many(what: str) -> str:
+    return "families of devices" if what.startswith("family") else f"{what}s"
+
+
+def technique(plan: Plan) -> str:
+    """What a plan's errors are counted with."""
+    if plan.server or plan.sync != "each" or plan.compress != "none":
+        return "loose"
+    if plan.pp > 1:
+        return "pipeline"
+    if plan.splits_model:
+        return "split"
+    if plan.fsdp > 1:
+        return "sharded"
+    return "replicas" if plan.devices > 1 else "single"
+
+
+def quantiles(errors: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """For ``all`` and each technique that enough is known of: the size that four of five ``errors`` stay within.
+
+    Errors are logarithms of measured over forecast. The quantile is the one that a further outcome of the same kind
+    stays within with that chance: the k-th of n with k = ceil(0.8 (n + 1)).
+    """
+    groups: dict[str, list[float]] = {"all": [abs(error) for _, error in errors]}
+    for name, error in errors:
+        groups.setdefault(name, []).append(abs(error))
+    return {
+        name: sorted(sizes)[min(len(sizes), math.ceil(SHARE * (len(sizes) + 1))) - 1]
+        for name, sizes in sorted(groups.items())
+        if sizes and (name == "all" or len(sizes) >= _LEAST)
+    }
+
+
+def quantile(found: Mapping[str, float], name: str) -> float:
+    """That of a technique; of all where too little is known of it."""
+    return found.get(name, found["all"])
+
+
+@cache
+def measured() -> Mapping[str, Any]:
+    """What is in ``FILE``."""
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+
+
+def fitted(seconds: Mapping[str, float], device: Device, habits: Habits) -> float:
+    """The spread of published runs around the forecasts that were fitted on half of them.
+
+    Doubt adds up as independent errors do: a base, and a share of each part that is hard to foretell.
+    """
+    total = sum(seconds.values())
+    doubts = [_BASE, *(share * seconds[name] / total for name, share in _SHARES.items())]
+    spread = habits.doubt * math.sqrt(sum(doubt**2 for doubt in doubts))
+    return spread if family(device) in _KNOWN else math.hypot(spread, 0.2)
+
+
+_SPREAD = 0.075
+"""Of the logarithm of memory needed over memory forecast: probit regression of having run out of memory on forecast
+over room, of 391 published layouts of Llama 13B and 30B, 257 of which ran out."""
+
+CHANCE = 0.1
+"""Of running out of memory that a plan may have to be recommended."""
+
+SAFE = math.exp(-NormalDist().inv_cdf(1 - CHANCE) * _SPREAD)
+"""Share of the room that a plan fills which has that chance."""
+
+
+def runs_out(reserved: float, room: float) -> float:
+    """The chance that a plan which is forecast to need ``reserved`` bytes needs more than ``room``."""
+    return NormalDist().cdf(math.log(reserved / room) / _SPREAD) if reserved > 0 < room else 0.0
+
+
+def assumed(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> tuple[str, ...]:
+    """Sentences for the reader; ``samples`` are those of a rank of ``dp`` on each kind of device of ``cluster``."""
+    return tuple(_assumed(plan, cluster, samples))
+
+
+def _assumed(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> Iterator[str]:
+    if plan.exact_note:
+        yield plan.exact_note
+    if plan.sync != "each":
+        yield from _averaged(plan)
+    if plan.server:
+        yield (
+            "Servers are processes on the hosts, spread over the nodes; they take no device, and how fast the hosts' "
+            "processors step parameters is assumed. Workers and servers of a node share its adapters."
+        )
+    if plan.backup:
+        yield "Nobody is foretold to be late, so that not waiting for the slowest saves nothing here."
+    yield from _by_kind(plan, cluster, samples)
+
+
+def _averaged(plan: Plan) -> Iterator[str]:
+    if plan.fragments > 1:
+        yield (
+            f"Of {plan.fragments} fragments each is averaged while the next steps compute; what is left is spread over "
+            f"{plan.every} steps."
+        )
+    elif plan.every > 1:
+        yield (
+            f"Averaging parameters, which nothing hides, is spread over {plan.every} steps: that which does it takes "
+            "longer, the others less."
+        )
+    if plan.after:
+        yield f"The first {plan.after} steps, which sum gradients, take longer."
+    copies = "a copy of the parameters"
+    if plan.outer == "nesterov":
+        copies += " and the outer momentum"
+    yield f"Each rank keeps {copies} in fp32 in host memory."
+
+
+def _by_kind(plan: Plan, cluster: Cluster, samples: Sequence[float]) -> Iterator[str]:
+    unlike = len(samples) > 1
+    if plan.shares and unlike:
+        each = [
+            f"{count:g} on {group.device.name}" for group, count in zip(cluster.groups, samples, strict=True) if count
+        ]
+        yield f"Samples of a rank of dp: {', '.join(each)}. The step is that of the kind that takes longest."
+    elif plan.shares == "auto":
+        yield "Devices are alike, so that shares=auto is even."
+    elif unlike:
+        yield "Shares are even: every device is as slow as the slowest, and holds what the smallest has room for."
+
+
+_LEARNING = ("outer_lr", "outer_momentum", "compensate")
+
+
+def unpriced(plan: Plan, cluster: Cluster, batch: int) -> Iterator[str]:
+    """A sentence for each input of ``plan`` and ``cluster`` that changes no number of the forecast of ``batch``."""
+    yield from unread(plan, batch, {})
+    if plan.compile:
+        yield "compile is not priced: kernels are taken to be eager ones."
+    if plan.split:
+        yield "split is not priced: stages are taken to be balanced by their blocks."
+    if plan.threads > 1:
+        yield f"threads={plan.threads} is priced as dp={plan.threads}: what threads save of reductions is left out."
+    learning = [name for word in words(str(plan)) if (name := word.partition("=")[0]) in _LEARNING]
+    if learning:
+        yield f"{', '.join(learning)}: changes what is learnt, not what a step takes."
+    yield from _of_cluster(cluster)
+
+
+def uncut(plan: Plan, heads: int) -> Iterator[str]:
+    """A sentence where ``tp`` does not divide the ``heads`` of attention; 0 of a model without."""
+    if plan.tp > 1 and heads and heads % plan.tp:
+        yield (
+            f"tp={plan.tp} does not divide {heads} heads: attention is priced as cut, and stays whole on each rank "
+            "where queries, keys and values come of one layer; phalanx show tells which."
+        )
+
+
+def _of_cluster(cluster: Cluster) -> Iterator[str]:
+    hosts = {
+        name
+        for group in cluster.groups
+        for name, value in (("cores", group.host.cores), ("NUMA nodes", group.host.numa))
+        if value and (group.device.kind != "cpu" or name != "cores")
+    }
+    if hosts:
+        yield f"Of the hosts, {' and '.join(sorted(hosts))} are not priced: loading data is taken to keep up."
+    for kind in sorted({group.device.kind for group in cluster.groups} - {"cpu", "cuda"}):
+        yield f"Devices of kind {kind} are priced with the constants of kernels and collectives of CUDA devices."
+    measured = [group for group in cluster.groups if group.device.measured]
+    if any(name.endswith(".byte") for group in measured for name in group.device.measured):
+        yield "Measured exchanges stand in place of the bandwidth and latency of link and network."
+    if any(group.device.kind == "cpu" for group in measured):
+        yield "Measured cores stand in place of launch and processors of the device."

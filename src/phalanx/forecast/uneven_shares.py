@@ -1,0 +1,182 @@
+"""Devices of several kinds: how many samples each takes, and which of them a step waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.config import Cluster, Group
+from phalanx.config.sync import AUTO, dealt, weights
+from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.memory import Memory, memory
+from phalanx.forecast.operation_arrays import Array
+from phalanx.forecast.step import Scene, StepTime, alone
+from phalanx.forecast.work import held
+
+_ROUNDS = 4
+_APART = ("replicas", "stragglers", "rest")
+"""Parts of a step that all wait for together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Deal:
+    """Layouts as each kind of device sees them.
+
+    Attributes:
+        groups: one of each kind.
+        layouts: with the samples of its ranks.
+        there: whether a layout has a rank of that kind at all: shape (kinds, N).
+    """
+
+    groups: tuple[Group, ...]
+    layouts: tuple[Layouts, ...]
+    there: npt.NDArray[np.bool_]
+
+
+def deal(scene: Scene, layouts: Layouts) -> Deal:
+    """The samples of the global batch that ranks of each kind of device take.
+
+    Even shares are the same for all. Weights go to ranks of ``dp``, which lie on the groups in their order. ``auto``
+    gives each kind samples by its speed at what it had, a few times over, and takes the best: to no rank more than it
+    has memory for.
+    """
+    groups = kinds(scene.cluster, scene.precision)
+    there = np.ones((len(groups), len(layouts.dp)), dtype=bool)
+    uneven = np.flatnonzero(layouts.shares != "")
+    if not len(uneven):
+        return Deal(groups=groups, layouts=(layouts,) * len(groups), there=there)
+    some = layouts.take(uneven)
+    counts = _counts(groups, some)
+    samples = np.stack([layouts.samples] * len(groups))
+    samples[:, uneven] = _given(some, counts)
+    auto = some.shares == AUTO
+    if auto.any():
+        samples[:, uneven[auto]] = _by_speed(scene, groups, some.take(auto), counts[:, auto])
+    there[:, uneven] = counts > 0
+    return Deal(groups=groups, layouts=tuple(layouts.having(one) for one in samples), there=there)
+
+
+def kinds(cluster: Cluster, precision: str) -> tuple[Group, ...]:
+    """The groups of ``cluster`` where devices differ; the first of the slowest where they do not."""
+    if len({group.device.name for group in cluster.groups}) > 1:
+        return cluster.groups
+    return (min(cluster.groups, key=lambda group: group.device.peak.get(precision, 0.0)),)
+
+
+def step_of(scene: Scene, dealt_out: Deal, events: bool = False) -> StepTime:
+    """The step of every layout on the kind of device that takes longest, which all others wait for."""
+    each = [alone(scene, one, group, events) for group, one in zip(dealt_out.groups, dealt_out.layouts, strict=True)]
+    total = np.where(dealt_out.there, np.stack([one.total for one in each]), -np.inf)
+    return StepTime(**_picked(each, total.argmax(axis=0), [one.name for one in fields(StepTime)]))
+
+
+def memory_of(scene: Scene, dealt_out: Deal) -> tuple[Memory, Array]:
+    """The memory of every layout on the kind of device that comes nearest to its room, and that room: bytes, (N,)."""
+    each = [_memory(scene, one) for one in dealt_out.layouts]
+    rooms = np.array([float(group.device.room) for group in dealt_out.groups])
+    full = np.stack([one.reserved for one in each]) - rooms[:, None]
+    worst = np.where(dealt_out.there, full, -np.inf).argmax(axis=0)
+    return Memory(**_picked(each, worst, [one.name for one in fields(Memory)])), rooms[worst]
+
+
+def _memory(scene: Scene, layouts: Layouts) -> Memory:
+    here = any(group.device.kind == "cpu" for group in scene.cluster.groups)
+    habits = replace(scene.habits, one_memory=here)
+    layouts = held(scene.work.unlike, layouts)
+    return memory(scene.work.profile, layouts, habits, scene.precision, scene.work.state)
+
+
+def _picked(
+    each: Sequence[StepTime] | Sequence[Memory], at: npt.NDArray[np.intp], names: Sequence[str]
+) -> dict[str, Array]:
+    if len(each) == 1:
+        return {name: getattr(each[0], name) for name in names}
+    return {
+        name: np.take_along_axis(np.stack([getattr(one, name) for one in each]), at[None], axis=0)[0] for name in names
+    }
+
+
+def _counts(groups: Sequence[Group], layouts: Layouts) -> npt.NDArray[np.int64]:
+    """Ranks of ``dp`` that begin on each kind of device: shape (kinds, N); the last takes any beyond the cluster."""
+    inner = layouts.inner
+    ends = np.cumsum([group.devices for group in groups]).astype(float)
+    before = [np.minimum(np.ceil(end / inner), layouts.dp) for end in (0.0, *ends[:-1])]
+    return np.diff(np.stack([*before, layouts.dp]), axis=0).astype(np.int64)
+
+
+def _given(layouts: Layouts, counts: npt.NDArray[np.int64]) -> Array:
+    """Samples of a rank by kind under weights that a plan states; the even share where it states none."""
+    found = np.stack([layouts.samples] * len(counts))
+    for at, text in enumerate(layouts.shares):
+        each = weights(str(text))
+        if each:
+            samples = np.array(dealt(int(layouts.batch[at]), each)) / (layouts.fsdp * layouts.ep)[at]
+            ends = np.cumsum(counts[:, at])
+            for kind, (end, count) in enumerate(zip(ends, counts[:, at], strict=True)):
+                found[kind, at] = samples[end - count : end].max(initial=0.0) or found[kind, at]
+    return found
+
+
+def _by_speed(scene: Scene, groups: Sequence[Group], layouts: Layouts, counts: npt.NDArray[np.int64]) -> Array:
+    """Samples of a rank by kind: shape (kinds, N)."""
+    there, inner = counts > 0, layouts.fsdp * layouts.ep
+    caps = np.stack([_most(scene, layouts, float(group.device.room)) for group in groups]) * inner
+    samples = np.stack([layouts.samples] * len(groups))
+    best, least = samples, np.full(len(inner), np.inf)
+    for _ in range(_ROUNDS):
+        seconds = np.stack(
+            [_busy(scene, layouts.having(one), group) for one, group in zip(samples, groups, strict=True)]
+        )
+        fits = (~there | (np.ceil(samples - 1e-9) * inner <= caps)).all(axis=0)
+        longest = np.where(fits, np.where(there, seconds, 0.0).max(axis=0), np.inf)
+        best = np.where((longest < least) | ~np.isfinite(least), samples, best)
+        least = np.minimum(least, longest)
+        speeds = samples * inner / seconds
+        samples = np.stack(
+            [
+                _shared(int(layouts.batch[at]), speeds[:, at], counts[:, at], caps[:, at], int(inner[at])) / inner[at]
+                for at in range(len(inner))
+            ],
+            axis=1,
+        )
+    return best
+
+
+def _busy(scene: Scene, layouts: Layouts, group: Group) -> Array:
+    """Seconds in which a rank works by itself."""
+    step = alone(scene, layouts, group)
+    return step.total - sum((getattr(step, name) for name in _APART), np.zeros_like(step.rest))
+
+
+def _most(scene: Scene, layouts: Layouts, room: float) -> Array:
+    """The most samples of a rank that fit, at least one: memory grows with them."""
+    low, high = np.ones_like(layouts.batch), layouts.batch
+    while (low < high).any():
+        middle = np.ceil((low + high) / 2)
+        fits = _memory(scene, layouts.having(middle)).reserved <= room
+        low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+        high = np.maximum(low, high)
+    return low
+
+
+def _shared(batch: int, speeds: Array, counts: npt.NDArray[np.int64], caps: Array, least: int) -> Array:
+    """Samples of the rank of ``dp`` that has most, by kind: by speed, none above its cap if that can be."""
+    part, free, left = np.zeros_like(speeds), counts > 0, float(batch)
+    while free.any():
+        rate = max(left, 0.0) / float((counts * speeds)[free].sum())
+        over = free & (speeds * rate > caps)
+        if not over.any():
+            part[free] = speeds[free] * rate
+            break
+        part[over] = caps[over]
+        left -= float((counts * caps)[over].sum())
+        free &= ~over
+    ranks = np.array(dealt(batch, np.repeat(part, counts).tolist()))
+    while ranks.min() < least < ranks.max():
+        ranks[ranks.argmin()] += 1
+        ranks[ranks.argmax()] -= 1
+    ends = np.cumsum(counts)
+    return np.array([float(ranks[end - one : end].max(initial=0)) for end, one in zip(ends, counts, strict=True)])

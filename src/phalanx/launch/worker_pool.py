@@ -1,0 +1,276 @@
+"""All workers of one launch, seen from the launcher: forked, listened to, ended.
+
+Two things make it safe to fork a process that has imported torch:
+
+* **OpenMP.** GNU OpenMP keeps a pool of threads for each *thread* that entered a parallel region. A process forked
+  from a thread that has such a pool inherits the pool's record but not its threads, and hangs in its first parallel
+  region (seen with torch 2.13: a backward on 2 threads in the parent, fork, a matrix product on 2 threads in the
+  child; it also hangs where the child asks for 2 threads again, and only asking for 1 helps). A thread that never
+  computed has no pool. So workers are forked from a fresh thread that does nothing else, and may then use any number of
+  threads, whatever the launcher computed before. Python makes the forking thread the child's main thread; it is
+  started by ``_thread`` because only then is it a real ``_MainThread`` there, without which torch's DataLoader does not
+  watch its processes.
+* **CUDA** does not survive a fork at all; ``local.py`` refuses a launcher that already uses it. One that only asked
+  ``torch.cuda.is_available()`` looks as if it had not; its workers can tell, in ``device_for``.
+
+The forking thread lives as long as the workers: the kernel binds the parent-death signal to the thread that forked.
+"""
+
+from __future__ import annotations
+
+import _thread
+import mmap
+import os
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from typing import Protocol, final
+
+import torch.distributed as dist
+
+from phalanx.comm import Place
+from phalanx.errors import RunError
+from phalanx.launch.failure import Failure
+from phalanx.launch.forked_worker import Target, Wires, live
+from phalanx.launch.reaper import Guardian, fork, kill_group
+from phalanx.launch.worker_process import Worker, summoned
+
+# seconds; together they stay well under the 3 s in which everything has to be over
+_SETTLE = 0.3  # after a failure, for reports of ranks that failed at the same time
+_SETTLE_LOST = 1.0  # the same, while all that is known is that peers were lost
+_GRACE = 0.5  # between SIGTERM and SIGKILL
+_KILL = 1.0  # after SIGKILL
+_SOON = 0.002  # between looks at a worker that has reported and is about to end
+
+_NO_STEP = -1
+
+
+class Hosts(Protocol):
+    """Machines, or what stands in for them, that workers are put on; the launcher stays where it is."""
+
+    @property
+    def meeting(self) -> str:
+        """The launcher's address, which every worker reaches."""
+        ...
+
+    def enter(self, rank: int) -> str:
+        """Called by the worker ``rank`` as the first thing it does: puts it on its machine. Returns its address."""
+        ...
+
+
+@final
+class Crew:
+    """All workers of one launch.
+
+    Attributes:
+        workers: in rank order.
+        failures: in the order they became known, up to the moment the launch began to end the workers.
+    """
+
+    def __init__(self, target: Target, world_size: int, hosts: Hosts | None = None, reserves: int = 0) -> None:
+        self.workers: list[Worker] = []
+        self._members: list[Worker] = []  # whoever was forked, the reserves as well
+        self._reserves: list[Worker] = []  # idle, for ranks whose process is killed
+        self.failures: list[Failure] = []
+        self._target: Target | None = target
+        self._world_size = world_size
+        self._reserved = reserves
+        self._replaced = [0] * world_size
+        self._steps = memoryview(mmap.mmap(-1, 8 * world_size)).cast("q")
+        for rank in range(world_size):
+            self._steps[rank] = _NO_STEP
+        # bound before the fork, so that its port is known; served after it, so that no server thread is forked
+        self._hosts = hosts
+        self._address = hosts.meeting if hosts else "127.0.0.1"
+        self._listener = socket.create_server((self._address, 0), backlog=max(128, 2 * world_size))
+        self._port: int = self._listener.getsockname()[1]
+        self._store: object = None
+        self._guardian: Guardian | None = None
+        self._selector = selectors.DefaultSelector()
+        self._forked = threading.Event()
+        self._over = threading.Event()
+        self._trouble: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether every worker has ended."""
+        return all(worker.ended for worker in self.workers)
+
+    @property
+    def _all_gone(self) -> bool:
+        return all(worker.ended for worker in self._members)
+
+    def start(self) -> None:
+        """Fork the workers and serve the store they meet at."""
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # pyright: ignore[reportUnnecessaryComparison]
+                stream.flush()  # else what is buffered could be printed once more by each worker
+        _thread.start_new_thread(self._fork_all, ())
+        self._forked.wait()
+        for worker in self._members:
+            for descriptor in worker.descriptors:
+                self._selector.register(descriptor, selectors.EVENT_READ, worker)
+        if self._trouble:
+            raise RunError(
+                f"could not start worker {len(self._members)} of {self._world_size}: {self._trouble}\n    try: "
+                "fewer ranks, such as -n 1; or a higher limit of processes (ulimit -u) or open files (ulimit -n)"
+            ) from self._trouble
+        self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            self._address,
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(minutes=10),
+            master_listen_fd=self._listener.detach(),
+        )
+
+    def listen(self, timeout: float) -> None:
+        """Take in what the workers say and how they end, for at most ``timeout`` seconds."""
+        if any(worker.reported and not worker.ended for worker in self.workers):
+            timeout = min(timeout, _SOON)
+        for key, _ in self._selector.select(timeout):
+            worker: Worker = key.data
+            worker.read(key.fd)
+            if key.fd not in worker.descriptors:
+                self._selector.unregister(key.fd)
+        for worker in self._members:
+            if not worker.ended:
+                self._look_at(worker)
+
+    def _look_at(self, worker: Worker) -> None:
+        open_before = tuple(worker.descriptors)
+        status = worker.reap()
+        if failure := worker.failure(self._step(worker)):
+            self.failures.append(failure)
+        if status is None:
+            return
+        for descriptor in open_before:
+            self._selector.unregister(descriptor)
+        if self._guardian:
+            self._guardian.remove(worker.pid)
+        failure = worker.failure_of_exit(status, self._step(worker))
+        worker.close()
+        if worker in self._reserves:
+            self._reserves.remove(worker)
+        elif failure and not (failure.signal and self._replace(worker.rank)):
+            self.failures.append(failure)
+
+    def _replace(self, rank: int) -> bool:
+        """Put a reserve in the place of a killed worker. Returns whether there was one."""
+        if not self._reserves:
+            return False
+        reserve = self._reserves.pop(0)
+        self._replaced[rank] += 1
+        self._steps[rank] = _NO_STEP
+        self.workers[rank] = reserve
+        reserve.call(rank, self._replaced[rank])
+        return True
+
+    def settle(self) -> None:
+        """After a failure, wait a moment for the failures of other ranks: one of them may have come first."""
+        if not self.failures:
+            return
+        began = time.monotonic()
+        while not self.done:
+            cause_known = any(not failure.lost_peer for failure in self.failures)
+            if time.monotonic() > began + (_SETTLE if cause_known else _SETTLE_LOST):
+                return
+            self.listen(_SOON)
+
+    def end(self) -> None:
+        """End all workers and whatever they started, by force if need be, and let go of everything."""
+        known = list(self.failures)
+        self._reserves.clear()  # nobody is replaced any more
+        for number, patience in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, _KILL)):
+            for worker in self._members:
+                if not worker.ended:
+                    kill_group(worker.pid, number)
+            deadline = time.monotonic() + patience
+            while not self._all_gone and time.monotonic() < deadline:
+                self.listen(_SOON)
+        self.failures = known  # what failed since then failed because it was being ended
+        if self._guardian:
+            self._guardian.dismiss()
+        for worker in self._members:
+            if not worker.ended:
+                worker.close()
+        self._selector.close()
+        self._listener.close()
+        self._store = None
+        # The forking thread must not be the last to hold the workers' work: it ends at any time, even with the
+        # interpreter, and what that work holds (tensors) cannot be let go of then.
+        self._target = None
+        self._over.set()
+
+    def _step(self, worker: Worker) -> int | None:
+        step = self._steps[worker.rank] if worker.rank < self._world_size else _NO_STEP
+        return None if step == _NO_STEP else step
+
+    def _fork_all(self) -> None:
+        try:
+            self._guardian = guardian = Guardian()
+            for number in range(self._world_size + self._reserved):
+                member = self._fork(number, guardian)
+                self._members.append(member)
+                (self.workers if number < self._world_size else self._reserves).append(member)
+        except BaseException as error:
+            self._trouble = error
+        self._forked.set()
+        self._over.wait()
+
+    def _fork(self, number: int, guardian: Guardian) -> Worker:
+        """Fork the worker ``number``, or beyond the last rank a reserve."""
+        with ExitStack() as launchers, ExitStack() as workers:
+            reading: list[int] = []
+            writing: list[int] = []
+            for _ in range(3):
+                ours, theirs = os.pipe()
+                launchers.callback(os.close, ours)
+                workers.callback(os.close, theirs)
+                os.set_blocking(ours, False)
+                reading.append(ours)
+                writing.append(theirs)
+            summons, summoning = (-1, -1)
+            if number >= self._world_size:
+                summons, summoning = os.pipe()
+                workers.callback(os.close, summons)
+                launchers.callback(os.close, summoning)
+            crash = launchers.enter_context(tempfile.TemporaryFile())
+            launcher = os.getpid()
+            pid = fork()
+            if pid == 0:
+                guardian.forget()
+                others = (ours for member in self._members for ours in (*member.descriptors, member.summoning))
+                mine = (*reading, summoning, self._listener.detach(), *others)
+                foreign = tuple(one for one in mine if one >= 0)
+                report, stdout, stderr = writing
+                wires = Wires(
+                    report=report, stdout=stdout, stderr=stderr, steps=self._steps, crash=crash, foreign=foreign
+                )
+                assert self._target is not None
+                live(self._target, partial(self._place, number, summons), wires, launcher)
+            guardian.add(pid)
+            launchers.pop_all()  # from here on the worker object's
+            return Worker(number, pid, reading, summoning, crash)
+
+    def _place(self, number: int, summons: int) -> Place:
+        """Of a worker, in its own process; a reserve waits here until it has one."""
+        rank, generation = (number, 0) if number < self._world_size else summoned(summons)
+        size, meeting = self._world_size, f"tcp://{self._address}:{self._port}"
+        host = self._hosts.enter(rank) if self._hosts else self._address
+        return Place(
+            rank=rank,
+            world_size=size,
+            local_rank=rank,
+            store=meeting,
+            local_world_size=size,
+            host=host,
+            generation=generation,
+        )

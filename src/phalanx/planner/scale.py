@@ -1,0 +1,218 @@
+"""Time, cost and efficiency against the number of devices, and where more stop being worth it; forecasts as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any
+
+from phalanx.forecast import Forecast, forecast
+from phalanx.planner.cost import Bill, bill
+from phalanx.planner.question import Question, doublings
+from phalanx.planner.search import search
+from phalanx.units import show_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """The fastest plan of a number of devices.
+
+    Attributes:
+        devices: how many.
+        forecast: of it.
+        speed_up: over the fewest devices that the model fits on.
+        efficiency: device time of a step where that is least, over that of this one.
+        gain: throughput over that of the point before, less 1; 0 for the first.
+        bill: of the whole training; of one step where its length is not known.
+    """
+
+    devices: int
+    forecast: Forecast
+    speed_up: float
+    efficiency: float
+    gain: float
+    bill: Bill
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        own = {name: getattr(self, name) for name in ("devices", "speed_up", "efficiency", "gain")}
+        return {**own, "bill": self.bill.to_dict(), "forecast": told(self.forecast)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """Points by devices.
+
+    Attributes:
+        points: numbers of devices on which a plan fits, in order.
+        without: other numbers that were asked for → why they have none.
+        share: of the ideal gain below which more devices are not worth it.
+        steps: that bills are for; 0 where they are for one step.
+        budget: most that the training may cost (money where prices are known, else device-hours); 0 for any.
+        deadline: most seconds it may take; 0 for any.
+    """
+
+    points: tuple[Point, ...]
+    without: dict[int, str]
+    share: float
+    steps: int
+    budget: float = 0.0
+    deadline: float = 0.0
+
+    @property
+    def knee(self) -> Point | None:
+        """The last before doubling the devices gains less than ``share`` of what it could; ``None`` if it never does.
+
+        Of a step to other than twice the devices the ideal gain is the ratio less 1.
+        """
+        for before, after in zip(self.points, self.points[1:], strict=False):
+            if after.gain < self.share * (after.devices / before.devices - 1):
+                return before
+        return None
+
+    @property
+    def slower(self) -> Point | None:
+        """The first that is slower than one with fewer devices; ``None`` if there is none."""
+        best = float("inf")
+        for point in self.points:
+            if point.forecast.step > best:
+                return point
+            best = min(best, point.forecast.step)
+        return None
+
+    @property
+    def fastest(self) -> Point | None:
+        """With the shortest step; of equal ones the fewest devices."""
+        return min(self.points, key=lambda one: one.forecast.step, default=None)
+
+    @property
+    def cheapest(self) -> Point | None:
+        """With the least bill; of equal ones the fastest."""
+        return min(self.points, key=lambda one: (one.bill.amount, one.forecast.step), default=None)
+
+    @property
+    def allowed(self) -> tuple[Point, ...]:
+        """Within budget and deadline."""
+        return tuple(
+            one
+            for one in self.points
+            if (not self.budget or one.bill.amount <= self.budget)
+            and (not self.deadline or one.bill.seconds <= self.deadline)
+        )
+
+    @property
+    def stop(self) -> Point | None:
+        """Where to stop: the fastest within budget and deadline that is not past the knee; ``None`` if none is.
+
+        Where a deadline can only be met past the knee, the fewest devices that meet it.
+        """
+        allowed = self.allowed
+        within = [one for one in allowed if self.knee is None or one.devices <= self.knee.devices]
+        if within:
+            return min(within, key=lambda one: (one.forecast.step, one.devices))
+        return allowed[0] if allowed else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        named = ("knee", "slower", "fastest", "cheapest", "stop")
+        marked: dict[str, Point | None] = {name: getattr(self, name) for name in named}
+        return {
+            "points": [one.to_dict() for one in self.points],
+            "without": {str(devices): why for devices, why in self.without.items()},
+            "share": self.share,
+            "steps": self.steps or None,
+            "budget": self.budget or None,
+            "deadline": self.deadline or None,
+            **{name: one.devices if one else None for name, one in marked.items()},
+        }
+
+
+def scale(question: Question, up_to: int, *, share: float = 0.5, budget: float = 0.0, deadline: float = 0.0) -> Curve:
+    """The fastest plan on 1, 2, 4, ... ``up_to`` devices of the question's first kind.
+
+    Args:
+        question: what is trained; of its cluster only the kind of devices, nodes and network count.
+        up_to: most devices.
+        share: of the ideal gain below which more devices are not worth it.
+        budget: most that the training may cost: money where prices are known, else device-hours; 0 for any.
+        deadline: most seconds it may take; 0 for any.
+    """
+    points, without = curve(question, doublings(question.cluster, up_to))
+    return Curve(points=points, without=without, share=share, steps=question.steps, budget=budget, deadline=deadline)
+
+
+def curve(question: Question, counts: Iterable[int]) -> tuple[tuple[Point, ...], dict[int, str]]:
+    """The fastest plan of each number of devices, and why others have none."""
+    points: list[Point] = []
+    without: dict[int, str] = {}
+    for devices in counts:
+        there = question.on(devices)
+        if there is None:
+            without[devices] = "they do not fill whole nodes"
+            continue
+        found = search(there)
+        if found.best is None:
+            without[devices] = _why(found.least, found.considered, there)
+            continue
+        points.append(point_of(there, forecast(there.work, found.best, there.cluster, there.habits), points))
+    return compared(points), without
+
+
+def compared(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The points with their efficiency."""
+    least = min((one.devices * one.forecast.step for one in points), default=0.0)
+    return tuple(replace(one, efficiency=least / (one.devices * one.forecast.step)) for one in points)
+
+
+def point_of(question: Question, found: Forecast, before: Sequence[Point]) -> Point:
+    """A forecast beside those on fewer devices; its efficiency is ``compared`` later."""
+    return Point(
+        devices=question.cluster.devices,
+        forecast=found,
+        speed_up=before[0].forecast.step / found.step if before else 1.0,
+        efficiency=1.0,
+        gain=before[-1].forecast.step / found.step - 1 if before else 0.0,
+        bill=bill(found.step * max(1, question.steps), question.cluster, question.prices),
+    )
+
+
+def _why(least: float, considered: int, question: Question) -> str:
+    if not considered:
+        return f"no plan deals a batch of {question.work.batch} out to so many"
+    room = min(group.device.room for group in question.cluster.groups)
+    return f"does not fit: {show_bytes(least - room)} too little on each device"
+
+
+def told(one: Forecast) -> dict[str, Any]:
+    """A forecast: seconds, bytes, and what follows from them."""
+    return {
+        "plan": str(one.plan),
+        "cluster": one.cluster,
+        "devices": one.plan.devices,
+        "fits": one.fits,
+        "runs_out": one.runs_out,
+        "train": f"train does not run this yet: {one.unrun}" if one.unrun else None,
+        "step": one.step,
+        "low": one.low,
+        "high": one.high,
+        "basis": one.basis,
+        "seconds": one.seconds,
+        "memory": one.memory,
+        "allocated": one.allocated,
+        "reserved": one.reserved,
+        "room": one.room,
+        "start": one.start,
+        "host": one.host,
+        "host_room": one.host_room if isfinite(one.host_room) else None,
+        "samples": one.samples,
+        "tokens": one.tokens,
+        "samples_per_second": one.throughput,
+        "tokens_per_second": one.throughput * one.tokens,
+        "flops": one.flops,
+        "mfu": one.mfu,
+        "watts": one.watts or None,
+        "limits": list(one.limits),
+        "exact": one.plan.exactness,
+        "notes": list(one.notes),
+    }

@@ -1,0 +1,236 @@
+"""The plan of a run that nobody gave one: the planner's for the GPUs here, or one process on CPUs.
+
+One process computes with all cores of a CPU as it is, so that splitting gains little there: the planner is not asked.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from phalanx.config import Cluster, Device, Group, Host, Job, Plan
+from phalanx.errors import PhalanxError, RefusedError, SpecError
+from phalanx.hardware import cores, memory_bytes, this_machine
+from phalanx.hardware.calibrate import default_path
+from phalanx.hardware.probe import cpu_group
+from phalanx.launch.forked_worker import threads_each
+from phalanx.launch.side_process import Aside, Say
+from phalanx.parallel import device_kind
+
+PATIENCE = 20.0
+"""Seconds that planning may take."""
+WORTH = 0.2
+"""Share of the time of a step that another plan must save to be taken instead of plain replicas that fit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A plan that nobody gave.
+
+    Attributes:
+        plan: it.
+        source: ``planner`` or ``default``.
+        why: in a sentence; empty where there was nothing to choose.
+    """
+
+    plan: Plan
+    source: str
+    why: str = ""
+
+
+def plain(batch: int) -> Plan:
+    """All CUDA devices as replicas, as far as a batch goes round; one process where there is none."""
+    from phalanx.hardware import cuda_devices
+
+    return Plan(dp=min(max(1, cuda_devices()), batch))
+
+
+def choose(job: Job) -> Choice:
+    """The best plan for ``job`` on the CUDA devices here; ``plain`` where there are none or none can be made."""
+    from phalanx.hardware import cuda_devices
+
+    given = plain(job.batch)
+    if not cuda_devices():
+        return Choice(plan=given, source="default")
+    with Aside(lambda say: _tell(job, given, say)) as aside:
+        heard = aside.next(PATIENCE)
+    if heard is None:
+        why = f"planning took more than {PATIENCE:g} s"
+    elif "missing" in heard:
+        why = f"no plan was made: {heard['missing']}"
+    else:
+        plan = Plan.parse(heard["plan"])
+        return Choice(plan=plan, source="planner" if plan != given else "default", why=heard["why"])
+    return Choice(plan=given, source="default", why=f"{why}; {given} is taken")
+
+
+def _tell(job: Job, given: Plan, say: Say) -> None:
+    try:
+        say(_best(job, given))
+    except Exception as error:  # a job of any make
+        say({"missing": one_line(error)})
+
+
+def _best(job: Job, given: Plan) -> dict[str, Any]:
+    from phalanx.forecast import forecast
+    from phalanx.planner import Question, rank
+    from phalanx.train.work import work_of
+
+    work, cluster = work_of(job), cluster_for(given)
+    there = forecast(work, given, cluster)
+    # in the precision of the plain plan: another would train other numbers
+    ranking = rank(Question(work=work, cluster=cluster, precision=given.precision))
+    fewer = [ranking.fewer.forecast] if ranking.fewer else []
+    for found in (*fewer, *ranking.plans):
+        if there.fits and found.step > (1 - WORTH) * there.step:
+            break
+        if _can_run(job, found.plan):
+            gain = f"{there.step / found.step:.1f} times as fast as" if there.fits else "it fits, unlike"
+            return {"plan": str(found.plan), "why": f"{found.plan} is forecast to be the best: {gain} {given}"}
+    why = (
+        f"{given}: no other plan is forecast to save {WORTH:.0%} of a step" if there.fits else f"{given}: nothing fits"
+    )
+    return {"plan": str(given), "why": why}
+
+
+def _can_run(job: Job, plan: Plan) -> bool:
+    from phalanx.train.assembly import refuse
+
+    try:
+        refuse(job, plan, plan.world_size)
+    except RefusedError:
+        return False
+    return True
+
+
+_LIGHT = 0.05  # of the room: what a plan may hold without activations for its run to begin at once
+_DELAY = 3.0  # seconds after which a run on CPUs is one that will take a while
+_GPU = 4 * 2**30  # bytes that any CUDA device in use for training has
+_STATE = 16.0  # bytes of a parameter, its gradient and Adam's state in fp32
+
+
+def answer(job: Job, plan: Plan, threads: int | None, say: Say) -> None:
+    """Tell ``light`` where the run may begin while this goes on, then the forecast or why there is none."""
+    try:
+        if _light(job, plan):
+            say({"light": True})
+            _wait_for_cores(plan)
+        say(forecast_of(job, plan, threads))
+    except Exception as error:  # a job of any make: a run never fails for want of a forecast
+        say({"missing": one_line(error)})
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong, in one line."""
+    said = (error.problems[0].given if hasattr(error, "problems") else str(error)).strip()  # pyright: ignore
+    text = said.splitlines()[0] if said else type(error).__name__
+    return text if isinstance(error, PhalanxError) else f"{type(error).__name__}: {text}" if said else text
+
+
+def _light(job: Job, plan: Plan) -> bool:
+    """Whether what is there without activations is so little that only they could be too much."""
+    from phalanx.hardware import memory_bytes
+    from phalanx.parallel import device_kind
+    from phalanx.train.work import size_of
+
+    size = size_of(job)
+    room = _GPU if device_kind(plan) == "cuda" else memory_bytes() // plan.devices
+    return size is not None and size * _STATE < _LIGHT * room
+
+
+def _wait_for_cores(plan: Plan) -> None:
+    """Leave the cores to a run that may be over in a moment: torch's compiler, which tracing loads, takes seconds."""
+    from phalanx.parallel import device_kind
+
+    if device_kind(plan) == "cpu" and "torch._dynamo" not in sys.modules:
+        time.sleep(_DELAY)
+
+
+def forecast_here(job: Job, plan: Plan) -> dict[str, Any]:
+    """``forecast_of`` for a run that is over: where there is none, why it is ``missing``."""
+    try:
+        return forecast_of(job, plan)
+    except Exception as error:  # a job of any make
+        return {"missing": one_line(error)}
+
+
+def forecast_of(job: Job, plan: Plan, threads: int | None = None) -> dict[str, Any]:
+    """The ``forecast`` of ``job`` under ``plan`` here, as JSON, and the plan to take ``instead`` where it does not fit.
+
+    ``parts`` of the forecast are those of memory, each at its own peak; ``memory`` has them when all together are most.
+
+    Raises:
+        ProfileError: if the model's operations or shapes depend on values.
+    """
+    from phalanx.forecast import forecast, sweep
+    from phalanx.planner import Question, shortfall
+    from phalanx.planner.scale import told
+    from phalanx.train.work import steps_of, work_of
+
+    work, cluster = work_of(job), cluster_for(plan, threads)
+    found = forecast(work, plan, cluster)
+    each = sweep(work, [plan], cluster).memory
+    parts = {one.name: float(getattr(each, one.name)[0]) for one in fields(each)}
+    answer: dict[str, Any] = {"forecast": {**told(found), "parts": parts}, "instead": ""}
+    if not found.fits:
+        question = Question(work=work, cluster=cluster, precision=plan.precision, steps=steps_of(job) or 0)
+        missing = shortfall(question, plan)
+        changes = missing.changes if missing else ()
+        # a CPU's own memory is the host's: nothing is gained by moving there
+        useful = [one for one in changes if one.plan.offload == "none" or cluster.groups[0].device.kind != "cpu"]
+        answer["instead"] = next((one.words for one in useful if one.words.startswith("--plan")), "")
+    return answer
+
+
+def cluster_for(plan: Plan, threads: int | None = None) -> Cluster:
+    """As many devices as ``plan`` uses, each with what one of its replicas gets here.
+
+    On CPUs that is an equal share of the memory and of the cores, which may be less than one core or several; with the
+    constants of ``machine.toml`` in the working directory, which ``phalanx calibrate`` writes.
+
+    Args:
+        plan: it.
+        threads: that each replica computes with; its share of the cores where not given.
+    """
+    there = this_machine()
+    if device_kind(plan) == "cuda" and there.groups[0].device.kind == "cuda":
+        return Cluster(groups=(replace(there.groups[0], nodes=1, per_node=plan.devices),), network=there.network)
+    measured = _measured()
+    if measured:
+        there = measured
+    elif there.groups[0].device.kind != "cpu":
+        host = Host(name="this machine", cores=cores(), memory=memory_bytes())
+        there = Cluster(groups=(cpu_group(host),), network=there.network)
+    return Cluster(groups=(_share(there.groups[0], plan, threads),), network=there.network)
+
+
+def _measured() -> Cluster | None:
+    """What ``phalanx calibrate`` found, where its file is here and of CPUs."""
+    path = default_path()
+    if not path.is_file():
+        return None
+    try:
+        found = Cluster.from_toml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SpecError):  # a file of somebody else's
+        return None
+    return found if found.groups[0].device.kind == "cpu" and len(found.groups) == 1 else None
+
+
+def _share(group: Group, plan: Plan, threads: int | None) -> Group:
+    each = threads or max(1, threads_each(plan.world_size) // plan.threads)
+    had = min(float(each), cores() / plan.devices)
+    core = group.device
+    if core.measured:
+        had = max(1.0, had)  # what was measured says itself what processes that share a core take
+    memory = memory_bytes() // plan.devices
+    device: Device = replace(
+        core,
+        peak={name: had * peak for name, peak in core.peak.items()},
+        bandwidth=had * core.bandwidth,
+        memory=memory,
+        kept=min(core.kept, memory),
+    )
+    host = replace(group.host, slots=plan.devices, cores=cores(), memory=memory_bytes())
+    return replace(group, nodes=1, device=device, host=host, per_node=plan.devices)

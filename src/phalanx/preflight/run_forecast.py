@@ -1,0 +1,170 @@
+"""A run's forecast, worked out beside its workers: whether it fits, and which part ran out where it did not."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self, final
+
+from phalanx.config import Job, RunSpec
+from phalanx.errors import Problem, RefusedError, WorkerError
+from phalanx.events import EventLog, read
+from phalanx.launch.side_process import Aside
+from phalanx.preflight.plan_choice import answer
+from phalanx.report.comparison import FORECAST, LATE, memory_beside, stored, under_forecast
+from phalanx.units import show_bytes
+
+PATIENCE = 0.1
+"""Share of its time that a run's end waits for its forecast."""
+_TAIL = 4096  # bytes of the log that hold its last events
+_LONGEST = 60.0  # seconds that the begin of a run waits, where its model alone is large
+
+
+@final
+class Teller:
+    """The forecast of one run.
+
+    As a context it surrounds the run: entering waits until the run may begin, leaving stores what was found. Called, it
+    takes in what was found since, as ``watch`` of a launch.
+    """
+
+    def __init__(self, job: Job, run: RunSpec, *, threads: int | None = None, watch: Callable[[], None] | None) -> None:
+        """``threads``: that each replica computes with. ``watch``: called by each call, too."""
+        self._run, self._watch = run, watch
+        self._log = run.folder / "events.jsonl"
+        self._said: dict[str, Any] | None = None
+        self._logged = False
+        self._began = time.monotonic()
+        self._size = 0
+        plan = run.plan
+        self._aside = None if run.forecast == "none" else Aside(lambda say: answer(job, plan, threads, say))
+
+    def __enter__(self) -> Self:
+        """Wait until the run may begin.
+
+        Raises:
+            RefusedError: if the forecast is there already, and it does not fit.
+        """
+        try:
+            self._hear(_LONGEST)
+        except BaseException:
+            self._end()
+            raise
+        self._began = time.monotonic()
+        self._size = self._log.stat().st_size if self._log.exists() else 0
+        return self
+
+    def __call__(self) -> None:
+        """Take in what was found.
+
+        Raises:
+            RefusedError: if the plan is forecast not to fit.
+        """
+        if self._said is None:
+            self._hear(0.0)
+        self._write()
+        if self._watch:
+            self._watch()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._said is None and self._aside and (kind is None or issubclass(kind, Exception)):
+                self._take(self._aside.next(PATIENCE * (time.monotonic() - self._began)))
+            if self._aside and self._run.folder.is_dir() and (self._said or not stored(self._run.folder)):
+                told = self._said or {"missing": LATE}
+                (self._run.folder / FORECAST).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        finally:
+            self._end()
+
+    @property
+    def forecast(self) -> dict[str, Any] | None:
+        """As JSON; ``None`` where there is none, or not yet."""
+        return (self._said or {}).get("forecast")
+
+    def _hear(self, patience: float) -> None:
+        if self._aside is None:
+            return
+        heard = self._aside.next(patience)
+        if heard and heard.get("light"):
+            heard = self._aside.next()
+        self._take(heard)
+        found = self.forecast
+        if found and not found["fits"] and self._run.forecast == "refuse":
+            raise RefusedError([problem(found, self._said["instead"] if self._said else "")])
+
+    def _take(self, heard: dict[str, Any] | None) -> None:
+        if heard and not heard.get("light"):
+            self._said = heard
+        elif heard is None and self._aside and self._aside.done:
+            self._said = {"missing": "the process that makes forecasts ended"}
+
+    def _write(self) -> None:
+        """The event, once the run's own first one stands in the log."""
+        found = self.forecast
+        if found is None or self._logged or not self._log.exists() or self._log.stat().st_size <= self._size:
+            return
+        self._logged = True
+        if _over(self._log):  # the run's last word stays the last
+            return
+        names = ("cluster", "step", "low", "high", "seconds", "memory", "allocated", "reserved", "room", "fits")
+        with EventLog(self._log) as log:
+            log.write("forecast", **{name: found[name] for name in names})
+
+    def _end(self) -> None:
+        if self._aside:
+            self._aside.close()
+
+
+def _over(log: Path) -> bool:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL))
+        return re.search(rb'"event": ?"end"', file.read()) is not None
+
+
+def problem(found: dict[str, Any], instead: str) -> Problem:
+    """What keeps a plan that is forecast not to fit from being run."""
+    part = max(found["memory"], key=lambda name: found["memory"][name])
+    missing = found["reserved"] - found["room"]
+    return Problem(
+        where="plan",
+        given=f"{found['plan']}, forecast to need {show_bytes(found['reserved'])} of memory on a device "
+        f"({show_bytes(found['memory'][part])} of it {part}): {missing:,.0f} bytes more than the "
+        f"{show_bytes(found['room'])} there are",
+        allowed="a plan that fits; or --anyway, to try all the same",
+        fix=instead or "--anyway",
+    )
+
+
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|allocate memory|not enough memory|memory ran out|MemoryError", re.IGNORECASE
+)
+
+
+def too_little(error: WorkerError, folder: Path) -> str | None:
+    """What the forecast of the run in ``folder`` says to ``error``; ``None`` where that is not about memory."""
+    if error.kind not in ("MemoryError", "OutOfMemoryError") and not _OUT_OF_MEMORY.search(str(error)):
+        return None
+    forecast = (stored(folder) or {}).get("forecast")
+    if not forecast:
+        return None
+    whole = f"the forecast was {show_bytes(forecast['reserved'])} of {show_bytes(forecast['room'])} on each device"
+    seen = [event for event in read(folder / "events.jsonl") if event["event"] == "memory"]
+    mine = [event for event in seen if event["rank"] == error.rank][-1:]
+    rows = memory_beside(forecast, mine)
+    if not rows:
+        return f"{whole}; nothing was measured before memory ran out"
+    worst = under_forecast(rows)
+    if worst is None:
+        reached = ", ".join(
+            f"{one.part} {show_bytes(one.measured or 0)} of {show_bytes(one.forecast or 0)}" for one in rows
+        )
+        return f"{whole}; no part had grown beyond it when memory ran out ({reached}): something else takes the rest"
+    missed = show_bytes((worst.measured or 0.0) - (worst.forecast or 0.0))
+    told, held = show_bytes(worst.forecast or 0.0), show_bytes(worst.measured or 0.0)
+    return (
+        f"{whole}; too small was its part for {worst.part}: {told}, where rank {error.rank} held {held} when memory "
+        f"ran out, {missed} more"
+    )

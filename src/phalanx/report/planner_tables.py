@@ -1,0 +1,343 @@
+"""What forecasts, ranked plans, scaling curves and rooflines look like in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import isfinite
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.config import Plan
+from phalanx.forecast import Forecast
+from phalanx.planner import Bill, Ranking, Shortfall
+from phalanx.planner.advise import Advice, Foretold
+from phalanx.planner.explain import PARTS, Explanation, Neighbour, tied
+from phalanx.planner.roofline import Lined
+from phalanx.planner.scale import Curve, Point
+from phalanx.report.text import scaling_chart
+from phalanx.units import show_bytes, show_count, show_seconds
+
+_WIDTH = 30
+
+
+def forecast_view(name: str, found: Foretold) -> RenderableType:
+    """One plan: what it comes to, memory and time by part, and what would make it fit."""
+    one = found.forecast
+    parts: list[RenderableType] = [
+        Text.assemble((name, "bold"), f" under {one.plan} on {one.cluster}"),
+        facts(one, found.bill, found.question.steps),
+        memory_bars(one),
+        step_bars(one),
+    ]
+    if found.shortfall:
+        parts.append(shortfall_view(found.shortfall))
+    parts += [Text(f"note: {note}", style="dim") for note in one.notes]
+    return Group(*parts)
+
+
+def facts(one: Forecast, paid: Bill, steps: int) -> RenderableType:
+    """What a forecast comes to, one line a fact."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    verdict = "yes" if one.fits else "[red]no[/]"
+    share = one.reserved / one.room
+    odds = f"{one.runs_out:.0%}" if one.runs_out >= 0.005 else "less than 1%"
+    held = f"{show_bytes(one.reserved)} of {show_bytes(one.room)} ({share:.0%})"
+    table.add_row("fits", f"{verdict}: {held}; chance to run out of memory: {odds}")
+    if one.unrun:
+        table.add_row("train", f"does not run this yet: {escape(one.unrun)}")
+    if one.host:
+        whole = f" of {show_bytes(one.host_room)}" if isfinite(one.host_room) else ", which is not known to be there"
+        table.add_row("on the host", f"{show_bytes(one.host)}{whole}, of all ranks of a node")
+    table.add_row("time per step", f"{show_seconds(one.step)}  (4 of 5: {_range(one)})")
+    table.add_row("4 of 5 by", escape(one.basis))
+    pace = f"{show_count(one.throughput)} samples/s"
+    table.add_row("pace", pace + (f", {show_count(one.throughput * one.tokens)} tokens/s" if one.tokens > 1 else ""))
+    table.add_row("MFU", f"{one.mfu:.1%} of {show_count(one.peak)}FLOP/s")
+    table.add_row("bound by", escape(", ".join(one.limits)))
+    table.add_row("exact", escape(one.plan.exactness))
+    for what, said in bill_rows(paid, steps):
+        table.add_row(what, said)
+    return table
+
+
+def bill_rows(paid: Bill, steps: int) -> list[tuple[str, str]]:
+    """What the training takes, and costs as far as that is known."""
+    if not steps:
+        return [("energy", f"at most {paid.energy * 3.6e6:.3g} J a step")] if paid.energy else []
+    rows = [(f"{steps:,} steps", f"{show_seconds(paid.seconds)}, {paid.device_hours:.3g} device-hours")]
+    if paid.energy is not None:
+        rows.append(("energy", f"at most {paid.energy:.3g} kWh, devices alone"))
+    if paid.money is not None:
+        rows.append(("cost", money(paid)))
+    return rows
+
+
+def money(paid: Bill) -> str:
+    """A price with its currency, if known."""
+    amount = f"{paid.money:,.2f}" if paid.money is not None and paid.money >= 0.005 else f"{paid.money or 0:.2g}"
+    return f"{amount} {paid.currency}".strip()
+
+
+def short(plan: Plan) -> str:
+    """A plan without its precision, for tables whose heading says that."""
+    return str(replace(plan, precision="fp32"))
+
+
+def memory_bars(one: Forecast) -> RenderableType:
+    """Memory of the rank that needs most, by part."""
+    return _bars("memory", one.memory, one.reserved, show_bytes)
+
+
+def step_bars(one: Forecast) -> RenderableType:
+    """Seconds of a step, by part."""
+    return _bars("step", {PARTS[name]: seconds for name, seconds in one.seconds.items()}, one.step, show_seconds)
+
+
+def shortfall_view(missing: Shortfall) -> RenderableType:
+    """What is missing, and the nearest changes that would fit."""
+    said = f"does not fit: {show_bytes(missing.missing)} ({missing.missing:,.0f} bytes) too little on each device"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("would fit", "time per step", "to spare"):
+        table.add_column(heading, justify="left" if heading == "would fit" else "right", overflow="fold")
+    for change in missing.changes:
+        table.add_row(escape(change.words), show_seconds(change.step), show_bytes(change.spare))
+    return Group(Text(said, style="red"), table if missing.changes else Text("Nothing near would fit."))
+
+
+def _bars(heading: str, sizes: Mapping[str, float], whole: float, show: Callable[[float], str]) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(heading)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("share", justify="right")
+    table.add_column("", no_wrap=True)
+    for name, size in sizes.items():
+        share = size / whole if whole else 0.0
+        if share >= 0.0005:
+            table.add_row(name, show(size), f"{share:.0%}", "█" * round(share * _WIDTH) or "▏")
+    return table
+
+
+def _range(one: Forecast) -> str:
+    return f"{show_seconds(one.low)} to {show_seconds(one.high)}"
+
+
+_MOST_NEIGHBOURS = 12
+
+
+def plan_view(name: str, advice: Advice) -> RenderableType:
+    """The ranked plans, why the first wins, and what its neighbours would cost."""
+    ranking, question = advice.ranking, advice.ranking.question
+    heading = Text.assemble(
+        (name, "bold"), f" on {question.cluster}, batch {question.work.batch}, {question.precision}"
+    )
+    if advice.shortfall:
+        considered = Text(f"None of {ranking.search.considered:,} plans fits; the least hungry is")
+        return Group(
+            heading, considered, Text(f"  {advice.shortfall.plan}", style="bold"), shortfall_view(advice.shortfall)
+        )
+    best, explanation = ranking.best, advice.explanation
+    assert best is not None
+    assert explanation is not None
+    assert ranking.bill is not None
+    parts: list[RenderableType] = [heading, ranked(ranking.plans)]
+    if not ranking.met:
+        parts.append(Text("No number of these devices is within the bounds; this comes nearest.", style="red"))
+    parts += [facts(best, ranking.bill, question.steps), *_why(explanation), memory_bars(best), step_bars(best)]
+    if len(ranking.points) > 1:
+        parts.append(_fewer(ranking))
+    parts += [Text(f"note: {note}", style="dim") for note in best.notes]
+    return Group(*parts)
+
+
+def ranked(plans: Sequence[Forecast]) -> RenderableType:
+    """Plans, the best first; ``=`` where one is as fast as the first as far as forecasts can tell."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", justify="right")
+    table.add_column("plan", overflow="fold")
+    for heading in ("time\nper step", "4 of 5\nwithin", "MFU", "memory\nof a rank", "chance to\nrun out"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for place, one in enumerate(plans, 1):
+        within = f"{show_seconds(one.low)} - {show_seconds(one.high)}"
+        odds = f"{one.runs_out:.0%}" if one.runs_out >= 0.005 else "< 1%"
+        cells = (show_seconds(one.step), within, f"{one.mfu:.1%}", show_bytes(one.reserved), odds)
+        mark = "=" if place > 1 and tied(plans[0], one) else ""
+        what = escape(short(one.plan))
+        if one.unrun:
+            what += f"\n[yellow]train does not run this yet: {escape(one.unrun)}[/]"
+        table.add_row(f"{mark}{place}", what, *cells, style="bold" if place == 1 else None)
+    return table
+
+
+def _why(explanation: Explanation) -> list[RenderableType]:
+    parts: list[RenderableType] = [Text(""), *(Text(f"- {reason}") for reason in explanation.reasons)]
+    if explanation.argued:
+        parts.append(_argued(explanation.argued))
+    if explanation.neighbours:
+        parts.append(_neighbours(explanation.neighbours))
+    return parts
+
+
+def _argued(one: Neighbour) -> RenderableType:
+    if one.forecast.fits and one.slower > 0:
+        verdict = f"{one.slower:.1%} slower ({show_seconds(one.forecast.step)} a step): {one.why}"
+    else:
+        verdict = one.why
+    return Text.assemble("\n", ("because ", "bold"), f"{one.change}: {verdict}")
+
+
+def _neighbours(all_of_them: tuple[Neighbour, ...]) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("with", no_wrap=True)
+    table.add_column("time per step", justify="right", no_wrap=True)
+    table.add_column("it would cost", overflow="fold")
+    fit = [one for one in all_of_them if one.forecast.fits]
+    unfit = [one for one in all_of_them if not one.forecast.fits]
+    shown = [*fit[: _MOST_NEIGHBOURS - min(3, len(unfit))], *unfit[:3]]
+    for one in shown:
+        added = f"{one.slower:+.1%}" if one.forecast.fits else "-"
+        table.add_row(one.change, added, one.why, style=None if one.forecast.fits else "dim")
+    more = len(all_of_them) - len(shown)
+    return Group(table, Text(f"and {more} more; --json lists all", style="dim")) if more > 0 else table
+
+
+def _fewer(ranking: Ranking) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("devices", justify="right")
+    paid = any(one.bill.money is not None for one in ranking.points)
+    steps = ranking.question.steps
+    for heading in ("time\nper step", "efficiency", *(("cost",) if paid and steps else ())):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("plan", overflow="fold")
+    for one in ranking.points:
+        cells = [show_seconds(one.forecast.step), f"{one.efficiency:.0%}", *_cost(one, paid and steps > 0)]
+        here = one.devices == ranking.question.cluster.devices
+        table.add_row(str(one.devices), *cells, escape(short(one.forecast.plan)), style="bold" if here else None)
+    return table
+
+
+def _cost(one: Point, shown: bool) -> tuple[str, ...]:
+    return (money(one.bill),) if shown else ()
+
+
+_CURVE_WIDTH = 76
+
+
+def scale_view(name: str, curve: Curve, width: int = 80) -> RenderableType:
+    """The curve, and what it says."""
+    said = [Text(f"- {sentence}") for sentence in sentences(curve)]
+    if not curve.points:
+        return Group(Text(f"{name}: no number of devices fits", style="red"), *said)
+    parts: list[RenderableType] = [
+        Text.assemble((name, "bold"), f", {curve.points[0].forecast.plan.precision}"),
+        _table(curve),
+    ]
+    if len(curve.points) > 1:
+        parts.append(Text.from_ansi(scaling_chart(curve, min(width, _CURVE_WIDTH))))
+    return Group(*parts, *said)
+
+
+def sentences(curve: Curve) -> list[str]:
+    """What the curve says, each a sentence."""
+    found: list[str] = []
+    knee, slower, stop = curve.knee, curve.slower, curve.stop
+    if curve.points and curve.fastest is curve.points[0] and len(curve.points) > 1:
+        first = curve.points[0].devices
+        one = "One device is best" if first == 1 else f"{first} devices, the fewest that it fits on, are best"
+        found.append(
+            f"{one}: on more, a step takes longer than the {show_seconds(curve.points[0].forecast.step)} there."
+        )
+    elif knee is not None:
+        after = curve.points[curve.points.index(knee) + 1]
+        found.append(
+            f"The knee is at {knee.devices}: {after.devices} devices gain {after.gain:.0%}, "
+            f"less than {curve.share:.0%} of the {after.devices / knee.devices - 1:.0%} that they could."
+        )
+    elif len(curve.points) > 1:
+        found.append(f"Every doubling gains at least {curve.share:.0%} of what it could.")
+    if slower is not None and curve.fastest is not None:
+        found.append(f"More is slower: {slower.devices} devices take longer than {curve.fastest.devices}.")
+    if stop is not None:
+        bounds = " within the bounds" if curve.budget or curve.deadline else ""
+        took = f", {show_seconds(stop.bill.seconds)} in all" if curve.steps else ""
+        found.append(
+            f"Stop at {stop.devices}{bounds}: {stop.forecast.plan}, {show_seconds(stop.forecast.step)} a step{took}."
+        )
+    elif curve.points:
+        found.append("No number of devices is within the bounds.")
+    for why, counts in _alike(curve.without).items():
+        many = "1 device" if counts == [1] else f"{', '.join(map(str, counts))} devices"
+        found.append(f"{many}: {why}.")
+    return found
+
+
+def _alike(without: Mapping[int, str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for devices, why in without.items():
+        found.setdefault(why, []).append(devices)
+    return found
+
+
+def _table(curve: Curve) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("devices", justify="right", no_wrap=True)
+    for heading in headings(curve):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("plan", overflow="fold")
+    for one in curve.points:
+        mark = "← stop" if one is curve.stop else "← knee" if one is curve.knee else ""
+        plan = f"{short(one.forecast.plan)} {mark}".strip()
+        style = "bold" if mark == "← stop" else None if one in curve.allowed else "dim"
+        table.add_row(str(one.devices), *cells(curve, one), escape(plan), style=style)
+    return table
+
+
+def headings(curve: Curve) -> tuple[str, ...]:
+    """Of the columns between devices and plan."""
+    whole = ("in all", "device-\nhours") if curve.steps else ()
+    energy = ("kWh",) if curve.steps and all(one.bill.energy is not None for one in curve.points) else ()
+    cost = ("cost",) if curve.steps and any(one.bill.money is not None for one in curve.points) else ()
+    return ("time\nper step", *(() if whole else ("samples/s",)), "effi-\nciency", *whole, *energy, *cost)
+
+
+def cells(curve: Curve, one: Point) -> tuple[str, ...]:
+    """Of one row, for ``headings``."""
+    wanted = headings(curve)
+    made = [show_seconds(one.forecast.step)]
+    made += [show_count(one.forecast.throughput)] if "samples/s" in wanted else []
+    made.append(f"{one.efficiency:.0%}")
+    if "in all" in wanted:
+        made += [show_seconds(one.bill.seconds), f"{one.bill.device_hours:.3g}"]
+    if "kWh" in wanted:
+        made.append(f"{one.bill.energy:.3g}")
+    if "cost" in wanted:
+        made.append(money(one.bill))
+    return tuple(made)
+
+
+_LEGEND = (
+    "roof: the most FLOP/s that peak and memory bandwidth allow at the model's FLOP per byte, each kernel by itself"
+)
+
+
+def roofline_view(name: str, lines: Sequence[Lined]) -> RenderableType:
+    """One row a device."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=_LEGEND)
+    table.add_column("device", no_wrap=True)
+    for heading in ("time\nper step", "MFU", "FLOP\n/byte", "roof\nFLOP/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("bound by", no_wrap=True)
+    table.add_column("most of it", overflow="fold")
+    for one in lines:
+        there = one.forecast
+        cells = ("-", "-") if there is None else (show_seconds(there.step), f"{there.mfu:.1%}")
+        most = f"lacks {show_bytes(one.missing)}" if there is None else one.most
+        roof = (f"{one.intensity:.0f}", show_count(one.attainable))
+        table.add_row(one.device, *cells, *roof, one.bound, most, style="dim" if there is None else None)
+    return Group(Text.assemble((name, "bold"), " on one device of each kind"), table)

@@ -1,0 +1,313 @@
+"""A run followed in the terminal while it goes on: a bar on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, final
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from phalanx.events import EventReader
+from phalanx.units import show_bytes, show_count, show_seconds
+
+Event = dict[str, Any]
+
+
+class Viewer(ABC):
+    """Shows events somewhere."""
+
+    @abstractmethod
+    def event(self, event: Event) -> None:
+        """Take one event, in the order of the log."""
+
+    @abstractmethod
+    def tick(self) -> None:
+        """Called about ten times a second, after the events that came in between."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """No more events will come."""
+
+
+@final
+class Follower:
+    """Calls viewers with what is new in a log. Calling it looks once; leaving its block reads on to the end.
+
+    A viewer that raises is told of on stderr once and then left out: watching never ends a run.
+    """
+
+    def __init__(self, log: Path, viewers: Sequence[Viewer]) -> None:
+        self._reader = EventReader(log)
+        self._reader.new()  # what an earlier part of a resumed run wrote is no news
+        self._viewers = list(viewers)
+
+    def __call__(self) -> None:
+        self._hand_on()
+        for viewer in tuple(self._viewers):
+            self._call(viewer, viewer.tick)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hand_on()
+        for viewer in tuple(self._viewers):
+            self._call(viewer, viewer.close)
+
+    def _hand_on(self) -> None:
+        for event in self._reader.new():
+            for viewer in tuple(self._viewers):
+                self._call(viewer, lambda viewer=viewer, event=event: viewer.event(event))
+
+    def _call(self, viewer: Viewer, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._viewers.remove(viewer)
+            name = type(viewer).__name__
+            print(
+                f"{name} stopped showing this run, which goes on: {type(error).__name__}: {error}",
+                file=sys.__stderr__,
+            )
+
+
+_WINDOW = 30  # steps that the shown pace is taken over
+_LINE_EVERY = 5.0  # seconds between lines where there is no terminal
+
+
+ALL = frozenset({"start", "resume", "evaluate", "checkpoint", "warning"})  # events that get a line of their own
+
+
+def progress(console: Console, *, label: str = "", lines: frozenset[str] = ALL) -> Viewer:
+    """What shows a run on ``console``: a bar where it is a terminal, else a line every few seconds.
+
+    Args:
+        console: where to.
+        label: what stands before the bar, such as the plan.
+        lines: events that get a line of their own besides.
+    """
+    return Bar(console, label, lines) if console.is_terminal else Lines(console, label, lines)
+
+
+@final
+class Pace:
+    """How fast steps go by, taken over the last few."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float, int, float]] = deque(maxlen=_WINDOW)
+
+    def add(self, event: Event) -> None:
+        """Take in a ``step`` event."""
+        self._steps.append((event["step"], event["time"], event["samples"], event["seconds"]))
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """``None`` before the first step."""
+        seconds = sum(one[3] for one in self._steps)
+        return sum(one[2] for one in self._steps) / seconds if seconds > 0 else None
+
+    def seconds_for(self, steps: int) -> float | None:
+        """Time that so many more steps will take, with the evaluations between them; ``None`` before two steps."""
+        if len(self._steps) < 2:
+            return None
+        (first, since, *_), (last, until, *_) = self._steps[0], self._steps[-1]
+        return (until - since) / max(1, last - first) * steps
+
+
+def step_text(event: Event, pace: Pace, total: int | None) -> str:
+    """Loss, pace, learning rate and time left, as of a ``step`` event."""
+    parts = [f"loss {event['loss']:.4g}" if event["loss"] is not None else "loss NaN"]
+    if (rate := pace.samples_per_second) is not None:
+        parts.append(f"{show_count(rate)} samples/s")
+    parts.append(f"lr {event['lr']:.3g}")
+    left = total - event["step"] - 1 if total else 0
+    if left and (seconds := pace.seconds_for(left)) is not None:
+        parts.append(f"{_clock(seconds)} left")
+    return "  ".join(parts)
+
+
+def line_of(event: Event) -> str | None:
+    """One line for an event that is worth one, with rich's markup; ``None`` for others."""
+    match event["event"]:
+        case "start":
+            return "\n".join(f"[yellow]differs from one device:[/] {escape(note)}" for note in event["notes"]) or None
+        case "resume":
+            return f"goes on from step {event['step']} [dim]({escape(event['path'])})[/]"
+        case "evaluate":
+            return f"[dim]step {event['step']:>5}[/]  evaluation  {escape(result_text(event))}"
+        case "checkpoint":
+            size, seconds = show_bytes(event["bytes"]), show_seconds(event["seconds"])
+            return f"[dim]step {event['step']:>5}  checkpoint  {escape(event['path'])}  {size} in {seconds}[/]"
+        case "warning":
+            return f"[yellow]warning:[/] {escape(event['message'])}"
+        case _:
+            return None
+
+
+def result_text(evaluation: Event) -> str:
+    """Loss and metrics of an evaluation."""
+    values = {"loss": evaluation["loss"], **evaluation["metrics"]}
+    return "  ".join(f"{name} {value:.4g}" if value is not None else f"{name} NaN" for name, value in values.items())
+
+
+@final
+class Opening(Viewer):
+    """Says something once, as soon as workers have been started: what is refused before that has nothing to show."""
+
+    def __init__(self, console: Console, text: str) -> None:
+        self._console, self._text = console, text
+
+    def event(self, event: Event) -> None:
+        pass
+
+    def tick(self) -> None:
+        if self._text:
+            self._console.print(self._text, highlight=False, markup=False, soft_wrap=True)
+        self._text = ""
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class Bar(Viewer):
+    """A progress bar. It is drawn by ``tick`` alone: a drawing thread would be there when workers are forked."""
+
+    def __init__(self, console: Console, label: str = "", lines: frozenset[str] = ALL) -> None:
+        self._lines = lines
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            *([TextColumn("{task.fields[label]}")] if label else []),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=_same_terminal(),
+        )
+        self._task = self._progress.add_task("starting", total=None, label=escape(label))
+        self._pace = Pace()
+        self._total: int | None = None
+        self._started = False
+
+    def event(self, event: Event) -> None:
+        if event["event"] == "start":
+            self._total = event["total_steps"]
+            self._progress.update(self._task, total=self._total, completed=event["first_step"])
+        elif event["event"] == "step":
+            self._pace.add(event)
+            text = step_text(event, self._pace, self._total)
+            self._progress.update(self._task, completed=event["step"] + 1, description=text)
+        elif event["event"] == "end" and self._total is None:
+            self._progress.update(self._task, total=event["step"])
+        if event["event"] in self._lines and (line := line_of(event)):
+            self._progress.console.print(line, highlight=False)
+
+    def tick(self) -> None:
+        if not self._started:
+            self._progress.start()
+            self._started = True
+        self._progress.refresh()
+
+    def close(self) -> None:
+        if self._started:
+            self._progress.stop()
+
+
+@final
+class Waiting:
+    """A line that says what is going on and for how long, for work that writes no events. Calling it redraws it."""
+
+    def __init__(self, console: Console, what: str) -> None:
+        self._console, self._what = console, what
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=_same_terminal(),
+        )
+
+    def __call__(self) -> None:
+        if self._console.is_terminal:
+            self._progress.start()
+            self._progress.refresh()
+
+    def __enter__(self) -> Self:
+        self._progress.add_task(escape(self._what), total=None)
+        if not self._console.is_terminal:
+            self._console.print(self._what, highlight=False, markup=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._progress.stop()
+
+
+@final
+class Lines(Viewer):
+    """The same as text, for a file or a pipe: the first step, the last, and one every few seconds."""
+
+    def __init__(self, console: Console, label: str = "", lines: frozenset[str] = ALL) -> None:
+        self._console, self._lines = console, lines
+        self._label = f"{label}  " if label else ""
+        self._pace = Pace()
+        self._total: int | None = None
+        self._said_at = 0.0
+        self._latest: Event | None = None
+
+    def event(self, event: Event) -> None:
+        if event["event"] == "start":
+            self._total = event["total_steps"]
+        elif event["event"] == "step":
+            self._pace.add(event)
+            self._latest = event
+            if event["step"] + 1 == self._total:
+                self._say()
+        elif event["event"] == "end":
+            self._say()
+        if event["event"] in self._lines and (line := line_of(event)):
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+    def tick(self) -> None:
+        if time.monotonic() - self._said_at >= _LINE_EVERY:
+            self._say()
+
+    def close(self) -> None:
+        pass
+
+    def _say(self) -> None:
+        event, self._latest = self._latest, None
+        if event is None:
+            return
+        of = f"/{self._total}" if self._total else ""
+        text = step_text(event, self._pace, self._total)
+        self._console.print(f"{self._label}step {event['step'] + 1:>5}{of}  {text}", highlight=False, soft_wrap=True)
+        self._said_at = time.monotonic()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _same_terminal() -> bool:
+    """Whether what workers print to stdout would tear the bar, and so has to go above it."""
+    import sys
+
+    return sys.stdout is not None and sys.stdout.isatty()  # pyright: ignore[reportUnnecessaryComparison]

@@ -1,0 +1,315 @@
+"""What ``phalanx show`` draws: a plan before any process starts, or the plan of a run beside what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.config import Job, Plan
+from phalanx.data.batch_split import share
+from phalanx.errors import PhalanxError
+from phalanx.launch import look_ahead
+from phalanx.parallel import device_kind
+from phalanx.parallel.survey import Held, Piece, Survey
+from phalanx.placement.schedules import Action, Timed, order, timed, work
+from phalanx.report.comparison import LATE, stored
+from phalanx.report.drawing import Timeline, samples_of
+from phalanx.report.summary import RunSummary, events_of, summary_of
+from phalanx.train.outlook import outlook
+from phalanx.train.work import without_values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """The schedule of a pipeline.
+
+    Attributes:
+        timeline: with each stage's own cost where it is known.
+        even: the share of idle time if all stages cost the same.
+        micros: micro-batches of each rank in a step.
+    """
+
+    timeline: Timeline
+    even: float
+    micros: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What a run measured.
+
+    Attributes:
+        summary: of the run; says what each rank's memory held.
+        timeline: of one step of the first replica's pipeline; ``None`` where there is none.
+        free: the share of idle time if each action takes its measured mean and messages take none.
+    """
+
+    summary: RunSummary
+    timeline: Timeline | None = None
+    free: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """Everything that is drawn.
+
+    Attributes:
+        name: of the job.
+        folder: of the run; ``None`` for a plan that has not run.
+        plan: the plan.
+        batch: samples in one optimizer step.
+        device: kind of device.
+        survey: what each rank holds; ``None`` where the job of a run is not to be had.
+        planned: the schedule; ``None`` without a pipeline.
+        measured: of a run.
+        notes: what the plan does not keep of one device's result.
+        missing: what could not be shown, and why, one sentence each.
+    """
+
+    name: str
+    folder: str | None = None
+    plan: Plan
+    batch: int
+    device: str
+    survey: Survey | None
+    planned: Planned | None
+    measured: Measured | None = None
+    notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON."""
+        planned, measured = self.planned, self.measured
+        return {
+            "job": self.name,
+            "run": self.folder,
+            "plan": str(self.plan),
+            "exact": self.plan.exactness,
+            "batch": self.batch,
+            "device": self.device,
+            "mesh": self.plan.mesh,
+            **_survey_as_dict(self.survey, self.plan, self.batch),
+            "planned": planned
+            and {**planned.timeline.to_dict(), "idle_even": planned.even, "micro_batches": planned.micros},
+            "measured": measured
+            and {
+                "memory": _memory_as_list(measured.summary),
+                "timeline": measured.timeline.to_dict() if measured.timeline else None,
+                "idle_without_messages": measured.free,
+                "forecast": measured.summary.forecast,
+                "beside": [one.to_dict() for one in measured.summary.beside],
+            },
+            "notes": list(self.notes),
+            "missing": list(self.missing),
+        }
+
+
+def of_job(job: Job, plan: Plan) -> Shown:
+    """``job`` under ``plan``, on whatever devices the plan is for.
+
+    Raises:
+        RefusedError: if the plan cannot serve the job.
+    """
+    found = outlook(without_values(job), plan)
+    causes = look_ahead(job, plan)
+    return Shown(
+        name=job.name,
+        plan=plan,
+        batch=job.batch,
+        device=device_kind(plan),
+        survey=found.survey,
+        planned=planned(plan, job.batch, found.survey),
+        notes=(*found.notes, *causes),
+    )
+
+
+def of_run(folder: Path, load: Callable[[], Job], foretell: Callable[[Job, Plan], dict[str, Any]]) -> Shown:
+    """The run in ``folder``, whose job ``load`` gives; ``foretell`` makes its forecast where it was too short for one.
+
+    Raises:
+        DataError: if it holds no run.
+    """
+    events = events_of(folder)
+    start = events[0]
+    plan, batch, missing = Plan.parse(start["plan"]), start["batch"], list[str]()
+    survey: Survey | None = None
+    foretold: dict[str, Any] | None = None
+    try:
+        job = replace(load(), batch=batch)
+        survey = outlook(without_values(job), plan).survey
+        if (stored(folder) or {}).get("missing") == LATE:
+            foretold = foretell(job, plan)
+    except PhalanxError as error:
+        missing.append(f"who holds what is not shown, because the job of the run is not to be had: {_first(error)}")
+    if survey and survey.elements != start["parameters"]:
+        missing.append(
+            f"the job has changed since the run: {survey.elements} parameters now, {start['parameters']} then"
+        )
+    measured = _measured(events, plan, summary_of(events, folder, foretold))
+    if not measured.summary.peak_bytes:
+        missing.append("no memory is shown: the run has not come to its end")
+    elif not measured.summary.memory:
+        missing.append("memory is not shown by part: the version that wrote the run's log did not measure it")
+    if plan.pp > 1 and not measured.timeline:
+        missing.append("no timeline is shown: the run's log has none of a whole step")
+    return Shown(
+        name=start["job"],
+        folder=str(folder),
+        plan=plan,
+        batch=batch,
+        device=start["device"],
+        survey=survey,
+        planned=planned(plan, batch, survey),
+        measured=measured,
+        notes=tuple(start["notes"]),
+        missing=tuple(missing),
+    )
+
+
+def planned(plan: Plan, batch: int, survey: Survey | None) -> Planned | None:
+    """The schedule of ``plan`` if messages take no time; with the costs of its stages where a survey tells them."""
+    if plan.pp == 1:
+        return None
+    largest = share(batch, 0, plan.replicas)[1]
+    micros = -(-largest // (plan.micro or largest))
+    laid = order(plan.schedule, plan.pp, plan.stages, micros)
+    even = _timeline("", timed(laid, lambda action: work(plan, action)), plan)
+    many = f"{plan.schedule}, {micros} micro-batch{'es' if micros > 1 else ''}"
+    if survey is None:
+        return Planned(timeline=replace(even, title=f"planned: {many}"), even=even.idle, micros=micros)
+    mean = sum(stage.cost for stage in survey.stages) / len(survey.stages)
+    costs = [stage.cost / mean for stage in survey.stages]
+    found = timed(laid, lambda action: work(plan, action) * costs[action.stage])
+    return Planned(timeline=_timeline(f"planned: {many}", found, plan), even=even.idle, micros=micros)
+
+
+def ranks_of(plan: Plan) -> tuple[int, ...]:
+    """The ranks of the first replica's pipeline, by their place along ``pp``."""
+    return tuple(range(0, plan.world_size, plan.world_size // plan.pp))
+
+
+def described(piece: Piece, shape: Sequence[int]) -> str:
+    """A part of a tensor of this shape in words, such as ``rows 0:64``."""
+    if not piece.elements:
+        return "nothing"
+    words: list[str] = []
+    for dim, (ranges, size) in enumerate(zip(piece.ranges, shape, strict=True)):
+        if ranges != ((0, size),):
+            runs = [f"{start}:{stop}" for start, stop in ranges]
+            told = " ".join(runs if len(runs) <= 3 else [*runs[:2], "...", runs[-1]])
+            names = {1: ("",), 2: ("rows ", "columns ")}.get(len(shape))
+            words.append(f"{names[dim]}{told}" if names else f"{told} of dimension {dim}")
+    return ", ".join(words) or "whole"
+
+
+def _timeline(title: str, actions: Iterable[Timed], plan: Plan) -> Timeline:
+    return Timeline(title=title, actions=tuple(actions), ranks=ranks_of(plan))
+
+
+def _measured(events: Sequence[Mapping[str, Any]], plan: Plan, summary: RunSummary) -> Measured:
+    of_ranks = {event["rank"]: event for event in events if event["event"] == "timeline"}
+    ranks = ranks_of(plan)
+    if plan.pp == 1 or not set(ranks) <= set(of_ranks):
+        return Measured(summary=summary)
+    actions = [
+        Timed(place, Action(kind, stage, micro), begin, end)
+        for place, rank in enumerate(ranks)
+        for kind, stage, micro, begin, end in of_ranks[rank]["actions"]
+    ]
+    if not actions:
+        return Measured(summary=summary)
+    title = f"measured: step {of_ranks[ranks[0]]['step']}"
+    found = Timeline(
+        title=title, actions=tuple(sorted(actions, key=lambda one: (one.begin, one.rank))), ranks=ranks, seconds=True
+    )
+    return Measured(summary=summary, timeline=found, free=_without_messages(found, plan))
+
+
+def _without_messages(found: Timeline, plan: Plan) -> float:
+    """The share of idle time if each kind of action of each stage takes its mean, and messages take no time."""
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for one in found.actions:
+        seconds.setdefault((one.action.kind, one.action.stage), []).append(one.end - one.begin)
+    micros = 1 + max(one.action.micro for one in found.actions)
+    laid = order(plan.schedule, plan.pp, plan.stages, micros)
+    means = {key: statistics.fmean(values) for key, values in seconds.items()}
+    return _timeline("", timed(laid, lambda action: means.get((action.kind, action.stage), 0.0)), plan).idle
+
+
+def _memory_as_list(summary: RunSummary) -> list[dict[str, int]]:
+    parts = summary.memory or ({},) * len(summary.peak_bytes)
+    return [
+        {"rank": rank, "peak_bytes": peak, **held}
+        for rank, (peak, held) in enumerate(zip(summary.peak_bytes, parts, strict=True))
+    ]
+
+
+def _first(error: PhalanxError) -> str:
+    return " ".join(str(error).splitlines()[0].split())
+
+
+def _survey_as_dict(survey: Survey | None, plan: Plan, batch: int) -> dict[str, Any]:
+    if survey is None:
+        return {"parameters": None, "stages": None, "ranks": None, "holds": None, "tied": None, "whole": None}
+    places: dict[tuple[int, ...], int] = {}
+    holds: list[list[dict[str, Any]]] = []
+    ranks: list[dict[str, Any]] = []
+    for rank in range(plan.world_size):
+        held = survey.held(rank)
+        if survey.place(rank) not in places:
+            places[survey.place(rank)] = len(holds)
+            holds.append([_held_as_dict(one) for one in held])
+        part = plan.part(rank)
+        ranks.append(
+            {
+                "rank": rank,
+                "at": plan.coordinate(rank),
+                "samples": [
+                    samples_of(plan, batch, part)[0],
+                    samples_of(plan, batch, part + plan.threads - 1)[1],
+                ],
+                "holds": places[survey.place(rank)],
+                "parameter_bytes": sum(one.bytes for one in held),
+                "gradient_bytes": sum(one.gradient_bytes for one in held),
+                "optimizer_elements": sum(one.stepped_elements for one in held),
+            }
+        )
+    whole = sum(stage.cost for stage in survey.stages)
+    return {
+        "parameters": survey.elements,
+        "stages": [
+            {
+                "stage": stage.index,
+                "pp": stage.rank,
+                "units": list(stage.units),
+                "parameters": list(stage.parameters),
+                "elements": stage.elements,
+                "cost_share": stage.cost / whole,
+            }
+            for stage in survey.stages
+        ],
+        "ranks": ranks,
+        "holds": holds,
+        "buffers": [{"name": one.name, "shape": list(one.shape), "bytes": one.bytes} for one in survey.buffers],
+        "tied": {name: list(stages) for name, stages in survey.tied.items()},
+        "whole": list(survey.whole),
+    }
+
+
+def _held_as_dict(held: Held) -> dict[str, Any]:
+    def part(piece: Piece | None) -> dict[str, Any] | None:
+        return piece and {"shape": list(piece.shape), "ranges": [[list(run) for run in dim] for dim in piece.ranges]}
+
+    return {
+        "name": held.tensor.name,
+        "shape": list(held.tensor.shape),
+        "dtype": str(held.tensor.dtype).removeprefix("torch."),
+        "cut_over": ["x".join(share.axes) for share in held.shares],
+        "parameter": part(held.parameter),
+        "gradient": part(held.gradient),
+        "stepped": part(held.stepped),
+        "bytes": held.bytes,
+    }

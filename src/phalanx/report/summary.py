@@ -1,0 +1,325 @@
+"""What a run came to, in numbers, from its event log; averagings and servers among them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.config import Plan
+from phalanx.errors import DataError
+from phalanx.events import read
+from phalanx.report.comparison import Beside, memory_beside, step_beside, stored
+from phalanx.report.progress import Event
+from phalanx.units import show_bytes, show_count, show_names
+
+PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations")  # of a rank's memory
+
+Action = Sequence[Any]  # kind, stage, micro-batch, begin, end
+
+WARM_UP = 3  # first steps that are not timed: allocation, first touch of the data, compilation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """One run, or the part of it since it was resumed.
+
+    Attributes:
+        folder: the run folder.
+        job: name of the job.
+        plan: the plan, as one line of text.
+        devices: that the plan uses: processes times threads.
+        device: kind of device.
+        batch: samples in one optimizer step.
+        parameters: elements of all parameters.
+        first_step: the step it began with.
+        step: optimizer steps taken so far, counted from the very beginning.
+        step_seconds: median wall time of a step, the first few left out; ``None`` where none was taken.
+        samples_per_second: median over the same steps.
+        seconds: wall time from the first step to the last.
+        loss: of the last step.
+        evaluation: ``loss``, ``samples`` and ``metrics`` of the last evaluation.
+        peak_bytes: largest memory of each rank: resident set on CPU, allocated on CUDA.
+        memory: what each rank's memory holds, part → bytes; empty where the log is older than its schema 1.2.
+        idle: the share of a pipeline's time in which its ranks wait or send, in the one step that was timed.
+        averagings: of replicas that step by themselves; ``None`` where there were none.
+        serving: of parameter servers; ``None`` where there were none.
+        sent: bytes that each rank sent of compressed gradients; empty where they went whole.
+        whole: bytes that each would have sent of whole ones.
+        forecast: of the run, as ``forecast.json`` has it; or why it is ``missing``; ``None`` where none was asked for.
+        beside: the forecast beside what was measured.
+        shares: samples of a full batch that each rank of ``dp`` took at last; empty where all took the same.
+        moves: how often they changed.
+        checkpoint: the newest, relative to the folder.
+        notes: what the plan does not keep of one device's result.
+        warnings: as the run gave them.
+        finished: whether it came to its end.
+    """
+
+    folder: str
+    job: str
+    plan: str
+    devices: int
+    device: str
+    batch: int
+    parameters: int
+    first_step: int
+    step: int
+    step_seconds: float | None
+    samples_per_second: float | None
+    seconds: float | None
+    loss: float | None
+    evaluation: dict[str, Any] | None
+    peak_bytes: tuple[int, ...]
+    memory: tuple[dict[str, int], ...]
+    idle: float | None
+    averagings: Averagings | None
+    serving: Serving | None
+    sent: tuple[int, ...]
+    whole: tuple[int, ...]
+    forecast: dict[str, Any] | None
+    beside: tuple[Beside, ...]
+    shares: tuple[int, ...]
+    moves: int
+    checkpoint: str | None
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    finished: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON."""
+        return {**asdict(self), "beside": [one.to_dict() for one in self.beside]}
+
+
+def summarise(folder: Path) -> RunSummary:
+    """The summary of the run in ``folder``, or of its last part where it was resumed.
+
+    Raises:
+        DataError: if its log holds no start.
+    """
+    return summary_of(read(folder / "events.jsonl"), folder)
+
+
+def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] | None = None) -> RunSummary:
+    """The summary of a run's events; ``summarise`` reads them from its folder.
+
+    ``foretold`` takes the place of what is stored of its forecast.
+
+    Raises:
+        DataError: if there is no ``start`` among them.
+    """
+    part = _last_part(events, folder)
+    start = part[0]
+    by_name: dict[str, list[Event]] = {}
+    for event in part:
+        by_name.setdefault(event["event"], []).append(event)
+    steps, shares = by_name.get("step", []), by_name.get("shares", [])
+    timed = [event for event in (steps[WARM_UP:] or steps[1:] or steps) if event["seconds"] > 0]
+    end = by_name.get("end", [{}])[-1]
+    evaluation = by_name.get("evaluate", [None])[-1]
+    seconds = statistics.median(event["seconds"] for event in timed) if timed else None
+    memory = list({event["rank"]: event for event in by_name.get("memory", [])}.values())
+    held = tuple(_parts(event) for event in memory if "parameters" in event)
+    foretold = foretold or stored(folder)
+    return RunSummary(
+        folder=str(folder),
+        job=start["job"],
+        plan=start["plan"],
+        devices=Plan.parse(start["plan"]).devices,
+        device=start["device"],
+        batch=start["batch"],
+        parameters=start["parameters"],
+        first_step=start["first_step"],
+        step=end.get("step", steps[-1]["step"] + 1 if steps else start["first_step"]),
+        step_seconds=seconds,
+        samples_per_second=statistics.median(event["samples"] / event["seconds"] for event in timed) if timed else None,
+        seconds=end.get("seconds"),
+        loss=steps[-1]["loss"] if steps else None,
+        evaluation=evaluation and {name: evaluation[name] for name in ("step", "loss", "samples", "metrics")},
+        peak_bytes=tuple(event["peak_bytes"] for event in memory),
+        memory=held,
+        idle=idle_share([event["actions"] for event in by_name.get("timeline", [])]),
+        averagings=averagings(by_name.get("sync", []), steps, end.get("seconds")),
+        serving=serving(by_name),
+        sent=tuple(event["sent"] for event in by_name.get("traffic", [])),
+        whole=tuple(event["whole"] for event in by_name.get("traffic", [])),
+        forecast=foretold,
+        beside=beside_of(foretold, part, held, seconds),
+        shares=tuple(shares[-1]["shares"]) if shares else (),
+        moves=max(0, len(shares) - 1),
+        checkpoint=by_name["checkpoint"][-1]["path"] if "checkpoint" in by_name else None,
+        notes=tuple(start["notes"]),
+        warnings=tuple(event["message"] for event in by_name.get("warning", [])),
+        finished="end" in by_name,
+    )
+
+
+def beside_of(
+    foretold: dict[str, Any] | None, events: Sequence[Event], held: Sequence[dict[str, int]], seconds: float | None
+) -> tuple[Beside, ...]:
+    """The forecast of a run beside what it measured.
+
+    Args:
+        foretold: what is stored of its forecast.
+        events: of the run.
+        held: what each rank's memory held, by part.
+        seconds: of a step, measured.
+    """
+    forecast = (foretold or {}).get("forecast")
+    if not forecast:
+        return ()
+    measured: dict[str, float] = {"whole": seconds} if seconds else {}
+    for event in events:
+        if event["event"] == "timing" and seconds:
+            passes, update = event["passes"], event["update"]
+            measured |= {"passes": passes, "update": update, "rest": max(0.0, seconds - passes - update)}
+    ranks = [event["actions"] for event in events if event["event"] == "timeline"]
+    if (idle := idle_share(ranks)) is not None:
+        moments = [moment for actions in ranks for *_, begin, end in actions for moment in (begin, end)]
+        whole = max(moments) - min(moments)
+        measured |= {"computing": (1 - idle) * whole, "pipeline": idle * whole}
+    return (*step_beside(forecast, measured), *memory_beside(forecast, held))
+
+
+def idle_share(ranks: Sequence[Sequence[Action]]) -> float | None:
+    """The share of the ranks' time, from the first's begin to the last's end, in which they do none of their actions.
+
+    Args:
+        ranks: for each rank its ``actions`` as a ``timeline`` event has them; ``None`` is given where there are none.
+    """
+    actions = [action for rank in ranks for action in rank]
+    whole = max((end for *_, end in actions), default=0.0) - min((begin for *_, begin, _ in actions), default=0.0)
+    busy = sum(end - begin for *_, begin, end in actions)
+    return 1.0 - busy / (whole * len(ranks)) if whole > 0 else None
+
+
+def _parts(event: Event) -> dict[str, int]:
+    return {part: event[part] for part in PARTS}
+
+
+def events_of(folder: Path) -> list[Event]:
+    """Events of the run in ``folder``, or of its last part where it was resumed; the first is its ``start``.
+
+    Raises:
+        DataError: if its log holds none.
+    """
+    return _last_part(read(folder / "events.jsonl"), folder)
+
+
+def _last_part(events: Iterable[Event], folder: Path) -> list[Event]:
+    part: list[Event] = []
+    for event in events:
+        if event["event"] == "start":
+            part = []
+        part.append(event)
+    if not part or part[0]["event"] != "start":
+        raise DataError(f"{folder} holds no log of a run\n    try: phalanx train JOB --run {folder}")
+    return part
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Averagings:
+    """Of replicas that step by themselves.
+
+    Attributes:
+        count: averagings, of one fragment each.
+        bytes: that rank 0 sent for them.
+        whole: bytes that those would have been without ``compress``.
+        waited: the share of rank 0's time that they held it up.
+    """
+
+    count: int
+    bytes: int
+    whole: int
+    waited: float | None
+
+    def __str__(self) -> str:
+        waited = "" if self.waited is None else f", {self.waited:.1%} of the time waited"
+        of = f" in place of {show_bytes(self.whole)}" if self.whole > self.bytes else ""
+        return f"{self.count}, {show_bytes(self.bytes)} sent by rank 0{of}{waited}"
+
+
+def averagings(syncs: Sequence[Event], steps: Sequence[Event], seconds: float | None) -> Averagings | None:
+    """Those of a run: its ``sync`` and ``step`` events, and its wall time once it has ended; ``None`` without any."""
+    if not syncs:
+        return None
+    whole = seconds or sum(event["seconds"] for event in steps)
+    waited = sum(event["seconds"] for event in syncs) / whole if whole else None
+    sent, of = (sum(event[field] for event in syncs) for field in ("bytes", "whole"))
+    return Averagings(count=len(syncs), bytes=sent, whole=of, waited=waited)
+
+
+_MOST = 8  # workers that are named
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serving:
+    """Of a run with parameter servers.
+
+    Attributes:
+        staleness: updates that gradients lacked → pieces of which that was so.
+        rates: samples/s of each worker that was there at the end, by rank, since it came.
+        pieces: how many pieces each of them computed that counted.
+        dropped: pieces left out of their step, which backup workers did not wait for.
+        lost_workers: how often a worker was lost.
+        restarts: how often a server was lost and came back.
+        lost_updates: updates lost with them, and made again.
+    """
+
+    staleness: Mapping[int, int]
+    rates: Mapping[int, float]
+    pieces: Mapping[int, int]
+    dropped: int
+    lost_workers: int
+    restarts: int
+    lost_updates: int
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """A name and a text for each line of a summary."""
+        found = [("staleness", _spread(self.staleness))]
+        if self.dropped:
+            found[0] = ("staleness", f"{found[0][1]}; {self.dropped} pieces left out")
+        if self.rates:
+            each = [f"{rank}: {show_count(rate)}" for rank, rate in self.rates.items()]
+            found.append(("each worker", f"{show_names(each, _MOST)} samples/s"))
+        if self.lost_workers:
+            found.append(("workers lost", str(self.lost_workers)))
+        if self.restarts:
+            found.append(("servers lost", f"{self.restarts}, and {self.lost_updates} updates with them, made again"))
+        return found
+
+
+def serving(by_name: Mapping[str, Sequence[Event]]) -> Serving | None:
+    """What the events of a run, by name, tell of its servers; ``None`` where it had none."""
+    updates, worked = by_name.get("update", []), by_name.get("worked", [])
+    servers = by_name.get("server", [])
+    if not updates:
+        return None
+    return Serving(
+        staleness=dict(sorted(Counter(one for event in updates for one in event["staleness"]).items())),
+        rates={event["rank"]: event["samples"] / event["seconds"] for event in worked if event["seconds"] > 0},
+        pieces={event["rank"]: event["pieces"] for event in worked},
+        dropped=sum(event["dropped"] for event in updates),
+        lost_workers=sum(event["state"] == "lost" for event in by_name.get("worker", [])),
+        restarts=sum(event["restarted"] for event in servers),
+        lost_updates=sum(event["lost_updates"] for event in servers),
+    )
+
+
+def _spread(counts: Mapping[int, int]) -> str:
+    """Least, median and most, and how the pieces spread."""
+    every = sum(counts.values())
+    passed, median = 0, 0
+    for value, count in counts.items():
+        passed += count
+        if passed * 2 >= every:
+            median = value
+            break
+    if len(counts) == 1:
+        return f"{median} updates in every gradient" if median else "none: each gradient is of the newest parameters"
+    shares = ", ".join(f"{value}: {count / every:.0%}" for value, count in counts.items())
+    return f"{min(counts)} to {max(counts)} updates, median {median} ({shares})"

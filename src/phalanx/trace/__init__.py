@@ -1,0 +1,24 @@
+"""A model's costs: operations, parameters and saved activations, found without a device."""
+
+from phalanx.trace.costs import Operation, Part, Profile, Saved, Share, Size, Weights, flops
+from phalanx.trace.hf_config import from_config
+from phalanx.trace.standard_models import Family, Shape, standard
+from phalanx.trace.tracing import Described, length_of, trace
+
+__all__ = [
+    "Described",
+    "Family",
+    "Operation",
+    "Part",
+    "Profile",
+    "Saved",
+    "Shape",
+    "Share",
+    "Size",
+    "Weights",
+    "flops",
+    "from_config",
+    "length_of",
+    "standard",
+    "trace",
+]

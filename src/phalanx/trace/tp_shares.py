@@ -1,0 +1,263 @@
+"""What tensor parallelism can divide, followed through a part's operations by the memory they read and write.
+
+A product whose result reaches the product that adds it up again only through operations on slices makes a pair with
+it (Shoeybi et al. 2019, section 3): the first weight is cut by columns, the second by rows, and what lies between is
+divided. What leaves the part divided, or is summed over the divided dimension, is not: its product stays whole. In the
+part with the loss, classes may stay divided up to the loss (the same paper, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from phalanx.trace.costs import Share
+from phalanx.trace.operations import Work
+from phalanx.trace.recorder import Seen
+from phalanx.trace.tracer import Trace
+
+FEWEST_CLASSES = 32
+"""Rows of a head below which dividing its classes is not worth the reductions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Around:
+    """What lies around a run of operations.
+
+    Attributes:
+        stream: memories of the activations that enter.
+        parameters: memory → name of parameters.
+        leaving: memories that other parts read.
+        gradients: memory → name of the parameter whose gradient it is.
+        samples: in the run.
+        to_loss: whether divided classes may end in the loss.
+    """
+
+    stream: frozenset[int]
+    parameters: Mapping[int, str]
+    leaving: frozenset[int]
+    gradients: Mapping[int, str]
+    samples: int
+    to_loss: bool = False
+
+
+@dataclass(slots=True)
+class Shares:
+    """What can be divided.
+
+    Attributes:
+        works: for each operation.
+        memories: memory → ``inner`` or ``tokens``; others are whole.
+        roles: name of a weight → ``column`` or ``row``.
+        beside: names of biases that are cut as the column they are added to.
+        heads: fewest heads of keys in an attention; 0 without.
+        widths: of the columns.
+    """
+
+    works: list[Share]
+    memories: dict[int, Share]
+    roles: dict[str, Share]
+    beside: set[str]
+    heads: int
+    widths: frozenset[int]
+
+
+def shares(works: Sequence[Work], around: Around) -> Shares:
+    """How a part's forward and backward can be divided."""
+    whole: set[str] = set()
+    forward = [work for work in works if not work.step.backward]
+    while True:
+        run = _Run(around, whole)
+        for work in forward:
+            run.forward(work)
+        run.leave()
+        if not run.spoilt:
+            break
+        whole |= run.spoilt
+    return run.finished(works)
+
+
+@dataclass(slots=True)
+class _Run:
+    around: Around
+    whole: set[str]
+    inner: dict[int, frozenset[str]] = field(default_factory=dict[int, "frozenset[str]"])
+    stream: set[int] = field(default_factory=set[int])
+    widths: dict[str, int] = field(default_factory=dict[str, int])
+    spoilt: set[str] = field(default_factory=set[str])
+    paired: set[str] = field(default_factory=set[str])
+    roles: dict[str, Share] = field(default_factory=dict[str, Share])
+    beside: set[str] = field(default_factory=set[str])
+    kept: frozenset[int] = frozenset()
+    heads: int = 0
+
+    def __post_init__(self) -> None:
+        self.stream |= self.around.stream
+
+    def forward(self, work: Work) -> None:
+        """Follow one operation."""
+        weight = _weight_of(work, self.around.parameters)
+        read = self._columns_in(work.step.inputs)
+        if weight is not None and work.kind == "matmul":
+            self._product(work, weight, read)
+            return
+        self._count_heads(work)
+        if read and work.kind == "memory":
+            read = self._through(work, read)
+        self._made(work.outputs, read, work.step.inputs, stream=work.name == "embedding")
+
+    def leave(self) -> None:
+        """What is still divided where the part ends was divided in vain."""
+        for memory in self.around.leaving:
+            self.spoilt |= self.inner.get(memory, frozenset())
+        self.spoilt |= {name for name, role in self.roles.items() if role == "column" and name not in self.paired}
+
+    def finished(self, works: Sequence[Work]) -> Shares:
+        """What is known of the forward, carried through the backward."""
+        self.kept = frozenset(self.inner)
+        found: list[Share] = [self._share(work) for work in works]
+        memories: dict[int, Share] = dict.fromkeys(self.stream, "tokens")
+        memories.update(dict.fromkeys(self.inner, "inner"))
+        return Shares(found, memories, self.roles, self.beside, self.heads, frozenset(self.widths.values()))
+
+    def _count_heads(self, work: Work) -> None:
+        """Heads of keys: as attention has them, or fewer where they are repeated after their projection."""
+        if work.kind == "attention":
+            heads, width = work.dims[2], work.dims[5]
+        elif work.name in ("bmm", "baddbmm") and all(one.memory in self.inner for one in work.operands):
+            heads = work.dims[0] / self.around.samples
+            width = max(self.widths[name] for name in self._columns_in(work.operands)) / heads
+        else:
+            return
+        keys = [self.widths[name] for name in self._columns_in(work.operands[1:2])]
+        found = int(min([heads, *(size / width for size in keys)]))
+        self.heads = min(found, self.heads or found)
+
+    def _product(self, work: Work, weight: str, read: frozenset[str]) -> None:
+        if read and self.around.to_loss:
+            self.spoilt |= read  # pairs are looked for in blocks only
+        elif read:
+            self.roles[weight] = "row"
+            self.paired |= read
+        if read:
+            self._made(work.outputs, frozenset(), work.step.inputs, stream=True)
+            return
+        wide = work.dims[2] >= FEWEST_CLASSES or not self.around.to_loss
+        wide &= all(len(one.shape) < 3 for one in work.operands if one.memory in self.around.parameters)
+        if weight in self.whole or not wide or self.roles.get(weight) == "row":
+            self._made(work.outputs, frozenset(), work.step.inputs)
+            return
+        self.roles[weight] = "column"
+        self.widths[weight] = int(work.dims[2])
+        self.beside |= self._biases(work.step.inputs, int(work.dims[2]), besides=weight)
+        self._made(work.outputs, frozenset((weight,)), ())
+
+    def _through(self, work: Work, read: frozenset[str]) -> frozenset[str]:
+        widths = {self.widths[name] for name in read}
+        self.beside |= self._biases(work.step.inputs, *widths)
+        if self.around.to_loss and any(word in work.name for word in ("nll_loss", "softmax", "logsumexp")):
+            if "nll_loss" in work.name:
+                self.paired |= read
+                self.stream |= {one.memory for one in work.outputs}
+                return frozenset()
+            return read
+        divided = [one for one in work.step.inputs if self.inner.get(one.memory) and one.shape[-1:]]
+        reduced = max((one.elements for one in work.outputs), default=0) < max(
+            (one.elements for one in divided), default=0
+        )
+        normed = any(word in work.name for word in ("norm", "softmax"))
+        if (normed or reduced) and any(one.shape[-1] in widths for one in divided):
+            self.spoilt |= read
+        return read
+
+    def _biases(self, inputs: Iterable[Seen], *widths: int, besides: str = "") -> set[str]:
+        names = {
+            self.around.parameters.get(one.memory) for one in inputs if one.shape in {(width,) for width in widths}
+        }
+        return {name for name in names if name is not None and name != besides}
+
+    def _columns_in(self, inputs: Iterable[Seen]) -> frozenset[str]:
+        found: frozenset[str] = frozenset()
+        for one in inputs:
+            found |= self.inner.get(one.memory, frozenset())
+        return found
+
+    def _made(
+        self, outputs: Iterable[Seen], columns: frozenset[str], inputs: Iterable[Seen], stream: bool = False
+    ) -> None:
+        flows = stream or any(one.memory in self.stream for one in inputs)
+        for one in outputs:
+            if columns:
+                self.inner[one.memory] = columns
+                self.stream.discard(one.memory)
+            elif flows:
+                self.stream.add(one.memory)
+
+    def _share(self, work: Work) -> Share:
+        weight = _weight_of(work, self.around.parameters)
+        if work.step.again:
+            self.forward(work)
+        elif work.step.backward:
+            return self._backward(work, weight)
+        if weight is not None and work.kind in ("matmul", "convolution"):
+            return self.roles.get(weight, "whole")
+        if any(one.memory in self.inner for one in (*work.outputs, *work.step.inputs)):
+            return "inner"
+        return self._by_stream(work)
+
+    def _backward(self, work: Work, weight: str | None) -> Share:
+        divided = any(one.memory in self.inner for one in work.step.inputs)
+        flows = any(one.memory in self.stream for one in work.step.inputs)
+        if work.kind in ("matmul", "convolution"):
+            if weight is not None:
+                role = self.roles.get(weight, "whole")
+                self._made(work.outputs, frozenset((weight,)) if role == "row" else frozenset(), (), stream=True)
+                return role
+            of = next(
+                (self.around.gradients[one.memory] for one in work.outputs if one.memory in self.around.gradients), ""
+            )
+            if of:
+                return self.roles.get(of, "whole")
+            pair = [one for one in work.operands if one.memory in self.inner]
+            if len(pair) == 1:
+                # Of a gradient and a kept input one is divided: which of the two says how the weight is cut.
+                return "row" if pair[0].memory in self.kept else "column"
+        if divided:
+            self._made(work.outputs, frozenset(("",)), ())
+            return "inner"
+        if flows:
+            self._made(work.outputs, frozenset(), (), stream=True)
+        return self._by_stream(work) if work.kind == "memory" else "whole"
+
+    def _by_stream(self, work: Work) -> Share:
+        return "tokens" if any(one.memory in self.stream for one in (*work.step.inputs, *work.outputs)) else "whole"
+
+
+def _weight_of(work: Work, parameters: Mapping[int, str]) -> str | None:
+    return next((parameters[one.memory] for one in work.operands if one.memory in parameters), None)
+
+
+def experts_in(made: Sequence[Work], parameters: Mapping[int, str]) -> dict[str, int]:
+    """Weights with one matrix an expert: name → experts."""
+    operands = [one for work in made if work.kind == "matmul" for one in work.operands]
+    return {
+        parameters[one.memory]: one.shape[0] for one in operands if one.memory in parameters and len(one.shape) == 3
+    }
+
+
+def of_experts(made: Sequence[Work], trace: Trace, experts: Mapping[str, int]) -> list[bool]:
+    """Whether each operation is of experts: from their first product to their last, forward and backward."""
+    found = [False] * len(made)
+    for backward in (False, True):
+        here = [
+            index for index, work in enumerate(made) if work.step.backward == backward and _meets(work, trace, experts)
+        ]
+        if here:
+            found[here[0] : here[-1] + 1] = [True] * (here[-1] + 1 - here[0])
+    return found
+
+
+def _meets(work: Work, trace: Trace, experts: Mapping[str, int]) -> bool:
+    names = {trace.parameters.get(one.memory) for one in work.operands}
+    names |= {trace.gradients.get(one.memory) for one in work.outputs}
+    return not names.isdisjoint(experts)

@@ -1,0 +1,373 @@
+"""Runs a model once on fake tensors, each distinct block alone and the rest around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from phalanx.trace.blocks import Entered, Made, Spec, Stub, among, leave_cache_out, likeness, parts, spec
+from phalanx.trace.checkpointed import hides_later, recomputation_seen, recomputed
+from phalanx.trace.fake_tensors import Forms, Values, fake, faked, quiet, resized
+from phalanx.trace.operations import as_on_accelerators
+from phalanx.trace.recorder import Recorder, Seen, Tape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """What a run of a block, or of what is around the blocks, left behind.
+
+    Attributes:
+        tape: its operations and memory.
+        parameters: memory → name of the parameters that it met.
+        gradients: memory → name of the parameter whose gradient it is.
+        entries: what entered, the stream first; then gradients of what leaves, or around blocks what each block left.
+        others: memories of what else was given, kept by who gave it.
+        leaving: memories that others read.
+        kept: memories, with their segment, that blocks keep beside what enters them.
+        modules: calls of modules without children, by segment.
+    """
+
+    tape: Tape
+    parameters: dict[int, str]
+    gradients: dict[int, str]
+    entries: tuple[Seen, ...]
+    others: frozenset[int]
+    leaving: frozenset[int]
+    kept: dict[int, int] = field(default_factory=dict[int, int])
+    modules: dict[int, int] = field(default_factory=dict[int, int])
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A block's turn: its name, what it is like, and whether its parameters were met before."""
+
+    name: str
+    like: Any
+    again: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traced:
+    """A whole model at one size.
+
+    Attributes:
+        visits: blocks in the order of their turns.
+        blocks: trace of each distinct block.
+        rest: trace of what is around them.
+    """
+
+    visits: list[Visit]
+    blocks: dict[Any, Trace]
+    rest: Trace
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the model recomputes activations by itself."""
+        return any(trace.tape.recomputes for trace in (*self.blocks.values(), self.rest))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A model and how it is called; tensors may be on any device, only their forms are read.
+
+    Attributes:
+        module: the model.
+        args: positional arguments of its forward.
+        kwargs: named ones.
+        batch: what the loss is called with beside the output.
+        loss: from the output and the batch to a scalar.
+        meta: whether tensors of the meta device will do in place of fakes.
+        values: whether to compute, with copies of what there is.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: Any
+    loss: Callable[[Any, Any], Any]
+    meta: bool = False
+    values: bool = False
+
+
+def traced(call: Call, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.dtype | None) -> Traced:
+    """Run the model with inputs of the shapes that ``form`` gives, computing in ``dtype``.
+
+    Raises:
+        Exception: whatever the model raises on fake tensors.
+    """
+    module = call.module
+    leave_cache_out(module)
+    mode = Values() if call.values else Forms() if call.meta else FakeTensorMode(allow_non_fake_inputs=True)
+    names = {id(tensor): name for name, tensor in module.named_parameters()}
+    tensors = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+    masks = {id(leaf) for leaf in tensors if hides_later(leaf)}
+    causal_buffers = {name for name, one in module.named_buffers() if hides_later(one)}
+    with quiet(), _training(module), faked(module, mode, dtype) as meant:
+        parameters = [(names[id(real)], stand_in) for stand_in, real in _stand_ins(module, meant)]
+        run = _Run(module, parameters, values=call.values)
+
+        def given(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            sized = resized(leaf, form(leaf)) if call.values else leaf.new_empty(form(leaf), device="meta")
+            made = fake(mode, sized, dtype=dtype)
+            if id(leaf) in masks:
+                run.recorder.mark_causal(made)
+            return made
+
+        for name, buffer in module.named_buffers():
+            if name in causal_buffers:
+                run.recorder.mark_causal(buffer)
+        args, kwargs, batch = tree_map(given, (call.args, call.kwargs, call.batch))
+        return run.whole(args, kwargs, lambda output: call.loss(output, batch), batch)
+
+
+def _stand_ins(module: nn.Module, meant: dict[int, nn.Parameter]) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    for tensor in module.parameters():
+        yield tensor, meant[id(tensor)]
+
+
+class _Run:
+    def __init__(self, module: nn.Module, parameters: list[tuple[str, nn.Parameter]], *, values: bool) -> None:
+        self.module = module
+        self.values = values
+        self.parameters = parameters
+        self.blocks = parts(module)
+        names = {child: name for name, child in module.named_modules()}
+        self.names = {block: names[block] for block in self.blocks}
+        self.visits: list[Visit] = []
+        self.met: set[nn.Module] = set()
+        self.traces: dict[Any, Trace] = {}
+        self.forms: dict[Any, Any] = {}
+        self.likes = {block: likeness(block) for block in self.blocks}
+        self.recorder = Recorder()
+        self.anchor = torch.empty(1, requires_grad=True)
+        self.kept: dict[int, int] = {}
+        self.entries: list[Seen] = []
+        self.entered: set[int] = set()
+        self.held: list[Tensor] = []
+        self.leaving: set[int] = set()
+
+    def whole(self, args: Any, kwargs: Any, loss: Callable[[Any], Any], batch: Any) -> Traced:
+        """The model and its loss, forward and backward."""
+        recorder = self.recorder
+        inside = {id(one) for block in self.blocks for one in block.parameters()}
+        within = self._within()
+        around = [child for child in self.module.modules() if child not in within]
+        outside = {id(one) for child in around for one in child._parameters.values()}
+        held = {recorder.number(one): name for name, one in self.parameters}
+        buffers = frozenset(recorder.number(one) for one in self.module.buffers())
+        inputs = [leaf for leaf in tree_leaves((args, kwargs, batch)) if isinstance(leaf, Tensor)]
+        others = frozenset(recorder.number(leaf) for leaf in inputs) | buffers
+        entries = tuple(recorder.see(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        counted = dict[int, int]()
+        with ExitStack() as stack:
+            stack.enter_context(_calls(self.module, within, counted, lambda: recorder.segment))
+            stack.enter_context(_replaced({block: self._stub(block) for block in self.blocks}))
+            stack.enter_context(recomputation_seen(recorder))
+            stack.enter_context(as_on_accelerators(recorder))
+            stack.enter_context(recorder)
+            with recorder.keeping():
+                value = scalar(loss(self.module(*args, **kwargs)))
+            recorder.begin_backward()
+            rest = [(name, one) for name, one in self.parameters if id(one) not in inside or id(one) in outside]
+            rest = [(name, one) for name, one in rest if one.requires_grad]
+            wanted = [one for _, one in rest]
+            sought = [*wanted, self.anchor] if value.requires_grad else []
+            grads = torch.autograd.grad(value, sought, allow_unused=True) if sought else ()
+            gradients = {
+                recorder.number(grad): name for (name, _), grad in zip(rest, grads, strict=False) if grad is not None
+            }
+        trace = Trace(
+            tape=recorder.tape,
+            parameters=held,
+            gradients=gradients,
+            entries=(*(one for one in entries if one.floating), *self.entries),
+            others=others | self.entered | {one.memory for one in self.entries},
+            leaving=frozenset(self.leaving),
+            kept=self.kept,
+            modules=counted,
+        )
+        return Traced(visits=self.visits, blocks=self.traces, rest=trace)
+
+    def _within(self) -> set[nn.Module]:
+        return {child for block in self.blocks for child in block.modules()}
+
+    def _stub(self, block: nn.Module) -> Callable[..., Any]:
+        forward, recorder = block.forward, self.recorder
+
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            leaves, structure = tree_flatten((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            form = tuple((tuple(one.shape), one.dtype, one.requires_grad) for one in tensors)
+            plain = tuple(leaf for leaf in leaves if isinstance(leaf, bool | int | float | str | None))
+            again = recorder.again or recorder.checkpoints > 0
+            like = (self.likes[block], form, plain, str(structure), again)
+            with recorder.paused():
+                if like not in self.traces:
+                    run = recomputed(forward) if again else forward
+                    self.traces[like], self.forms[like] = _alone(block, run, leaves, structure, recorder)
+                with torch.no_grad():
+                    values = tree_leaves(forward(*args, **kwargs)) if self.values else []
+                if recorder.again:
+                    made = self._made(like, tensors, lambda _: None, values)
+                    return tree_unflatten(made, self.forms[like][1])
+                self.visits.append(Visit(self.names[block], like, block in self.met))
+                self.met.add(block)
+                return self._given(like, tensors, values)
+
+        return instead
+
+    def _given(self, like: Any, tensors: list[Tensor], values: list[Any]) -> Any:
+        """What a block gives, joined to what it was given so that the backward passes through."""
+        recorder = self.recorder
+        recorder.segment += 1
+        turn = recorder.segment
+        entry = next((one for one in tensors if one.is_floating_point()), None)
+        for one in tensors:
+            if one is not entry:
+                self.kept.setdefault(recorder.number(one), turn - 1)
+            self.leaving.add(recorder.number(one))
+        if entry is not None:
+            self.entered.add(recorder.number(entry))
+
+        def back(grads: tuple[Tensor, ...]) -> None:
+            self.leaving |= {recorder.number(one) for one in grads}
+            recorder.segment = turn - 1
+
+        filled = self._made(like, tensors, back, values)
+        outputs = [one for one in filled if isinstance(one, Tensor)]
+        self.held += outputs  # so that their memory is not another's while the run lasts
+        self.entries += [recorder.see(one) for one in outputs[:1]]
+        return tree_unflatten(filled, self.forms[like][1])
+
+    def _made(
+        self, like: Any, tensors: list[Tensor], back: Callable[[tuple[Tensor, ...]], None], values: list[Any]
+    ) -> list[Any]:
+        """The leaves of what a block gives, with these ``values`` where they are known."""
+        specs: list[Spec] = self.forms[like][0]
+        floats = [one for one in tensors if one.requires_grad]
+        made = [one for one in specs if isinstance(one, Made)]
+        stubs = Stub.apply(self.recorder, back, made, self.anchor, *floats) if made else ()
+        results = iter(stubs)
+        if values:
+            known = [value for value, one in zip(values, specs, strict=True) if isinstance(one, Made)]
+            with torch.no_grad():
+                for stub, value in zip(stubs, known, strict=True):
+                    stub.copy_(value)
+        return [
+            tensors[one] if isinstance(one, int) else next(results) if isinstance(one, Made) else one.value
+            for one in specs
+        ]
+
+
+def _alone(
+    block: nn.Module, forward: Callable[..., Any], leaves: list[Any], structure: Any, outside: Recorder
+) -> tuple[Trace, Any]:
+    """One block's forward and backward; its trace, and what its output is made of."""
+    originals = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    outer = [one.detach().requires_grad_(one.requires_grad) for one in originals]
+    tensors = [Entered.apply(one) if one.requires_grad else one for one in outer]
+    given_in_turn = iter(tensors)
+    inputs = [next(given_in_turn) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    recorder = Recorder()
+    named = dict(block.named_parameters())
+    held = {recorder.number(one): name for name, one in named.items()}
+    given = [recorder.see(one) for one in tensors]
+    entry = [one for one in given if one.floating][:1]
+    others = {one.memory for one in given} | {recorder.number(one) for one in block.buffers()}
+    buffers = list(block.buffers())
+    for one, original in zip([*tensors, *buffers], [*originals, *buffers], strict=True):
+        if outside.is_causal(original):
+            recorder.mark_causal(one)
+    counted = dict[int, int]()
+    args, kwargs = tree_unflatten(inputs, structure)
+    seen = recomputation_seen(recorder)
+    with _calls(block, set(), counted, lambda: 0), seen, as_on_accelerators(recorder), recorder:
+        with recorder.keeping():
+            output = forward(*args, **kwargs)
+        results, form = tree_flatten(output)
+        made = [one for one in results if isinstance(one, Tensor) and one.requires_grad and not among(one, tensors)]
+        leaving = frozenset(recorder.number(one) for one in results if isinstance(one, Tensor))
+        specs = [spec(one, tensors) for one in results]
+        with recorder.paused():
+            ones = [torch.ones_like(one) for one in made]
+            for one in ones:
+                recorder.number(one)
+        learning = [(name, one) for name, one in named.items() if one.requires_grad]
+        wanted = [one for one in outer if one.requires_grad]
+        recorder.begin_backward()
+        streams = recorder.seen([ones, [one for one in tensors if one.requires_grad]])
+        output = results = None
+        sought = [*wanted, *(one for _, one in learning)]
+        grads = torch.autograd.grad(made, sought, ones, allow_unused=True) if made and sought else ()
+        of_weights = zip(learning, grads[len(wanted) :], strict=False)
+        gradients = {recorder.number(grad): name for (name, _), grad in of_weights if grad is not None}
+        leaving |= {recorder.number(one) for one in grads[: len(wanted)] if one is not None}
+    trace = Trace(
+        tape=recorder.tape,
+        parameters=held,
+        gradients=gradients,
+        entries=(*entry, *streams),
+        others=frozenset(others),
+        leaving=leaving,
+        modules=counted,
+    )
+    return trace, (specs, form)
+
+
+def scalar(value: Any) -> Tensor:
+    """The number that is minimised: of a loss with a sum and a count, its sum."""
+    total = getattr(value, "sum", None)
+    return total if isinstance(total, Tensor) else value
+
+
+@contextmanager
+def _training(module: nn.Module) -> Iterator[None]:
+    before = [(child, child.training) for child in module.modules()]
+    if not module.training:  # in one that comes in training mode, parts kept out of it stay so
+        module.train()
+    try:
+        yield
+    finally:
+        for child, training in before:
+            child.training = training
+
+
+@contextmanager
+def _replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    own = {module: module.__dict__["forward"] for module in forwards if "forward" in module.__dict__}
+    for module, forward in forwards.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module in forwards:
+            module.__dict__.pop("forward", None)
+        for module, forward in own.items():
+            module.__dict__["forward"] = forward
+
+
+@contextmanager
+def _calls(
+    module: nn.Module, without: set[nn.Module], counted: dict[int, int], where: Callable[[], int]
+) -> Iterator[None]:
+    """Counts calls of modules without children, by segment."""
+
+    def count(*_: Any) -> None:
+        counted[where()] = counted.get(where(), 0) + 1
+
+    leaves = [child for child in module.modules() if child not in without and not any(True for _ in child.children())]
+    handles = [child.register_forward_pre_hook(count) for child in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
