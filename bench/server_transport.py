@@ -4,7 +4,7 @@ One server, two workers, 40 MB of fp32 parameters; in each round each worker pus
 to a sum, and pulls the parameters. Nobody updates anything. Counted are the bytes of tensors, both ways, of both
 workers, over the time from when both begin to when both are done.
 
-- ``ours``: ``phalanx.train.served``'s own server and links, as training uses them.
+- ``ours``: ``phalanx.train.parameter_server``'s own server and links, as training uses them.
 - ``rpc``: the parameter-server pattern on torch.distributed.rpc (TensorPipe): one call brings the gradient and returns
   the parameters.
 - ``gloo``: nothing but send and recv of the same bytes; the server adds nothing up.
@@ -80,7 +80,7 @@ class _Fixed:
         self._port = port
 
     def find(self, index: int) -> Any:
-        from phalanx.train.served.meeting import Address
+        from phalanx.train.parameter_server.server_group import Address
 
         return Address("127.0.0.1", self._port, 0)
 
@@ -120,8 +120,8 @@ class _Summed:
 
 def ours_server(trial: Trial) -> None:
     """The real server, whose shard forgets a round's sum when it is complete."""
-    from phalanx.parallel.server import Flat, Rule, Shard
-    from phalanx.train.served.servant import Servant
+    from phalanx.parallel.parameter_server import Flat, Rule, Shard
+    from phalanx.train.parameter_server.server import Servant
 
     shard = Shard({"flat": torch.zeros(trial.elements)}, lambda named: torch.optim.SGD(named.values(), lr=0.1), Rule())
     shard.push = _Summed(shard).push  # type: ignore[method-assign]
@@ -144,8 +144,8 @@ class _NoFront:
 
 def ours_worker(trial: Trial, rank: int) -> None:
     """The real links."""
-    from phalanx.train.served.links import Links
-    from phalanx.train.served.meeting import Patience
+    from phalanx.train.parameter_server.connections import Links
+    from phalanx.train.parameter_server.server_group import Patience
 
     while not trial.port.value:
         time.sleep(0.01)

@@ -25,10 +25,10 @@ import phalanx as px
 from compare import announce
 from phalanx.comm import Place
 from phalanx.config.fields import Compensate
-from phalanx.parallel.server.update import Pushed, Rule, Shard
+from phalanx.parallel.parameter_server.update import Pushed, Rule, Shard
 from phalanx.train.assembly import Assembly, build
+from phalanx.train.elementwise import Parameters
 from phalanx.train.evaluate import evaluate
-from phalanx.train.parameters import Parameters
 from quality import digits, gpt
 from stored import load, save
 

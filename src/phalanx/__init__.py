@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from phalanx.config import Cluster, Job, Loss, Plan, RunSpec, Schedule
     from phalanx.data import Table
     from phalanx.launch.hosts import Hosts
-    from phalanx.train.losses import (
+    from phalanx.train.batch_scaling import linear_scaling
+    from phalanx.train.loss import (
         accuracy,
         cross_entropy,
         load_balancing_loss,
@@ -21,19 +22,18 @@ if TYPE_CHECKING:
         router_z_loss,
     )
     from phalanx.train.optimizers import LAMB, LARS
-    from phalanx.train.scaling import linear_scaling
 
 __version__ = "0.1.0"
 
 _WHERE = {
     **dict.fromkeys(("Run", "build", "fit", "forecast", "plan", "prove"), "phalanx.api"),
     **dict.fromkeys(("Cluster", "Job", "Loss", "Plan", "RunSpec", "Schedule"), "phalanx.config"),
-    **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.losses"),
-    **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.losses"),
+    **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.loss"),
+    **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
     "Hosts": "phalanx.launch.hosts",
     "Table": "phalanx.data",
-    "linear_scaling": "phalanx.train.scaling",
+    "linear_scaling": "phalanx.train.batch_scaling",
 }
 
 __all__ = [

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from phalanx.comm import Mesh
 from phalanx.config import Plan
 from phalanx.parallel import Held, Holding, Layout, Work
-from phalanx.parallel.sliced import Axis, Cut, Placed
-from phalanx.parallel.sliced.axis import piece
+from phalanx.parallel.local_shards import Axis, Cut, Placed
+from phalanx.parallel.local_shards.axis import piece
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (7, 4),

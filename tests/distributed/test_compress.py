@@ -21,7 +21,7 @@ from phalanx.errors import RefusedError, WorkerError
 from phalanx.events import read
 from phalanx.launch import launch
 from phalanx.parallel import assemble
-from phalanx.parallel.compress import Feedback, Wire, averaged, codec
+from phalanx.parallel.compression import Feedback, Wire, averaged, codec
 from phalanx.report.summary import RunSummary, summarise
 
 CODECS = ("fp16", "bf16", "int8", "topk:0.01")

@@ -21,7 +21,7 @@ from phalanx.errors import RefusedError
 from phalanx.launch import launch
 from phalanx.parallel import Example
 from phalanx.parallel.expert import by_rows, deal_out, find
-from phalanx.parallel.sliced import Axis
+from phalanx.parallel.local_shards import Axis
 from phalanx.train.assembly import build
 from phalanx.verify.parity import OneDevice
 

@@ -15,9 +15,9 @@ import phalanx as px
 from phalanx.comm import Place, joined
 from phalanx.errors import DataError
 from phalanx.launch import launch
-from phalanx.parallel import Example, materialise
+from phalanx.parallel import Example, deferred_init
+from phalanx.parallel.deferred_init import UnrecordedError, fill, followed, recipes, recorded
 from phalanx.parallel.expert import find
-from phalanx.parallel.materialise import UnrecordedError, fill, followed, recipes, recorded
 from phalanx.train.assembly import begun, build, build_model
 
 WIDTH = 24
@@ -123,7 +123,7 @@ MODELS = [Drawn, Recurrent, copies, convnet, normed, halved, gpt2, llama, bert, 
 
 @pytest.fixture(autouse=True)
 def _small_counts_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(materialise, "LARGE", 64)
+    monkeypatch.setattr(deferred_init, "LARGE", 64)
 
 
 def seeded() -> None:
@@ -271,7 +271,7 @@ def test_a_rank_holds_its_slices_of_one_device_s_values(plan: str) -> None:
                 local = whole[name]
                 holding = assembly.layout.held.slices.get(name)
                 for one in holding.placed if holding else ():
-                    local = materialise.piece(local, one.dim, one.cut, one.axis.rank)
+                    local = deferred_init.piece(local, one.dim, one.cut, one.axis.rank)
                 given = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
                 if not torch.equal(given, local):
                     wrong.append(name)
@@ -353,7 +353,7 @@ BLOCK, LAYERS = 4 * (2 * 1024 * 2048 + 2048 + 1024), 20  # bytes
 def test_no_rank_ever_holds_more_than_its_part_and_one_block(
     plan: str, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(materialise, "LARGE", 4096)
+    monkeypatch.setattr(deferred_init, "LARGE", 4096)
     laid = px.Plan.parse(f"{plan} device=cpu")
     big = job(width=1024, layers=LAYERS)  # 336 MB
     small = 6 << 20  # what a look at the layers leaves (4.4 MB at half the width, too), and holes in the heap

@@ -17,9 +17,8 @@ import phalanx as px
 from phalanx.config import Plan
 from phalanx.errors import RefusedError
 from phalanx.parallel import Held
-from phalanx.train.elementwise import elementwise, half_steps
+from phalanx.train.elementwise import _GROUPS, elementwise, groups_of_slices, half_steps, note_slices
 from phalanx.train.optimizers import LAMB, LARS
-from phalanx.train.slices import _GROUPS, groups_of_slices, note_slices
 
 torch.set_num_threads(1)
 

@@ -18,9 +18,9 @@ from phalanx.config.plan import Schedule
 from phalanx.demo.jobs.gpt import GPT, Size
 from phalanx.launch import launch
 from phalanx.parallel import Example, Work
-from phalanx.parallel.pipeline import PipelineRunner, cut, traffic
-from phalanx.parallel.pipeline.parcels import Parcels
-from phalanx.parallel.sliced import Axis, Cut, Placed, Sliced, is_sliced
+from phalanx.parallel.local_shards import Axis, Cut, Placed, Sliced, is_sliced
+from phalanx.parallel.pipeline import PipelineRunner, cut, messages
+from phalanx.parallel.pipeline.messages import Parcels
 
 CPU = torch.device("cpu")
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev")
@@ -376,7 +376,7 @@ def test_whole_backwards_where_halves_are_not_wanted() -> None:
 def test_messages_in_one_order_where_there_are_no_tags(
     model: str, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(traffic, "wants_order", lambda *_: True)
+    monkeypatch.setattr(messages, "wants_order", lambda *_: True)
     make, micros = MODELS[model]
     assert_same(make, micros(4), Plan(pp=2, schedule=schedule))
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import phalanx as px
 from phalanx.config import Plan
 from phalanx.errors import RefusedError
-from phalanx.parallel import recompute
+from phalanx.parallel import activation_checkpointing
 from phalanx.verify import OneDevice
 from phalanx.verify.dropout import BySample, Place
 from phalanx.verify.witness.masks import KeyedMasks
@@ -153,7 +153,7 @@ def test_a_model_that_recomputes_by_itself(plan: str, reentrant: bool) -> None:
 
 def test_recompute_that_draws_anew_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = one_device()
-    monkeypatch.setattr(recompute, "checkpoint", partial(checkpoint, preserve_rng_state=False))
+    monkeypatch.setattr(activation_checkpointing, "checkpoint", partial(checkpoint, preserve_rng_state=False))
     assert not reference.prove(Plan.parse("dp=2 recompute=full")).equal
 
 

@@ -10,7 +10,7 @@ import phalanx as px
 from phalanx.config import Plan
 from phalanx.demo.jobs import gpt
 from phalanx.errors import Problem, RefusedError
-from phalanx.train.outlook import refusals
+from phalanx.train.rehearsal import refusals
 
 
 def job() -> px.Job:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.comm import Place, joined
 from phalanx.launch import launch
-from phalanx.parallel.sliced import Axis, Cut, Placed, is_sliced, sliced
+from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced, sliced
 
 torch.manual_seed(0)
 

@@ -21,7 +21,7 @@ from phalanx.errors import RefusedError
 from phalanx.launch import launch
 from phalanx.parallel.survey import Piece, chunks
 from phalanx.train.assembly import build, build_model
-from phalanx.train.outlook import outlook
+from phalanx.train.rehearsal import outlook
 from phalanx.train.step import Watch
 
 

@@ -16,8 +16,8 @@ from phalanx.comm import Place, joined
 from phalanx.demo.jobs import gpt
 from phalanx.launch import launch
 from phalanx.parallel import Example
-from phalanx.parallel.context import entrances, share_out_tokens
-from phalanx.parallel.sliced import Axis, Placed
+from phalanx.parallel.context.regions import entrances, share_out_tokens
+from phalanx.parallel.local_shards import Axis, Placed
 from phalanx.parallel.tensor import find, show_slices, split_weights
 
 IDS = torch.arange(24).view(2, 12) % 60

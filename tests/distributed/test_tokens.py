@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 from phalanx.comm import Place, joined
 from phalanx.config.plan import Attention
 from phalanx.launch import launch
-from phalanx.parallel.sliced import Axis, Cut, Placed, is_sliced, sliced
-from phalanx.parallel.sliced.axis import joined as join
-from phalanx.parallel.sliced.axis import piece
-from phalanx.parallel.sliced.ring import meetings
-from phalanx.parallel.sliced.tokens import positions
+from phalanx.parallel.context.attention import positions
+from phalanx.parallel.context.ring import meetings
+from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced, sliced
+from phalanx.parallel.local_shards.axis import joined as join
+from phalanx.parallel.local_shards.axis import piece
 
 attention: Any = F.scaled_dot_product_attention
 WAYS: tuple[Attention, ...] = ("ring", "alltoall", "gather")

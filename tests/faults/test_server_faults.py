@@ -22,10 +22,10 @@ from phalanx.comm import Place
 from phalanx.data import read_ledger
 from phalanx.errors import RunError
 from phalanx.launch.local import launch
-from phalanx.train.served import take_part
-from phalanx.train.served.links import Links
-from phalanx.train.served.meeting import Address, Directory, Patience
-from phalanx.train.served.part import _Serving
+from phalanx.train.parameter_server import take_part
+from phalanx.train.parameter_server.connections import Links
+from phalanx.train.parameter_server.role import _Serving
+from phalanx.train.parameter_server.server_group import Address, Directory, Patience
 
 SAMPLES, EPOCHS = 64, 6  # 4 steps an epoch
 QUICK = Patience(beat=0.05, silent=0.4, pieces=0.0, answer=5.0, back=5.0, parting=2.0)

@@ -11,7 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from small import fit
 
-from phalanx.parallel.compress import Feedback, codec, lane, message, read
+from phalanx.parallel.compression import Feedback, codec, lane, message, read
 from phalanx.report.summary import summarise
 
 pytestmark = pytest.mark.gpu

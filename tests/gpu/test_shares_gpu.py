@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from phalanx.parallel import Held
-from phalanx.train.pace import Stopwatch
-from phalanx.train.room import Room
+from phalanx.train.uneven_shares import Room, Stopwatch
 
 pytestmark = pytest.mark.gpu
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.parallel.sliced import Axis, Cut
-from phalanx.parallel.sliced.how import How
-from phalanx.parallel.sliced.ring import attend
-from phalanx.parallel.sliced.tiles import Efficient, Flash, Kernel, Plain, Tile, kernel_for
+from phalanx.parallel.context.flash_block import Efficient, Flash, Kernel, Plain, Tile, kernel_for
+from phalanx.parallel.context.ring import attend
+from phalanx.parallel.context.sdpa_args import How
+from phalanx.parallel.local_shards import Axis, Cut
 
 pytestmark = pytest.mark.gpu
 

@@ -39,7 +39,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "the learning rate × 2",
-        "train/rates.py",
+        "train/lr_schedule.py",
         "rate = self._set[index] = self._base[index] * factor",
         "rate = self._set[index] = self._base[index] * factor * 2",
         ("prove rich single",),
@@ -84,14 +84,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "running statistics of its own on each rank",
-        "parallel/replicate.py",
+        "parallel/ddp.py",
         "        self._statistics.share()\n",
         "",
         ("copies norm dp=2",),
     ),
     Mutation(
         "the schedule counts micro-batches",
-        "train/rates.py",
+        "train/lr_schedule.py",
         "job.schedule.factor(step=step,",
         "job.schedule.factor(step=step * 2,",
         ("prove rich single",),
@@ -112,7 +112,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "gradients are reduced twice",
-        "parallel/replicate.py",
+        "parallel/ddp.py",
         "        if not self._may_be_unused:\n            check_reduced",
         "        for one in self._held.parameters.values():\n"
         "            torch.distributed.all_reduce(one.grad)\n"
@@ -152,7 +152,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "what a mean is weighted with is the same for every micro-batch",
-        "train/lossform.py",
+        "train/loss.py",
         "return Reading(result, float(samples), samples, samples, True)",
         "return Reading(result, 1.0, 1, samples, True)",
         ("prove mean micro=4",),
@@ -236,14 +236,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "half precision computes in fp32",
-        "train/precision.py",
+        "train/loss_scaling.py",
         "return torch.autocast(device.type, dtype=_DTYPES[plan.precision])",
         "return nullcontext()",
         ("test unit/test_train_step.py products",),
     ),
     Mutation(
         "fp16's loss scale never comes down",
-        "train/precision.py",
+        "train/loss_scaling.py",
         "self.scale = max(_LEAST, self.scale / 2)",
         "self.scale = max(_LEAST, self.scale)",
         ("prove overflow precision=fp16",),
@@ -258,7 +258,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "gradients below the limit are clipped up to it",
-        "train/gradients.py",
+        "train/grad_clipping.py",
         "torch.clamp(limit / (norm + 1e-6), max=1.0)",
         "limit / (norm + 1e-6)",
         ("prove gentle dp=2",),
@@ -305,7 +305,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "local SGD: a replica goes its own way after the last averaging",
-        "parallel/apart.py",
+        "parallel/local_sgd.py",
         "        if steps == self._last:\n            self._come_together()\n",
         "        if steps == self._last:\n            self._come_together()\n"
         f"            if {_RANK} == 1:\n"
@@ -315,7 +315,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "the router's z-loss is not squared",
-        "train/losses.py",
+        "train/loss.py",
         "torch.logsumexp(_at_least_fp32(logits), dim=-1).square()",
         "torch.logsumexp(_at_least_fp32(logits), dim=-1)",
         ("test unit/test_losses.py",),

@@ -33,14 +33,14 @@ RANDOM: tuple[Mutation, ...] = (
     ),
     Mutation(
         "stages of a pipeline differ in bits of the seed that nothing reads",
-        "parallel/streams.py",
+        "parallel/rng_streams.py",
         "(seed_of(device) ^ (index * 0x9E3779B97F4A7C15)) % 2**63",
         "seed_of(device) ^ (index << 32)",
         ("prove drops pp=2",),
     ),
     Mutation(
         "recompute drops other elements than forward did",
-        "parallel/recompute.py",
+        "parallel/activation_checkpointing.py",
         "use_reentrant=False, **extra",
         "use_reentrant=False, preserve_rng_state=False, **extra",
         ("prove drops recompute=full",),
@@ -54,7 +54,7 @@ RANDOM: tuple[Mutation, ...] = (
     ),
     Mutation(
         "servers: pieces drop the same",
-        "train/served/compute.py",
+        "train/parameter_server/worker.py",
         "reseed(device, stream(self._job.seed, step, index, part))",
         "reseed(device, stream(self._job.seed, step, index, 0))",
         ("prove drops server=1 dp=2",),

@@ -15,7 +15,7 @@ from torch import nn
 import phalanx as px
 from phalanx.config import Plan
 from phalanx.launch import look_ahead
-from phalanx.parallel import replicate
+from phalanx.parallel import ddp
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from small import Net, job, table
@@ -201,7 +201,7 @@ def test_a_fault_of_the_split_is_said_before_what_the_job_differs_by(
             for index, micro in enumerate(micros):
                 work.run(ddp, device, micro, index == len(micros) - 1)
 
-    monkeypatch.setattr(replicate, "accumulate", alone)
+    monkeypatch.setattr(ddp, "accumulate", alone)
     planted, words = PLANTED[name]
     cause = px.prove(planted, "dp=2", steps=2).cause
     assert cause.startswith("ranks of dp have different gradients")

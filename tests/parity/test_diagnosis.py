@@ -12,7 +12,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.comm import Place
-from phalanx.parallel import replicate
+from phalanx.parallel import ddp
 from phalanx.train import assembly, step
 
 
@@ -35,13 +35,13 @@ def test_gradients_that_are_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None
             for index, micro in enumerate(micros):
                 work.run(ddp, device, micro, index == len(micros) - 1)
 
-    monkeypatch.setattr(replicate, "accumulate", alone)
+    monkeypatch.setattr(ddp, "accumulate", alone)
     assert "missing synchronisation" in unequal("dp=2").cause
 
 
 @pytest.mark.parametrize(("divisor", "words"), [(1, "A mean of means"), (4, "a sum where a mean was meant")])
 def test_a_wrong_divisor(divisor: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicate.Replicate, "divisor", property(lambda self: divisor))
+    monkeypatch.setattr(ddp.Replicate, "divisor", property(lambda self: divisor))
     proof = unequal("dp=2")
     assert words in proof.cause
     assert "the number of replicas" in proof.cause

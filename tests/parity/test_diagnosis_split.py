@@ -14,7 +14,7 @@ from torch import nn
 import phalanx as px
 from phalanx.comm import Place
 from phalanx.parallel import split
-from phalanx.parallel.sliced import axis, products
+from phalanx.parallel.local_shards import axis, matmul_ops
 from phalanx.train import assembly, step
 from phalanx.verify import OneDevice, Proof, diagnose_split, parity
 
@@ -66,7 +66,7 @@ def unequal(plan: str, given: px.Job | None = None) -> Proof:
 
 def added_up(monkeypatch: pytest.MonkeyPatch, times: int, only: int | None = None) -> None:
     """Add the outputs of row-split layers up so often: all, or the ``only``-th of a forward."""
-    total, calls = products.total, [0]
+    total, calls = matmul_ops.total, [0]
 
     def added(tensor: torch.Tensor, axis: Any) -> torch.Tensor:
         calls[0] += axis.group is not None  # a dry run that looks for a split is left alone
@@ -76,7 +76,7 @@ def added_up(monkeypatch: pytest.MonkeyPatch, times: int, only: int | None = Non
             tensor = total(tensor.clone(), axis)
         return tensor
 
-    monkeypatch.setattr(products, "total", added)
+    monkeypatch.setattr(matmul_ops, "total", added)
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "dp=2 tp=2", "pp=2 tp=2 micro=7"])
@@ -135,7 +135,7 @@ def test_norms_whose_gradients_are_not_added_up(plan: str, monkeypatch: pytest.M
 
 
 def test_gradients_that_are_not_reduced_over_dp_beside_tp(monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.parallel.replicas import Whole
+    from phalanx.parallel.replica_group import Whole
 
     monkeypatch.setattr(Whole, "finish", lambda self: None)
     cause = unequal("dp=2 tp=2", residual()).cause

@@ -14,10 +14,11 @@ from dropping import DROPPING
 from torch import Tensor
 
 from phalanx.config import Plan
-from phalanx.parallel import recompute
-from phalanx.parallel.sliced import attention, elementwise, tiles
-from phalanx.parallel.sliced.how import How
-from phalanx.parallel.sliced.tensor import RULES
+from phalanx.parallel import activation_checkpointing
+from phalanx.parallel.context import attention, flash_block
+from phalanx.parallel.context.sdpa_args import How
+from phalanx.parallel.local_shards import elementwise_ops
+from phalanx.parallel.local_shards.tensor import RULES
 from phalanx.train import step as steps
 from phalanx.train.rng import stream
 from phalanx.verify import OneDevice
@@ -76,19 +77,19 @@ def by_rank(seed: int, *given: int) -> int:
 
 
 def drops_less(func: Any, args: Any, kwargs: Any) -> Any:
-    return elementwise.dropped(func, args, {**kwargs, "p": kwargs["p"] * 0.7})
+    return elementwise_ops.dropped(func, args, {**kwargs, "p": kwargs["p"] * 0.7})
 
 
 def without_scale(func: Any, args: Any, kwargs: Any) -> Any:
-    return elementwise.dropped(func, args, kwargs) * (1 - kwargs["p"])
+    return elementwise_ops.dropped(func, args, kwargs) * (1 - kwargs["p"])
 
 
-def backward(kernel: tiles.Plain, tile: tiles.Tile, *rest: Tensor) -> Any:
+def backward(kernel: flash_block.Plain, tile: flash_block.Tile, *rest: Tensor) -> Any:
     return BACKWARD(kernel, replace(tile, seed=tile.seed + 1), *rest)
 
 
-BACKWARD = tiles.Plain.backward
-CHECKPOINT = recompute.checkpoint
+BACKWARD = flash_block.Plain.backward
+CHECKPOINT = activation_checkpointing.checkpoint
 ALL_SAME = words(None, None, 0)
 FROZEN = words(0, None, None)
 MICRO = words(None, 0, None)
@@ -113,13 +114,13 @@ FAULTS: dict[str, tuple[str, str, Any, str, Any, str, str]] = {
     "recompute draws anew": (
         "MLP",
         "dp=2 recompute=full",
-        recompute,
+        activation_checkpointing,
         "checkpoint",
         partial(CHECKPOINT, preserve_rng_state=False),
         "in backward",
         "recompute",
     ),
-    "the ring draws anew": ("own GPT", "cp=2", tiles.Plain, "backward", backward, "in backward", "recompute"),
+    "the ring draws anew": ("own GPT", "cp=2", flash_block.Plain, "backward", backward, "in backward", "recompute"),
 }
 
 

@@ -20,7 +20,7 @@ from phalanx.train import loop
 PACKAGES = ("train/", "parallel/", "data/", "comm/", "checkpoint/")
 BY_CHANCE = ("__del__", "<module>", "_files.<locals>.<lambda>")
 """Called when memory is let go, by who is first to import, and once for each file that other ranks have begun."""
-ONLOOKERS = ("train/observer.py", "verify/recording.py", "verify/prints.py")
+ONLOOKERS = ("train/observer.py", "verify/recording.py", "verify/fingerprints.py")
 
 
 def place_in_house(frame: FrameType) -> str:
@@ -99,7 +99,7 @@ OF_STEPS = (
 COMPUTED = ("compute", "coordinator")
 WITHOUT_CLOCK = ("parallel/", "checkpoint/", "data/", *(f"train/served/{name}.py" for name in COMPUTED))
 """Of servers and their workers; in other rooms they wait, beat and part by the clock, and what that calls is chance."""
-OF_SERVERS = ("train/served/coordinator.py", "parallel/server/update.py", "checkpoint/format.py")
+OF_SERVERS = ("train/parameter_server/coordinator.py", "parallel/parameter_server/update.py", "checkpoint/format.py")
 
 
 @pytest.mark.parametrize("plan", PLANS)

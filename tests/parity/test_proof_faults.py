@@ -14,9 +14,9 @@ from torch import nn
 
 import phalanx as px
 from phalanx.comm import local
-from phalanx.parallel.server.update import Shard
+from phalanx.parallel.parameter_server.update import Shard
 from phalanx.parallel.threads import Threads
-from phalanx.train.served.worker import Worker
+from phalanx.train.parameter_server.worker import Worker
 from phalanx.train.step import Step, _Work
 from phalanx.verify import Proof
 

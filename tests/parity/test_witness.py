@@ -26,7 +26,7 @@ from phalanx.verify.witness.samples import GlobalBatches, KeyedOrder
 SOURCE = Path(px.__file__).parent
 HERE = SOURCE / "verify" / "witness"
 # What a job's own functions call: the user's side, with tests of its own.
-USERS = {"train/losses.py", "data/map_style.py", "train/optimizers.py", "__init__.py"}  # the last looks up px.NAME
+USERS = {"train/loss.py", "data/map_style.py", "train/optimizers.py", "__init__.py"}  # the last looks up px.NAME
 
 
 def apart(reference: list[float], other: list[float]) -> float:

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.parallel.compress import Codec, Feedback, codec, lane, message, read
-from phalanx.parallel.compress.bucket import Bucket
-from phalanx.parallel.compress.left_out import LeftOut
+from phalanx.parallel.compression import Codec, Feedback, codec, lane, message, read
+from phalanx.parallel.compression.error_feedback import Bucket, LeftOut
 
 ALL = ("fp16", "bf16", "int8", "topk:0.01", "topk:0.3")
 COUNTS = (0, 1, 2, 3, 255, 256, 257, 1000, 70_001)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import RefusedError
-from phalanx.parallel.fragments import Fragment, divide, owners
+from phalanx.parallel.diloco import Fragment, divide, owners
 
 pytestmark = pytest.mark.quick
 

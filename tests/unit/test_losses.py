@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.errors import LossError
-from phalanx.train.losses import (
+from phalanx.train.loss import (
     accuracy,
     cross_entropy,
     load_balancing_loss,

@@ -16,7 +16,7 @@ from phalanx.comm import Place
 from phalanx.config import Job, Plan
 from phalanx.errors import GradientError
 from phalanx.parallel import Work, advice, assemble, check, device_kind, notes
-from phalanx.parallel.unused import without_gradient
+from phalanx.parallel.advice import without_gradient
 from phalanx.train.refusals import model_problems
 
 

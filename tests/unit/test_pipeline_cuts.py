@@ -15,7 +15,7 @@ from phalanx.errors import RefusedError
 from phalanx.parallel import Example
 from phalanx.parallel.pipeline import Pipeline, cut
 from phalanx.parallel.pipeline.backward import input_half
-from phalanx.parallel.pipeline.balance import balanced
+from phalanx.parallel.pipeline.cuts import balanced
 
 
 def looked_at(module: nn.Module, plan: Plan, *args: Any) -> Pipeline:

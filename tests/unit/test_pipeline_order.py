@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from phalanx.config.plan import Schedule
-from phalanx.parallel.pipeline.traffic import messages
+from phalanx.parallel.pipeline.messages import messages
 from phalanx.placement.schedules import Action, Order, StuckError, bubble, forwards, holders, makespan, order, timed
 
 CASES: list[tuple[Schedule, int]] = [

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from phalanx.config import Plan
-from phalanx.verify.bounds import first_gradients
 from phalanx.verify.compare import FirstGradient, Tolerance, parameters
+from phalanx.verify.evidence import first_gradients
 from phalanx.verify.judge import Pair, judged
 from phalanx.verify.record import END, FIRST, START, Record, StepRecord
 

@@ -18,7 +18,7 @@ from phalanx.planner import Question
 from phalanx.planner.advise import foretell
 from phalanx.preflight import cluster_for
 from phalanx.report.show import of_job
-from phalanx.train.outlook import refusals
+from phalanx.train.rehearsal import refusals
 from phalanx.train.work import work_of
 
 JOBS = {

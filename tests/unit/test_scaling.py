@@ -5,8 +5,8 @@ import inspect
 import pytest
 
 from phalanx.errors import SpecError
-from phalanx.train import scaling
-from phalanx.train.scaling import linear_scaling, scaling_offer, sqrt_scaling
+from phalanx.train import batch_scaling
+from phalanx.train.batch_scaling import linear_scaling, scaling_offer, sqrt_scaling
 
 
 def test_rules():
@@ -42,7 +42,7 @@ def test_nothing_takes_a_number_of_devices():
         for name in inspect.signature(function).parameters
     }
     assert names == {"lr", "batch", "base_batch", "job_batch", "given_batch"}
-    assert "world_size" not in inspect.getsource(scaling)
+    assert "world_size" not in inspect.getsource(batch_scaling)
 
 
 @pytest.mark.parametrize(

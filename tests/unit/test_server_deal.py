@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from phalanx.parallel.server import Dealer, Pace, Piece, Report
+from phalanx.parallel.parameter_server import Dealer, Pace, Piece, Report
 
 pytestmark = pytest.mark.quick
 

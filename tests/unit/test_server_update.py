@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phalanx.config import Plan
-from phalanx.parallel.server import Flat, Pushed, Rule, Shard, cut_out, partition, starved
+from phalanx.parallel.parameter_server import Flat, Pushed, Rule, Shard, cut_out, partition, starved
 
 
 def weights(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:

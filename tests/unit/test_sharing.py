@@ -17,10 +17,8 @@ from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader, StepBatch, Table
 from phalanx.errors import RefusedError
 from phalanx.parallel import Held
-from phalanx.train import pace, room
-from phalanx.train.pace import Stopwatch
-from phalanx.train.room import Room
-from phalanx.train.sharing import Sharing
+from phalanx.train import uneven_shares
+from phalanx.train.uneven_shares import Room, Sharing, Stopwatch
 
 pytestmark = pytest.mark.quick
 
@@ -29,7 +27,7 @@ pytestmark = pytest.mark.quick
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that only a test lets pass."""
     now = [0.0]
-    monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(uneven_shares, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 
@@ -105,8 +103,8 @@ class TestStopwatch:
 class TestRoom:
     @pytest.fixture(autouse=True)
     def _memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(room, "memory_bytes", lambda: 10_000)
-        monkeypatch.setattr(room, "peak_memory", lambda: 4_000)
+        monkeypatch.setattr(uneven_shares, "memory_bytes", lambda: 10_000)
+        monkeypatch.setattr(uneven_shares, "peak_memory", lambda: 4_000)
 
     def test_by_what_samples_took(self) -> None:
         there = Room(cuda=False, workers_here=2, bounded=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.parallel.streams import reseed
+from phalanx.parallel.rng_streams import reseed
 from phalanx.train.assembly import build_model
 from phalanx.train.rng import stream
 

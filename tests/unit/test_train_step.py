@@ -16,11 +16,11 @@ from torch import nn
 import phalanx as px
 from phalanx.comm import Place
 from phalanx.errors import LossError, RefusedError, SpecError
-from phalanx.train import gradients
+from phalanx.train import grad_clipping
 from phalanx.train.assembly import Assembly, build
 from phalanx.train.evaluate import evaluate
+from phalanx.train.loss_scaling import LossScale
 from phalanx.train.metrics import Metrics, towards_host
-from phalanx.train.precision import LossScale
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from small import Net, job, table
@@ -314,8 +314,8 @@ def test_a_factor_from_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     foreach = SimpleNamespace(
         _foreach_mul_=lambda grads, factor: multiplied.append(factor.device.type), Tensor=torch.Tensor
     )
-    monkeypatch.setattr(gradients, "torch", foreach)
-    gradients.scale([torch.zeros(2, device="meta")], torch.tensor(0.5))
+    monkeypatch.setattr(grad_clipping, "torch", foreach)
+    grad_clipping.scale([torch.zeros(2, device="meta")], torch.tensor(0.5))
     assert multiplied == ["meta"]
 
 

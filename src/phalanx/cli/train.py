@@ -109,7 +109,7 @@ class _Output:
 
     def offer_scaling(self) -> None:
         """Where the user changed the batch: what the usual rules make of the learning rate."""
-        from phalanx.train.scaling import scaling_offer
+        from phalanx.train.batch_scaling import scaling_offer
 
         offer = scaling_offer(self._job.batch, self._run.batch or self._job.batch)
         if offer and self._run.lr_scale == 1.0 and not self._quiet:

@@ -13,7 +13,7 @@ from phalanx.config import Job, Plan
 from phalanx.errors import DataError, GradientError, LossError, Problem, RefusedError, SpecError
 from phalanx.launch.side_process import Aside, Say
 from phalanx.launch.torch_warmup import leave_compiler_out
-from phalanx.train.outlook import ahead
+from phalanx.train.rehearsal import ahead
 
 _FOUND = (LossError, GradientError, DataError)
 """What stops a run in its first step, and can be known before."""

@@ -36,7 +36,7 @@ def make_ready(plan: Plan) -> None:
     if plan.compile or plan.kind in ("shard", "split"):
         importlib.import_module("torch._dynamo")
         importlib.import_module("phalanx.parallel.zero")
-        importlib.import_module("phalanx.parallel.shard")
+        importlib.import_module("phalanx.parallel.fsdp")
         importlib.import_module("phalanx.checkpoint.store")
 
 

@@ -1,14 +1,12 @@
 """The techniques that split work over devices, one file each, put together by ``assemble``."""
 
-from phalanx.parallel.advice import advice, micro_batches
-from phalanx.parallel.apart import Apart
+from phalanx.parallel.advice import advice, batch_statistics, dropouts, micro_batches, notes, without_gradient
 from phalanx.parallel.assemble import assemble, check, device_kind
-from phalanx.parallel.exactness import batch_statistics, dropouts, notes
 from phalanx.parallel.example import Example
-from phalanx.parallel.holding import Holding
+from phalanx.parallel.grad_reduce import Each, Sync
 from phalanx.parallel.layout import Held, Layout, Work
-from phalanx.parallel.sync import Each, Sync
-from phalanx.parallel.unused import without_gradient
+from phalanx.parallel.local_sgd import Apart
+from phalanx.parallel.tensor_shard import Holding
 
 __all__ = [
     "Apart",

@@ -13,11 +13,11 @@ from phalanx.config import Job, Plan
 from phalanx.config.batch_rules import batch_problems, share_problems, stage_problems
 from phalanx.errors import Problem
 from phalanx.hardware import cuda_devices, return_freed_memory
-from phalanx.parallel import compiled, compress, recompute, threads
+from phalanx.parallel import activation_checkpointing, compression, threads, torch_compile
+from phalanx.parallel.ddp import Replicate
 from phalanx.parallel.example import Example
 from phalanx.parallel.layout import Layout
 from phalanx.parallel.offload import OptimizerOnHost
-from phalanx.parallel.replicate import Replicate
 from phalanx.parallel.single import Single
 from phalanx.parallel.threads import Threads
 
@@ -32,9 +32,9 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *batch_problems(plan, job.batch),
         *_check_device(plan, here),
         *threads.check(plan, kind),
-        *compiled.check(plan, kind),
+        *torch_compile.check(plan, kind),
         *stage_problems(plan),
-        *compress.check(job, plan),
+        *compression.check(job, plan),
         *_check_precision(plan),
         *share_problems(plan, job.batch),
     ]
@@ -74,8 +74,8 @@ def assemble(
         assert seen is not None
         layout: Layout = Split(module, device, job, plan, Mesh(plan, place.rank), seen)
     else:
-        module = recompute.apply(module, plan)
-        module = compiled.apply(module, plan)
+        module = activation_checkpointing.apply(module, plan)
+        module = torch_compile.apply(module, plan)
         layout = _lay_out(module, job, plan, device)
     return OptimizerOnHost(layout) if plan.offload == "optimizer" else layout
 
@@ -88,7 +88,7 @@ def _lay_out(module: nn.Module, job: Job, plan: Plan, device: torch.device) -> L
         return Replicate(module, device, job, plan.world_size, plan.compress)
     if plan.kind == "shard":
         # Sharding loads torch's DTensor, which takes half as long as torch itself.
-        from phalanx.parallel.shard import FullyShard
+        from phalanx.parallel.fsdp import FullyShard
         from phalanx.parallel.zero import ShardedRows
 
         return_freed_memory()

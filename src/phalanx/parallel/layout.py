@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.parallel.holding import Holding
+from phalanx.parallel.tensor_shard import Holding
 
 if TYPE_CHECKING:
-    from phalanx.parallel.compress import Sender
+    from phalanx.parallel.compression import Sender
     from phalanx.parallel.pipeline import PipelineRunner
 
 

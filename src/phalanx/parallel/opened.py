@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.parallel.example import Example
-from phalanx.parallel.sliced.tensor import METADATA
+from phalanx.parallel.local_shards.tensor import METADATA
 from phalanx.trace.blocks import blocks, leave_cache_out, open_up
 from phalanx.trace.fake_tensors import Mode, Values, fake, faked, quiet
 

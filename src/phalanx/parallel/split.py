@@ -17,22 +17,22 @@ from torch import nn
 from phalanx.comm import Mesh, found_by_first, local
 from phalanx.config import Job, Plan
 from phalanx.errors import RefusedError
-from phalanx.parallel import expert, recompute
-from phalanx.parallel.context import Entrance, added_late, entrances, open_for_hooks, share_out_tokens
+from phalanx.parallel import activation_checkpointing, expert
+from phalanx.parallel.context.regions import Entrance, added_late, entrances, open_for_hooks, share_out_tokens
+from phalanx.parallel.deferred_init import fill, recipes
 from phalanx.parallel.example import Example
-from phalanx.parallel.holding import Holding
+from phalanx.parallel.grad_reduce import add_up
 from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch
-from phalanx.parallel.materialise import fill, recipes
-from phalanx.parallel.replicas import Replicas, Rows, Sharded, Whole
-from phalanx.parallel.sliced import Axis, Cut, Placed
-from phalanx.parallel.sums import add_up
+from phalanx.parallel.local_shards import Axis, Cut, Placed
+from phalanx.parallel.replica_group import Replicas, Rows, Sharded, Whole
 from phalanx.parallel.tensor import Places, find, show_slices, split_weights
+from phalanx.parallel.tensor_shard import Holding
 from phalanx.placement.limits import no_attention, no_layers_to_cut
 from phalanx.trace.blocks import leave_cache_out, parts
 from phalanx.units import show_names
 
 if TYPE_CHECKING:
-    from phalanx.parallel.stages import Stages
+    from phalanx.parallel.stage_ownership import Stages
 
 
 class Split(Layout):
@@ -47,7 +47,7 @@ class Split(Layout):
         if plan.zero < 3:
             fill(module, known, cut.slices, device=device)
             module.to(device)
-        recompute.apply(module, plan, again if cut.stages is None else cut.stages.recomputed(again))
+        activation_checkpointing.apply(module, plan, again if cut.stages is None else cut.stages.recomputed(again))
         if plan.zero == 3:
             values = lambda part: fill(module, known, cut.slices, within=part)  # noqa: E731
             self._replicas: Replicas = Sharded(module, device, mesh, cut.dealt, values)
@@ -130,7 +130,7 @@ class _Cut:
         expert.by_rows(module, experts)
         self.stages: Stages | None = None
         if plan.pp > 1:
-            from phalanx.parallel.stages import Stages
+            from phalanx.parallel.stage_ownership import Stages
 
             self.stages = Stages(module, device, plan, mesh, example)
             here = {name for name, _ in module.named_parameters()}

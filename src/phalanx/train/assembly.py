@@ -16,18 +16,16 @@ from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Apart, Example, Layout, advice, assemble, check, device_kind, notes
-from phalanx.parallel.compress import optimizer_problems
-from phalanx.parallel.statistics import buffers_kept
+from phalanx.parallel.buffer_sync import buffers_kept
+from phalanx.parallel.compression import optimizer_problems
 from phalanx.train.consistency import same_initial_values, same_length
-from phalanx.train.elementwise import refuse_rows, refuse_slices
+from phalanx.train.elementwise import Parameters, note_slices, refuse_rows, refuse_slices
 from phalanx.train.inputs import Inputs
-from phalanx.train.parameters import Parameters
+from phalanx.train.lr_schedule import scheduler_notes, scheduler_problems
 from phalanx.train.refusals import closure_problems, model_problems
 from phalanx.train.rng import stream
-from phalanx.train.schedulers import scheduler_notes, scheduler_problems
-from phalanx.train.sharing import Sharing
-from phalanx.train.slices import note_slices
 from phalanx.train.step import Course, Step
+from phalanx.train.uneven_shares import Sharing
 from phalanx.units import show_bytes
 
 
@@ -82,7 +80,7 @@ def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> No
             )
         )
     if plan.server and not problems:
-        from phalanx.train.served.refusal import refusals
+        from phalanx.train.parameter_server.limits import refusals
 
         problems += refusals(job, plan)
     if problems:
@@ -172,7 +170,7 @@ def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
 
 def looked_at(example: Example, module: nn.Module, found: list[str]) -> Example:
     """``example``; the model gets its values now if it cannot be looked at without, and ``found`` a note of that."""
-    from phalanx.parallel.materialise import fill, followed, recipes
+    from phalanx.parallel.deferred_init import fill, followed, recipes
 
     known = recipes(module)
     if known and (why := followed(module, example)):
@@ -183,7 +181,7 @@ def looked_at(example: Example, module: nn.Module, found: list[str]) -> Example:
 
 def begun(job: Job) -> tuple[nn.Module, list[str]]:
     """The model without the values of its large parameters, and a note where it comes with them all the same."""
-    from phalanx.parallel.materialise import UnrecordedError, loaded, recorded
+    from phalanx.parallel.deferred_init import UnrecordedError, loaded, recorded
 
     try:
         module = build_model(job, recorded)

@@ -84,7 +84,7 @@ _Print = tuple[str, int, float, float]  # name, elements, sum, norm
 
 def _prints(name: str, tensor: torch.Tensor) -> list[_Print]:
     if tensor.is_meta:
-        from phalanx.parallel.materialise import prints
+        from phalanx.parallel.deferred_init import prints
 
         return [(name, tensor.numel(), 0.0, 0.0), *((name, *one) for one in prints(tensor))]
     values = tensor.detach()

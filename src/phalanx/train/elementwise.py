@@ -1,25 +1,22 @@
-"""What an optimizer makes of a part of a parameter: tried on small ones, because no optimizer says so of itself.
-
-Under ``tp`` and ``ep`` a rank steps its slice of a weight as if it were a whole one, which is right where each element
-is treated by itself. Under ``fsdp`` it steps rows of a DTensor, whose operations may look over all ranks; not every
-optimizer is written so that they can. What cannot be tried is refused, too: nothing would show that it is wrong.
-"""
+"""Whether an optimizer treats each element by itself, and what it has to sum over slices where it does not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from phalanx.comm import is_dtensor
 from phalanx.config import Job, Plan
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel import Held
-from phalanx.train.parameters import Parameters, learning, small
 
 _STEPS = 3
 _HALVES = 16 * 2.0**-8
@@ -230,3 +227,56 @@ def whole_parameters(plan: Plan) -> str:
 
 def _line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), "").partition(". ")[0][:160]
+
+
+class Parameters(list[torch.Tensor]):
+    """The parameters an optimizer is built over: a list, which also knows their names (for parameter groups)."""
+
+    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(named.values())
+        self._named = named
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, parameter) pairs, in order."""
+        return iter(self._named.items())
+
+
+_ROWS, _COLUMNS, _REST = 4, 6, 2
+_KINDS = 32
+
+
+def small(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Random values (4 × 6 × 2 × …) for parameters of these names and numbers of dimensions.
+
+    Of many, a few of each number of dimensions: an optimizer is tried on them, in milliseconds.
+    """
+    found: dict[str, torch.Tensor] = {}
+    taken: dict[int, int] = {}
+    for name, one in parameters.items():
+        dims = one.dim()
+        taken[dims] = taken.get(dims, 0) + 1
+        if taken[dims] <= _KINDS:
+            found[name] = torch.randn([_ROWS, _COLUMNS, *[_REST] * dims][:dims])
+    return found
+
+
+def learning(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """These values as parameters, each with memory of its own."""
+    return {name: nn.Parameter(value.detach().clone()) for name, value in values.items()}
+
+
+_GROUPS = WeakTensorKeyDictionary()
+
+
+def note_slices(held: Held) -> None:
+    """Remember, for as long as they live, over which groups the parameters held are cut by name."""
+    for name, parameter in held.parameters.items():
+        holding = held.slices.get(name)
+        if holding is not None and holding.placed:
+            _GROUPS[parameter] = tuple(one.axis.group for one in holding.placed if one.axis.group is not None)
+
+
+def groups_of_slices(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups over which ``parameter`` is cut, beside those of its mesh if it is a DTensor."""
+    found: tuple[dist.ProcessGroup, ...] | None = _GROUPS.get(parameter)
+    return found or ()

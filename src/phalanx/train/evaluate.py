@@ -18,8 +18,8 @@ from phalanx.data import evaluation_batches
 from phalanx.errors import LossError
 from phalanx.train.assembly import Assembly
 from phalanx.train.inputs import Inputs
-from phalanx.train.lossform import read_loss
-from phalanx.train.precision import compute_context
+from phalanx.train.loss import read_loss
+from phalanx.train.loss_scaling import compute_context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,11 +26,9 @@ from phalanx.train.evaluate import evaluate
 from phalanx.train.memory import Measured, Parts
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import AssemblyScene, Observer
-from phalanx.train.sending import traffic
-from phalanx.train.sharing import Sharing
-from phalanx.train.state import restore, save
+from phalanx.train.state import come_together, restore, save, traffic
 from phalanx.train.timeline import Listener, only_step
-from phalanx.train.together import come_together
+from phalanx.train.uneven_shares import Sharing
 
 _LAPS, _WARM_UP = 1000, 3  # steps timed, and those at their beginning that do not count
 
@@ -53,7 +51,7 @@ def train(
     """
     observer = observer or Observer()
     if run.plan.server:
-        from phalanx.train.served import take_part
+        from phalanx.train.parameter_server import take_part
 
         return take_part(job, run, place, report, observer=observer)
     here = place.workers_here * run.plan.threads

@@ -25,7 +25,7 @@ from torch.autograd import graph
 
 from phalanx.comm import local
 from phalanx.data import StepBatch
-from phalanx.parallel.sliced.tensor import is_sliced
+from phalanx.parallel.local_shards.tensor import is_sliced
 from phalanx.train.metrics import Metrics
 from phalanx.train.step import Step, Watch
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from phalanx.errors import GradientError, Problem, SpecError
-from phalanx.train.slices import groups_of_slices
+from phalanx.train.elementwise import groups_of_slices
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 

@@ -13,18 +13,17 @@ from torch import nn
 
 from phalanx.config import Job, Plan
 from phalanx.errors import Problem
-from phalanx.parallel import compress
-from phalanx.parallel.sparse import sparse_problems
-from phalanx.train.elementwise import rows_problem, slice_problems
-from phalanx.train.parameters import Parameters, learning, small
-from phalanx.train.schedulers import scheduler_problems
+from phalanx.parallel import compression
+from phalanx.parallel.grad_reduce import sparse_problems
+from phalanx.train.elementwise import Parameters, learning, rows_problem, slice_problems, small
+from phalanx.train.lr_schedule import scheduler_problems
 
 
 def model_problems(module: nn.Module, plan: Plan) -> list[Problem]:
     """What of the parameters of ``module``, which need no values, keeps ``plan`` from it."""
-    problems = [*sparse_problems(module, plan), *compress.problems(module, plan)]
+    problems = [*sparse_problems(module, plan), *compression.problems(module, plan)]
     if plan.zero == 3:
-        from phalanx.parallel.shard import scalar_problems  # loads torch's DTensor
+        from phalanx.parallel.fsdp import scalar_problems  # loads torch's DTensor
 
         problems += scalar_problems(module, plan)
     return problems
@@ -45,7 +44,7 @@ def optimizer_problems(job: Job, plan: Plan, parameters: Mapping[str, torch.Tens
     problems = closure_problems(optimizer)
     if problems:
         return problems
-    problems += compress.optimizer_problems(optimizer, plan)
+    problems += compression.optimizer_problems(optimizer, plan)
     problems += scheduler_problems(job, plan, optimizer)
     if max(plan.tp, plan.ep) > 1:
         problems += slice_problems(job, plan, parameters)

@@ -1,16 +1,11 @@
-"""What would stop a run in its first step, found before any process starts: a backward on a few samples.
-
-A loss of a wrong form, a parameter that nothing uses, an optimizer over another model, a key that the batch does not
-have: each stops every rank at once, after all of them have been started. Two samples show it. What they show is then
-tried once more on exactly what rank 0 computes first, so that nothing is refused that would run.
-"""
+"""What a plan would make of a job, told before a process starts; a backward on two samples."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -21,13 +16,102 @@ from torch import nn
 from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
-from phalanx.parallel import device_kind, without_gradient
-from phalanx.train.assembly import build_model, optimizer_over
+from phalanx.parallel import check, device_kind, notes, without_gradient
+from phalanx.parallel.survey import Survey, survey
+from phalanx.train.assembly import begun, build_model, example_of, looked_at, optimizer_over
+from phalanx.train.elementwise import half_steps
 from phalanx.train.evaluate import evaluation_mode, measure
 from phalanx.train.inputs import Inputs
-from phalanx.train.lossform import read_loss
-from phalanx.train.precision import compute_context
+from phalanx.train.loss import read_loss
+from phalanx.train.loss_scaling import compute_context
 from phalanx.train.refusals import model_problems, optimizer_problems, rank_0
+from phalanx.train.split_causes import LARGEST, causes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """A job under a plan.
+
+    Attributes:
+        survey: what each rank would hold, and the stages of a pipeline.
+        notes: what this plan does not keep of one device's result.
+    """
+
+    survey: Survey
+    notes: tuple[str, ...]
+
+
+def outlook(job: Job, plan: Plan) -> Outlook:
+    """Build the model of ``job``, without values where that can be, and look at it as the plan's ranks would.
+
+    The devices need not be here.
+
+    Raises:
+        RefusedError: with everything that keeps the plan from serving the job on the devices it is for.
+        SpecError: if the job's functions give something else than they must.
+    """
+    problems = [problem for problem in check(job, plan) if problem.where != "plan.device"]
+    if problems:
+        raise RefusedError(problems)
+    module, unbuilt = begun(job)
+    trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    if problems := [*model_problems(module, plan), *optimizer_problems(job, plan, trainable)]:
+        raise RefusedError(problems)
+    found = notes(module, job, plan)
+    if plan.kind != "split":
+        return Outlook(survey=survey(module, plan), notes=tuple(found))
+    found += unbuilt
+    loader = Loader(job.data(), job, Lane(), micro=plan.micro)
+    example = looked_at(example_of(job, module, loader), module, found)
+    return Outlook(survey=survey(module, plan, example), notes=tuple(found))
+
+
+def refusals(job: Job, plan: Plan) -> list[Problem]:
+    """What keeps ``plan`` from ``job`` on the devices it is for, by a look at the model; empty where nothing does.
+
+    What is merely not run yet, such as ``precision=fp8``, is left to ``placement.limits.not_run_yet``.
+
+    Raises:
+        SpecError: if the job's functions give something else than they must.
+    """
+    there = replace(plan, device="auto", compile=False)  # these ask for what is on this machine
+    if there.precision in ("fp8", "tf32"):
+        there = replace(there, precision="bf16")
+    from phalanx.train.work import without_values
+
+    try:
+        outlook(without_values(job), there)
+    except RefusedError as error:
+        return list(error.problems)
+    return []
+
+
+def ahead(job: Job, plan: Plan) -> list[str]:
+    """What only a look at values shows of ``job`` under ``plan``: causes of a difference. It runs model and optimizer.
+
+    Raises:
+        RefusedError: with what keeps the plan from serving the job.
+        SpecError: if the job's functions fail, or give something else than they must.
+        LossError: if the loss is of a wrong form.
+        GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
+    """
+    from phalanx.train.work import size_of, without_values
+
+    small = (size_of(job) or 0) <= LARGEST
+    module = None
+    if small and plan.processes > 1:
+        module = rehearse(job, plan)
+    if plan.kind == "split" or plan.zero == 3:
+        outlook(without_values(job), plan)
+    if not small or (module is None and plan.processes > 1):
+        return []
+    module = module or build_model(job)
+    trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    found = causes(job, plan, module, Loader(job.data(), job, Lane(), micro=None))
+    if plan.devices > 1 and (note := half_steps(job, trainable)):
+        found.append(note)
+    return found
+
 
 _HOST = torch.device("cpu")
 _FEW = 2

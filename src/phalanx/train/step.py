@@ -24,16 +24,16 @@ from phalanx.comm import active
 from phalanx.config import Job, Plan
 from phalanx.data import MicroBatch, StepBatch
 from phalanx.parallel import Each, Layout, Sync, Work, without_gradient
-from phalanx.parallel.streams import reseed
-from phalanx.train.gradients import add_up_rows, clip, global_norm, local_gradients, scale
+from phalanx.parallel.rng_streams import reseed
+from phalanx.train.grad_clipping import add_up_rows, clip, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs, to_device
-from phalanx.train.lossform import Reading, check_totals, read_loss
+from phalanx.train.loss import Reading, check_totals, read_loss
+from phalanx.train.loss_scaling import LossScale, compute_context
+from phalanx.train.lr_schedule import Rates
 from phalanx.train.metrics import Metrics, Totals, towards_host
 from phalanx.train.observer import Observer
-from phalanx.train.precision import LossScale, compute_context
-from phalanx.train.rates import Rates
 from phalanx.train.rng import stream
-from phalanx.train.sharing import Sharing
+from phalanx.train.uneven_shares import Sharing
 
 
 @dataclass(kw_only=True, slots=True)

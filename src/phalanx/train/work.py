@@ -1,27 +1,29 @@
-"""What a job asks for in each step: its model traced, its batch, what its optimizer keeps."""
+"""What a job asks for in each step: its model traced, its batch, its samples' lengths, what its optimizer keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Job
 from phalanx.data import Lane, Loader
 from phalanx.forecast import Lengths, Work
+from phalanx.forecast.work import lengths_of
 from phalanx.parallel.example import Example
+from phalanx.parallel.grad_reduce import made_dense
 from phalanx.parallel.opened import look_inside
-from phalanx.parallel.sparse import made_dense
-from phalanx.trace import Described, trace
+from phalanx.trace import Described, length_of, trace
 from phalanx.train.assembly import begun, example_of
+from phalanx.train.elementwise import Parameters
 from phalanx.train.inputs import Inputs
-from phalanx.train.lengths import look
-from phalanx.train.lossform import read_loss
-from phalanx.train.parameters import Parameters
+from phalanx.train.loss import read_loss
 from phalanx.units import show_names
 
 _ADAM = 8.0  # bytes a parameter
@@ -201,3 +203,33 @@ def _small(module: nn.Module) -> Mapping[str, torch.Tensor]:
         for name, one in module.named_parameters()
         if one.requires_grad
     }
+
+
+COUNT = 100
+PATIENCE = 1.0  # seconds; reading one sample may take long
+
+
+def look(loader: Loader, inputs: Callable[[Any], Any], *, seconds: float = PATIENCE) -> tuple[Lengths | None, Any]:
+    """The lengths of samples, ``None`` where they are all alike, and two of the longest as one batch.
+
+    Args:
+        loader: of the job's data.
+        inputs: what the model is called with, of a batch.
+        seconds: after which no further sample is read.
+    """
+    end = time.monotonic() + seconds
+    found: list[tuple[int, int]] = []
+    for place, batch in loader.spread(COUNT):
+        found.append((_length(inputs(batch)), place))
+        if found[-1][0] <= 1 or time.monotonic() > end:  # images and the like have no tokens
+            break
+    found.sort()
+    if len({length for length, _ in found}) < 2:
+        return None, loader.example(2)
+    both = _length(inputs(loader.together([found[0][1], found[-1][1]])))
+    lengths = lengths_of([length for length, _ in found], padded=both == found[-1][0])
+    return lengths, loader.together([place for _, place in found[-2:]])
+
+
+def _length(given: Any) -> int:
+    return length_of([leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)])

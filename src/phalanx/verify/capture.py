@@ -1,4 +1,4 @@
-"""Trains a job for a proof: through the loop of every run, with somebody who looks on."""
+"""Trains a job for a proof, through the loop of every run; reads its last checkpoint back."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from safetensors.torch import load, save_file
+from torch import Tensor, nn
 
-from phalanx.comm import Place
+from phalanx.comm import Place, device_for, joined
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.launch import launch, make_ready
 from phalanx.train import loop
+from phalanx.train.assembly import build
+from phalanx.train.observer import AssemblyScene
+from phalanx.train.state import restore
 from phalanx.verify.dropout import BySample
 from phalanx.verify.mask_recording import MaskRecording
 from phalanx.verify.mask_statistics import MaskStatistics, statistics_of
-from phalanx.verify.readback import read_back
-from phalanx.verify.reading import record_of, workers_of
-from phalanx.verify.record import Record
+from phalanx.verify.module_trace import Tracing, traces_of
+from phalanx.verify.record import Record, record_of, workers_of
 from phalanx.verify.recording import Recording
-from phalanx.verify.tracing import Tracing, traces_of
 
 Watch = Callable[[], None] | None
 Dropout = Literal["off", "on"] | frozenset[str]
@@ -161,3 +163,67 @@ def switch_off_dropout() -> SwitchedOff:
 
     functional.scaled_dot_product_attention = without_dropout
     return off
+
+
+_LOADED = "loaded.safetensors"
+
+
+def read_back(job: Job, path: Path, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What the checkpoint in folder ``path`` holds, and what one device that resumes from it begins with.
+
+    Both are read at the same time. ``folder`` is for files.
+
+    Raises:
+        WorkerError: if the checkpoint cannot be loaded.
+    """
+    saved: dict[str, Tensor] = {}
+
+    def meanwhile() -> None:
+        if not saved:
+            saved.update(saved_in(path))
+
+    loaded = loaded_by_one_device(job, path, folder, meanwhile)
+    meanwhile()
+    return saved, loaded
+
+
+def saved_in(path: Path) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint in folder ``path``, whole: ``model.<name>``, ``optimizer.<parameter>.<key>``."""
+    from phalanx import checkpoint
+    from phalanx.checkpoint.format import Manifest
+
+    stored = Manifest.read(path).tensors
+    found = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in stored.items()}
+    checkpoint.load(path, found)
+    return found
+
+
+def loaded_by_one_device(
+    job: Job, path: Path, folder: Path, watch: Callable[[], None] | None = None
+) -> dict[str, Tensor]:
+    """What one device that resumes from the checkpoint ``path`` begins with, named likewise; ``folder`` is for files.
+
+    ``watch`` is called meanwhile.
+
+    Raises:
+        WorkerError: if it cannot be loaded.
+    """
+
+    def work(place: Place, report: Callable[[int], None]) -> Any:
+        plan = Plan(device="cpu")
+        with joined(place, device_for(place, "cpu")):
+            assembly = build(job, plan, place)
+            restore(path, job, assembly)
+            scene = AssemblyScene(assembly)
+            found = {f"model.{name}": tensor for name, tensor in {**scene.values(), **scene.buffers()}.items()}
+            found |= {
+                f"optimizer.{name}.{key}": tensor
+                for name, state in scene.state().items()
+                for key, tensor in state.items()
+                if isinstance(tensor, Tensor)
+            }
+            found["progress.step"] = torch.tensor(float(assembly.step.progress.step))
+            save_file({name: tensor.detach().clone() for name, tensor in found.items()}, folder / _LOADED)
+
+    launch(work, 1, watch=watch)
+    return load((folder / _LOADED).read_bytes())

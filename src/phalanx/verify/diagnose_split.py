@@ -9,10 +9,10 @@ from phalanx.config import Job, Plan
 from phalanx.parallel import micro_batches
 from phalanx.units import show_names
 from phalanx.verify.compare import Tolerance
-from phalanx.verify.copies import copies_apart
 from phalanx.verify.evidence import Evidence, ranks_in_words
-from phalanx.verify.prints import Piece, Print, cut_out
-from phalanx.verify.trace import Passed
+from phalanx.verify.fingerprints import Piece, Print, cut_out
+from phalanx.verify.judge_kept import copies_apart
+from phalanx.verify.module_trace import Passed
 
 
 def other_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:

@@ -26,9 +26,9 @@ from torch.nn import functional
 
 from phalanx.config import Job, Plan
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel.sliced import is_sliced
-from phalanx.train.causes import splits_batches
+from phalanx.parallel.local_shards import is_sliced
 from phalanx.train.rng import stream
+from phalanx.train.split_causes import splits_batches
 from phalanx.verify.running_layers import RunningLayers
 
 _BITS = 24  # of a fp32 number in [0, 1)

@@ -1,7 +1,8 @@
-"""What two captures say about each other, in the forms that causes are told by."""
+"""What two captures say about each other, and what gradients may be off by."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from phalanx.comm import Mesh
 from phalanx.config import Plan
-from phalanx.verify.compare import Difference
-from phalanx.verify.prints import Piece, Prints, cut_out, in_words
-from phalanx.verify.record import Copy, Record
+from phalanx.verify import compare
+from phalanx.verify.compare import Bound, Difference, FirstGradient, Tolerance
+from phalanx.verify.fingerprints import Piece, Prints, cut_out, in_words
+from phalanx.verify.record import FIRST, Copy, Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,3 +101,40 @@ def where(a: Tensor, b: Tensor, by_piece: dict[Piece, list[int]], plan: Plan) ->
         return ""
     stages = {plan.coordinate(rank)["pp"] for ranks in by_piece.values() for rank in ranks}
     return f"stage {stages.pop()}" if plan.pp > 1 and len(stages) == 1 else ""
+
+
+def bound_of(one: Record, step: int, tolerance: Tolerance, *, used: bool = False) -> Bound:
+    """What gradients of ``step`` may be off by: reduced, or with ``used`` as the optimizer gets them."""
+    magnitudes, total = one.magnitudes.get(step, {}), one.steps[step].norm if one.magnitudes else None
+    if used and total:
+        clipped = math.hypot(*(compare.norm(grad) for grad in one.used[step].values()))
+        magnitudes = {name: size * clipped / total for name, size in magnitudes.items()}
+        total = clipped
+    return Bound(tolerance=tolerance, step=step, magnitudes=magnitudes, total=total)
+
+
+def first_gradients(one: Record, tolerance: Tolerance) -> dict[str, FirstGradient]:
+    """The first gradient of each parameter that is not zero but for rounding.
+
+    Adam makes a whole step of rounding: in each step before as far as in the first.
+    """
+    found: dict[str, FirstGradient] = {}
+    after, before = one.values.get(FIRST, {}), dict[str, int]()
+    for step, grads in sorted((one.reduced or one.used).items()):
+        bound = bound_of(one, step, tolerance)
+        total = bound.total or math.hypot(*(compare.norm(grad) for grad in grads.values()))
+        for name, grad in grads.items():
+            size = compare.norm(grad)
+            small = bound.small(size, total)
+            if name in found or not size:
+                continue
+            known = not small or name in bound.magnitudes
+            error = bound.allowed(name, grad, small=small) / size if known else math.inf
+            if error < 1:
+                steps, there = before.get(name, 0), name in after
+                rounded = steps * (after[name] - one.initial[name]).abs() if steps and there else None
+                how = {"error": error, "stretch": error / tolerance.gradient_at(step)}
+                found[name] = FirstGradient(values=grad, rounded=rounded, **how)
+            else:
+                before[name] = before.get(name, 0) + 1
+    return found

@@ -9,12 +9,9 @@ from typing import Any
 
 from phalanx.config import Plan
 from phalanx.verify import compare
-from phalanx.verify.bounds import bound_of, first_gradients
-from phalanx.verify.check import WORDS, Check
 from phalanx.verify.compare import Difference, FirstGradient, Tolerance
-from phalanx.verify.copies import Apart, copies_apart
-from phalanx.verify.evidence import holders, where
-from phalanx.verify.judge_kept import checkpoint, evaluations
+from phalanx.verify.evidence import bound_of, first_gradients, holders, where
+from phalanx.verify.judge_kept import WORDS, Apart, Check, checkpoint, copies_apart, evaluations
 from phalanx.verify.record import END, FIRST, START, Record, StepRecord, Tensors
 from phalanx.verify.recording import GRADIENT_STEPS
 

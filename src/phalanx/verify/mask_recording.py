@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from phalanx.parallel import streams
+from phalanx.parallel import rng_streams
+from phalanx.parallel.context import flash_block
+from phalanx.parallel.local_shards import Sliced, is_sliced
 from phalanx.parallel.pipeline import stage as stages
-from phalanx.parallel.sliced import Sliced, is_sliced, tiles
 from phalanx.train import step as steps
 from phalanx.train.observer import Observer
 from phalanx.verify.dropout import only_looked_at
@@ -108,7 +109,7 @@ class MaskRecording(Observer):
         self._running.install()
         modules: tuple[Any, ...] = (steps, stages)
         for module in modules:
-            module.reseed = self._alone(streams.reseed)
+            module.reseed = self._alone(rng_streams.reseed)
 
     def _alone(self, reseed: Callable[..., None]) -> Callable[..., None]:
         def alone(*args: Any) -> None:
@@ -177,10 +178,10 @@ class MaskRecording(Observer):
         return attention
 
     def _look_at_tiles(self) -> None:
-        plain: Any = tiles.Plain
+        plain: Any = flash_block.Plain
         kept = plain._kept
 
-        def looked_at(kernel: tiles.Plain, tile: tiles.Tile, like: Tensor) -> Tensor | None:
+        def looked_at(kernel: flash_block.Plain, tile: flash_block.Tile, like: Tensor) -> Tensor | None:
             found = kept(kernel, tile, like)
             if found is not None and not only_looked_at(like):
                 with torch.no_grad():
@@ -273,7 +274,7 @@ class MaskRecording(Observer):
     @staticmethod
     def _state(device: torch.device, state: Tensor | None = None) -> Tensor:
         """The state of the device's stream; set to ``state`` where that is given."""
-        generator = streams.generator(device)
+        generator = rng_streams.generator(device)
         if state is not None:
             generator.set_state(state)
         return generator.get_state() if state is None else state

@@ -14,19 +14,17 @@ from phalanx.errors import Problem, RefusedError, WorkerError
 from phalanx.launch import look_ahead, make_ready
 from phalanx.train.assembly import refuse
 from phalanx.verify import compare
-from phalanx.verify.bounds import bound_of
 from phalanx.verify.capture import Dropout, Watch, capture, masks_of, proven, traced
-from phalanx.verify.check import Check
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import diagnose
 from phalanx.verify.dropout import refuse_compiled, refuse_masks
-from phalanx.verify.evidence import Evidence
-from phalanx.verify.facts import ModelFacts, facts_of
+from phalanx.verify.evidence import Evidence, bound_of
 from phalanx.verify.judge import Pair, judged
+from phalanx.verify.judge_kept import Check
 from phalanx.verify.mask_statistics import MaskStatistics
+from phalanx.verify.module_trace import traceable
 from phalanx.verify.record import Record
-from phalanx.verify.references import own_record, plain_record
-from phalanx.verify.trace import traceable
+from phalanx.verify.references import ModelFacts, facts_of, own_record, plain_record
 from phalanx.verify.witness import OwnLoop, why_not
 
 

@@ -18,7 +18,7 @@ from phalanx.parallel import Holding
 from phalanx.train.metrics import Metrics, Totals
 from phalanx.train.observer import Observer, Scene
 from phalanx.verify import compare
-from phalanx.verify.prints import piece_of
+from phalanx.verify.fingerprints import piece_of
 from phalanx.verify.record import END, FIRST, START
 
 Found = tuple[Tensor, Holding | None]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from phalanx.config import Plan
 from phalanx.errors import RefusedError
 from phalanx.parallel.example import Example
-from phalanx.parallel.sliced import Cut
+from phalanx.parallel.local_shards import Cut
 from phalanx.parallel.tensor.find import dry
 from phalanx.parallel.tensor.trial import fixed
 from phalanx.placement.limits import few_experts, no_experts

@@ -11,10 +11,9 @@ from torch import nn
 
 from phalanx.config import Plan
 from phalanx.parallel.example import Example
-from phalanx.parallel.pipeline.balance import chosen
+from phalanx.parallel.pipeline.cuts import chosen, take_apart, units
 from phalanx.parallel.pipeline.program import Program, program
 from phalanx.parallel.pipeline.stage import Forms, Stage, strip
-from phalanx.parallel.pipeline.units import take_apart, units
 from phalanx.placement.schedules import holders
 
 

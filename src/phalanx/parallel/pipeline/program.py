@@ -22,10 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.example import Example
-from phalanx.parallel.pipeline.flops import Flops
-from phalanx.parallel.pipeline.flow import Flow, Key, tensors
-from phalanx.parallel.pipeline.hidden import told_to
-from phalanx.parallel.pipeline.outline import Outline, outline, signature
+from phalanx.parallel.pipeline.stand_in import Flops, Outline, outline, signature
+from phalanx.parallel.pipeline.value_flow import Flow, Key, tensors, told_to
 from phalanx.trace.blocks import leave_cache_out
 from phalanx.trace.fake_tensors import fake
 

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from phalanx.comm import Mesh
 from phalanx.parallel.layout import Work
+from phalanx.parallel.local_shards import Axis
 from phalanx.parallel.pipeline.backward import WeightHalf, input_half
 from phalanx.parallel.pipeline.cutting import Pipeline
-from phalanx.parallel.pipeline.parcels import Parcels
+from phalanx.parallel.pipeline.messages import Contents, Message, Parcels, Traffic
 from phalanx.parallel.pipeline.stage import Stage
-from phalanx.parallel.pipeline.traffic import Contents, Message, Traffic
-from phalanx.parallel.sliced import Axis
 from phalanx.placement.schedules import Order, forwards, order
 
 Event = Callable[[str, int, int, float, float], None]

@@ -14,12 +14,11 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel.pipeline.flow import Flow, Key, Mark, tensors
-from phalanx.parallel.pipeline.hidden import told_to
-from phalanx.parallel.pipeline.outline import Outline, drawn, like_arguments, outline, signature
+from phalanx.parallel.buffer_sync import buffers_kept
 from phalanx.parallel.pipeline.program import Program, by_values, intercepted, quiet
-from phalanx.parallel.statistics import buffers_kept
-from phalanx.parallel.streams import branch
+from phalanx.parallel.pipeline.stand_in import Outline, drawn, like_arguments, outline, signature
+from phalanx.parallel.pipeline.value_flow import Flow, Key, Mark, tensors, told_to
+from phalanx.parallel.rng_streams import branch
 from phalanx.trace.fake_tensors import fake
 
 Receive = Callable[[list[Tensor]], Sequence[Tensor]]

@@ -22,10 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.example import Example
-from phalanx.parallel.sliced import Axis, Cut, Placed, is_sliced
-from phalanx.parallel.tensor.trial import Trial, fixed, tried
-from phalanx.parallel.tensor.weights import Places
-from phalanx.parallel.tensor.wishes import Wishes, wishes
+from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced
+from phalanx.parallel.tensor.trial import Places, Trial, Wishes, fixed, tried, wishes
 from phalanx.trace.blocks import blocks, leave_cache_out, parts
 from phalanx.trace.fake_tensors import faked, fakes, quiet
 

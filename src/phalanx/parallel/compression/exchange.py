@@ -1,0 +1,141 @@
+"""Where exchanges run beside the computation, one after another, each counting the bytes that leave this rank."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+Exchange = Callable[[], Tensor]
+
+
+class Lane(ABC):
+    """Runs one exchange after another. Its group should be its own: others' collectives are not in its order."""
+
+    @abstractmethod
+    def start(self, exchange: Exchange) -> Future[Tensor]:
+        """Queue ``exchange``; the future holds what it gives, or raises what it raises."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """No more exchanges come; those begun are finished."""
+
+
+def lane(device: torch.device) -> Lane:
+    """The lane of a device: a thread on a CPU, a stream of its own on CUDA."""
+    return _Stream(device) if device.type == "cuda" else _Thread()
+
+
+_Queue = queue.SimpleQueue["tuple[Exchange, Future[Tensor]] | None"]
+
+
+class _Thread(Lane):
+    def __init__(self) -> None:
+        self._waiting: _Queue = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._waiting.put, None).atexit = False
+
+    def start(self, exchange: Exchange) -> Future[Tensor]:
+        if self._thread is None:
+            # Nobody waits for it at exit: a peer that died must not keep this process alive.
+            self._thread = threading.Thread(target=_work, args=(self._waiting,), name="exchanges", daemon=True)
+            self._thread.start()
+        found: Future[Tensor] = Future()
+        self._waiting.put((exchange, found))
+        return found
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def _work(waiting: _Queue) -> None:
+    while (item := waiting.get()) is not None:
+        exchange, found = item
+        try:
+            found.set_result(exchange())
+        except Exception as error:
+            found.set_exception(error)  # pyright: ignore[reportArgumentType]  # torch types it as a result
+        del item, exchange, found  # before the next comes, which may be long
+
+
+class _Stream(Lane):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def start(self, exchange: Exchange) -> Future[Tensor]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        found: Future[Tensor] = Future(devices=[self._device])
+        with torch.cuda.stream(self._stream):
+            found.set_result(exchange())
+        return found
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+@dataclass(kw_only=True, slots=True)
+class Traffic:
+    """What this rank handed to the network, and what would have gone otherwise.
+
+    Attributes:
+        sent: bytes sent to other ranks.
+        kept: bytes sent for checkpoints, to bring together what was left out; not among ``sent``.
+        whole: bytes that fp32, all-reduced by a ring, would have been: 2 (ranks - 1) / ranks of 4 bytes an element.
+        steps: optimizer steps in which that was.
+    """
+
+    sent: int = 0
+    kept: int = 0
+    whole: int = 0
+    steps: int = 0
+
+    def beside(self, count: int, ranks: int) -> None:
+        """``count`` fp32 elements were averaged over so many ranks in another way than by a ring of whole numbers."""
+        self.whole += 8 * count * (ranks - 1) // ranks
+
+
+class Wire:
+    """A group of ranks to talk to; every method waits until what it does is done (on CUDA: queues it).
+
+    ``group`` is any ``ProcessGroup``, or a backend made by itself, such as ``ProcessGroupGloo``.
+    """
+
+    def __init__(self, group: Any, traffic: Traffic | None = None) -> None:
+        self._group = group
+        self.traffic = traffic or Traffic()
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """Row i of ``rows`` (ranks, n) goes to rank i; gives (ranks, n), row i from rank i."""
+        found = torch.empty_like(rows)
+        self._group.alltoall_base(found.view(-1), rows.view(-1), [], []).wait()
+        self._count(rows.nbytes * (self.size - 1) // self.size)
+        return found
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Every rank's ``part`` (n,), in rank order: (ranks, n)."""
+        found = part.new_empty(self.size, part.numel())
+        self._group._allgather_base(found.view(-1), part).wait()
+        self._count(part.nbytes * (self.size - 1))
+        return found
+
+    def all_reduce(self, flat: Tensor) -> None:
+        """Sum ``flat`` over the ranks, in place. Counted as a ring sends it: 2 (ranks - 1) / ranks of its bytes."""
+        self._group.allreduce([flat]).wait()
+        self._count(2 * flat.nbytes * (self.size - 1) // self.size)
+
+    def _count(self, size: int) -> None:
+        self.traffic.sent += size

@@ -1,0 +1,200 @@
+"""Scaled dot-product attention of local shards: cut between heads, or between tokens (context parallelism)."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.parallel.context import ring, ulysses
+from phalanx.parallel.context.sdpa_args import How
+from phalanx.parallel.local_shards.axis import Axis, Placed, opened, piece
+from phalanx.parallel.local_shards.cut import Cut
+from phalanx.parallel.local_shards.elementwise_ops import OwnStream
+from phalanx.parallel.local_shards.tensor import RULES, brought, gathered, is_sliced, sliced
+
+_HEADS, _TOKENS = -3, -2
+
+
+def attention(func: Any, args: Any, kwargs: Any) -> Any:
+    """torch's ``scaled_dot_product_attention``."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    default = {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
+    q, k, v, mask, dropout, causal, scale, grouped = (
+        args[i] if i < len(args) else kwargs.get(name, default.get(name)) for i, name in enumerate(names)
+    )
+    axes = {id(one.axis): one.axis for t in (q, k, v, mask) if is_sliced(t) for one in t.placed}
+    cuts: list[tuple[Axis, int, Cut]] = []
+    over: Axis | None = None
+    for axis in sorted(axes.values(), key=lambda axis: axis.name):
+        found = _arranged(q, k, v, mask, axis)
+        if found is None:
+            return NotImplemented
+        q, k, v, mask, dim, cut = found
+        if dim == _TOKENS:
+            over = axis
+            if axis.trial is not None:
+                axis.trial.attends(causal)
+        cuts.append((axis, dim, cut))
+    how = How(_here(mask), dropout, causal, scale, grouped)
+    with OwnStream(_here(q).device, list(axes.values())) if dropout else nullcontext():
+        if over is None:
+            local = how.run(_here(q), _here(k), _here(v))
+        else:
+            cut = next(cut for axis, _, cut in cuts if axis is over)
+            whole = _on(k, over) is None
+            local = attend_over(over, cut, (_here(q), _here(k), _here(v)), how, whole=whole)
+    return sliced(local, [Placed(axis, local.dim() + dim, cut) for axis, dim, cut in cuts])
+
+
+def _arranged(q: Any, k: Any, v: Any, mask: Any, axis: Axis) -> Any:
+    """All of them as this axis needs them, with the dimension of the result that it cuts, from the right, and how."""
+    at = {name: _on(tensor, axis) for name, tensor in (("q", q), ("k", k), ("v", v))}
+    dims = {dim for found in at.values() if found for dim in (found[0],)}
+    if -1 in dims:
+        return None
+    if at["q"] and at["q"][0] == _TOKENS:
+        cut = at["q"][1]
+        if not all(_same_tokens(tensor, axis, cut) for tensor in (k, v)):
+            # Whole ones stay whole, each rank reading them for its own queries.
+            k, v = (gathered(tensor, axis, partly=True) for tensor in (k, v))
+        return q, k, v, _rows(mask, axis, cut), _TOKENS, cut
+    if dims - {_HEADS} or not dims:
+        batch = min(dims, default=0)
+        if dims != {batch} or batch >= _TOKENS:
+            return None
+        cut = next(found[1] for found in at.values() if found)
+        q, k, v = (brought(tensor, axis, batch, cut) for tensor in (q, k, v))
+        return q, k, v, None if mask is None else brought(mask, axis, batch, cut), batch, cut
+    return _by_heads(q, k, v, mask, axis, at)
+
+
+def _by_heads(q: Any, k: Any, v: Any, mask: Any, axis: Axis, at: dict[str, Any]) -> Any:
+    """Heads of keys and values go with the heads of queries that read them."""
+    heads, key_heads = q.shape[_HEADS], k.shape[_HEADS]
+    each = heads // key_heads
+    cut = at["q"][1] if at["q"] else next(found[1] for found in at.values() if found).flattened(1, each)
+    if each == 1:
+        key_cut = cut
+    else:
+        found = cut.unflattened((key_heads, each))
+        key_cut = found[1] if found and found[0] == 0 else None
+    if key_cut is None:
+        return None
+    q = brought(q, axis, _HEADS, cut)
+    k, v = (brought(tensor, axis, _HEADS, key_cut) for tensor in (k, v))
+    return q, k, v, None if mask is None else brought(mask, axis, _HEADS, cut), _HEADS, cut
+
+
+def _same_tokens(tensor: Any, axis: Axis, cut: Cut) -> bool:
+    """Whether keys or values are cut as the queries are."""
+    place = _on(tensor, axis)
+    return place is not None and place[0] == _TOKENS and place[1].same(cut)
+
+
+def _rows(mask: Any, axis: Axis, cut: Cut) -> Any:
+    if mask is None:
+        return None
+    return gathered(mask, axis, partly=True) if whole_mask(axis) else brought(mask, axis, _TOKENS, cut)
+
+
+def _on(tensor: Any, axis: Axis) -> tuple[int, Cut] | None:
+    place = tensor.on(axis) if is_sliced(tensor) else None
+    return None if place is None else (place.dim - tensor.dim(), place.cut)
+
+
+def _here(tensor: Any) -> Any:
+    return tensor.local if is_sliced(tensor) else tensor
+
+
+RULES["scaled_dot_product_attention"] = attention
+
+
+def whole_mask(axis: Axis) -> bool:
+    """Whether ``attend_over`` is given the mask whole along ``axis``, not this rank's rows of it."""
+    return axis.attention == "alltoall"
+
+
+def attend_over(axis: Axis, cut: Cut, given: tuple[Tensor, Tensor, Tensor], how: How, *, whole: bool) -> Tensor:
+    """Attention of this rank's queries; keys and values are ``whole`` already, or cut as the queries are.
+
+    ``given`` are queries, keys and values. A mask has all columns, and the rows that ``whole_mask`` says.
+    """
+    q, k, v = given
+    if whole or axis.attention == "gather" or not _alike(q, k, v):
+        if not whole:
+            k, v = (opened(tensor, tensor.dim() - 2, cut, axis) for tensor in (k, v))
+        return _token_rows(axis, cut, q, k, v, _own_rows(axis, cut, how))
+    dims = q.dim()
+    lead = _broadcast(*(tensor.shape[:-3] for tensor in (q, k, v)))
+    q, k, v, how = _four_dimensions(*_cast(q, k, v, how), lead)
+    if axis.attention == "alltoall" and q.shape[1] >= axis.size:
+        out = ulysses.attend(axis, cut, q, k, v, how)
+    else:
+        out = ring.attend(axis, cut, q, k, v, _own_rows(axis, cut, how))
+    return out.reshape(*lead, *out.shape[1 if dims > 2 else 2 :])
+
+
+def _token_rows(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+    """This rank's rows of the whole attention."""
+    mask = how.mask
+    if how.causal:
+        mine = positions(cut, axis.rank, q.device).unsqueeze(1) >= torch.arange(k.shape[-2], device=q.device)
+        mask = mine if mask is None else mask & mine
+    return replace(how, mask=mask, causal=False).run(q, k, v)
+
+
+def positions(cut: Cut, rank: int, device: torch.device) -> Tensor:
+    """Where in the whole sequence the tokens that ``rank`` holds stand, (tokens,)."""
+    return piece(torch.arange(cut.size, device=device), 0, cut, rank)
+
+
+def _own_rows(axis: Axis, cut: Cut, how: How) -> How:
+    if how.mask is None or not whole_mask(axis) or how.mask.shape[-2] == 1:
+        return how
+    return how.masked(piece(how.mask, how.mask.dim() - 2, cut, axis.rank))
+
+
+def _alike(*tensors: Tensor) -> bool:
+    """Whether these can be sent together; torch itself says what is wrong with others."""
+    return len({tensor.dtype for tensor in tensors}) == 1 and tensors[0].is_floating_point()
+
+
+def _cast(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, How]:
+    """In the type that autocast gives attention, where that is on."""
+    kind = q.device.type
+    if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
+        return q, k, v, how
+    dtype = torch.get_autocast_dtype(kind)
+    mask = how.mask
+    if mask is not None and mask.is_floating_point():
+        how = how.masked(mask.to(dtype))
+    return q.to(dtype), k.to(dtype), v.to(dtype), how
+
+
+def _four_dimensions(q: Tensor, k: Tensor, v: Tensor, how: How, lead: torch.Size) -> tuple[Tensor, Tensor, Tensor, How]:
+    """As (batch, heads, tokens, features): the dimensions before the heads, ``lead``, made one."""
+    q, k, v = (tensor[(None,) * max(0, 3 - tensor.dim())] for tensor in (q, k, v))
+    if not how.grouped:
+        heads = _broadcast(*(tensor.shape[-3:-2] for tensor in (q, k, v)))
+        q, k, v = (tensor.expand(*tensor.shape[:-3], *heads, *tensor.shape[-2:]) for tensor in (q, k, v))
+    q, k, v = (_folded(tensor.expand(*lead, *tensor.shape[-3:])) for tensor in (q, k, v))
+    mask: Any = how.mask
+    if mask is not None:
+        mask = mask[(None,) * max(0, 4 - mask.dim())]
+        if mask.dim() > 4:
+            mask = mask.expand(*lead, *mask.shape[-3:])
+        mask = _folded(mask)
+    return q, k, v, how.masked(mask)
+
+
+def _broadcast(*shapes: torch.Size) -> torch.Size:
+    # torch's own imports sympy, and shapes hardly ever differ.
+    return shapes[0] if len(set(shapes)) == 1 else torch.broadcast_shapes(*shapes)
+
+
+def _folded(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 4 else tensor.reshape(-1, *tensor.shape[-3:])

@@ -1,0 +1,105 @@
+"""Synchronous data parallelism: every rank holds the whole model and sees its own share of each global batch.
+
+After backward each rank has the gradient of its share; the sum over ranks is the gradient of the global batch. torch's
+DistributedDataParallel adds them up bucket by bucket while backward is still computing earlier layers, so that
+communication hides behind computation. Every rank then takes the same optimizer step, and the replicas stay equal.
+
+With accumulation only the last micro-batch communicates (``no_sync`` before it). Ranks may hold unequal shares: each
+one's gradient is a sum over its samples, not a mean, so no weights are needed, and the one division by the global count
+comes afterwards.
+
+Use it while the model with its gradients and optimizer state fits one device; beyond that see ``shard``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.comm.mesh import own_group
+from phalanx.config import Job
+from phalanx.parallel.advice import without_gradient
+from phalanx.parallel.buffer_sync import RunningStatistics
+from phalanx.parallel.compression import Sender
+from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
+
+# torch 2.13 renamed the option that copies rank 0's buffers (running statistics) to all ranks before each forward.
+_known = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _known else "broadcast_buffers"
+
+
+class Replicate(Layout):
+    """The whole model on every rank, gradients averaged over all of them by DistributedDataParallel.
+
+    ``compress``, as in plans, says how they are sent.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, job: Job, world_size: int, compress: str = "none"
+    ) -> None:
+        self._module = module.to(device)
+        self._device = device
+        self._ddp = distributed(self._module, device, job)
+        self._may_be_unused = job.unused == "allow"
+        self._statistics = RunningStatistics(self._module)
+        parameters = trainable(module)
+        sender = None if compress == "none" else Sender(compress, own_group(), parameters)
+        if sender:
+            self._ddp.register_comm_hook(None, lambda _, bucket: sender.send(bucket))
+        self._held = Held(module=self._module, parameters=parameters, divisor=world_size, sender=sender)
+
+    @property
+    def held(self) -> Held:
+        return self._held
+
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+        accumulate(self._ddp, self._device, parts[0], work)
+
+    def finish(self) -> None:
+        if self._held.sender:
+            self._held.sender.traffic.steps += 1
+        if not self._may_be_unused:
+            check_reduced(self._ddp, self._held.parameters)
+
+    def stepped(self) -> None:
+        self._statistics.share()
+        for tensor in self._held.parameters.values():
+            tensor.grad = None
+
+
+def distributed(module: nn.Module, device: torch.device, job: Job) -> DistributedDataParallel:
+    """``module`` in DistributedDataParallel over all ranks, gradients kept in its buckets (no second copy)."""
+    buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # RunningStatistics does it, after the step
+    return DistributedDataParallel(
+        module,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=job.unused == "allow",
+        **buffers,
+    )
+
+
+def accumulate(ddp: DistributedDataParallel, device: torch.device, micros: Sequence[Any], work: Work) -> None:
+    """Run every micro-batch; only the last one's backward communicates."""
+    each_micro_batch(ddp, device, micros, work, around=lambda last: nullcontext() if last else ddp.no_sync())
+
+
+def check_reduced(ddp: DistributedDataParallel, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise where this rank's last backward left parameters out, for which the other ranks now wait in vain.
+
+    torch itself finds out at the next forward, and says it in words of its own.
+
+    Raises:
+        GradientError: naming the parameters.
+    """
+    try:
+        ddp._check_reducer_finalized()
+    except RuntimeError:
+        names = [name for name, tensor in parameters.items() if tensor.grad is None]
+        raise without_gradient(names or ["some that an earlier micro-batch of the step used"], "on this rank") from None

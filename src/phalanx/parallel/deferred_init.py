@@ -1,0 +1,345 @@
+"""Builds a model without ever holding all of it: its making is recorded, and each rank repeats what it keeps.
+
+While the job's function runs, large tensors are fakes, and every operation on them goes on a tape with the state of
+the random numbers it began from (as torchdistx's deferred initialisation does). Random numbers are drawn all the same,
+into memory that is dropped at once, so that small tensors, which are real, get those of one device. A parameter's
+value is what the operations that lead to it give when repeated from those states: bit for bit that of one device, one
+parameter at a time, in any order.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from phalanx.hardware import return_freed_memory
+from phalanx.parallel.example import Example
+from phalanx.parallel.expert.find import _seen as called_as_experts
+from phalanx.parallel.local_shards.axis import piece
+from phalanx.parallel.operation_tape import Place, Step, Tape
+from phalanx.parallel.tensor.find import dry
+from phalanx.parallel.tensor_shard import Holding
+from phalanx.trace.fake_tensors import fake, quiet
+
+LARGE = 4096
+"""Elements from which a tensor is not made at once."""
+
+
+class UnrecordedError(Exception):
+    """The making of this model cannot be repeated piece by piece."""
+
+
+class Recipe:
+    """How a parameter comes about; kept on the parameter that stands for it, which is on the meta device."""
+
+    def __init__(self, tape: Tape, place: Place) -> None:
+        self.tape, self.place = tape, place
+
+
+def recorded(make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, its large parameters on the meta device, each with a recipe; buffers have values.
+
+    Raises:
+        UnrecordedError: if its making cannot be recorded.
+    """
+    return_freed_memory()
+    recorder = _Recorder()
+    try:
+        with quiet(), _Objects(), recorder:
+            module = make()
+    except UnrecordedError:
+        raise
+    except Exception as error:  # what fakes cannot follow; if it is the model's own, building it whole shows that
+        raise UnrecordedError(said(error)) from None
+    if isinstance(module, nn.Module):
+        recorder.settle(module)
+    return module
+
+
+def recipes(module: nn.Module) -> dict[str, Recipe]:
+    """Name → recipe of each parameter that has one."""
+    return {
+        name: tensor.__dict__[_RECIPE]
+        for name, tensor in module.named_parameters(remove_duplicate=False)
+        if _RECIPE in vars(tensor)
+    }
+
+
+def prints(tensor: Tensor) -> Iterator[tuple[int, float, float]]:
+    """What two ranks' recipes for a parameter can be compared by: elements, and sums as of values."""
+    recipe = vars(tensor).get(_RECIPE)
+    return recipe.tape.prints(recipe.place) if recipe else iter(())
+
+
+def loaded(module: nn.Module) -> int:
+    """Bytes of large values that were there when the model was made: read from a file, say, and not drawn."""
+    here = [one for one in module.parameters() if not one.is_meta and one.numel() >= LARGE]
+    tapes = {id(recipe.tape): recipe.tape for recipe in recipes(module).values()}
+    return sum(one.nbytes for one in here) + sum(tape.given for tape in tapes.values())
+
+
+def fill(
+    module: nn.Module,
+    known: Mapping[str, Recipe],
+    slices: Mapping[str, Holding] | None = None,
+    *,
+    within: nn.Module | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Give the parameters that ``module`` has left on the meta device their values, one after the other, in place.
+
+    Of those in ``slices`` only this rank's part is kept.
+
+    Args:
+        module: where they are.
+        known: the recipes of the whole model, by name.
+        slices: by name, what this rank holds of those of which it holds a part.
+        within: only those of this part of ``module``; all where not given.
+        device: where each goes as soon as it is made; it stays on the host where not given.
+    """
+    chosen = {id(tensor) for tensor in (within or module).parameters() if tensor.is_meta}
+    left = [(name, tensor) for name, tensor in module.named_parameters() if id(tensor) in chosen and name in known]
+    if not left:
+        return
+    made: dict[int, Any] = {}
+
+    def take(index: int, whole: Tensor) -> None:
+        name, before = left[index]
+        holding = (slices or {}).get(name)
+        local = whole
+        for one in holding.placed if holding else ():
+            local = piece(local, one.dim, one.cut, one.axis.rank)
+        assert local.shape == before.shape, f"{name}: {tuple(local.shape)} in place of {tuple(before.shape)}"
+        partly = local.numel() * local.itemsize < local.untyped_storage().nbytes()
+        local = (local.clone() if partly else local).to(device)
+        value = nn.Parameter(local, requires_grad=before.requires_grad)
+        vars(value).update({key: kept for key, kept in vars(before).items() if key != _RECIPE})
+        made[id(before)] = value
+
+    tape = known[left[0][0]].tape
+    tape.replay([known[name].place for name, _ in left], take)
+    _exchange(module, made)
+
+
+def followed(module: nn.Module, example: Example) -> str:
+    """Why the model cannot be looked at before it has values; empty where it can."""
+    try:
+        if not called_as_experts(module, example):
+            with dry(module, example):
+                pass
+        return ""
+    except Exception as error:  # whatever the model raises on fake tensors
+        return said(error)
+
+
+def said(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+_RECIPE = "_recipe"
+_FILLS = {"zero_", "fill_", "copy_"}
+_DRAWS = {"normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"}
+_FORBIDDEN = {"set_", "resize_", "resize_as_", "resize"}
+
+
+class _Objects(TorchFunctionMode):
+    """Copies of fakes that torch would make by reading memory, made by operations that can be recorded."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
+            tensor, memo = args
+            if id(tensor) not in memo:
+                copied = tensor.detach().clone()
+                if isinstance(tensor, nn.Parameter):
+                    copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+                memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+            return memo[id(tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    """Makes large tensors fakes, and keeps a tape of what happens to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tape = Tape()
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(isinstance(leaf, FakeTensor) for leaf in given):
+            return self._on_fakes(func, args, kwargs)
+        if (not given or _is_like(func)) and all(leaf.device.type == "cpu" for leaf in given):
+            made = self._faked(func, args, kwargs)
+            if isinstance(made, Tensor) and made.numel() >= LARGE and made.device.type == "cpu":
+                return self._noted(func, args, kwargs, made, [])
+        return func(*args, **kwargs)
+
+    def settle(self, module: nn.Module) -> None:
+        """Meta parameters in place of fake ones, and values for every other fake that the model holds."""
+        parameters = {id(one): one for one in module.parameters() if isinstance(one, FakeTensor)}
+        others = {id(one): one for one in _held(module) if isinstance(one, FakeTensor) and id(one) not in parameters}
+        places = {key: self._tape.place(one) for key, one in (parameters | others).items()}
+        if len({place.memory for place in places.values()}) < len(places):
+            raise UnrecordedError("two of its tensors share memory")
+        made: dict[int, Any] = {}
+        for key, tensor in parameters.items():
+            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            made[key] = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+            vars(made[key]).update({name: value for name, value in vars(tensor).items() if name not in _OF_FAKES})
+            made[key].__dict__[_RECIPE] = Recipe(self._tape, places[key])
+        keys = list(others)
+
+        def take(index: int, whole: Tensor) -> None:
+            made[keys[index]] = whole.requires_grad_(others[keys[index]].requires_grad)
+
+        self._tape.replay([places[key] for key in keys], take)
+        _exchange(module, made)
+        parameters, others, tensor = {}, {}, None
+        if self._tape.alive() and gc.collect() and (left := self._tape.alive()):
+            raise UnrecordedError(f"it keeps {left[0]} bytes elsewhere than in parameters and buffers")
+        self._tape.close()
+
+    def _on_fakes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = _name(func)
+        written = _written(func, args, kwargs)
+        if name in _FORBIDDEN or any(not isinstance(one, FakeTensor) for one in written):
+            raise UnrecordedError(f"{name} of a tensor that is not there yet")
+        try:
+            made = self._faked(func, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if not written:
+                return func(*tree_map(self._value, args), **tree_map(self._value, kwargs))
+            made = written[0]
+        return self._noted(func, args, kwargs, made, written)
+
+    def _noted(self, func: Any, args: Any, kwargs: Any, made: Any, written: list[Tensor]) -> Any:
+        new = [leaf for leaf in tree_leaves(made) if isinstance(leaf, FakeTensor)]
+        for leaf in new:
+            if leaf.is_conj() or leaf.is_neg() or leaf.layout != torch.strided:
+                raise UnrecordedError(f"{_name(func)} gives a tensor that is not one run of numbers")
+        fresh = {id(leaf) for leaf in new if not self._tape.knows(leaf)}
+        if not fresh and not written:
+            return made  # a view
+        over = len(written) == 1 and written[0] is args[0] and _name(func) in _FILLS | _DRAWS and _covers(written[0])
+        state = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if any(leaf.device.type != "cpu" for leaf in new):
+                raise UnrecordedError(f"{_name(func)} draws on a device")
+            state = (kwargs.get("generator") or torch.default_generator).get_state()
+            swap = _scratch if _name(func) in _DRAWS or _is_like(func) else self._value
+            func(*tree_map(swap, args), **tree_map(swap, kwargs))
+        self._tape.add(
+            Step(
+                func=func,
+                args=tree_map(self._kept, args),
+                kwargs={key: tree_map(self._kept, value) for key, value in kwargs.items() if key != "generator"},
+                generator=kwargs.get("generator") is not None,
+                state=state,
+                overwrites=over,
+                blind=_is_like(func),
+                writes=tuple(self._tape.place(one).memory for one in written),
+                made=tuple(self._tape.place(leaf) if id(leaf) in fresh else None for leaf in tree_leaves(made)),
+            )
+        )
+        return made
+
+    def _faked(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with self._fakes:
+            made = func(*tree_map(self._as_fake, args), **tree_map(self._as_fake, kwargs))
+        # Tensors that are known there cannot be exchanged, as Module.to does with parameters.
+        self._fakes.fake_tensor_converter.tensor_memo.clear()
+        return made
+
+    def _as_fake(self, leaf: Any) -> Any:
+        return fake(self._fakes, leaf) if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) else leaf
+
+    def _value(self, leaf: Any) -> Any:
+        return self._tape.value(self._tape.place(leaf)) if isinstance(leaf, FakeTensor) else leaf
+
+    def _kept(self, leaf: Any) -> Any:
+        if isinstance(leaf, FakeTensor):
+            return self._tape.place(leaf)
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf  # it may be written into later
+
+
+_OF_FAKES = {*vars(FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), torch.device("cpu"))), "_is_param"}
+
+
+def _name(func: Any) -> str:
+    return func._schema.name.partition("::")[2]
+
+
+def _is_like(func: Any) -> bool:
+    """Whether it makes a tensor that is like another in form only."""
+    return _name(func).startswith("new_") or _name(func).endswith("_like")
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors among the arguments that are written into."""
+    found: list[Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    return found
+
+
+def _covers(tensor: Tensor) -> bool:
+    """Whether it is all of its memory."""
+    if tensor.numel() * tensor.itemsize != tensor.untyped_storage().nbytes():
+        return False
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride != size:
+            return False
+        size *= length
+    return True
+
+
+def _scratch(leaf: Any) -> Any:
+    """Memory of the form of a fake, with whatever is in it."""
+    if not isinstance(leaf, FakeTensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
+
+
+def _containers(module: nn.Module) -> Iterator[tuple[Any, Any, Any]]:
+    """(container, key, value) of everything in a model that may be a tensor."""
+    for child in module.modules():
+        for name, value in list(vars(child).items()):
+            if isinstance(value, Tensor | tuple):
+                yield vars(child), name, value
+            elif isinstance(value, dict):
+                yield from ((value, key, one) for key, one in list(value.items()))
+            elif isinstance(value, list):
+                yield from ((value, index, one) for index, one in enumerate(value))
+
+
+def _held(module: nn.Module) -> Iterator[Tensor]:
+    for _, _, value in _containers(module):
+        yield from (one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, Tensor))
+
+
+def _exchange(module: nn.Module, made: Mapping[int, Any]) -> None:
+    """Put other tensors in place of those with these ids, wherever the model holds them."""
+    for container, key, value in _containers(module):
+        if isinstance(value, tuple) and any(id(one) in made for one in value):
+            container[key] = tuple(made.get(id(one), one) for one in value)
+        elif id(value) in made:
+            container[key] = made[id(value)]

@@ -1,0 +1,147 @@
+"""DiLoCo: the outer step over averaged differences (Douillard et al. 2023), and a model's parameters in fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm import local
+from phalanx.config import Plan
+from phalanx.errors import Problem, RefusedError
+from phalanx.trace.blocks import blocks
+
+
+class Outer:
+    """The copies that replicas began from, flat on the host in fp32, one a fragment, and the optimizer that steps them.
+
+    The same on every replica: each steps its own, by the same gradient.
+
+    Attributes:
+        copies: by fragment.
+    """
+
+    def __init__(self, plan: Plan, copies: Sequence[Tensor]) -> None:
+        self.copies = list(copies)
+        momentum = plan.outer_momentum
+        self._optimizer = torch.optim.SGD(
+            self.copies, lr=plan.outer_lr, momentum=momentum, nesterov=plan.outer == "nesterov" and momentum > 0
+        )
+
+    def step(self, fragment: int, difference: Tensor) -> Tensor:
+        """Step by the mean over replicas of the copy less what each has come to; gives the new copy."""
+        copy = self.copies[fragment]
+        copy.grad = difference
+        self._optimizer.step()
+        copy.grad = None
+        return copy
+
+    def momentum(self, fragment: int) -> Tensor | None:
+        """What it remembers of the steps before; ``None`` before the first, and where it remembers nothing."""
+        return self._optimizer.state[self.copies[fragment]].get("momentum_buffer")
+
+    def remember(self, fragment: int, momentum: Tensor) -> None:
+        """Go on with the ``momentum`` of another run."""
+        self._optimizer.state[self.copies[fragment]]["momentum_buffer"] = momentum
+
+
+def divide(sizes: Mapping[str, int], owners: Mapping[str, int], count: int) -> list[list[str]]:
+    """Names in ``count`` groups of consecutive ones, such that the largest group is as small as it can be.
+
+    Args:
+        sizes: name → bytes, in the order in which groups are made.
+        owners: name → number of the block it belongs to; what belongs to none is by itself. Where there are fewer
+            blocks than groups, blocks are cut.
+        count: of groups.
+
+    Raises:
+        RefusedError: if there are fewer names than groups.
+    """
+    units = [list(names) for _, names in groupby(sizes, key=lambda name: owners.get(name, name))]
+    if len(units) < count:
+        units = [[name] for name in sizes]
+    if len(units) < count:
+        raise RefusedError(
+            [
+                Problem(
+                    where="plan.fragments",
+                    given=f"fragments={count} for {len(units)} parameters on a rank",
+                    allowed="at most as many as a rank has parameters",
+                    fix=f"fragments={len(units)}",
+                )
+            ]
+        )
+    cuts = _cuts([sum(sizes[name] for name in unit) for unit in units], count)
+    return [[name for unit in units[a:b] for name in unit] for a, b in pairwise(cuts)]
+
+
+def owners(module: nn.Module) -> dict[str, int]:
+    """Name of each parameter inside a repeated block → the number of the block."""
+    held = {id(tensor): index for index, block in enumerate(blocks(module)) for tensor in block.parameters()}
+    return {name: held[id(tensor)] for name, tensor in module.named_parameters() if id(tensor) in held}
+
+
+def _cuts(costs: Sequence[int], count: int) -> list[int]:
+    """Where each of ``count`` runs of ``costs`` begins, and the end, with the least largest sum."""
+    sums = [0, *accumulate(costs)]
+    # best[end] = (largest, where the last run begins), for runs made of the costs before ``end``
+    rows: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    for _ in range(count):
+        before, row = rows[-1], dict[int, tuple[int, int]]()
+        for end in range(len(rows), len(costs) + 1):
+            row[end] = min((max(worst, sums[end] - sums[at]), at) for at, (worst, _) in before.items() if at < end)
+        rows.append(row)
+    cuts = [len(costs)]
+    for row in reversed(rows[1:]):
+        cuts.append(row[cuts[-1]][1])
+    return cuts[::-1]
+
+
+class Fragment:
+    """Some of what an optimizer steps on this rank: read and written as one flat fp32 tensor on the host.
+
+    Attributes:
+        names: of the parameters, in order.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._parameters = {name: parameters[name] for name in names}
+
+    def read(self) -> Tensor:
+        """The values now, in a tensor of their own."""
+        return flattened([local(tensor) for tensor in self._parameters.values()])
+
+    def write(self, flat: Tensor) -> None:
+        """Put values in place of those that are there."""
+        spread([local(tensor) for tensor in self._parameters.values()], flat)
+
+    def cut(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's name with what ``flat`` holds for it, in a tensor like the parameter, fp32."""
+        for (name, tensor), piece in zip(self._parameters.items(), self._pieces(flat), strict=True):
+            like = torch.zeros_like(tensor, dtype=torch.float32, requires_grad=False)
+            local(like).copy_(piece.view(local(like).shape))
+            yield name, like
+
+    def joined(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """What ``cut`` took apart."""
+        return flattened([local(tensors[name]) for name in self.names])
+
+    def _pieces(self, flat: Tensor) -> Sequence[Tensor]:
+        return flat.split([local(tensor).numel() for tensor in self._parameters.values()])
+
+
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """All elements as one fp32 tensor on the host, which shares no memory with ``tensors``."""
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors))
+    for piece, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+        piece.copy_(tensor.detach().reshape(-1))
+    return flat
+
+
+def spread(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """Put the elements of ``flat``, on the host, into ``tensors``: what ``flattened`` put together."""
+    for piece, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+        tensor.copy_(piece.view(tensor.shape))

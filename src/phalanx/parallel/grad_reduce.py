@@ -1,0 +1,123 @@
+"""Gradients added over ranks, many in one message, sparse ones by their rows; when replicas are kept together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.config import Plan
+from phalanx.errors import Problem
+from phalanx.units import show_names
+
+_BYTES = 25 * 2**20
+
+
+def add_up(gradients: Iterable[torch.Tensor | None], group: dist.ProcessGroup) -> None:
+    """Sum each gradient over the ranks of ``group``, in place. Every rank must have the same ones."""
+    waiting: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
+    for bucket in _buckets([grad for grad in gradients if grad is not None]):
+        flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([grad.reshape(-1) for grad in bucket])
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        assert work is not None
+        waiting.append((work, flat, bucket))
+    for work, flat, bucket in waiting:
+        work.wait()
+        pieces = flat.split([grad.numel() for grad in bucket])
+        for grad, piece in zip(bucket, pieces, strict=True):
+            if grad.data_ptr() != piece.data_ptr():
+                grad.copy_(piece.view(grad.shape))
+
+
+def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Runs of gradients of one type, of about 25 MiB each."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for grad in gradients:
+        nbytes = grad.numel() * grad.element_size()
+        if bucket and (size + nbytes > _BYTES or bucket[0].dtype != grad.dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(grad)
+        size += nbytes
+    if bucket:
+        yield bucket
+
+
+def sparse(module: nn.Module) -> list[str]:
+    """Names of modules whose gradients are sparse."""
+    return [name or "(the model itself)" for name, one in module.named_modules() if getattr(one, "sparse", False)]
+
+
+def made_dense(module: nn.Module) -> list[str]:
+    """Have ``module`` give dense gradients in place of sparse ones, in place. Returns ``sparse`` as it was."""
+    names = sparse(module)
+    for one in module.modules():
+        if getattr(one, "sparse", False):
+            vars(one)["sparse"] = False
+    return names
+
+
+def sparse_problems(module: nn.Module, plan: Plan) -> list[Problem]:
+    """What keeps ``plan`` from the sparse gradients of ``module``; empty where nothing does."""
+    names = sparse(module) if plan.fsdp > 1 or plan.server else []
+    if not names:
+        return []
+    if plan.server:
+        whole = Plan(dp=plan.dp, precision=plan.precision, device=plan.device)
+    else:
+        whole = replace(plan, dp=plan.dp * plan.fsdp, fsdp=1, zero=0, offload="none")
+    return [
+        Problem(
+            where="job.model",
+            given=f"sparse gradients of {show_names(names)} under {plan}",
+            allowed="dense ones, or plans that leave each parameter whole, such as dp and pp",
+            fix=f"nn.Embedding(..., sparse=False), or {whole}",
+        )
+    ]
+
+
+class Sync(ABC):
+    """Called by every step when gradients are ready, and when parameters have been stepped.
+
+    Totals are the sum and the count of a loss: two numbers, or a tensor of both on CUDA.
+    """
+
+    @property
+    @abstractmethod
+    def alone(self) -> bool:
+        """Whether the step's group is one replica of several, each of which counts for itself."""
+
+    @abstractmethod
+    def gradients_ready(self, step: int, totals: Any) -> Any:
+        """Gradients are sums over the samples of the step's group. Returns what they are to be divided for: totals."""
+
+    @abstractmethod
+    def parameters_stepped(self, steps: int, totals: Any) -> None:
+        """The optimizer has stepped, ``steps`` times so far; forward does not see the new values yet."""
+
+    @abstractmethod
+    def together(self) -> None:
+        """Bring replicas wholly together now, as at the end: what is read is then the same on all. Collective."""
+
+
+class Each(Sync):
+    """Gradients are summed over all replicas in every step, which layouts do on the way."""
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    def gradients_ready(self, step: int, totals: Any) -> Any:
+        return totals
+
+    def parameters_stepped(self, steps: int, totals: Any) -> None:
+        pass
+
+    def together(self) -> None:
+        pass

@@ -1,0 +1,266 @@
+"""One axis of the mesh along which tensors are sliced, and how pieces travel on it, forward and backward.
+
+What is whole on every rank can be told in two ways when it comes to gradients. Along ``tp`` every rank has the same
+whole gradient of a whole tensor (as Megatron-LM does it; Shoeybi et al. 2019, section 3). Along ``cp`` the gradient of
+a whole tensor is the *sum* of what the ranks have, and stays so until the parameters' gradients are added once, with
+those of the data-parallel ranks. The first spares a reduction where most tensors are whole, the second where most are
+sliced. Each function below says what its backward is under both.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.comm.collectives import all_gather_flat, reduce_scatter_sum
+from phalanx.config.plan import Attention
+from phalanx.parallel.local_shards.cut import Cut
+
+Notice = Callable[[str, Tensor], None]
+"""``notice(kind, tensor)``: a collective of this kind is about to send ``tensor``."""
+
+
+class Axis:
+    """Ranks that hold slices of the same tensors.
+
+    Attributes:
+        name: of the mesh dimension, such as ``tp``.
+        size: ranks.
+        rank: this process's, along the axis.
+        group: their process group; ``None`` for a dry run, in which nothing is sent.
+        sums: whether the gradient of a whole tensor is the sum over the ranks, not the same on each.
+        tokens: whether activations between products are sliced along their tokens (sequence parallelism).
+        notice: called with each collective; for counting.
+        length: tokens of a sample, once activations are sliced along them.
+        attention: how keys and values that are sliced along their tokens meet all queries (``tokens``).
+        trial: what a dry run that looks for a split asks of the rules; ``None`` in a real run.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        size: int,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        sums: bool = False,
+        tokens: bool = False,
+        attention: Attention = "gather",
+        notice: Notice | None = None,
+        trial: Any = None,
+    ) -> None:
+        self.name, self.size, self.rank, self.group = name, size, rank, group
+        self.sums, self.tokens, self.attention, self.notice, self.trial = sums, tokens, attention, notice, trial
+        self.length = 0
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name}, {self.rank} of {self.size})"
+
+    def add_up(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """``tensor`` summed over the ranks, in place where it is contiguous."""
+        self.tell("all_reduce", tensor)
+        if self.group is not None:
+            tensor = tensor.contiguous()
+            dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+    def gather(self, local: Tensor, dim: int, cut: Cut) -> Tensor:
+        """The whole tensor of which each rank holds its ``cut`` along ``dim``."""
+        self.tell("all_gather", local)
+        longest = max(cut.lengths)
+        if self.group is None:
+            # Zeros: a dry run on values may use them as indices.
+            return local.new_zeros((*local.shape[:dim], cut.size, *local.shape[dim + 1 :]))
+        if local.shape[dim] < longest:
+            missing = local.new_zeros((*local.shape[:dim], longest - local.shape[dim], *local.shape[dim + 1 :]))
+            local = torch.cat([local, missing], dim)
+        local = local.contiguous()
+        flat = local.new_empty(self.size * local.numel())
+        all_gather_flat(flat, local.view(-1), self.group)
+        each = flat.view(self.size, *local.shape)
+        pieces = [one.narrow(dim, 0, length) for one, length in zip(each, cut.lengths, strict=True)]
+        return joined(pieces, dim, cut)
+
+    def add_up_and_keep(self, tensor: Tensor, dim: int, cut: Cut) -> Tensor:
+        """This rank's ``cut`` along ``dim`` of ``tensor`` summed over the ranks."""
+        if not cut.equal or self.group is None:
+            self.tell("reduce_scatter" if self.group is None else "all_reduce", tensor)
+            if self.group is None:
+                return piece(tensor, dim, cut, self.rank)
+            whole = tensor.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(whole, group=self.group)
+            return piece(whole, dim, cut, self.rank).contiguous()
+        self.tell("reduce_scatter", tensor)
+        pieces = torch.stack([piece(tensor, dim, cut, rank) for rank in range(self.size)])
+        out = torch.empty_like(pieces[0])
+        reduce_scatter_sum(out.view(-1), pieces.view(-1), self.group).wait()
+        return out
+
+    def tell(self, kind: str, tensor: Tensor) -> None:
+        """A collective of this kind is about to send ``tensor``."""
+        if self.notice is not None:
+            self.notice(kind, tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Dimension ``dim`` (from the left) cut along ``axis``."""
+
+    axis: Axis
+    dim: int
+    cut: Cut
+
+
+def piece(whole: Tensor, dim: int, cut: Cut, rank: int) -> Tensor:
+    """What ``rank`` holds of ``whole`` under ``cut`` along ``dim``; a view where that is one run."""
+    ranges = cut.expanded()[rank]
+    if len(ranges) == 1:
+        start, stop = ranges[0]
+        return whole.narrow(dim, start, stop - start)
+    if not ranges:
+        return whole.narrow(dim, 0, 0)
+    return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
+
+def joined(pieces: list[Tensor], dim: int, cut: Cut) -> Tensor:
+    """The whole tensor from what each rank holds, in rank order."""
+    if cut.in_order:
+        return torch.cat(pieces, dim)
+    runs: list[tuple[int, Tensor]] = []
+    for held, ranges in zip(pieces, cut.expanded(), strict=True):
+        at = 0
+        for start, stop in ranges:
+            runs.append((start, held.narrow(dim, at, stop - start)))
+            at += stop - start
+    return torch.cat([run for _, run in sorted(runs, key=lambda pair: pair[0])], dim)
+
+
+def shared(tensor: Tensor, axis: Axis) -> Tensor:
+    """A whole tensor, on its way into sliced work: each rank's gradient of it is a part, and they are added up.
+
+    Backward: ``tp`` all-reduce, once however many products read the tensor; ``cp`` nothing, the sum comes later. A
+    parameter under sequence parallelism is also left for later, so that all of them are added up at once.
+    """
+    if axis.sums or not tensor.requires_grad:
+        return tensor
+    if axis.tokens and isinstance(tensor, torch.nn.Parameter):
+        if axis.trial is not None:
+            axis.trial.late.add(id(tensor))
+        return tensor
+    if tensor.is_leaf:
+        return _Shared.apply(tensor, axis)  # it would be kept alive by what it remembers
+    memory = vars(tensor).setdefault("_shared_along", {})  # pyright: ignore
+    if axis not in memory:
+        memory[axis] = _Shared.apply(tensor, axis)
+    return memory[axis]
+
+
+def total(tensor: Tensor, axis: Axis) -> Tensor:
+    """The sum over ranks of what each has computed, whole on every rank; may use ``tensor``'s own memory.
+
+    Backward: ``tp`` nothing; ``cp`` all-reduce.
+    """
+    return _Total.apply(tensor, axis)
+
+
+def kept(tensor: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
+    """The sum over ranks of what each has computed, each rank keeping its slice. Backward: all-gather."""
+    return _Goes.apply(tensor, (_to_sum, _to_whole), dim, cut, axis)
+
+
+def taken(whole: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
+    """This rank's slice of a whole tensor. Backward: ``tp`` all-gather; ``cp`` nothing."""
+    if axis.sums or not whole.requires_grad:
+        return piece(whole, dim, cut, axis.rank)
+    return _Goes.apply(whole, (_to_piece, _to_whole), dim, cut, axis)
+
+
+def whole(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
+    """The whole of a sliced tensor, for work that all ranks do alike. Backward: ``tp`` none; ``cp`` as ``opened``."""
+    if axis.sums:
+        return opened(local, dim, cut, axis)
+    return _Goes.apply(local, (_to_whole, _to_piece), dim, cut, axis)
+
+
+def opened(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
+    """The whole of a sliced tensor, for work that each rank does a part of. Backward: reduce-scatter.
+
+    Gathered once however many products read it.
+    """
+    memory: dict[Any, weakref.ref[Tensor]] = vars(local).setdefault("_opened_along", {})  # pyright: ignore
+    key = (axis, torch.is_grad_enabled())
+    known = memory.get(key)
+    found = known() if known is not None else None
+    if found is None:
+        found = _Goes.apply(local, (_to_whole, _to_sum), dim, cut, axis)
+        memory[key] = weakref.ref(found)  # weak: what is gathered is large, and lives as long as backward needs it
+    return found
+
+
+def _kept_selectively() -> bool:
+    """Whether selective recompute counts each operation, which then must be the same ones in both forwards."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.axis.add_up(grad.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        # What is added up here may be a product that is kept, for a second forward to add up again.
+        if not tensor.is_contiguous() or _kept_selectively():
+            return axis.add_up(tensor.clone(memory_format=torch.contiguous_format))
+        ctx.mark_dirty(tensor)
+        return axis.add_up(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.axis.sums:
+            grad = ctx.axis.add_up(grad.clone(memory_format=torch.contiguous_format))
+        return grad, None
+
+
+Way = Callable[[Tensor, int, Cut, Axis], Tensor]
+"""One way that a tensor goes: from whole to slice or from slice to whole, along a dimension cut so over an axis."""
+
+
+class _Goes(torch.autograd.Function):
+    """A tensor goes one way, and its gradient another."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ways: tuple[Way, Way], dim: int, cut: Cut, axis: Axis) -> Tensor:
+        there, ctx.back = ways
+        ctx.where = dim, cut, axis
+        return there(tensor, dim, cut, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.back(grad, *ctx.where), None, None, None, None
+
+
+def _to_whole(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
+    return axis.gather(local, dim, cut)
+
+
+def _to_sum(tensor: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
+    return axis.add_up_and_keep(tensor, dim, cut)
+
+
+def _to_piece(whole: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
+    return piece(whole, dim, cut, axis.rank).clone()

@@ -1,0 +1,103 @@
+"""Operations that treat each element by itself: slices stay slices, nothing is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from phalanx.parallel.local_shards.axis import Axis
+from phalanx.parallel.local_shards.tensor import RULES, Sliced, aligned, is_sliced, result
+
+_NAMES = """
+    add sub rsub mul div rdiv floor_divide remainder fmod pow rpow neg abs sign exp expm1 exp2 log log2 log10
+    log1p sqrt rsqrt square reciprocal sin cos tan tanh sinh cosh asin acos atan atan2 sigmoid logsigmoid relu
+    relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid hardshrink softplus softsign
+    tanhshrink threshold erf erfc floor ceil round trunc frac clamp clip clamp_min clamp_max minimum maximum
+    fmin fmax lerp addcmul addcdiv where masked_fill nan_to_num isnan isinf isfinite eq ne lt le gt ge
+    logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_xor bitwise_not type_as float
+    half bfloat16 double int long bool short clone contiguous detach zeros_like ones_like full_like empty_like
+    pos positive sinc digamma lgamma copysign heaviside hypot xlogy logaddexp alias conj resolve_conj real
+""".split()
+_DROPS = ("dropout", "alpha_dropout", "feature_alpha_dropout")
+
+
+def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
+    """Align the operands, run on what is here."""
+    leaves, structure = tree_flatten((list(args), kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    locals_, cuts = aligned(tensors)
+    found = iter(locals_)
+    new_args, new_kwargs = tree_unflatten(
+        [next(found) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+    )
+    return result(func(*new_args, **new_kwargs), cuts)
+
+
+def in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same written into the first operand, where its slices are those of the result."""
+    target = args[0]
+    if not is_sliced(target):
+        return NotImplemented
+    others = [leaf for leaf in tree_flatten((list(args[1:]), kwargs))[0] if isinstance(leaf, Tensor)]
+    _, cuts = aligned([target, *others])
+    own = [(one.axis, one.dim - target.dim(), one.cut) for one in target.placed]
+    if [(id(axis), dim) for axis, dim, _ in cuts] != [(id(axis), dim) for axis, dim, _ in own]:
+        return NotImplemented
+    elementwise(func, args, kwargs)
+    return target
+
+
+def converted(func: Any, args: Any, kwargs: Any) -> Any:
+    """``to``, with another tensor or a dtype: only the element type changes, or the device."""
+    tensor, *rest = args
+    if not is_sliced(tensor):  # plain.to(sliced): takes its dtype
+        other = rest[0] if rest else kwargs.get("other")
+        return tensor.to(other.local)
+    rest = [value.local if is_sliced(value) else value for value in rest]
+    if is_sliced(kwargs.get("other")):
+        kwargs = {**kwargs, "other": kwargs["other"].local}
+    return Sliced(func(tensor.local, *rest, **kwargs), tensor.placed)
+
+
+def dropped(func: Any, args: Any, kwargs: Any) -> Any:
+    """Dropout: every rank draws for its own slice, and all end with the same state of the generator."""
+    tensor = args[0] if args else kwargs.get("input")
+    if not is_sliced(tensor):
+        return NotImplemented
+    with OwnStream(tensor.local.device, [one.axis for one in tensor.placed]):
+        return elementwise(func, args, kwargs)
+
+
+class OwnStream:
+    """Random numbers of this rank's own inside, the same as on the other ranks again afterwards."""
+
+    def __init__(self, device: torch.device, axes: list[Axis]) -> None:
+        self._device, self._axes = device, axes
+
+    def __enter__(self) -> None:
+        draw = torch.randint(2**62, (), device=self._device)
+        self._generator = (
+            torch.cuda.default_generators[self._device.index or 0]
+            if self._device.type == "cuda"
+            else torch.default_generator
+        )
+        self._state = self._generator.get_state()
+        if type(draw) is Tensor and draw.device.type != "meta":
+            place = 0
+            for axis in self._axes:
+                place = place * axis.size + axis.rank
+            self._generator.manual_seed((int(draw) + place * 0x9E3779B97F4A7C15) % 2**63)
+
+    def __exit__(self, *_: object) -> None:
+        self._generator.set_state(self._state)
+
+
+for _name in _NAMES:
+    RULES[_name] = elementwise
+    RULES[_name + "_"] = in_place
+for _name in _DROPS:
+    RULES[_name] = dropped
+RULES["to"] = RULES["cuda"] = RULES["cpu"] = converted

@@ -1,0 +1,265 @@
+"""A tensor of which this rank holds a slice, and which model code sees as the whole.
+
+Its shape is the whole one's, and every operation on it gives what the operation on the whole would give. What an
+operation does to slices is told by rules (``rules``), one for each kind of operation; where there is none, the whole is
+gathered and the operation runs on every rank. So values are right whatever a model does, and rules only save memory,
+time and communication.
+
+Rules work on torch's functions, above autograd: what runs are ordinary operations on ordinary local tensors, and
+autograd sees those. torch's own DTensor does the same job below autograd; it cannot deal heads or fused projections out
+unevenly, and has no rule for attention on CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_any, tree_map
+
+from phalanx.errors import RunError
+from phalanx.parallel.local_shards.axis import Axis, Placed, opened, shared, taken, whole
+from phalanx.parallel.local_shards.cut import Cut
+
+Rule = Callable[..., Any]
+"""``rule(func, args, kwargs)`` → the result, or ``NotImplemented`` to gather first."""
+
+RULES: dict[str, Rule] = {}
+"""Name of torch's function or method, without the underscores of operators and in-place forms → its rule."""
+
+
+class Sliced(Tensor):
+    """A tensor that is whole to its reader and a slice in memory.
+
+    Attributes:
+        local: what this rank holds: a plain tensor, which autograd follows; it follows nothing else.
+        placed: how each axis cuts it; one dimension an axis, one axis a dimension.
+    """
+
+    placed: tuple[Placed, ...]
+    _local: Tensor
+
+    @staticmethod
+    def __new__(cls, local: Tensor, placed: Iterable[Placed]) -> Sliced:
+        placed = tuple(sorted(placed, key=lambda one: one.axis.name))
+        shape = list(local.shape)
+        for one in placed:
+            shape[one.dim] = one.cut.size
+        self: Sliced = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+        )
+        self._local, self.placed = local, placed
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    @property
+    def local(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            stranger = self.grad_fn
+        if stranger is not None:
+            raise RunError(
+                f"{stranger.name()} gave a tensor that is split over ranks, whose gradient would be lost.\n"
+                "    Usual cause: an own autograd.Function inside the split part of the model.\n"
+                "    try: the same from torch's operations, or a plan without tp and cp for this model"
+            )
+        return self._local
+
+    def on(self, axis: Any) -> Placed | None:
+        """How ``axis`` cuts it."""
+        return next((one for one in self.placed if one.axis is axis), None)
+
+    def whole(self, axes: Iterable[Any] | None = None) -> Tensor:
+        """The same gathered along ``axes``, or all; plain where nothing remains cut."""
+        chosen = {id(axis) for axis in axes} if axes is not None else {id(one.axis) for one in self.placed}
+        local, rest = self.local, []
+        for one in self.placed:
+            if id(one.axis) in chosen:
+                local = whole(local, one.dim, one.cut, one.axis)
+            else:
+                rest.append(one)
+        return sliced(local, rest)
+
+    def __repr__(self, **_: Any) -> str:
+        cuts = ", ".join(f"{one.dim} over {one.axis.name}" for one in self.placed)
+        return f"Sliced({tuple(self.shape)}, {cuts}, here {tuple(self.local.shape)})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _name(func)
+        if name in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        rule = RULES.get(name)
+        if rule is not None:
+            result = rule(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return _on_wholes(func, name, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            # autograd hands a saved tensor to hooks, and takes it back, as such a copy; what comes back must be on
+            # the same graph, which is that of the local tensor
+            return Sliced(args[0]._local, args[0].placed)
+        raise RunError(
+            f"{func} met a sliced tensor below autograd, where nobody knows its slices.\n"
+            "    Usual cause: an own autograd.Function or C++ operation inside the split part of the model.\n"
+            "    try: a plan without tp and cp for this model"
+        )
+
+
+def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
+    """A hook on the gradient: of what is here, which is when it comes."""
+    return args[0].local.register_hook(*args[1:], **kwargs)
+
+
+RULES["register_hook"] = _hooked
+
+
+def sliced(local: Tensor, placed: Iterable[Placed]) -> Tensor:
+    """``local`` as a slice of a whole; itself where nothing is cut."""
+    placed = tuple(placed)
+    return Sliced(local, placed) if placed else local
+
+
+def is_sliced(value: Any) -> TypeGuard[Sliced]:
+    """Whether it is a tensor of which only a slice is here."""
+    return type(value) is Sliced
+
+
+METADATA = frozenset(
+    """
+    shape size dim ndim ndimension numel nelement dtype device requires_grad is_floating_point is_complex
+    is_cuda is_leaf layout is_sparse is_quantized is_meta names element_size itemsize nbytes is_nested is_mkldnn
+    _base is_inference is_conj is_neg is_signed get_device is_xla is_mps is_xpu grad_fn output_nr is_contiguous stride
+    storage_offset len retains_grad
+    """.split()
+)
+
+_IN_PLACE_ALLOWED = frozenset({"requires_grad_"})
+
+
+def _name(func: Any) -> str:
+    name: str = func.__name__
+    if name == "__get__":
+        return func.__self__.__name__
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
+    return _ALIASES.get(name, name)
+
+
+_ALIASES = {
+    "radd": "add",
+    "rmul": "mul",
+    "and": "bitwise_and",
+    "or": "bitwise_or",
+    "xor": "bitwise_xor",
+    "rand": "bitwise_and",
+    "truediv": "div",
+    "rtruediv": "rdiv",
+    "floordiv": "floor_divide",
+    "invert": "bitwise_not",
+    "true_divide": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "negative": "neg",
+    "absolute": "abs",
+    "iadd": "add_",
+    "isub": "sub_",
+    "imul": "mul_",
+    "itruediv": "div_",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "concat": "cat",
+    "concatenate": "cat",
+    "linalg_vector_norm": "vector_norm",
+}
+
+
+def _on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if _changes_in_place(name, args, kwargs):
+        raise RunError(
+            f"{name} writes into a tensor that is split over ranks, in a way that its slices cannot follow.\n"
+            "    try: the same without writing in place, such as torch.where in place of x[mask] = value"
+        )
+    gather = lambda value: value.whole() if is_sliced(value) else value  # noqa: E731
+    return func(*tree_map(gather, args), **tree_map(gather, kwargs))
+
+
+def _changes_in_place(name: str, args: Any, kwargs: Any) -> bool:
+    if name in _IN_PLACE_ALLOWED:
+        return False
+    if is_sliced(kwargs.get("out")):
+        return True
+    writes = name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    return writes and bool(args) and tree_any(is_sliced, args[0])
+
+
+def aligned(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[Axis, int, Cut]]]:
+    """The local tensors of an element-wise operation, broadcast from the right, and the cuts of its result.
+
+    The cuts' dimensions count from the right: -1 is the last.
+    """
+    given = [tensor for tensor in tensors if is_sliced(tensor)]
+    axes = {id(one.axis): one.axis for tensor in given for one in tensor.placed}
+    current: list[Any] = list(tensors)
+    cuts: list[tuple[Axis, int, Cut]] = []
+    for axis in sorted(axes.values(), key=lambda axis: axis.name):
+        lead = max((tensor for tensor in given if tensor.on(axis)), key=lambda tensor: tensor.numel())
+        place = lead.on(axis)
+        assert place is not None
+        dim, cut = place.dim - lead.dim(), place.cut
+        if cut.size == 1 and any(_size(other, dim) > 1 for other in tensors):
+            current = [t.whole([axis]) if is_sliced(t) else t for t in current]
+            continue
+        current = [brought(tensor, axis, dim, cut) for tensor in current]
+        cuts.append((axis, dim, cut))
+    return [tensor.local if is_sliced(tensor) else tensor for tensor in current], cuts
+
+
+def brought(tensor: Tensor, axis: Axis, dim: int, cut: Cut) -> Tensor:
+    """``tensor`` for work in which ``axis`` cuts dimension ``dim`` (from the right) so; other axes stay as they are."""
+    if isinstance(tensor, Sliced) and (place := tensor.on(axis)) is not None:
+        if place.dim - tensor.dim() == dim and place.cut.same(cut):
+            return tensor
+        tensor = tensor.whole([axis])
+    if _size(tensor, dim) == 1:
+        return on_local(tensor, lambda local: shared(local, axis))
+    return on_local(
+        tensor, lambda local: taken(local, local.dim() + dim, cut, axis), Placed(axis, tensor.dim() + dim, cut)
+    )
+
+
+def gathered(tensor: Tensor, axis: Axis, *, partly: bool) -> Tensor:
+    """``tensor`` whole along ``axis``; ``partly``: for work that each rank does a part of."""
+    if not isinstance(tensor, Sliced) or (place := tensor.on(axis)) is None:
+        return on_local(tensor, lambda local: shared(local, axis)) if partly else tensor
+    gather = opened if partly else whole
+    rest = [one for one in tensor.placed if one.axis is not axis]
+    local = gather(tensor.local, place.dim, place.cut, axis)
+    return Sliced(local, rest) if rest else local
+
+
+def on_local(tensor: Tensor, change: Any, more: Placed | None = None) -> Tensor:
+    """``change`` made to what this rank holds; ``more`` is a cut that it brings about."""
+    if isinstance(tensor, Sliced):
+        return Sliced(change(tensor.local), [*tensor.placed, *([more] if more else [])])
+    changed = change(tensor)
+    return Sliced(changed, [more]) if more else changed
+
+
+def result(local: Tensor, cuts: Sequence[tuple[Axis, int, Cut]]) -> Tensor:
+    """A result with cuts whose dimensions count from the right."""
+    return Sliced(local, [Placed(axis, local.dim() + dim, cut) for axis, dim, cut in cuts]) if cuts else local
+
+
+def _size(tensor: Tensor, dim: int) -> int:
+    """The size of dimension ``dim`` (from the right); 1 where there is none, as broadcasting reads it."""
+    return tensor.shape[dim] if -dim <= tensor.dim() else 1

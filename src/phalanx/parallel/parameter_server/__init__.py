@@ -1,0 +1,23 @@
+"""Asynchronous data parallelism: servers hold the parameters, deal pieces of global batches out, apply updates."""
+
+from phalanx.parallel.parameter_server.shards import Flat, Form, Slice, cut_out, form_of, partition, starved
+from phalanx.parallel.parameter_server.update import Pushed, Rule, Shard
+from phalanx.parallel.parameter_server.work_queue import Dealer, Kind, Pace, Piece, Report
+
+__all__ = [
+    "Dealer",
+    "Flat",
+    "Form",
+    "Kind",
+    "Pace",
+    "Piece",
+    "Pushed",
+    "Report",
+    "Rule",
+    "Shard",
+    "Slice",
+    "cut_out",
+    "form_of",
+    "partition",
+    "starved",
+]

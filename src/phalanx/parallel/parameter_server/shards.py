@@ -1,0 +1,142 @@
+"""Which server holds which part of the parameters, side by side in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import final
+
+import torch
+
+from phalanx.comm.frames import views
+from phalanx.config import Plan
+from phalanx.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slice:
+    """Rows of a parameter, along its first dimension.
+
+    Attributes:
+        name: of the parameter.
+        start: the first row.
+        stop: the row after the last; 0 for a parameter of no dimension, which is here whole.
+        whole: whether these are all rows.
+    """
+
+    name: str
+    start: int
+    stop: int
+    whole: bool
+
+
+def partition(tensors: Mapping[str, torch.Tensor], servers: int, *, cut: bool) -> list[list[Slice]]:
+    """What each server holds, in the order of ``tensors``; a server may be left with nothing.
+
+    Args:
+        tensors: name → parameter; only shape and dtype are looked at.
+        servers: how many share them out.
+        cut: whether tensors may be cut by rows.
+    """
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    even = sum(sizes.values()) / servers
+    large = {name for name, size in sizes.items() if cut and size > even / 4 and tensors[name].dim() and servers > 1}
+    loads = [0.0] * servers
+    held: list[dict[str, Slice]] = [{} for _ in range(servers)]
+    for name in sorted(sizes.keys() - large, key=lambda one: (-sizes[one], one)):
+        at = loads.index(min(loads))
+        held[at][name] = _whole(name, tensors[name])
+        loads[at] += sizes[name]
+    for name in sorted(large):
+        rows, row = tensors[name].shape[0], sizes[name] / tensors[name].shape[0]
+        start = 0
+        for at in sorted(range(servers), key=lambda one: loads[one]):
+            stop = min(rows, start + max(0, ceil((even - loads[at]) / row - 1e-9)))
+            if stop > start:
+                held[at][name] = Slice(name=name, start=start, stop=stop, whole=stop - start == rows)
+                loads[at] += (stop - start) * row
+                start = stop
+        assert start == rows, "even shares leave room for every row"
+    return [[mine[name] for name in tensors if name in mine] for mine in held]
+
+
+def cut_out(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
+    """The rows of ``tensor`` that ``part`` names: a view."""
+    return tensor if part.whole else tensor[part.start : part.stop]
+
+
+def starved(tensors: Mapping[str, torch.Tensor], plan: Plan, *, cut: bool) -> list[Problem]:
+    """Servers that nothing would be left for."""
+    empty = sum(not mine for mine in partition(tensors, plan.server, cut=cut))
+    if not empty:
+        return []
+    given = f"server={plan.server} for {len(tensors)} parameters{'' if cut else ', which the optimizer needs whole'}"
+    most = plan.server - empty
+    allowed = f"at most {most}: {empty} would hold nothing"
+    return [Problem(where="plan.server", given=given, allowed=allowed, fix=f"server={most} dp={max(2, plan.dp)}")]
+
+
+def _whole(name: str, tensor: torch.Tensor) -> Slice:
+    return Slice(name=name, start=0, stop=tensor.shape[0] if tensor.dim() else 0, whole=True)
+
+
+Form = dict[str, tuple[torch.Size, torch.dtype]]
+"""Name → shape and dtype, in the order of the wire: tensors of one dtype follow each other."""
+
+
+def form_of(tensors: Mapping[str, torch.Tensor]) -> Form:
+    """The form of ``tensors``."""
+    dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors.values()))
+    names = sorted(tensors, key=lambda name: dtypes.index(tensors[name].dtype))
+    return {name: (tensors[name].shape, tensors[name].dtype) for name in names}
+
+
+@final
+class Flat:
+    """One tensor for each dtype, and views of it by name.
+
+    Attributes:
+        form: names, shapes and dtypes.
+        whole: the memory, a tensor of one dimension for each dtype.
+        named: name → view of it.
+        wire: the memory as it travels.
+    """
+
+    def __init__(self, form: Form) -> None:
+        """Zeros."""
+        self.form = form
+        self.whole: list[torch.Tensor] = []
+        self.named: dict[str, torch.Tensor] = {}
+        for dtype in dict.fromkeys(dtype for _, dtype in form.values()):
+            mine = {name: shape for name, (shape, kind) in form.items() if kind == dtype}
+            memory = torch.zeros(sum(shape.numel() for shape in mine.values()), dtype=dtype)
+            pieces = memory.split([shape.numel() for shape in mine.values()])
+            self.named |= {name: piece.view(mine[name]) for name, piece in zip(mine, pieces, strict=True)}
+            self.whole.append(memory)
+        self.wire = views(self.whole)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(one.nbytes for one in self.whole)
+
+    def copy(self, other: Flat) -> None:
+        """Take the values of ``other``, of the same form."""
+        for mine, theirs in zip(self.whole, other.whole, strict=True):
+            mine.copy_(theirs)
+
+    def add(self, other: Flat) -> None:
+        """Add ``other``, of the same form."""
+        for mine, theirs in zip(self.whole, other.whole, strict=True):
+            mine.add_(theirs)
+
+    def scale(self, factor: float) -> None:
+        """Multiply everything by ``factor``."""
+        if factor != 1.0:
+            for mine in self.whole:
+                mine.mul_(factor)
+
+    def square(self) -> float:
+        """The sum of all squares, in fp64."""
+        return sum(float(torch.linalg.vector_norm(one, dtype=torch.float64)) ** 2 for one in self.whole)

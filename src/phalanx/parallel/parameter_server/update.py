@@ -1,0 +1,345 @@
+"""One server's side of training: gradients of pieces come in, updates are made, values go out. No sockets.
+
+Gradients are sums over the samples of a piece, over a constant. Those of a step are added up as they come, unless each
+of them is still to be changed, or left out, when the step is applied; then they are kept apart until that moment.
+
+Values that have gone out are never written into while somebody still reads them: an update then goes into other memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import nn
+
+from phalanx.config.fields import Compensate
+from phalanx.parallel.parameter_server.shards import Flat, Form, form_of
+
+_EPSILON = 1e-7
+_MOST_SPARE = 16  # pieces of memory kept for the next gradient
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """What becomes of gradients of older parameters.
+
+    Attributes:
+        compensate: ``none``; ``rate`` takes the learning rate over the staleness, if that is above 1 (Zhang et al.
+            2016, "Staleness-aware Async-SGD for Distributed Deep Learning", section 3): of pieces of several ages the
+            mean of those rates, each piece weighing as its own says, which with plain SGD is a rate for each piece and
+            with others, which do not heed the size of gradients, still slows down; ``delay`` adds to the piece's mean
+            gradient g, of parameters w_then, ``strength * g * g * (w_now - w_then)``: its Taylor expansion with g * g
+            in place of the Hessian (Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay
+            Compensation", equation 10).
+        strength: lambda of ``delay``.
+        memory: of ``delay``'s adaptive form, DC-ASGD-a: ``strength`` is divided by the root of a running mean of g * g
+            that keeps this share of itself with each piece. 0 for the constant form.
+        apart: keep the pieces of a step apart, since not all of them may be applied.
+        ahead: whether values are read while updates are made; each then goes into other memory.
+    """
+
+    compensate: Compensate = "none"
+    strength: float = 2.0
+    memory: float = 0.95
+    apart: bool = False
+    ahead: bool = False
+
+    @property
+    def keeps_pieces(self) -> bool:
+        """Whether pieces are kept apart until their step is applied."""
+        return self.apart or self.compensate != "none"
+
+
+@dataclass(slots=True)
+class _Open:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    parts: set[int] = field(default_factory=set[int])
+    total: Flat | None = None
+    pieces: dict[int, tuple[Flat, int, float]] = field(default_factory=dict[int, tuple[Flat, int, float]])
+    without: dict[int, int] = field(default_factory=dict[int, int])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pushed:
+    """Where a gradient is from.
+
+    Attributes:
+        step: whose global batch it is of.
+        part: which piece of that.
+        version: of the parameters it is the gradient at.
+        count: what the piece's loss is to be divided by, over the constant that the gradient was divided by.
+        without: parameters that got none, by their place in the form.
+        term: of the coordinator that dealt the piece; what was dealt before servers went back is dropped.
+    """
+
+    step: int
+    part: int
+    version: int
+    count: float = 1.0
+    without: Sequence[int] = ()
+    term: int = 0
+
+
+@final
+class Shard:
+    """Parameters, their optimizer, and the gradients on their way. Any thread may push and read; one updates.
+
+    Attributes:
+        version: updates applied.
+        term: how often servers went back to an earlier version.
+        form: names, shapes and dtypes of what it holds.
+        parameters: name → what the optimizer steps.
+        optimizer: over them.
+        used: what it was given last, where somebody looks on.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, torch.Tensor],
+        make: Callable[[Mapping[str, torch.Tensor]], torch.optim.Optimizer],
+        rule: Rule,
+        *,
+        version: int = 0,
+    ) -> None:
+        """Copies ``values``; ``make`` gives the optimizer over parameters of these names."""
+        self.form: Form = form_of(values)
+        self.version = self._floor = version
+        self.term = 0
+        self._rule = rule
+        self._live = self._next = Flat(self.form)
+        for name, tensor in self._live.named.items():
+            tensor.copy_(values[name].detach())
+        self.parameters = {name: nn.Parameter(self._live.named[name]) for name in values}
+        self.optimizer = make(self.parameters)
+        self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.used: dict[str, torch.Tensor] = {}
+        self._places = {name: place for place, name in enumerate(self.form)}
+        self._open: dict[int, _Open] = {}
+        self._done: set[int] = set()
+        self._ready: tuple[int, Flat] | None = None
+        self._then: dict[int, Flat] = {}
+        self._squares: Flat | None = None
+        self._slowed = 1.0
+        self._readers: dict[int, int] = {}
+        self._spare: list[Flat] = []
+        self._applying = False
+        self._news = threading.Condition()
+
+    def blank(self) -> Flat:
+        """Memory for a gradient, with whatever is in it."""
+        with self._news:
+            if self._spare:
+                return self._spare.pop()
+        return Flat(self.form)
+
+    def give_back(self, flat: Flat) -> None:
+        """Memory from ``blank`` that is not needed after all."""
+        with self._news:
+            self._keep(flat)
+
+    def push(self, pushed: Pushed, gradient: Flat) -> bool:
+        """Take ``gradient``, from ``blank``, in; it is no longer the caller's.
+
+        Returns whether it is new: a piece that is in already is dropped, and so is one of a step that is applied.
+        """
+        with self._news:
+            over = pushed.step < self._floor or pushed.step in self._done or pushed.term != self.term
+            known = None if over else self._open.setdefault(pushed.step, _Open())
+        if known is None:
+            self.give_back(gradient)
+            return False
+        with known.lock:
+            if pushed.part in known.parts:
+                self.give_back(gradient)
+                return False
+            known.parts.add(pushed.part)
+            for place in pushed.without:
+                known.without[place] = known.without.get(place, 0) + 1
+            if self._rule.keeps_pieces:
+                known.pieces[pushed.part] = (gradient, pushed.version, pushed.count)
+            elif known.total is None:
+                known.total = gradient
+            else:
+                known.total.add(gradient)
+                self.give_back(gradient)
+        return True
+
+    def prepare(self, step: int, parts: Collection[int]) -> float:
+        """Bring the gradient of ``step`` together from these ``parts``. Returns the sum of its squares."""
+        known = self._open[step]
+        with known.lock:
+            assert known.parts >= set(parts), f"step {step}: {sorted(known.parts)} are in, {sorted(parts)} are needed"
+            total = self._together(known, parts) if self._rule.keeps_pieces else known.total
+        assert total is not None
+        self._ready = step, total
+        return total.square()
+
+    def gradient(self) -> Mapping[str, torch.Tensor]:
+        """What ``prepare`` brought together, by name."""
+        assert self._ready is not None
+        return self._ready[1].named
+
+    def apply(
+        self, step: int, *, scale: float, rate: float = 1.0, oldest: int | None = None, watched: bool = False
+    ) -> None:
+        """Make the update of ``step``, which is prepared.
+
+        Args:
+            step: which.
+            scale: what its gradient is multiplied by.
+            rate: factor on every learning rate.
+            oldest: version from which gradients may still come; values of older ones are forgotten.
+            watched: keep what the optimizer is given, as ``used``.
+        """
+        assert self._ready is not None
+        assert self._ready[0] == step
+        total, self._ready = self._ready[1], None
+        total.scale(scale)
+        known = self._open[step]
+        unused = {place for place, times in known.without.items() if times == len(known.parts)}
+        self._make_way()
+        for name, parameter in self.parameters.items():
+            parameter.grad = None if self._places[name] in unused else total.named[name]
+        for group, own in zip(self.optimizer.param_groups, self._rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(own * rate * self._slowed)
+            else:
+                group["lr"] = own * rate * self._slowed
+        grads = {name: parameter.grad for name, parameter in self.parameters.items() if watched}
+        self.used = {name: grad.clone() for name, grad in grads.items() if grad is not None}
+        self.optimizer.step()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self._publish(step, total, self.version if oldest is None else oldest)
+
+    @contextmanager
+    def values(self) -> Iterator[tuple[int, Flat]]:
+        """The newest version and its values, which stay as they are inside the block."""
+        with self._news:
+            while self._applying:
+                self._news.wait()
+            version, live = self.version, self._live
+            self._readers[id(live)] = self._readers.get(id(live), 0) + 1
+        try:
+            yield version, live
+        finally:
+            with self._news:
+                self._readers[id(live)] -= 1
+                if not self._readers[id(live)]:
+                    del self._readers[id(live)]
+                    self._forget(live)
+
+    @contextmanager
+    def restoring(self, version: int, term: int, floor: int, done: Collection[int] = ()) -> Iterator[None]:
+        """Inside the block parameters and optimizer state are set to those of ``version``.
+
+        Every gradient on its way is forgotten. Steps below ``floor`` and those in ``done`` are the ones applied.
+        """
+        with self._news:
+            self.term = term
+            self._open, self._ready, self._squares = {}, None, None
+            self._then.clear()
+        self._make_way()
+        with torch.no_grad():
+            yield
+        with self._news:
+            before, self._live, self._applying = self._live, self._next, False
+            self.version, self._floor, self._done = version, floor, set(done)
+            if before is not self._live:
+                self._forget(before)
+            self._news.notify_all()
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer state."""
+        state = (value for kept in self.optimizer.state.values() for value in kept.values())
+        flats = len(self._spare) + sum(len(one.pieces) + (one.total is not None) for one in self._open.values())
+        return {
+            "parameters": self._live.nbytes * (1 + len(self._then)),
+            "gradients": self._live.nbytes * flats,
+            "optimizer": sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
+        }
+
+    def _together(self, known: _Open, parts: Collection[int]) -> Flat:
+        total: Flat | None = None
+        self._slowed = self._mean_rate(known, parts)
+        for part in sorted(parts):
+            gradient, version, count = known.pieces.pop(part)
+            staleness = self.version - version
+            if self._rule.compensate == "rate":
+                gradient.scale(1.0 / max(1, staleness) / self._slowed)
+            elif self._rule.compensate == "delay" and (version in self._then or not staleness):
+                self._correct(gradient, self._then.get(version, self._live), count)
+            if total is None:
+                total = gradient
+            else:
+                total.add(gradient)
+                self.give_back(gradient)
+        for gradient, _, _ in known.pieces.values():
+            self.give_back(gradient)
+        known.pieces.clear()
+        assert total is not None
+        return total
+
+    def _mean_rate(self, known: _Open, parts: Collection[int]) -> float:
+        """Factor on the learning rate of pieces of these ages."""
+        if self._rule.compensate != "rate":
+            return 1.0
+        return sum(1.0 / max(1, self.version - known.pieces[part][1]) for part in parts) / len(parts)
+
+    def _correct(self, gradient: Flat, then: Flat, count: float) -> None:
+        """Add ``lambda * g * g * (w_now - w_then)`` of the mean gradient g, times ``count``, to its sum."""
+        rule, first = self._rule, self._squares is None
+        if rule.memory and self._squares is None:
+            self._squares = Flat(self.form)
+        for index, (total, before, now) in enumerate(zip(gradient.whole, then.whole, self._live.whole, strict=True)):
+            square = (total / count).square_()
+            change = (now - before).mul_(square).mul_(rule.strength * count)
+            if self._squares is not None:
+                mean = self._squares.whole[index]
+                mean.lerp_(square, 1.0 if first else 1.0 - rule.memory)
+                change.div_((mean + _EPSILON).sqrt_())
+            total.add_(change)
+
+    def _make_way(self) -> None:
+        """Let the parameters stand in memory that nobody reads."""
+        with self._news:
+            live = self._live
+            in_place = not (self._rule.ahead or self._rule.compensate == "delay" or id(live) in self._readers)
+            self._applying = in_place
+        if not in_place:
+            self._next = self.blank()
+            self._next.copy(live)
+            for name, parameter in self.parameters.items():
+                parameter.data = self._next.named[name]
+
+    def _publish(self, step: int, total: Flat, oldest: int) -> None:
+        with self._news:
+            before, self._live, self._applying = self._live, self._next, False
+            del self._open[step]
+            self._done.add(step)
+            while self._floor in self._done:
+                self._done.discard(self._floor)
+                self._floor += 1
+            if self._rule.compensate == "delay":
+                self._then[self.version] = before
+            self.version += 1
+            self._keep(total)
+            late = [self._then.pop(version) for version in sorted(self._then) if version < oldest]
+            for flat in (*late, before):
+                self._forget(flat)
+            self._news.notify_all()
+
+    def _forget(self, flat: Flat) -> None:
+        needed = (self._live, *self._then.values(), *self._spare)
+        if id(flat) not in self._readers and not any(flat is one for one in needed):
+            self._keep(flat)
+
+    def _keep(self, flat: Flat) -> None:
+        if len(self._spare) < _MOST_SPARE:
+            self._spare.append(flat)

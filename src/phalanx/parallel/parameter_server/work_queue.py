@@ -1,0 +1,224 @@
+"""Which worker computes which piece of which global batch, and the kinds of frames in which it is said. No sockets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import final
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the global batch of a step."""
+
+    step: int
+    part: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What a worker tells of a piece.
+
+    Attributes:
+        worker: its rank.
+        version: of the parameters the gradient is of; the oldest of the servers'.
+        sums: name → (sum, count): of the loss, and in evaluations of each metric.
+        samples: in the piece.
+        seconds: that it took, the exchange included.
+    """
+
+    worker: int
+    version: int
+    sums: dict[str, tuple[float, float]]
+    samples: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Open:
+    parts: tuple[int, ...]
+    needed: int
+    reports: dict[int, Report] = field(default_factory=dict[int, Report])
+
+    @property
+    def complete(self) -> bool:
+        return len(self.reports) >= self.needed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How far workers may be apart.
+
+    Attributes:
+        staleness: updates that a gradient may lack; ``math.inf`` for any number.
+        backup: pieces that a step does not wait for.
+        after: first steps whose gradients lack nothing.
+    """
+
+    staleness: float = 0
+    backup: int = 0
+    after: int = 0
+
+    def allows(self, step: int, version: int) -> bool:
+        """Whether a piece of ``step`` may be of the parameters after ``version`` updates."""
+        return step - version <= (0 if step < self.after else self.staleness)
+
+
+@final
+class Dealer:
+    """The pieces of steps ``first`` to ``limit``.
+
+    Attributes:
+        version: updates applied, those before ``first`` included.
+        floor: every step below it has been applied.
+        done: steps above it that have.
+        limit: no piece of this step or a later one is dealt; may be raised.
+    """
+
+    def __init__(
+        self,
+        sizes: Callable[[int], Sequence[int]],
+        *,
+        first: int,
+        limit: int,
+        pace: Pace | None = None,
+    ) -> None:
+        """``sizes(step)`` gives the samples of each piece; pieces without any are not dealt."""
+        self.version = self.floor = self._next = first
+        self.done: set[int] = set()
+        self.limit = limit
+        self._sizes, self._pace = sizes, pace or Pace()
+        self._open: dict[int, _Open] = {}
+        self._held: dict[int, tuple[Piece, int]] = {}
+        self._silent: set[int] = set()
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether every step below the limit has been applied."""
+        return self.floor >= self.limit
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that the gradient of a worker that is heard of may be of."""
+        heard = (version for worker, (_, version) in self._held.items() if worker not in self._silent)
+        return min(heard, default=self.version)
+
+    def held(self, worker: int) -> Piece | None:
+        """The piece that ``worker`` was dealt last and has not given back."""
+        found = self._held.get(worker)
+        return found[0] if found else None
+
+    def ask(self, worker: int) -> Piece | None:
+        """The next piece for ``worker``; ``None`` as long as there is none. What it held before may go to others."""
+        self.leave(worker)
+        busy = {piece for other, (piece, _) in self._held.items() if other not in self._silent}
+        for step in sorted(self._open):
+            known = self._open[step]
+            if known.complete or not self._pace.allows(step, self.version):
+                continue
+            for part in known.parts:
+                piece = Piece(step, part)
+                if part not in known.reports and piece not in busy:
+                    return self._give(worker, piece)
+        while self._next in self.done:
+            self._next += 1
+        if self._next >= self.limit or not self._pace.allows(self._next, self.version):
+            return None
+        step, self._next = self._next, self._next + 1
+        sizes = self._sizes(step)
+        parts = tuple(part for part, size in enumerate(sizes) if size)
+        self._open[step] = _Open(parts, max(1, min(len(parts), len(sizes) - self._pace.backup)))
+        return self._give(worker, Piece(step, parts[0]))
+
+    def put(self, worker: int, piece: Piece, report: Report) -> bool:
+        """Take in that ``piece`` is computed. Returns whether it counts: not if it came too late, or twice."""
+        if self.held(worker) == piece:
+            del self._held[worker]
+        known = self._open.get(piece.step)
+        if known is None or known.complete or piece.part not in known.parts or piece.part in known.reports:
+            return False
+        known.reports[piece.part] = report
+        return True
+
+    def ready(self) -> int | None:
+        """The step whose update comes next, if it is complete."""
+        if self._pace.staleness == math.inf:
+            return min((step for step, known in self._open.items() if known.complete), default=None)
+        known = self._open.get(self.floor)
+        return self.floor if known is not None and known.complete else None
+
+    def applied(self, step: int) -> tuple[dict[int, Report], int]:
+        """Close ``step``, whose update is made. Returns the pieces in it, by part, and how many were left out."""
+        known = self._open.pop(step)
+        self.version += 1
+        self.done.add(step)
+        while self.floor in self.done:
+            self.done.discard(self.floor)
+            self.floor += 1
+        return dict(sorted(known.reports.items())), len(known.parts) - len(known.reports)
+
+    def pieces(self, step: int) -> dict[int, Report]:
+        """The pieces of ``step`` that are in, by part."""
+        return dict(sorted(self._open[step].reports.items()))
+
+    def leave(self, worker: int) -> None:
+        """``worker`` is gone, or gives up what it held: that goes to others."""
+        self._held.pop(worker, None)
+        self._silent.discard(worker)
+
+    def silent(self, worker: int) -> None:
+        """Nothing is heard of ``worker``: what it holds may go to others, too; whoever is first counts."""
+        self._silent.add(worker)
+
+    def heard(self, worker: int) -> None:
+        """``worker`` is heard of again."""
+        self._silent.discard(worker)
+
+    def restore(self, floor: int, done: Collection[int] = ()) -> None:
+        """Go back to where the steps below ``floor`` and those in ``done`` were applied; deal the others anew."""
+        self.floor = self._next = floor
+        self.done = set(done)
+        self.version = floor + len(self.done)
+        self._open.clear()
+        self._held.clear()
+
+    def _give(self, worker: int, piece: Piece) -> Piece:
+        self._held[worker] = (piece, self.version)
+        return piece
+
+
+class Kind(IntEnum):
+    """Each frame's kind; in brackets who sends it, and what its JSON holds."""
+
+    HELLO = 1
+    """[worker, coordinator] ``rank`` (-1 for the coordinator), ``length`` of its data."""
+    WELCOME = 2
+    """[server] ``term``, ``snapshots``: versions it could go back to, ``version``."""
+    ASK = 3
+    """[worker] ``done``: what it has computed since it last asked, if anything. To the coordinator."""
+    DEAL = 4
+    """[coordinator] ``what`` (train or evaluate), ``step``, ``part``, ``version`` to be at least at, ``term``."""
+    PULL = 5
+    """[worker] ``version`` it is at and ``least`` to be at."""
+    VALUES = 6
+    """[server] ``version``; the parameters of that version, and from the coordinator buffers; or nothing to change."""
+    PUSH = 7
+    """[worker] ``step``, ``part``, ``version``, ``term``, ``without`` gradient; gradients. Taken in once or dropped."""
+    TAKEN = 8
+    """[server] ``new``: whether it counted."""
+    BEAT = 9
+    """[worker] it lives; [coordinator] so does that."""
+    END = 10
+    """[coordinator] all is done. [worker] what it held in memory."""
+    PREPARE = 11
+    """[coordinator] ``step``, ``parts``: sum them. [server] ``square`` of the sum's norm."""
+    APPLY = 12
+    """[coordinator] ``step``, ``scale``, ``rate``, ``oldest`` version that a gradient may still come of."""
+    SNAPSHOT = 13
+    """[coordinator] write one, of ``version``. [server] done."""
+    RESTORE = 14
+    """[coordinator] go back to ``version``, in a new ``term``. [server] done."""
+    GATHER = 15
+    """[coordinator] ``what``: parameters, gradients of ``step``, or everything. [server] the tensors, with names."""

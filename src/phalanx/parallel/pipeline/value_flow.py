@@ -1,0 +1,317 @@
+"""Follows, through a model's own code, the values that depend on parameters.
+
+Between units (the modules that run whole) a model does small work of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import _SingleLevelFunction
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as checkpointing
+from torch.utils._pytree import tree_leaves, tree_map
+
+from phalanx.parallel.local_shards.tensor import METADATA, is_sliced
+from phalanx.trace.fake_tensors import fake
+
+Recompute = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Gives a call that does the same and computes its activations a second time in backward."""
+
+
+class Sees(Protocol):
+    """A run of a model that is told of these calls.
+
+    Attributes:
+        inside: whether a unit is running, whose calls are its own.
+    """
+
+    inside: bool
+
+    def function(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """The result of an autograd function outside of units."""
+        ...
+
+    def learns(self, args: tuple[Any, ...]) -> bool:
+        """Whether what the next reentrant checkpoint outside of units is called with requires a gradient."""
+        ...
+
+    def recomputing(self, how: Recompute) -> AbstractContextManager[None]:
+        """Around what lies inside a checkpoint, in a unit or outside of units."""
+        ...
+
+
+@contextmanager
+def told_to(run: Sees) -> Iterator[None]:
+    """While inside, ``run`` is told."""
+    generator = checkpointing._checkpoint_without_reentrant_generator
+
+    def applied(cls: Any, *args: Any) -> Any:
+        def call(*given: Any) -> Any:
+            return super(_SingleLevelFunction, cls).apply(*given)  # pyright: ignore[reportAttributeAccessIssue]
+
+        if cls is checkpointing.CheckpointFunction:
+            return _reentrant(run, call, *args)
+        return call(*args) if run.inside else run.function(call, args)
+
+    def checkpointed(function: Any, *args: Any, **kwargs: Any) -> Generator[None]:
+        own = run.inside
+        settings = dict(zip(_SETTINGS, args, strict=False))  # as ``checkpoint`` gives them, before the arguments
+        with run.recomputing(_again(**settings)):
+            if own:
+                yield from generator(function, *args, **kwargs)
+            else:
+                yield
+
+    with (
+        patch.object(_SingleLevelFunction, "apply", classmethod(applied), create=True),
+        patch.object(checkpointing, "_checkpoint_without_reentrant_generator", checkpointed),
+    ):
+        yield
+
+
+_SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
+
+def _again(**settings: Any) -> Recompute:
+    return lambda call: partial(checkpointing.checkpoint, call, use_reentrant=False, **settings)
+
+
+def _reentrant(run: Sees, call: Callable[..., Any], function: Any, preserve: bool, *args: Any) -> Any:
+    with run.recomputing(_again(preserve_rng_state=preserve)):
+        if run.inside:
+            return call(function, preserve, *args)
+        # Nothing that it computes gets a gradient then, its parameters' included.
+        with nullcontext() if run.learns(args) else torch.no_grad():
+            return function(*args)
+
+
+class Key(NamedTuple):
+    """A value, by how it came about.
+
+    Attributes:
+        call: the unit that was called last, counting calls from 0; -1 before the first.
+        unit: whether it is that unit's output, not of the model's work after it.
+        index: which leaf of the output; or which result.
+    """
+
+    call: int
+    unit: bool
+    index: int
+
+    @property
+    def region(self) -> int:
+        """The call whose stage computes it; what comes before the first call belongs to that."""
+        return max(self.call, 0)
+
+
+class Mark:
+    """What is known of a tensor during one run.
+
+    Attributes:
+        flow: the run.
+        key: which value it is; ``None`` for one that a unit keeps to itself.
+        stand_in: a fake of it, where the tensor itself is not one.
+        value: the real tensor, once it has arrived.
+        region: where it came about.
+    """
+
+    __slots__ = ("flow", "key", "region", "stand_in", "value")
+
+    def __init__(self, flow: Flow, key: Key | None, region: int) -> None:
+        self.flow, self.key, self.region = flow, key, region
+        self.stand_in: Tensor | None = None
+        self.value: Tensor | None = None
+
+
+class Flow(TorchFunctionMode):
+    """One run of a model. What dry runs and stages do differently is in the methods that they override.
+
+    Attributes:
+        fakes: the mode that fakes belong to.
+        real: whether values are computed here, not stood in for.
+        call: the last unit that was called.
+        inside: whether it is running.
+        recomputes: whether the model has recomputed activations by itself so far.
+        reentrant: of each reentrant checkpoint so far, whether what it was called with required a gradient.
+    """
+
+    def __init__(self, fakes: FakeTensorMode) -> None:
+        super().__init__()
+        self.fakes = fakes
+        self.real = False
+        self.call = -1
+        self.inside = False
+        self.recomputes = False
+        self.reentrant: list[bool] = []
+        self._count = 0
+        self._again: list[Recompute] = []
+        self._unseen = False
+
+    def used(self, leaves: list[Tensor]) -> None:
+        """Something reads these values."""
+
+    def within(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation inside a unit."""
+        return func(*args, **kwargs)
+
+    def came(self, mark: Mark, tensor: Tensor) -> None:
+        """A value has come about."""
+
+    def entered(self) -> None:
+        """Another unit is called."""
+        self.call += 1
+        self._count = 0
+
+    def mark_of(self, tensor: Tensor) -> Mark | None:
+        """What this run knows of ``tensor``."""
+        mark = getattr(tensor, _NAME, None)
+        return mark if mark is not None and mark.flow is self else None
+
+    def again(self, tensor: Tensor, mark: Mark) -> None:
+        """``tensor`` is still what it was."""
+        setattr(tensor, _NAME, mark)
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Whether it depends on parameters."""
+        return isinstance(tensor, nn.Parameter) or self.mark_of(tensor) is not None or _of_parameter(tensor)
+
+    def put(self, tensor: Tensor, key: Key | None) -> Mark:
+        """From now on ``tensor`` is the value ``key``."""
+        mark = Mark(self, key, key.region if key else max(self.call, 0))
+        setattr(tensor, _NAME, mark)
+        if key is not None:
+            self.came(mark, tensor)
+        return mark
+
+    def as_fake(self, leaf: Any) -> Any:
+        """A fake in place of what depends on parameters."""
+        if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor) or not self.depends(leaf):
+            return leaf
+        mark = self.mark_of(leaf)
+        if mark is None or mark.stand_in is None:
+            made = fake(self.fakes, leaf)
+            if leaf.requires_grad and not isinstance(leaf, nn.Parameter):
+                made = made.clone()  # not a leaf, which could not be written into
+            if mark is not None:
+                mark.stand_in = made
+            return made
+        return mark.stand_in
+
+    def as_real(self, leaf: Any) -> Any:
+        """The value in place of the fake that stood in for it."""
+        if isinstance(leaf, Tensor):
+            mark = self.mark_of(leaf)
+            if mark is not None and mark.value is not None:
+                return mark.value
+        return leaf
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        if name in METADATA or self._unseen:
+            return func(*args, **kwargs)
+        if self.inside:
+            return self.within(func, args, kwargs)
+        return self._operation(func, name, args, kwargs)
+
+    def function(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """An autograd function, as one operation: what its forward does is none of the model's work."""
+
+        def alone(*given: Any) -> Any:
+            self._unseen = True
+            try:
+                return call(*given)
+            finally:
+                self._unseen = False
+
+        return call(*args) if self._unseen else self._operation(alone, "apply", args, {})
+
+    @contextmanager
+    def recomputing(self, how: Recompute) -> Generator[None]:
+        """Around what the model computes a second time in backward; units inside are wrapped by ``recomputed``."""
+        self.recomputes = True
+        self._again.append(how)
+        try:
+            yield
+        finally:
+            self._again.pop()
+
+    def learns(self, args: tuple[Any, ...]) -> bool:
+        """Whether what the next reentrant checkpoint is called with requires a gradient."""
+        self.reentrant.append(any(leaf.requires_grad for leaf in args if isinstance(leaf, Tensor)))
+        return self.reentrant[-1]
+
+    def recomputed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call`` of a unit, as the checkpoint around it wants it."""
+        return self._again[-1](call) if self._again else call
+
+    def _operation(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and self.depends(leaf)]
+        # What is drawn is drawn where this code belongs: other stages are at another place of the random stream.
+        chance = not leaves and name in RANDOM
+        if not leaves and not chance:
+            return func(*args, **kwargs)
+        self.used(leaves)
+        swap = self.as_real if self.real else self.as_fake
+        given, named = tree_map(swap, args), tree_map(swap, kwargs)
+        if not self.real and leaves and _writes(name) and not self.depends(args[0]):
+            given = (fake(self.fakes, args[0]), *given[1:])  # what is written into it makes it depend on parameters
+        result = func(*given, **named)
+        own = not chance and all((mark := self.mark_of(leaf)) is not None and mark.key is None for leaf in leaves)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if _writes(name) and args and isinstance(args[0], Tensor):
+            made = [leaf for leaf in made if leaf is not given[0]]
+            self.written(args[0], given[0], None if own else self._next())
+        for leaf in made:
+            self.put(leaf, None if own else self._next())
+        return result
+
+    def written(self, held: Tensor, written: Tensor, key: Key | None) -> None:
+        """An operation has changed ``written``; the model may hold what stood in for it, or what it stands in for."""
+        mark = self.put(written, key)
+        if held is written:
+            return
+        if self.real:
+            replaced = Mark(self, mark.key, mark.region)
+            replaced.value = written
+            setattr(held, _NAME, replaced)
+        else:
+            setattr(held, _NAME, mark)
+            mark.stand_in = written
+
+    def _next(self) -> Key:
+        self._count += 1
+        return Key(self.call, False, self._count - 1)
+
+
+_NAME = "_phalanx_mark"
+RANDOM = frozenset(
+    """
+    bernoulli multinomial normal poisson rrelu gumbel_softmax dropout dropout1d dropout2d dropout3d alpha_dropout
+    feature_alpha_dropout feature_dropout native_dropout rand randn randint randperm rand_like randn_like randint_like
+    bernoulli_ normal_ uniform_ exponential_ random_ cauchy_ geometric_ log_normal_
+    """.split()
+)
+"""Names of torch's functions that draw random numbers."""
+
+
+def _writes(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
+    return name.endswith("_")
+
+
+def _of_parameter(tensor: Any) -> bool:
+    return is_sliced(tensor) and isinstance(tensor.local, nn.Parameter)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples, dicts and registered dataclasses."""
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

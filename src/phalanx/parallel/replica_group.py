@@ -1,0 +1,191 @@
+"""Keeps the replicas of one slice of a split model equal: whole, or sharded over ``fsdp`` at a ZeRO stage."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.comm import Mesh, local
+from phalanx.config import Job
+from phalanx.parallel.advice import without_gradient
+from phalanx.parallel.buffer_sync import RunningStatistics
+from phalanx.parallel.expert import Dealt
+from phalanx.parallel.grad_reduce import add_up
+from phalanx.parallel.layout import trainable
+
+COPIES = ("dp", "ep", "cp")
+"""Dimensions whose ranks hold copies of the same slice, beside ``fsdp``, whose ranks may share it out."""
+
+APART = ("dp", "cp")
+"""The same for experts, of which the ranks of ``ep`` hold different ones."""
+
+
+class Replicas(ABC):
+    """How one slice's copies are kept equal: gradients added up, then stepped, then new values where they are read."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """Name → the tensor the optimizer steps."""
+
+    @property
+    @abstractmethod
+    def averaged(self) -> int:
+        """What gradients have been divided by after ``finish``."""
+
+    def begin(self) -> None:
+        """A step begins; gradients that others left are gone."""
+        return
+
+    def around(self, last: bool) -> AbstractContextManager[object]:
+        """Around the backward of each micro-batch, outside of pipelines."""
+        return nullcontext()
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Add gradients up over the copies."""
+
+    @abstractmethod
+    def stepped(self) -> None:
+        """The optimizer has stepped."""
+
+
+class Whole(Replicas):
+    """Every rank holds its slice whole and steps all of it."""
+
+    def __init__(self, module: nn.Module, job: Job, mesh: Mesh, dealt: Dealt) -> None:
+        self._parameters = trainable(module)
+        self._may_be_unused = job.unused == "allow"
+        self._group = mesh.group("fsdp", *COPIES)
+        self._apart = dict.fromkeys(dealt.slices, mesh.group("fsdp", *APART))
+        self._statistics = RunningStatistics(module, self._group, alone=self._group is None)
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return self._parameters
+
+    @property
+    def averaged(self) -> int:
+        return 1
+
+    def finish(self) -> None:
+        groups: dict[dist.ProcessGroup | None, list[str]] = {}
+        for name in self._parameters:
+            groups.setdefault(self._apart.get(name, self._group), []).append(name)
+        for group, names in groups.items():
+            self._add_up({name: self._parameters[name] for name in names}, group)
+
+    def _add_up(self, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        if group is None:
+            return
+        missing = [name for name, tensor in parameters.items() if tensor.grad is None]
+        if self._may_be_unused:
+            _fill(parameters, group)
+        elif missing:
+            raise without_gradient(missing, "on this rank")
+        add_up([tensor.grad for tensor in parameters.values()], group)
+
+    def stepped(self) -> None:
+        self._statistics.share()
+        for tensor in self._parameters.values():
+            tensor.grad = None
+
+
+class Rows(Replicas):
+    """Ranks of ``fsdp`` hold their slice whole and step some rows of it each: ZeRO-1 and 2."""
+
+    def __init__(self, module: nn.Module, device: torch.device, job: Job, mesh: Mesh, dealt: Dealt) -> None:
+        from phalanx.parallel.zero import Partition, Scattering
+
+        everyone = mesh.group("fsdp", *COPIES)
+        apart = dict.fromkeys(dealt.slices, mesh.group(*APART))
+        self._partition = Partition(module, mesh.sharding(device, "fsdp", ()), mesh.group(*COPIES), everyone, apart)
+        # The stages of a pipeline run backward at different times, and some in two halves, which hooks do not see.
+        when = "end" if mesh.plan.pp > 1 else "each" if mesh.plan.zero == 2 else "last"
+        self._scattering = Scattering(self._partition, job, when=when)
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return self._partition.shards
+
+    @property
+    def averaged(self) -> int:
+        return 1
+
+    def begin(self) -> None:
+        self._scattering.begin()
+
+    def around(self, last: bool) -> AbstractContextManager[object]:
+        return self._scattering.around(last)
+
+    def finish(self) -> None:
+        self._scattering.finish()
+
+    def stepped(self) -> None:
+        self._partition.stepped()
+
+
+class Sharded(Replicas):
+    """Ranks of ``fsdp`` share out each slice: torch's ``fully_shard`` over them, copies along the other dimensions."""
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, mesh: Mesh, dealt: Dealt, values: Callable[[nn.Module], None]
+    ) -> None:
+        """``values(part)`` gives a part of the model its values, where it has none yet."""
+        from phalanx.parallel.fsdp import apply
+
+        plan = mesh.plan
+        for name in dealt.modules if plan.ep > 1 else ():
+            apply(module.get_submodule(name), device, plan, mesh.sharding(device, "fsdp", APART), values)
+        apply(module, device, plan, mesh.sharding(device, "fsdp", COPIES), values)
+        # Reads parameters as they are, which from now on the model's own code may see as wholes of their slices.
+        module._get_fsdp_state()._lazy_init()  # pyright: ignore
+        self._parameters = trainable(module)
+        self._averaged = mesh.size("fsdp", *COPIES)
+        self._experts, self._owners = mesh.group("ep"), mesh.size("ep")
+        apart = [name for name in dealt.inside if plan.ep > 1 and name in self._parameters]
+        self._apart = [self._parameters[name] for name in apart]
+        self._beside = [self._parameters[name] for name in apart if name not in dealt.slices]
+        copies = mesh.group("fsdp", *COPIES)
+        self._statistics = RunningStatistics(module, copies, alone=copies is None)
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return self._parameters
+
+    @property
+    def averaged(self) -> int:
+        return self._averaged
+
+    def finish(self) -> None:
+        # FSDP has added gradients of experts up over the ranks that hold the same ones, and divided by their number.
+        if self._beside and self._experts is not None:
+            add_up(_locals(self._beside), self._experts)
+        for grad in _locals(self._apart):
+            grad.div_(self._owners)
+
+    def stepped(self) -> None:
+        self._statistics.share()
+        for tensor in self._parameters.values():
+            tensor.grad = None
+
+
+def _fill(parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Zeros for gradients that some rank has and this one has not. Collective."""
+    if not parameters:
+        return
+    device = next(iter(parameters.values())).device
+    present = torch.tensor([float(tensor.grad is not None) for tensor in parameters.values()], device=device)
+    dist.all_reduce(present, group=group)
+    for tensor, ranks in zip(parameters.values(), present.tolist(), strict=True):
+        if ranks and tensor.grad is None:
+            tensor.grad = torch.zeros_like(tensor)
+
+
+def _locals(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [local(tensor.grad) for tensor in parameters if tensor.grad is not None]

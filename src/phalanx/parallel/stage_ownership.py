@@ -1,0 +1,105 @@
+"""A rank's stages of a pipeline: what of the model they leave here, and what they share with other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.comm import Mesh, local
+from phalanx.config import Plan
+from phalanx.errors import Problem, RefusedError
+from phalanx.parallel.example import Example
+from phalanx.parallel.grad_reduce import add_up
+from phalanx.parallel.pipeline import Pipeline, PipelineRunner, cut
+from phalanx.parallel.replica_group import APART, COPIES
+from phalanx.parallel.tensor_shard import Holding
+from phalanx.placement.schedules import in_halves
+
+
+class Stages:
+    """The stages on this rank.
+
+    Attributes:
+        runner: runs them.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, plan: Plan, mesh: Mesh, example: Example) -> None:
+        """Cut ``module``, which is whole, and leave only this rank's parameters in it. Collective."""
+        # Groups are made by all ranks together, and not every stage has what would ask for each of these.
+        for names in (("tp",), ("cp",), ("ep",), ("ep", "tp"), ("fsdp", *COPIES), COPIES, ("fsdp", *APART), APART):
+            mesh.group(*names)
+        shapes = {name: tensor.shape for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        pipeline = cut(module, example, plan)
+        rank = mesh.at["pp"]
+        self._shapes = shapes
+        self._first = {name: pipeline.ranks_of(name)[0] == rank for name in pipeline.owned(rank)}
+        self._tied: list[tuple[list[str], dist.ProcessGroup | None]] = []
+        together: dict[tuple[int, ...], list[str]] = {}
+        for name in pipeline.tied:
+            ranks = tuple(pipeline.ranks_of(name))
+            if len(ranks) > 1:
+                together.setdefault(ranks, []).append(name)
+        for ranks, names in together.items():
+            self._tied.append((names, mesh.among("pp", ranks)))
+        self._buffers = _elsewhere(module, pipeline, rank)
+        halves = in_halves(plan.recompute, plan.zero, recomputes=pipeline.program.recomputes)
+        self.runner = PipelineRunner(pipeline, mesh, device, halves=halves)
+
+    def recomputed(self, parts: Sequence[nn.Module]) -> list[nn.Module]:
+        """What of ``parts`` runs here, in the pieces in which it does: nothing may be recomputed across stages.
+
+        Raises:
+            RefusedError: if a piece reads more than it is called with, which is not there any more in backward.
+        """
+        pipeline, inside = self.runner.pipeline, {child for part in parts for child in part.modules()}
+        calls = [pipeline.program.calls[at] for stage in self.runner.stages_here for at in pipeline.regions[stage]]
+        found = {call.unit: None for call in calls if call.unit in inside and any(True for _ in call.unit.parameters())}
+        reading = [call.name for call in calls if call.unit in found and call.reads]
+        if reading and pipeline.plan.recompute != "none":
+            raise RefusedError([_reads(pipeline.plan, reading[0])])
+        return list(found)
+
+    def holdings(self, slices: Mapping[str, Holding]) -> dict[str, Holding]:
+        """``slices`` with what several stages hold, of which one copy counts."""
+        found = dict(slices)
+        for name in [name for name, first in self._first.items() if not first]:
+            known = found.get(name)
+            found[name] = Holding(
+                shape=known.shape if known else self._shapes[name], placed=known.placed if known else (), counts=False
+            )
+        for name in self._buffers:
+            found[name] = Holding(shape=self._shapes[name], counts=False)
+        return found
+
+    def add_up_tied(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Add the gradients of parameters that several stages use up over those stages."""
+        for names, group in self._tied:
+            if group is not None:
+                grads = [parameters[name].grad for name in names if name in parameters]  # frozen ones have none
+                add_up([None if grad is None else local(grad) for grad in grads], group)
+
+
+def _reads(plan: Plan, name: str) -> Problem:
+    return Problem(
+        where="plan.recompute",
+        given=f"recompute={plan.recompute} in a pipeline for {name}, which reads tensors that it is not called with",
+        allowed="blocks that get all they compute with as arguments",
+        fix=str(replace(plan, recompute="none")),
+    )
+
+
+def _elsewhere(module: nn.Module, pipeline: Pipeline, rank: int) -> list[str]:
+    """Names of buffers that another rank keeps up to date: that of their unit, or the first where they are in none."""
+    keepers: dict[str, int] = {}
+    for stage, keeper in enumerate(pipeline.rank_of):
+        keepers |= {f"{name}.": keeper for name in pipeline.names(stage)}
+    found: list[str] = []
+    for name, _ in module.named_buffers():
+        keeper = next((keeper for unit, keeper in keepers.items() if name.startswith(unit)), 0)
+        if keeper != rank:
+            found.append(name)
+    return found

@@ -1,0 +1,277 @@
+"""Losses and metrics as a sum and a count, and the forms a loss function may give its result in.
+
+Shapes: B samples, T positions, C classes or vocabulary."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.config.job import Loss
+from phalanx.errors import LossError
+
+IGNORED = -100
+
+
+def cross_entropy(
+    output: Any, target: Tensor, *, ignore_index: int | None = IGNORED, label_smoothing: float = 0.0
+) -> Loss:
+    """Cross entropy summed over the targets that count.
+
+    Args:
+        output: logits of shape (B, C), (B, T, C) or any (..., C), or an object with such ``.logits``.
+        target: classes of shape (B,), (B, T) or any (...), integer.
+        ignore_index: the target value that does not count. ``None``: all count, and the count is a plain number.
+        label_smoothing: share of the target spread evenly over all classes, from 0 to 1.
+
+    Raises:
+        LossError: the shapes do not belong together, or the target is no integer tensor.
+    """
+    logits = _logits(output)
+    _check(logits, target, "cross_entropy")
+    total = F.cross_entropy(
+        _at_least_fp32(logits).reshape(-1, logits.shape[-1]),
+        target.reshape(-1).long(),
+        ignore_index=IGNORED if ignore_index is None else ignore_index,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+    return Loss(total, _count(target, ignore_index))
+
+
+def next_token_loss(output: Any, tokens: Tensor, mask: Tensor | None = None) -> Loss:
+    """Cross entropy of each token given those before it: position t of the logits against token t + 1.
+
+    Args:
+        output: logits of shape (B, T, C), or an object with such ``.logits``.
+        tokens: the model's own input, (B, T), integer; not shifted.
+        mask: (B, T), true or 1 where a token is real; a prediction counts where the token to predict is real.
+
+    Raises:
+        LossError: the shapes do not belong together.
+    """
+    logits = _logits(output)
+    _check(logits, tokens, "next_token_loss")
+    if tokens.ndim < 2:
+        raise LossError(f"next_token_loss: tokens have shape {tuple(tokens.shape)}; allowed: (B, T)")
+    following = tokens[..., 1:]
+    if mask is None:
+        return cross_entropy(logits[..., :-1, :], following, ignore_index=None)
+    if mask.shape != tokens.shape:
+        raise LossError(
+            f"next_token_loss: mask has shape {tuple(mask.shape)}; allowed: that of the tokens, {tuple(tokens.shape)}\n"
+            "    try: px.next_token_loss(output, batch['input_ids'], batch['attention_mask'])"
+        )
+    return cross_entropy(logits[..., :-1, :], following.masked_fill(mask[..., 1:] == 0, IGNORED))
+
+
+def mse(output: Tensor, target: Tensor) -> Loss:
+    """Squared error summed over all elements; the count is the number of elements.
+
+    Raises:
+        LossError: output and target differ in shape; (B, 1) against (B,) would silently compare all with all.
+    """
+    if output.shape != target.shape:
+        raise LossError(
+            f"mse: output has shape {tuple(output.shape)}, target {tuple(target.shape)}; allowed: equal shapes\n"
+            "    try: px.mse(output.squeeze(-1), target)"
+        )
+    difference = _at_least_fp32(output) - _at_least_fp32(target)
+    return Loss(difference.square().sum(), target.numel())
+
+
+def load_balancing_loss(logits: Tensor, k: int, mask: Tensor | None = None) -> Loss:
+    """What keeps a router from sending all tokens to few of E experts: per sequence, E times the sum over experts of
+    their share of the tokens times their mean probability; 1 where all are used alike.
+
+    It is taken of each sequence by itself (DeepSeek-AI 2024, section 2.1.2) and summed over sequences, each with the
+    weight of its tokens, and so it adds up to the same number however a batch is split. Taken over a batch as a whole
+    (Fedus et al. 2022, section 2.2) it is a product of two means, and the mean over micro-batches of such products is
+    not that of the global batch.
+
+    Add ``coefficient * load_balancing_loss(...).sum`` to the sum of a loss that counts tokens.
+
+    Args:
+        logits: of the router, (B, T, E); one layer's.
+        k: experts chosen for each token, those with the largest logits.
+        mask: (B, T), true or 1 where a token is real.
+
+    Raises:
+        LossError: the logits do not tell sequences apart, or the mask is of another shape.
+    """
+    if logits.ndim < 3 or not 1 <= k <= logits.shape[-1]:
+        raise LossError(
+            f"load_balancing_loss: logits have shape {tuple(logits.shape)}, k={k}; allowed: (B, T, E) and 1 to E\n"
+            "    try: px.load_balancing_loss(logits.view(*batch['input_ids'].shape, -1), 2)"
+        )
+    probability = torch.softmax(_at_least_fp32(logits), dim=-1)
+    chosen = torch.zeros_like(probability).scatter(-1, probability.topk(k, dim=-1).indices, 1.0)
+    if mask is None:
+        chosen_share, count = chosen.mean(-2) / k, logits.shape[:-1].numel()
+    else:
+        real = _real(mask, logits, "load_balancing_loss")
+        chosen_share = (chosen * real).sum(-2) / (k * real.sum(-2).clamp(min=1))
+        probability, count = probability * real, real.sum()
+    return Loss((chosen_share * probability.sum(-2)).sum() * logits.shape[-1], count)
+
+
+def router_z_loss(logits: Tensor, mask: Tensor | None = None) -> Loss:
+    """What keeps a router's logits small: the square of the logarithm of their summed exponentials, summed over tokens
+    (Zoph et al. 2022).
+
+    Args:
+        logits: of the router, (B, T, E) or any (..., E); one layer's.
+        mask: (B, T), true or 1 where a token is real.
+
+    Raises:
+        LossError: the mask is of another shape.
+    """
+    each = torch.logsumexp(_at_least_fp32(logits), dim=-1).square()
+    if mask is None:
+        return Loss(each.sum(), logits.shape[:-1].numel())
+    real = _real(mask, logits, "router_z_loss").squeeze(-1)
+    return Loss((each * real).sum(), real.sum())
+
+
+def accuracy(output: Any, target: Tensor, ignore_index: int | None = IGNORED) -> Loss:
+    """How many of the targets that count have the highest logit. Shapes as in ``cross_entropy``."""
+    logits = _logits(output)
+    _check(logits, target, "accuracy")
+    right = logits.argmax(dim=-1) == target
+    if ignore_index is not None:
+        right = right & (target != ignore_index)
+    return Loss(right.sum(), _count(target, ignore_index))
+
+
+def _real(mask: Tensor, logits: Tensor, name: str) -> Tensor:
+    if mask.shape != logits.shape[:-1]:
+        raise LossError(
+            f"{name}: mask has shape {tuple(mask.shape)}, logits {tuple(logits.shape)}; allowed: a mask of the logits' "
+            f"shape without the last axis\n    try: px.{name}(..., mask=batch['attention_mask'])"
+        )
+    return (mask != 0).unsqueeze(-1).to(torch.float32)
+
+
+def _logits(output: Any) -> Tensor:
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise LossError(
+            f"the model's output is a {type(output).__name__}; allowed: a tensor of logits, or an object with .logits\n"
+            "    try: loss=lambda output, batch: px.cross_entropy(output['scores'], batch['label'])"
+        )
+    return logits
+
+
+def _check(logits: Tensor, target: Tensor, name: str) -> None:
+    if logits.shape[:-1] != target.shape:
+        channels_first = logits.ndim > 2 and (logits.shape[0], *logits.shape[2:]) == tuple(target.shape)
+        fix = (
+            "output.movedim(1, -1)" if channels_first else "output[:, -1]  # or whichever positions the targets are of"
+        )
+        raise LossError(
+            f"{name}: logits have shape {tuple(logits.shape)}, target {tuple(target.shape)}; allowed: logits of the "
+            f"target's shape and one last axis more, the classes\n    try: px.{name}({fix}, target)"
+        )
+    if target.is_floating_point() or target.is_complex():
+        raise LossError(
+            f"{name}: target is {target.dtype}; allowed: whole class numbers\n    try: px.{name}(output, target.long())"
+        )
+
+
+def _count(target: Tensor, ignore_index: int | None) -> int | Tensor:
+    # A count on the device stays there: reading it here would wait for the device at every micro-batch.
+    return target.numel() if ignore_index is None else (target != ignore_index).sum()
+
+
+def _at_least_fp32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a loss function gave for one micro-batch: ``value * weight`` is a sum over ``count``.
+
+    Attributes:
+        value: scalar tensor that backward runs on.
+        weight: 1 for a sum, the samples for a mean, 0 for a filler.
+        count: a number or a scalar tensor; 0 for a filler.
+        samples: in the micro-batch.
+        mean: whether ``value`` is a mean over the samples.
+    """
+
+    value: torch.Tensor
+    weight: float
+    count: Any
+    samples: int
+    mean: bool
+
+
+def read_loss(result: Any, samples: int, where: int | str) -> Reading:
+    """Read what a loss function gave for ``samples`` samples (0: a filler); ``where`` is the step, or what else it was.
+
+    Raises:
+        LossError: if it is of neither form.
+    """
+    if isinstance(result, Loss) or (isinstance(result, tuple) and len(result) == 2):
+        total, count = result
+        if not isinstance(total, torch.Tensor) or total.dim() != 0:
+            raise LossError(_wrong_form(f"a sum that is {_describe(total)}", where))
+        if count.dim() != 0 if isinstance(count, torch.Tensor) else not isinstance(count, Real):
+            raise LossError(_wrong_form(f"a count that is {_describe(count)}", where))
+        if not samples:
+            return Reading(total, 0.0, 0, 0, False)
+        return Reading(total, 1.0, count, samples, False)
+    if not isinstance(result, torch.Tensor) or result.dim() != 0:
+        raise LossError(_wrong_form(_describe(result), where))
+    return Reading(result, float(samples), samples, samples, True)
+
+
+def check_totals(step: int, total: float, count: float, *, overflows: bool = False) -> None:
+    """Raise where the loss of a whole step is no number, or nothing was counted; ``overflows``: it may be no number.
+
+    Raises:
+        LossError: with the usual causes.
+    """
+    if not (math.isfinite(count) and count > 0):
+        raise LossError(_bad_count(step, count))
+    if not (overflows or math.isfinite(total)):
+        raise LossError(
+            f"the loss of step {step} is {total}.\n"
+            "    Usual causes: a learning rate too high or without warm-up, a logarithm or a division by zero "
+            "in the loss, bad values in the data.\n"
+            "    try: job(clip=1.0, schedule=px.Schedule(warmup_steps=100)), or a lower lr"
+        )
+
+
+def _bad_count(step: int, count: float) -> str:
+    if count == 0:
+        return (
+            f"nothing was counted in step {step}: the counts of its loss add up to 0 over the global batch.\n"
+            "    Usual causes: every label is the ignored index, every weight or mask is 0.\n"
+            "    try: leave such samples out of job.data, or a larger batch"
+        )
+    return (
+        f"the count of the loss of step {step} is {count}; it is what the sum is divided by: a number above 0.\n"
+        "    try: px.Loss(sum, count) with count the tokens or samples that were summed"
+    )
+
+
+def _wrong_form(given: str, where: int | str) -> str:
+    return (
+        f"the loss function gave {given} in {f'step {where}' if isinstance(where, int) else where}; "
+        "it may give px.Loss(sum, count), both scalars, "
+        "or a scalar tensor that is the mean over the samples of the batch.\n"
+        '    try: loss=lambda output, batch: px.cross_entropy(output, batch["label"])'
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

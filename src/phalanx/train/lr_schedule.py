@@ -1,0 +1,108 @@
+"""The learning rate of each parameter group in each step: the job's schedule, or torch's scheduler on its optimizer."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from phalanx.config import Job, Plan, Schedule
+from phalanx.errors import Problem, RefusedError
+
+
+class Rates:
+    """Sets an optimizer's learning rates before each step.
+
+    A rate is what the optimizer began with, times the schedule's factor and ``scale``. Where neither changes anything,
+    what a hook of the optimizer or a loop of the user's own sets between steps stands.
+    """
+
+    def __init__(self, job: Job, optimizer: torch.optim.Optimizer, *, total_steps: int, scale: float) -> None:
+        self._job, self._groups = job, optimizer.param_groups
+        self._total_steps, self._scale = total_steps, scale
+        self._base = [float(group["lr"]) for group in self._groups]
+        self._set = list(self._base)
+
+    def set(self, step: int) -> float:
+        """Set the rates of ``step``; gives that of the first group.
+
+        Raises:
+            RefusedError: if something else has set one that the job's schedule sets, too.
+        """
+        job = self._job
+        factor = self._scale * job.schedule.factor(step=step, batch=job.batch, total_steps=self._total_steps)
+        for index, group in enumerate(self._groups):
+            self._base[index] = self._base_of(index, group["lr"], step)
+            rate = self._set[index] = self._base[index] * factor
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)  # a compiled or captured step reads this very tensor
+            else:
+                group["lr"] = rate
+        return self._set[0]
+
+    def _base_of(self, index: int, found: Any, step: int) -> float:
+        if isinstance(found, torch.Tensor) and found.device.type != "cpu":
+            return self._base[index]  # looking would wait for the device
+        if math.isclose(float(found), self._set[index], rel_tol=1e-6):
+            return self._base[index]
+        if self._job.schedule == Schedule() and self._scale == 1.0:
+            return float(found)
+        raise RefusedError(
+            [
+                Problem(
+                    where="job.optimizer",
+                    given=f"a learning rate that something else set to {float(found):g} before step {step}, "
+                    f"where the schedule had set {self._set[index]:g}",
+                    allowed="one of the two: the job's schedule (and its factor), or what else sets the rate",
+                    fix="schedule=px.Schedule()",
+                )
+            ]
+        )
+
+
+_HOOKED = "optimizer.register_step_post_hook(lambda *_: scheduler.step())"
+
+
+def scheduler_on(optimizer: torch.optim.Optimizer) -> str:
+    """The name of the scheduler of torch's that was made for ``optimizer``; empty where there is none."""
+    if not getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        return ""
+    known = (one for one in gc.get_objects() if issubclass(type(one), LRScheduler))
+    return next((type(one).__name__ for one in known if one.optimizer is optimizer), "a scheduler of torch's")
+
+
+def scheduler_problems(
+    job: Job, plan: Plan, optimizer: torch.optim.Optimizer, *, lr_scale: float = 1.0, resumes: bool = False
+) -> list[Problem]:
+    """What keeps a scheduler on the optimizer, if there is one, from being honoured."""
+    name = scheduler_on(optimizer)
+    if not name:
+        return []
+    instead = 'schedule=px.Schedule(decay="cosine", warmup_steps=100) of the job, and no scheduler on the optimizer'
+
+    def wrong(given: str, allowed: str, fix: str) -> list[Problem]:
+        return [Problem(where="job.optimizer", given=f"{name} on the optimizer {given}", allowed=allowed, fix=fix)]
+
+    if job.schedule != Schedule():
+        return wrong(f"and {job.schedule}", "one of the two: both set the learning rate", instead)
+    if lr_scale != 1.0:
+        return wrong(f"and a factor of {lr_scale:g} on every learning rate", "one of the two", instead)
+    if plan.server:
+        return wrong(f"under {plan}", "plans without servers, which step the optimizer slice by slice", instead)
+    if resumes:
+        return wrong("of a run to resume", "runs from their first step on: its state is in no checkpoint", instead)
+    if not optimizer._optimizer_step_post_hooks and not optimizer._optimizer_step_pre_hooks:
+        allowed = "one that is stepped by a hook of the optimizer: there is no loop of yours that would step it"
+        return wrong("that nobody steps", allowed, _HOOKED)
+    return []
+
+
+def scheduler_notes(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What is to be said of a scheduler that is honoured."""
+    name = scheduler_on(optimizer)
+    if not name:
+        return []
+    return [f"learning rates are those that {name} sets; its state is in no checkpoint, so the run cannot be resumed."]

@@ -1,0 +1,224 @@
+"""Where workers come for work: server 0's side of their connections, and the books on each of them."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, final
+
+from phalanx.comm.frames import Connection, Frame, LostError
+from phalanx.errors import DataError
+from phalanx.parallel.parameter_server import Dealer, Flat, Form, Kind, Piece, Report
+from phalanx.train.parameter_server.server_group import Patience
+
+
+@dataclass(slots=True)
+class Known:
+    """A worker as server 0 knows it.
+
+    Attributes:
+        connection: to it; ``None`` while there is none.
+        joined: when it first came, as of ``time.monotonic()``.
+        last: when its last piece that counted came in.
+        waiting: it has asked and not been answered.
+        silent: it holds a piece, and nothing has been heard of it for long.
+        away: it was here, and its connection has ended.
+        samples: that it has computed and that counted.
+        pieces: the same.
+        memory: what it held, told as it left.
+    """
+
+    connection: Connection | None
+    joined: float
+    last: float = 0.0
+    waiting: bool = False
+    silent: bool = False
+    away: bool = False
+    samples: int = 0
+    pieces: int = 0
+    memory: dict[str, int] | None = None
+
+
+@final
+class Desk:
+    """Deals pieces out, from any thread.
+
+    Attributes:
+        news: held while anything here is changed or read; told when a piece has come in or a worker has gone.
+        dealer: of the steps, or of an evaluation.
+        term: of the pieces dealt now.
+        workers: by rank.
+        happened: what became of workers, to be written down by the main thread.
+        statistics: step → those of normalisation layers that came with its first piece.
+    """
+
+    def __init__(self, dealer: Dealer, length: int, form: Form, patience: Patience) -> None:
+        self.news = threading.Condition()
+        self.dealer, self.term = dealer, 0
+        self.workers: dict[int, Known] = {}
+        self.happened: list[dict[str, Any]] = []
+        self.statistics: dict[int, Flat] = {}
+        self._what, self._length, self._form, self._patience = "train", length, form, patience
+        self._finished = False
+        self._nobody_since = time.monotonic()
+        self._laps: deque[float] = deque(maxlen=64)
+        self.trouble: Exception | None = None
+
+    def turn_to(self, what: str, dealer: Dealer) -> None:
+        """From now on deal pieces of ``dealer`` out, for ``train`` or ``evaluate``."""
+        with self.news:
+            self._what, self.dealer = what, dealer
+        self.deal()
+
+    def deal(self) -> None:
+        """Give work to those that wait, as far as there is any."""
+        with self.news:
+            waiting = [rank for rank, known in sorted(self.workers.items()) if known.waiting]
+        for rank in waiting:
+            self._answer(rank)
+
+    def restart(self, term: int) -> None:
+        """What was dealt before counts no more."""
+        with self.news:
+            self.term = term
+            self.statistics.clear()
+            self.news.notify_all()
+
+    def finish(self) -> None:
+        """Tell everybody who asks that all is done."""
+        with self.news:
+            self._finished = True
+        self.deal()
+
+    @property
+    def present(self) -> list[int]:
+        """Ranks that are connected and have not said good-bye."""
+        return [rank for rank, known in self.workers.items() if known.connection is not None and known.memory is None]
+
+    @property
+    def nobody_for(self) -> float:
+        """Seconds that no worker has been connected for."""
+        with self.news:
+            return 0.0 if self.present else time.monotonic() - self._nobody_since
+
+    def look(self) -> None:
+        """Find out who has fallen silent."""
+        piece = statistics.median(self._laps) if self._laps else 0.0
+        limit = self._patience.silent + self._patience.pieces * piece
+        fallen = False
+        with self.news:
+            for rank, known in self.workers.items():
+                quiet = time.monotonic() - known.connection.heard if known.connection else 0.0
+                if not known.silent and quiet > limit and self.dealer.held(rank):
+                    known.silent = fallen = True
+                    self.dealer.silent(rank)
+                    self._note(rank, "silent", f"nothing heard for {quiet:.1f} s")
+                elif known.silent and quiet < limit and known.connection:
+                    known.silent = False
+                    self.dealer.heard(rank)
+                    self._note(rank, "returned", "it is heard of again")
+        if fallen:
+            self.deal()
+
+    def joined(self, rank: int, connection: Connection, length: int) -> None:
+        """A worker has connected, or come back."""
+        with self.news:
+            before = self.workers.get(rank)
+            if length != self._length:
+                self.trouble = DataError(
+                    f"job.data gives data of another length on each rank: server 0: {self._length}, rank {rank}: "
+                    f"{length}.\n    Every rank must see the same data; whoever is free computes the next piece.\n"
+                    "    try: remove rank-dependent filtering or sharding from job.data"
+                )
+            if before is None:
+                self.workers[rank] = Known(connection, time.monotonic())
+            else:
+                before.connection, before.waiting, before.silent, before.away = connection, False, False, False
+                self.dealer.leave(rank)
+            self._note(rank, "returned" if before else "joined", "")
+            self.news.notify_all()
+
+    def asked(self, rank: int, connection: Connection, frame: Frame) -> None:
+        """A worker brings what it has computed, and wants more."""
+        brought = None
+        if frame.size:
+            brought = Flat(self._form)
+            connection.fill(frame, brought.wire)
+        with self.news:
+            known = self.workers[rank]
+            if done := frame.meta.get("done"):
+                self._take_in(rank, known, done, brought)
+            self.dealer.leave(rank)
+            known.waiting = True
+        self._answer(rank)
+
+    def parted(self, rank: int, memory: dict[str, int]) -> None:
+        """A worker has heard that all is done, and goes."""
+        with self.news:
+            self.workers[rank].memory = memory
+            self.news.notify_all()
+
+    def lost(self, rank: int, connection: Connection, reason: str) -> None:
+        """The connection of a worker has ended."""
+        with self.news:
+            known = self.workers.get(rank)
+            if known is None or known.connection is not connection:
+                return  # it is back by another
+            known.connection, known.waiting, known.silent = None, False, False
+            if known.memory is None:
+                known.away = True
+                self._note(rank, "lost", reason)
+                self.dealer.leave(rank)
+            if not self.present:
+                self._nobody_since = time.monotonic()
+            self.news.notify_all()
+        self.deal()
+
+    def _take_in(self, rank: int, known: Known, done: dict[str, Any], brought: Flat | None) -> None:
+        piece = Piece(done["step"], done["part"])
+        if done["term"] != self.term or done["what"] != self._what:
+            return
+        sums = {name: (float(total), float(count)) for name, (total, count) in done["sums"].items()}
+        report = Report(
+            worker=rank,
+            version=done["version"],
+            sums=sums,
+            samples=done["samples"],
+            seconds=done["seconds"],
+        )
+        if not self.dealer.put(rank, piece, report):
+            return
+        if self._what == "train":
+            known.pieces += 1
+            known.last = time.monotonic()
+            known.samples += report.samples
+            if brought is not None:
+                self.statistics[piece.step] = brought
+        self._laps.append(report.seconds)
+        if self.dealer.ready() is not None:
+            self.news.notify_all()
+
+    def _answer(self, rank: int) -> None:
+        """Send a waiting worker its next piece, if there is one for it."""
+        with self.news:
+            known = self.workers.get(rank)
+            if known is None or not known.waiting or known.connection is None:
+                return
+            piece = None if self._finished else self.dealer.ask(rank)
+            if piece is None and not self._finished:
+                return
+            known.waiting, connection = False, known.connection
+            deal = {"what": self._what, "version": self.dealer.version, "term": self.term}
+        try:
+            if piece is None:
+                connection.send(Kind.END)
+            else:
+                connection.send(Kind.DEAL, {**deal, "step": piece.step, "part": piece.part})
+        except LostError:
+            return  # its own thread hears of it, too
+
+    def _note(self, rank: int, state: str, reason: str) -> None:
+        self.happened.append({"rank": rank, "state": state, "reason": reason})

@@ -1,0 +1,256 @@
+"""What every server does: listens, takes gradients in, gives values out, obeys the coordinator."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Protocol, final
+
+import torch
+
+from phalanx.comm.frames import Connection, Frame, LostError, views
+from phalanx.hardware import peak_memory
+from phalanx.parallel.compression import Codec, read
+from phalanx.parallel.parameter_server import Kind, Pushed
+from phalanx.train.parameter_server.shard_store import Keeper, Share
+
+COORDINATOR = -1
+"""The rank by which the coordinator introduces itself."""
+
+
+class Front(Protocol):
+    """What the coordinator does for workers; each call in the thread of that worker's connection."""
+
+    def joined(self, rank: int, connection: Connection, length: int) -> None:
+        """A worker has connected, or come back."""
+        ...
+
+    def asked(self, rank: int, connection: Connection, frame: Frame) -> None:
+        """It brings what it has computed, and wants more."""
+        ...
+
+    def parted(self, rank: int, memory: dict[str, int]) -> None:
+        """It has heard that all is done, and goes."""
+        ...
+
+    def lost(self, rank: int, connection: Connection, reason: str) -> None:
+        """Its connection has ended."""
+        ...
+
+
+@final
+class Servant:
+    """A server's connections, a thread each.
+
+    Attributes:
+        port: where it listens.
+        trouble: what went wrong in one of the threads.
+        over: the coordinator has said that all is done.
+    """
+
+    def __init__(self, keeper: Keeper, host: str, codec: Codec | None = None) -> None:
+        self._keeper, self._codec = keeper, codec
+        self._listener = socket.create_server((host, 0), backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+        self.trouble: BaseException | None = None
+        self.over = threading.Event()
+        self._leading: set[Connection] = set()
+        self._led = time.monotonic()
+        self.front: Front | None = None
+        self._connections: set[Connection] = set()
+        self._threads: list[threading.Thread] = []
+
+    def start(self, front: Front | None = None) -> None:
+        """Begin to answer; server 0 with what it does for workers."""
+        self.front = front
+        self._run(self._accept)
+
+    def close(self) -> None:
+        """End every connection and thread."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in tuple(self._connections):
+            connection.close()
+        for thread in tuple(self._threads):
+            thread.join(timeout=5.0)
+
+    @property
+    def alone_for(self) -> float:
+        """Seconds since the coordinator was last connected; 0 while it is."""
+        return 0.0 if self._leading else time.monotonic() - self._led
+
+    def obey(self, kind: Kind, meta: dict[str, Any]) -> dict[str, Any]:
+        """Do what the coordinator says; returns what there is to answer."""
+        keeper, shard = self._keeper, self._keeper.shard
+        match kind:
+            case Kind.PREPARE:
+                return {"square": shard.prepare(meta["step"], meta["parts"])}
+            case Kind.APPLY:
+                if "parts" in meta:
+                    shard.prepare(meta["step"], meta["parts"])
+                named = {name: meta[name] for name in ("scale", "rate", "oldest")}
+                shard.apply(meta["step"], **named, watched=meta.get("watched", False))
+            case Kind.SNAPSHOT:
+                keeper.snapshot(meta["progress"])
+            case Kind.RESTORE:
+                keeper.go_back(meta["version"], meta["term"], meta["progress"])
+            case Kind.HELLO:
+                return self._introduction()
+            case Kind.END:
+                return {"memory": memory_of(keeper)}
+            case _:
+                raise LostError(f"a {kind.name} from the coordinator")
+        return {}
+
+    def share(self, what: str) -> Share:
+        """See ``Keeper.share``."""
+        return self._keeper.share(what)
+
+    def _introduction(self) -> dict[str, Any]:
+        shard = self._keeper.shard
+        return {
+            "index": self._keeper.index,
+            "term": shard.term,
+            "version": shard.version,
+            "snapshots": self._keeper.snapshots(),
+            "held": self._keeper.held,
+            "forms": [[list(shape), str(dtype)] for shape, dtype in shard.form.values()],
+        }
+
+    def _run(self, work: Callable[..., None], *arguments: Any) -> None:
+        def guarded() -> None:
+            try:
+                work(*arguments)
+            except BaseException as error:  # told by the main thread
+                self.trouble = self.trouble or error
+
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threading.Thread(target=guarded, daemon=True))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                plug, _ = self._listener.accept()
+            except OSError:
+                return
+            self._run(self._attend, Connection(plug))
+
+    def _attend(self, connection: Connection) -> None:
+        self._connections.add(connection)
+        try:
+            hello = connection.receive()
+            if hello.kind != Kind.HELLO:
+                return
+            rank = int(hello.meta["rank"])
+            if rank == COORDINATOR:
+                self._follow(connection)
+            elif "probe" in hello.meta:
+                connection.send(Kind.WELCOME, {"index": self._keeper.index})
+            else:
+                self._serve(rank, connection, int(hello.meta["length"]))
+        except LostError:
+            return
+        finally:
+            connection.close()
+            self._connections.discard(connection)
+
+    def _follow(self, connection: Connection) -> None:
+        self._leading.add(connection)
+        try:
+            connection.send(Kind.WELCOME, self._introduction())
+            while True:
+                frame = connection.receive()
+                kind = Kind(frame.kind)
+                if kind == Kind.GATHER:
+                    share = self.share(frame.meta["what"])
+                    send_tensors(connection, kind, {"held": share.held, "groups": share.groups}, share.tensors)
+                else:
+                    connection.send(kind, self.obey(kind, frame.meta))
+                if kind == Kind.END:
+                    self.over.set()
+                    return
+        finally:
+            self._led = time.monotonic()
+            self._leading.discard(connection)
+
+    def _serve(self, rank: int, connection: Connection, length: int) -> None:
+        front, reason = self.front, "its connection has ended"
+        connection.send(Kind.WELCOME, self._introduction())
+        if front:
+            front.joined(rank, connection, length)
+        try:
+            while True:
+                frame = connection.receive()
+                match Kind(frame.kind):
+                    case Kind.PULL:
+                        self._pull(connection, frame)
+                    case Kind.PUSH:
+                        self._push(connection, frame)
+                    case Kind.BEAT:
+                        connection.send(Kind.BEAT)
+                    case Kind.ASK if front:
+                        front.asked(rank, connection, frame)
+                    case Kind.END if front:
+                        front.parted(rank, frame.meta["memory"])
+                        return
+                    case kind:
+                        raise LostError(f"a {kind.name} from a worker")
+        except LostError as error:
+            reason = str(error)
+            raise
+        finally:
+            if front:
+                front.lost(rank, connection, reason)
+
+    def _pull(self, connection: Connection, frame: Frame) -> None:
+        shard = self._keeper.shard
+        with shard.values() as (version, flat):
+            meta = {"version": version, "term": shard.term}
+            if (frame.meta["version"], frame.meta["term"]) == (version, shard.term):
+                connection.send(Kind.VALUES, meta)
+                return
+            statistics = [one.clone() for one in self._keeper.statistics.whole] if self._keeper.index == 0 else []
+            connection.send(Kind.VALUES, meta, [*flat.wire, *views(statistics)])
+
+    def _push(self, connection: Connection, frame: Frame) -> None:
+        shard = self._keeper.shard
+        flat = shard.blank()
+        try:
+            if self._codec is None:
+                connection.fill(frame, flat.wire)
+            else:
+                (target,) = flat.whole
+                sent = torch.empty(self._codec.bytes_of(target.numel()), dtype=torch.uint8)
+                connection.fill(frame, views([sent]))
+                read(self._codec, sent, target)
+        except BaseException:
+            shard.give_back(flat)
+            raise
+        connection.send(Kind.TAKEN, {"new": shard.push(Pushed(**frame.meta), flat)})
+
+
+def memory_of(keeper: Keeper) -> dict[str, int]:
+    """A server's memory, as events tell it."""
+    return {"peak_bytes": peak_memory(), **keeper.shard.memory, "buffers": 0, "activations": 0}
+
+
+_NAMES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def send_tensors(connection: Connection, kind: Kind, meta: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """One frame with ``tensors`` (on the host), what they are, and ``meta``."""
+    dense = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    described = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in dense.items()]
+    connection.send(kind, {**meta, "tensors": described}, views(dense.values()))
+
+
+def receive_tensors(connection: Connection, frame: Frame) -> dict[str, torch.Tensor]:
+    """The tensors that came with ``frame``."""
+    found = {name: torch.empty(shape, dtype=_NAMES[dtype]) for name, shape, dtype in frame.meta.get("tensors", [])}
+    connection.fill(frame, views(found.values()))
+    return found

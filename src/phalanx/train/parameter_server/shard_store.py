@@ -1,0 +1,309 @@
+"""What one server holds of a job's parameters and running statistics, and how it is saved and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map
+
+from phalanx.config import Job, Plan
+from phalanx.errors import Problem, RefusedError
+from phalanx.parallel.layout import Held
+from phalanx.parallel.parameter_server import Flat, Rule, Shard, Slice, cut_out, form_of, partition, starved
+from phalanx.parallel.single import Single
+from phalanx.train.assembly import build_model, build_optimizer
+from phalanx.train.elementwise import Parameters, elementwise
+from phalanx.train.state import identity, model_tensors
+
+KEPT = 2
+"""Snapshots of each server that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one server has.
+
+    Attributes:
+        held: parameters, as ``Keeper.held`` has them.
+        tensors: ``model.<parameter>`` and ``optimizer.<parameter>.<key>`` → its rows.
+        groups: of its optimizer, and what is not tensors of each state.
+    """
+
+    held: list[list[Any]]
+    tensors: dict[str, torch.Tensor]
+    groups: dict[str, Any]
+
+
+@final
+class Keeper:
+    """One server's shard, with the whole model beside it for names, buffers and initial values.
+
+    Attributes:
+        index: of the server.
+        layout: the whole model; its parameters have the values it began with.
+        slices: what this server holds, name → rows.
+        rates: the learning rate of each parameter group, as the job gave it.
+        elements: of the whole model.
+        shard: the parameters of these and their optimizer.
+        statistics: of normalisation layers, as they go out to workers; server 0's count.
+    """
+
+    def __init__(self, job: Job, plan: Plan, index: int, folder: Path) -> None:
+        """Begins with the job's initial values; ``folder`` is the run's.
+
+        Raises:
+            RefusedError: if there are more servers than parameters to hold.
+        """
+        self.index = index
+        self._job, self._folder = job, folder / "servers" / str(index)
+        self.layout = Single(build_model(job), torch.device("cpu"))
+        self._whole = build_optimizer(job, self.layout)
+        parameters = self.layout.parameters
+        cut = elementwise(job, parameters)
+        problems = starved(parameters, plan, cut=cut)
+        others = {tensor.dtype for tensor in parameters.values()} - {torch.float32}
+        if plan.compress != "none" and others:
+            given = f"compress={plan.compress} for parameters of {', '.join(sorted(map(str, others)))}"
+            fix = str(replace(plan, compress="none"))
+            problems.append(Problem(where="plan.compress", given=given, allowed="parameters of torch.float32", fix=fix))
+        if problems:
+            raise RefusedError(problems)
+        self.slices = {one.name: one for one in partition(parameters, plan.server, cut=cut)[index]}
+        self.rates = [float(group["lr"]) for group in self._whole.param_groups]
+        rule = Rule(compensate=plan.compensate, apart=plan.backup > 0, ahead=bool(plan.staleness))
+        self.elements = sum(tensor.numel() for tensor in self.layout.module.parameters())
+        self.shard = Shard(self._cut(parameters), self._make, rule)
+        self._buffers = Statistics(self.layout.module)
+        self.statistics = self._buffers.take()
+
+    @property
+    def held(self) -> list[list[Any]]:
+        """What this server holds, in the order of the wire: name, first row, row after the last, whether it is all."""
+        ordered = (self.slices[name] for name in self.shard.form)
+        return [[one.name, one.start, one.stop, one.whole] for one in ordered]
+
+    def resume(self, path: Path) -> dict[str, Any]:
+        """Begin with the checkpoint ``path``, whatever the plan that wrote it. Returns its state."""
+        from phalanx import checkpoint
+
+        state = checkpoint.read_state(path)
+        held = self.layout.held
+        with torch.no_grad():
+            checkpoint.load(path, model_tensors(self.layout))
+            checkpoint.restore_optimizer(self._whole, held.parameters, path)
+        step = int(state["step"])
+        with self.shard.restoring(step, 0, step):
+            self._set(held)
+        self.statistics = self._buffers.take()
+        return state
+
+    def settle(self) -> None:
+        """It has begun: let go of values that are other servers'. Server 0 keeps room for them, to save them."""
+        self._whole.state.clear()
+        if self.index:
+            for tensor in self.layout.module.parameters():
+                tensor.data = tensor.data.new_empty(0)
+
+    def snapshots(self) -> list[int]:
+        """The versions that this server can go back to without anybody else, beside the initial one."""
+        from phalanx.checkpoint.folder import checkpoints, is_complete
+
+        return [int(path.name.removeprefix("step-")) for path in checkpoints(self._folder) if is_complete(path)]
+
+    def clear(self) -> None:
+        """Forget the snapshots of an earlier run in this folder."""
+        import shutil
+
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def snapshot(self, progress: Mapping[str, Any]) -> None:
+        """Write one of this moment; nobody may make an update meanwhile. ``progress`` is the coordinator's, as JSON."""
+        from phalanx import checkpoint
+
+        shard = self.shard
+        tensors, groups = checkpoint.optimizer_tensors(shard.optimizer, shard.parameters)
+        model = {f"model.{name}": tensor.detach() for name, tensor in shard.parameters.items()}
+        statistics = {f"statistics.{name}": tensor for name, tensor in self.statistics.named.items()}
+        checkpoint.save(
+            self._folder,
+            step=shard.version,
+            tensors={**model, **statistics, **tensors},
+            state={"optimizer": groups, "progress": dict(progress)},
+            keep=KEPT,
+        )
+
+    def go_back(self, version: int, term: int, progress: Mapping[str, Any]) -> None:
+        """Return to the snapshot of ``version``; to the initial values for 0 where there is none."""
+        from phalanx import checkpoint
+        from phalanx.checkpoint.folder import name_of
+
+        path, shard = self._folder / name_of(version), self.shard
+        with shard.restoring(version, term, int(progress["floor"]), progress["done"]):
+            if version in self.snapshots():
+                model = {f"model.{name}": tensor.data for name, tensor in shard.parameters.items()}
+                statistics = Flat(self.statistics.form)
+                checkpoint.load(path, model | {f"statistics.{name}": one for name, one in statistics.named.items()})
+                checkpoint.restore_optimizer(shard.optimizer, shard.parameters, path)
+                self.statistics = statistics
+            else:
+                self.layout = Single(build_model(self._job), torch.device("cpu"))
+                self._whole = build_optimizer(self._job, self.layout)
+                self._buffers = Statistics(self.layout.module)
+                self.statistics = self._buffers.take()
+                self._set(self.layout.held)
+                self.settle()
+
+    def progress(self, version: int) -> dict[str, Any]:
+        """The coordinator's progress at the snapshot of ``version``; empty where there is none."""
+        from phalanx import checkpoint
+        from phalanx.checkpoint.folder import name_of
+
+        if version not in self.snapshots():
+            return {}
+        return checkpoint.read_state(self._folder / name_of(version))["progress"]
+
+    def share(self, what: str) -> Share:
+        """What this server has: ``parameters``, ``gradients`` prepared or ``used``, or ``everything`` to be saved."""
+        from phalanx import checkpoint
+
+        shard = self.shard
+        if what == "gradients":
+            return Share(self.held, {f"model.{name}": tensor for name, tensor in shard.gradient().items()}, {})
+        if what == "used":
+            return Share(self.held, {f"model.{name}": tensor for name, tensor in shard.used.items()}, {})
+        model = {f"model.{name}": tensor.detach() for name, tensor in shard.parameters.items()}
+        if what == "parameters":
+            return Share(self.held, model, {})
+        tensors, groups = checkpoint.optimizer_tensors(shard.optimizer, shard.parameters)
+        model |= {name: one for name, one in tensors.items() if isinstance(one, torch.Tensor)}
+        return Share(self.held, model, groups)
+
+    def save(
+        self,
+        folder: Path,
+        tensors: dict[str, torch.Tensor],
+        states: dict[str, Any],
+        progress: dict[str, Any],
+        keep: int,
+    ) -> Path:
+        """Write an ordinary checkpoint: ``tensors`` put together, and what is not tensors of each state."""
+        from phalanx import checkpoint
+
+        held = self.layout.held
+        with torch.no_grad():
+            for name, parameter in held.parameters.items():
+                parameter.copy_(tensors.pop(f"model.{name}"))
+        self._buffers.put(self.statistics)
+        self._whole.state.clear()
+        _, groups = checkpoint.optimizer_tensors(self._whole, held.parameters)
+        state = {
+            "identity": identity(self._job, progress.pop("length")),
+            "loss_scale": None,
+            "optimizer": {**groups, "state": states},
+            **progress,
+        }
+        return checkpoint.save(
+            folder, step=progress["step"], tensors={**model_tensors(self.layout), **tensors}, state=state, keep=keep
+        )
+
+    def _make(self, named: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
+        return self._job.optimizer(Parameters(named))
+
+    def _cut(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: cut_out(tensors[name].detach(), part) for name, part in self.slices.items()}
+
+    def _set(self, held: Held) -> None:
+        """Take this server's rows of the whole's values and optimizer state."""
+        for name, part in self.slices.items():
+            whole, mine = held.parameters[name], self.shard.parameters[name]
+            mine.data.copy_(cut_out(whole.detach(), part))
+            state = self._whole.state.get(whole, {})
+            self.shard.optimizer.state[mine] = tree_map(lambda one, w=whole, p=part: _rows(one, w, p), dict(state))
+            if not state:
+                self.shard.optimizer.state.pop(mine)
+
+
+def _rows(value: Any, whole: torch.Tensor, part: Slice) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (cut_out(value, part) if value.shape == whole.shape else value).clone()
+
+
+def put_together(parts: Iterable[Share], whole: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Any]:
+    """Whole tensors by name, and the states' JSON by parameter, from what each server has.
+
+    ``whole`` are the parameters, for their names.
+    """
+    found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    states: dict[str, Any] = {}
+    cut: set[str] = set()
+    for part in parts:
+        starts = {name: start for name, start, _, _ in part.held}
+        cut |= {name for name, _, _, all_rows in part.held if not all_rows}
+        rows = {name: stop - start for name, start, stop, _ in part.held}
+        for name, tensor in part.tensors.items():
+            owner = _owner(name, whole)
+            alike = owner in cut and tensor.dim() == whole[owner].dim() and tensor.shape[0] == rows[owner]
+            found.setdefault(name, []).append((starts[owner] if alike else -1, tensor))
+        states = part.groups.get("state", {}) | states
+    return {name: _joined(pieces) for name, pieces in found.items()}, states
+
+
+def _joined(pieces: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    if len(pieces) == 1 or pieces[0][0] < 0:
+        return pieces[0][1]
+    return torch.cat([tensor for _, tensor in sorted(pieces, key=lambda one: one[0])])
+
+
+def _owner(name: str, whole: Mapping[str, torch.Tensor]) -> str:
+    """The parameter that the tensor ``model.<parameter>`` or ``optimizer.<parameter>.<key>`` belongs to."""
+    _, _, rest = name.partition(".")
+    while rest not in whole:
+        rest = rest.rpartition(".")[0]
+    return rest
+
+
+_NAMES = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@final
+class Statistics:
+    """The running means and variances in ``module``, and their form on the wire."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._layers = {
+            name: child
+            for name, child in module.named_modules()
+            if isinstance(child, _NormBase) and child.track_running_stats
+        }
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name → buffer. Looked up each time: moving a module puts others in their place."""
+        return {
+            f"{name}.{key}" if name else key: value
+            for name, layer in self._layers.items()
+            for key in _NAMES
+            if isinstance(value := getattr(layer, key), torch.Tensor)
+        }
+
+    def take(self) -> Flat:
+        """A copy of them on the host."""
+        found = self.tensors
+        flat = Flat(form_of(found))
+        for name, tensor in flat.named.items():
+            tensor.copy_(found[name])
+        return flat
+
+    def put(self, flat: Flat) -> None:
+        """Set them to the values of ``flat``."""
+        found = self.tensors
+        with torch.no_grad():
+            for name, tensor in flat.named.items():
+                found[name].copy_(tensor)

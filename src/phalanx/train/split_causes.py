@@ -1,0 +1,317 @@
+"""Why a job would give another result when its batch is split: looked for on a few samples, before any process starts.
+
+A loss that is not a mean over samples, an output that depends on the other samples of its batch, buffers that forward
+changes, random numbers that belong to a batch and not to a sample: each is common, none is seen in a loss curve. The
+model and the loss are run on the first samples, whole and in parts, and what differs is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from phalanx.config import Job, Plan
+from phalanx.data import Loader
+from phalanx.parallel import batch_statistics, dropouts
+from phalanx.train.inputs import Inputs
+from phalanx.train.loss import Reading, read_loss
+from phalanx.units import show_names
+
+_SAMPLES = 4
+LARGEST = 5e7
+"""Elements of parameters up to which a model is looked at so: a fraction of a second."""
+_SAME = 1e-4
+"""Relative difference up to which results of fp32 on whole and on split samples are the same."""
+
+
+def splits_batches(job: Job, plan: Plan) -> bool:
+    """Whether ``plan`` computes a global batch of ``job`` in more than one piece."""
+    return plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
+
+
+def causes(job: Job, plan: Plan, module: nn.Module, loader: Loader) -> list[str]:
+    """What makes ``job`` differ from one device where its batches are split, one sentence each.
+
+    Nothing is looked for where ``plan`` does not split them. Draws random numbers: to be called where that does not
+    matter.
+    """
+    if not splits_batches(job, plan):
+        return []
+    look = _Look(job, module, loader)
+    with torch.no_grad():
+        found = [*look.samples(), *look.buffers(plan)]
+        return [*found, *look.random(), *(look.output() or look.loss())]
+
+
+class _Look:
+    """The first samples of a job, its model and its loss."""
+
+    def __init__(self, job: Job, module: nn.Module, loader: Loader) -> None:
+        self._job, self._module = job, module
+        self._inputs = Inputs(job, module)
+        size = _SAMPLES if loader.length is None else min(_SAMPLES, loader.length)
+        self._places = [place for place, _ in loader.spread(size)]
+        self._loader = loader
+        self._batch = loader.together(self._places)
+        self._sliced = loader.length is None  # samples of a stream are read once
+        self._training = not _draws(module)
+        self._changed: dict[str, torch.Tensor] = {}
+
+    def samples(self) -> list[str]:
+        """Whether a sample is the same each time, and whichever samples are beside it."""
+        if len(self._places) < 2:
+            return []
+        again = self._loader.together(self._places)
+        if names := _unlike(self._batch, again):
+            self._sliced = True
+            return [
+                f"data: a sample read twice is not the same ({names}): job.data or job.collate draws from a source "
+                "that Phalanx cannot seed, so that nothing repeats."
+            ]
+        turned = self._loader.together(self._places[::-1])
+        if names := _unlike(self._batch, tree_map(self._flipped, turned)):
+            self._sliced = True
+            where = "collate" if self._job.collate is not None else "__getitems__ of the data"
+            return [
+                f"random {where}: it draws random numbers for a whole micro-batch ({names}), so that what a sample "
+                "gets depends on those beside it. Drawn in the data's __getitem__ they would be each sample's own."
+            ]
+        return []
+
+    def buffers(self, plan: Plan) -> list[str]:
+        """Buffers that a forward in training changes, but for those of normalisations."""
+        known = batch_statistics(self._module)
+        self._forward(self._batch, training=True)
+        changed = {
+            name: one
+            for name, one in self._changed.items()
+            if name.rpartition(".")[0] not in known and "(the model itself)" not in known
+        }
+        if not changed:
+            return []
+        self._forward(self._part(self._places[:1]), training=True)
+        of_samples = [name for name, one in changed.items() if not torch.equal(one, self._changed.get(name, one + 1))]
+        self._training = self._training and not of_samples  # what follows is then looked for where they stay
+        names = of_samples or (list(changed) if plan.micro is not None else [])
+        if not names:
+            return []
+        what = "from the samples of each micro-batch" if of_samples else "once a micro-batch"
+        return [
+            f"buffers updated in forward: {show_names(names)} {'changes' if len(names) == 1 else 'change'} {what}, not "
+            "of the global batch; after a step all ranks go on with rank 0's."
+        ]
+
+    def random(self) -> list[str]:
+        """Random numbers that no known module draws."""
+        if dropouts(self._module) or not self._training:
+            return []
+        first, second = (self._value(self._batch, seed) for seed in (0, 1))
+        if first is None or second is None or _close(_mean(first), _mean(second)):
+            return []
+        self._training = False
+        return ["random numbers drawn in forward or in the loss: other ones than on one device for the same sample."]
+
+    def output(self) -> list[str]:
+        """Whether the output for a sample depends on the others of its batch."""
+        if len(self._places) < 2 or batch_statistics(self._module):
+            return []
+        whole = self._forward(self._batch)
+        for index in range(len(self._places)):
+            part = self._forward(_cut(self._batch, [index], len(self._places)))
+            for one, other in zip(_tensors(whole), _tensors(part), strict=False):
+                of_samples = one.dim() and one.shape[0] == len(self._places)
+                own = one[index : index + 1] if of_samples else one
+                if of_samples and own.shape == other.shape and not torch.allclose(own, other, rtol=1e-3, atol=1e-4):
+                    return [
+                        "the model mixes samples: its output for a sample depends on the others of its micro-batch "
+                        "(statistics of the batch, attention over it)."
+                    ]
+        return []
+
+    def loss(self) -> list[str]:
+        """Whether the loss of a batch is what the losses of its parts add up to."""
+        if len(self._places) < 3 or batch_statistics(self._module):
+            return []
+        value = self._values(self._part)
+        if value is None:
+            return []
+        if _adds_up(value):
+            return []
+        aligned = self._values(
+            lambda places: _cut(self._batch, [self._places.index(one) for one in places], len(self._places))
+        )
+        if aligned is not None and _adds_up(aligned):
+            return [
+                "padded mean: the loss is a mean over tokens with those that pad a sample to the longest of its "
+                f"micro-batch, whose number depends on how the batch is split. {_COUNTED}"
+            ]
+        return [_of_weights(aligned or value, self._token_counts())]
+
+    def _values(self, batch_of: Callable[[Sequence[int]], Any]) -> dict[tuple[int, ...], Reading] | None:
+        """The loss of the whole, of halves, pairs and single samples, by their indices."""
+        every = range(len(self._places))
+        groups = [tuple(every), *((one,) for one in every), (0, 1), (1, 2), (0, 2), tuple(every)[2:]]
+        found: dict[tuple[int, ...], Reading] = {}
+        for group in dict.fromkeys(groups):
+            read = self._value(batch_of([self._places[index] for index in group]), 0, samples=len(group))
+            if read is None:
+                return None
+            found[group] = read
+        return found
+
+    def _value(self, batch: Any, seed: int, samples: int = 0) -> Reading | None:
+        output = self._forward(batch, seed=seed)
+        result = self._job.loss(output, batch)
+        read = read_loss(result, samples or len(self._places), "a look at a few samples")
+        return read if math.isfinite(float(read.value)) else None
+
+    def _forward(self, batch: Any, *, training: bool | None = None, seed: int = 0) -> Any:
+        args, kwargs, _ = self._inputs(batch, torch.device("cpu"))
+        torch.manual_seed(seed)
+        before = [one.clone() for one in self._module.buffers()]
+        with _mode(self._module, self._training if training is None else training):
+            output = self._module(*args, **kwargs)
+        self._changed = {}
+        for (name, one), value in zip(self._module.named_buffers(), before, strict=True):
+            if not torch.equal(one, value):
+                self._changed[name] = one.clone()
+                one.copy_(value)
+        return output
+
+    def _part(self, places: Sequence[int]) -> Any:
+        if self._sliced:
+            return _cut(self._batch, [self._places.index(one) for one in places], len(self._places))
+        return self._loader.together(list(places))
+
+    def _flipped(self, leaf: Any) -> Any:
+        rows = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == len(self._places)
+        return leaf.flip(0) if rows else leaf
+
+    def _token_counts(self) -> list[float]:
+        """Tokens of each sample that a mask or labels of -100 leave in; empty where neither is there."""
+        leaves = [one for one in tree_leaves(self._batch) if isinstance(one, torch.Tensor) and one.dim() == 2]
+        for one in leaves:
+            if not one.is_floating_point() and bool((one == -100).any()):
+                return (one != -100).sum(-1).double().tolist()
+        for one in leaves:
+            if not one.is_floating_point() and bool((one == 0).any()) and int(one.max()) == 1:
+                return one.sum(-1).double().tolist()
+        return []
+
+
+_COUNTED = "px.Loss(sum, count), as px.cross_entropy and px.next_token_loss give it, is exact."
+
+
+def _of_weights(values: dict[tuple[int, ...], Reading], tokens: list[float]) -> str:
+    """Why single samples' losses do not add up: their weights in a mean, or what one is compared with."""
+    if not all(one.mean for one in values.values()):
+        return _COUPLED
+    ratios: dict[tuple[int, int], float] = {}
+    for i, j in ((0, 1), (1, 2), (0, 2)):
+        one, other, both = (float(values[group].value) for group in ((i,), (j,), (i, j)))
+        if abs(one - both) <= _SAME * max(abs(one), 1e-6):
+            return _COUPLED if not _close(one, other) else _WEIGHTED
+        ratios[i, j] = (both - other) / (one - both)
+    if min(ratios.values()) <= 0 or not math.isclose(ratios[0, 1] * ratios[1, 2], ratios[0, 2], rel_tol=2e-2):
+        return _COUPLED
+    if tokens and all(
+        tokens[j] and math.isclose(ratio, tokens[i] / tokens[j], rel_tol=2e-2) for (i, j), ratio in ratios.items()
+    ):
+        return (
+            "mean over tokens: the loss is one mean over the tokens of a micro-batch, and samples have unlike numbers "
+            f"of them, so that the mean of means is another. {_COUNTED}"
+        )
+    return _WEIGHTED
+
+
+_WEIGHTED = (
+    "weighted mean: the loss is a mean in which samples weigh unlike (class weights, say), and weights of a "
+    "micro-batch do not add up as samples do. px.Loss(sum, count) is exact: for cross_entropy(..., weight=w), its sum "
+    'with reduction="sum", and w[labels].sum().'
+)
+_COUPLED = (
+    "the loss couples samples: that of a batch is not what its samples' losses add up to, as where each is compared "
+    "with the others (contrastive losses, statistics of the batch). It depends on how the batch is split."
+)
+
+
+def _adds_up(values: dict[tuple[int, ...], Reading]) -> bool:
+    whole = next(iter(values))
+    splits: Iterable[Sequence[tuple[int, ...]]] = ([(index,) for index in whole], [(0, 1), whole[2:]])
+    total = values[whole]
+    for groups in splits:
+        parts = [values[group] for group in groups]
+        if not _close(sum(_sum(one) for one in parts), _sum(total)):
+            return False
+        if not _close(sum(float(one.count) for one in parts), float(total.count)):
+            return False
+    return True
+
+
+def _sum(one: Reading) -> float:
+    return float(one.value) * one.weight
+
+
+def _mean(one: Reading) -> float:
+    return _sum(one) / (float(one.count) or 1.0)
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=_SAME, abs_tol=1e-6)
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether training draws random numbers that evaluation does not: then the look is taken in evaluation mode."""
+    recurrent = any(isinstance(child, nn.RNNBase) and child.dropout for child in module.modules())
+    return bool(dropouts(module)) or recurrent or bool(batch_statistics(module))
+
+
+@contextmanager
+def _mode(module: nn.Module, training: bool) -> Generator[None]:
+    """In evaluation mode, or as built: parts that a model keeps out of training stay so."""
+    if training:
+        yield
+        return
+    modes = {child: child.training for child in module.modules()}
+    module.eval()
+    yield
+    for child, mode in modes.items():
+        child.training = mode
+
+
+def _cut(batch: Any, rows: Sequence[int], samples: int) -> Any:
+    """Some samples of a batch, as padded as they are there."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == samples:
+            return value[list(rows)]
+        return value
+
+    return tree_map(leaf, batch)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor) and one.is_floating_point()]
+
+
+def _unlike(one: Any, other: Any) -> str:
+    """Names of what differs between two batches of the same samples, in words; empty where nothing does."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        names = [str(key) for key in one if key in other and not _equal(one[key], other[key])]
+        return show_names(names) if names else ""
+    return "" if _equal(one, other) else type(one).__name__
+
+
+def _equal(one: Any, other: Any) -> bool:
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=False)
+    return all(
+        torch.equal(a, b) or (a.is_floating_point() and torch.allclose(a, b, equal_nan=True))
+        for a, b in pairs
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    )

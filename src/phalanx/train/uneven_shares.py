@@ -1,0 +1,281 @@
+"""Uneven shares of a run: what they are, and with ``shares=auto`` how they follow each rank's speed and memory."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from phalanx.comm import Place, from_every_rank
+from phalanx.config import Job, Plan
+from phalanx.config.sync import AUTO, dealt
+from phalanx.data import Loader, StepBatch
+from phalanx.errors import Problem, RefusedError
+from phalanx.hardware import memory_bytes, peak_memory
+from phalanx.parallel import Held
+from phalanx.train.balance import Balance, Pace
+
+_WARM_UP = 2  # steps that are not timed: allocation, first touch, compilation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shift:
+    """Shares as they are from a step on.
+
+    Attributes:
+        step: the first that they hold for.
+        shares: samples of a full global batch that each rank of ``dp`` takes.
+        seconds: that each rank of ``dp`` computes for a sample, as measured before; empty where nothing was.
+    """
+
+    step: int
+    shares: tuple[int, ...]
+    seconds: tuple[float, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the fields of an event."""
+        return {"step": self.step, "shares": list(self.shares), "seconds": list(self.seconds)}
+
+
+@final
+class Sharing:
+    """The shares of a run's ranks, which follow their speed where the plan says ``shares=auto``.
+
+    A run that is resumed begins with even shares again, and measures anew.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        place: Place,
+        loader: Loader,
+        step: int,
+        everyone: Callable[[Any], list[Any]] = from_every_rank,
+    ) -> None:
+        """``step``: the first that is taken. ``everyone``: gives a value of each rank of the plan.
+
+        Raises:
+            RefusedError: if shares cannot change because processes of their own read a stream ahead.
+        """
+        self._plan, self._place, self._loader, self._everyone = plan, place, loader, everyone
+        full = min(job.batch, loader.length or job.batch)
+        counts = dealt(full, loader.lane(step).weights)
+        self._news = [Shift(step=step, shares=counts)]
+        self._balance: Balance | None = None
+        if plan.shares == AUTO:
+            if not loader.deals_here:
+                raise RefusedError([_read_ahead(job, plan)])
+            self._balance = Balance(counts, least=min(plan.fsdp * plan.ep, *counts))
+        self._watch: Stopwatch | None = None
+        self._room = Room(cuda=False, workers_here=place.workers_here, bounded=plan.micro is not None)
+        self._since = step + _WARM_UP
+        self._laps: list[tuple[Lap, int]] = []
+
+    def watch(self, held: Held, optimizer: torch.optim.Optimizer, *, cuda: bool) -> None:
+        """Time the steps of this rank from now on, if shares follow its speed."""
+        if self._balance is None:
+            return
+        self._watch = Stopwatch(held, optimizer, backward=self._plan.zero == 0, cuda=cuda)
+        self._room = Room(cuda=cuda, workers_here=self._place.workers_here, bounded=self._plan.micro is not None)
+
+    def saved(self, nbytes: int, samples: int) -> None:
+        """Autograd has saved so many bytes for a step with so many samples here."""
+        self._room.saved(nbytes, samples)
+
+    def news(self) -> Sequence[Shift]:
+        """What has changed since this was last asked for; at first, the shares at the begin."""
+        found, self._news = self._news, []
+        return found
+
+    def stepped(self, batch: StepBatch) -> None:
+        """A step was taken. Collective, now and then."""
+        balance = self._balance
+        if balance is None or self._watch is None:
+            return
+        lap = self._watch.lap()
+        self._room.took(batch.here)
+        if batch.step < self._since:
+            return
+        if batch.here:
+            self._laps.append((lap, batch.here))
+        if batch.step + 1 - self._since >= balance.wait and (batch.step + 1) % self._plan.every == 0:
+            self._look(balance, batch.step)
+
+    def _look(self, balance: Balance, step: int) -> None:
+        rows = self._everyone([*self._measured(), self._room.most(), self._loader.next_step])
+        self._laps.clear()
+        self._since = step + 1
+        if not balance.weigh(self._by_replica(rows)):
+            return
+        start = max(int(row[3]) for row in rows)
+        if self._loader.total_steps is not None and start >= self._loader.total_steps:
+            return  # all that is left has been read already
+        self._loader.deal(balance.counts, start)
+        seconds = tuple(pace.each for pace in balance.paces)
+        self._news.append(Shift(step=start, shares=balance.counts, seconds=seconds))
+        self._since = start + 1  # memory for the new sizes is allocated in the first step with them
+
+    def _measured(self) -> tuple[float, float]:
+        """Seconds of this rank for each of its samples, and beside them; NaN where it has had none."""
+        if not self._laps:
+            return math.nan, 0.0
+        each = _middle([lap.passes / samples for lap, samples in self._laps])
+        return each, _middle([lap.update for lap, _ in self._laps])
+
+    def _by_replica(self, rows: Sequence[Sequence[float]]) -> list[Pace | None]:
+        """The pace of each rank of ``dp``: that of the slowest of its ranks, and the least memory of them."""
+        found: list[list[Sequence[float]]] = [[] for _ in range(self._plan.dp)]
+        for rank, row in enumerate(rows):
+            found[self._plan.coordinate(rank)["dp"]].append(row)
+        return [_pace(those, self._plan.fsdp * self._plan.ep) for those in found]
+
+
+def _pace(rows: Sequence[Sequence[float]], inner: int) -> Pace | None:
+    each = max((row[0] for row in rows if row[0] > 0), default=0.0)
+    if not each:
+        return None
+    return Pace(each=each / inner, rest=max(row[1] for row in rows), most=min(row[2] for row in rows) * inner)
+
+
+def _middle(values: Sequence[float]) -> float:
+    """The mean of the middle half: steps that something else held up do not count, nor does one that was lucky."""
+    ordered = sorted(values)
+    out = len(ordered) // 4
+    return statistics.fmean(ordered[out : len(ordered) - out])
+
+
+def _read_ahead(job: Job, plan: Plan) -> Problem:
+    return Problem(
+        where="plan.shares",
+        given=f"{plan} over a stream that {job.workers} processes read ahead",
+        allowed="shares=auto over map-style data, or over a stream read with workers=0: shares move while it is read",
+        fix="job(workers=0)",
+    )
+
+
+Moment = float | torch.cuda.Event
+
+
+@final
+class Stopwatch:
+    """Times the steps of one rank; it hangs on the model and the optimizer as long as they live."""
+
+    def __init__(self, held: Held, optimizer: torch.optim.Optimizer, *, backward: bool, cuda: bool) -> None:
+        """``backward``: time it too, as nothing in it waits for other replicas."""
+        self._cuda, self._backward = cuda, backward
+        self._passes: list[tuple[Moment, Moment]] = []
+        self._update: tuple[Moment, Moment] | None = None
+        self._began: Moment | None = None
+        self._ended: Moment | None = None
+        held.module.register_forward_pre_hook(self._enter)
+        held.module.register_forward_hook(self._leave)
+        optimizer.register_step_pre_hook(self._update_begins)
+        optimizer.register_step_post_hook(self._update_ends)
+        for tensor in held.module.parameters() if backward else ():
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(self._gradient)
+
+    def lap(self) -> Lap:
+        """The step that ends here; the next begins."""
+        passes = self._passes
+        if self._backward and self._began is not None and self._ended is not None:
+            passes = [(self._began, self._ended)]
+        found = Lap(passes, self._update)
+        self._passes, self._update, self._began, self._ended = [], None, None, None
+        return found
+
+    def _now(self, again: Moment | None = None) -> Moment:
+        if not self._cuda:
+            return time.perf_counter()
+        event = again if isinstance(again, torch.cuda.Event) else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _enter(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and (self._began is None or not self._backward):
+            self._began = self._now()
+
+    def _leave(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and not self._backward and self._began is not None:
+            self._passes.append((self._began, self._now()))
+
+    def _gradient(self, _: torch.Tensor) -> None:
+        self._ended = self._now(self._ended)
+
+    def _update_begins(self, *_: Any) -> None:
+        self._update = self._now(), 0.0
+
+    def _update_ends(self, *_: Any) -> None:
+        if self._update is not None:
+            self._update = self._update[0], self._now()
+
+
+@final
+class Lap:
+    """One step as it was timed."""
+
+    def __init__(self, passes: list[tuple[Moment, Moment]], update: tuple[Moment, Moment] | None) -> None:
+        self._passes, self._update = passes, update
+
+    @property
+    def passes(self) -> float:
+        """Seconds that depend on the samples; 0 where nothing was timed. Waits for the device."""
+        return sum(_between(*one) for one in self._passes)
+
+    @property
+    def update(self) -> float:
+        """Seconds of the optimizer. Waits for the device."""
+        return _between(*self._update) if self._update else 0.0
+
+
+def _between(begin: Moment, end: Moment) -> float:
+    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+    return end - begin if isinstance(begin, float) and isinstance(end, float) else 0.0
+
+
+_USABLE = 0.9  # of what is free: allocators do not come out even
+
+
+@final
+class Room:
+    """Follows one rank's memory. Of micro-batches of a stated size there is nothing to follow."""
+
+    def __init__(self, *, cuda: bool, workers_here: int, bounded: bool) -> None:
+        """``bounded``: micro-batches are no larger however many samples a rank takes."""
+        self._cuda, self._workers, self._bounded = cuda, workers_here, bounded
+        self._seen = 0
+        self._saved = 0.0
+
+    def took(self, samples: int) -> None:
+        """The rank has taken a step with so many samples."""
+        self._seen = max(self._seen, samples)
+
+    def saved(self, nbytes: int, samples: int) -> None:
+        """Autograd has saved so many bytes for a forward of so many samples."""
+        if samples:
+            self._saved = max(self._saved, nbytes / samples)
+
+    def most(self) -> float:
+        """Samples that there is memory for; infinite where that is not known."""
+        if self._bounded or not self._seen:
+            return math.inf
+        each, free = self._on_device() if self._cuda else (self._saved, self._on_host())
+        return self._seen + math.floor(max(0.0, _USABLE * free) / each) if each > 0 else math.inf
+
+    def _on_device(self) -> tuple[float, float]:
+        """Bytes that a sample takes at the peak, and bytes beyond that peak."""
+        peak, fixed = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+        free, _ = torch.cuda.mem_get_info()
+        return (peak - fixed) / self._seen, free + torch.cuda.memory_reserved() - peak
+
+    def _on_host(self) -> float:
+        """What is left of this process's even share of the host's memory."""
+        return memory_bytes() / self._workers - peak_memory()
