@@ -97,7 +97,7 @@ OF_STEPS = (
     "checkpoint/store.py:save",
 )
 COMPUTED = ("compute", "coordinator")
-WITHOUT_CLOCK = ("parallel/", "checkpoint/", "data/", *(f"train/served/{name}.py" for name in COMPUTED))
+WITHOUT_CLOCK = ("parallel/", "checkpoint/", "data/", *(f"train/parameter_server/{name}.py" for name in COMPUTED))
 """Of servers and their workers; in other rooms they wait, beat and part by the clock, and what that calls is chance."""
 OF_SERVERS = ("train/parameter_server/coordinator.py", "parallel/parameter_server/update.py", "checkpoint/format.py")
 

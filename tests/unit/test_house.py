@@ -51,7 +51,7 @@ class TestImports:
         )
         assert in_fresh_python(code).endswith("[]")
 
-    @pytest.mark.parametrize("module", ["spec", "events", "errors", "units"])
+    @pytest.mark.parametrize("module", ["config", "events", "errors", "units"])
     def test_what_people_write_needs_no_torch(self, module: str) -> None:
         code = f"import sys, phalanx.{module}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
         assert in_fresh_python(code) == "[]"

@@ -4,8 +4,8 @@ from phalanx.data.audit import Duplicate, audit, duplicates
 from phalanx.data.batch_split import Lane, MicroBatch, StepBatch, share
 from phalanx.data.ledger import Ledger, Record, read_ledger, records
 from phalanx.data.loader import Loader, evaluation_batches
-from phalanx.data.map_style import Table
 from phalanx.data.sampler import GlobalBatchSampler
+from phalanx.data.table import Table
 
 __all__ = [
     "Duplicate",

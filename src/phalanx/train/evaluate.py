@@ -18,7 +18,7 @@ from phalanx.data import evaluation_batches
 from phalanx.errors import LossError
 from phalanx.train.assembly import Assembly
 from phalanx.train.inputs import Inputs
-from phalanx.train.loss import read_loss
+from phalanx.train.loss_form import read_loss
 from phalanx.train.loss_scaling import compute_context
 
 

@@ -27,7 +27,7 @@ from phalanx.parallel import Each, Layout, Sync, Work, without_gradient
 from phalanx.parallel.rng_streams import reseed
 from phalanx.train.grad_clipping import add_up_rows, clip, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs, to_device
-from phalanx.train.loss import Reading, check_totals, read_loss
+from phalanx.train.loss_form import Reading, check_totals, read_loss
 from phalanx.train.loss_scaling import LossScale, compute_context
 from phalanx.train.lr_schedule import Rates
 from phalanx.train.metrics import Metrics, Totals, towards_host

@@ -18,7 +18,7 @@ from phalanx.config import Job, RunSpec
 from phalanx.data.loader import Pieces
 from phalanx.errors import RunError
 from phalanx.parallel.parameter_server import Dealer, Kind, Pace, Report
-from phalanx.train.loss import check_totals
+from phalanx.train.loss_form import check_totals
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.recorder import Recorder, ServedScene, batch_of

@@ -12,20 +12,14 @@ from phalanx.comm.frames import Frame
 from phalanx.config import Job, Plan
 from phalanx.data.loader import Pieces
 from phalanx.hardware import peak_memory
-from phalanx.parallel import activation_checkpointing, torch_compile, without_gradient
-from phalanx.parallel.layout import Layout
+from phalanx.parallel import activation_checkpointing, torch_compile
 from phalanx.parallel.parameter_server import Flat, Kind
-from phalanx.parallel.rng_streams import reseed
 from phalanx.parallel.single import Single
 from phalanx.train.assembly import build_model
-from phalanx.train.evaluate import evaluation_mode, measure
-from phalanx.train.inputs import Inputs
-from phalanx.train.loss import read_loss
-from phalanx.train.loss_scaling import compute_context
 from phalanx.train.observer import Observer
+from phalanx.train.parameter_server.compute import Computer
 from phalanx.train.parameter_server.connections import LinkLostError, Links
 from phalanx.train.parameter_server.shard_store import Statistics
-from phalanx.train.rng import stream
 
 
 @final
@@ -123,77 +117,3 @@ def _on_host(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
     return {name: host(tensor) for name, tensor in parameters.items()}
-
-
-Sums = dict[str, tuple[float, float]]
-"""Name → sum and count: of ``loss``, and in an evaluation of each metric."""
-
-
-@final
-class Computer:
-    """Forward and backward over pieces."""
-
-    def __init__(self, job: Job, plan: Plan, layout: Layout, device: torch.device, divisor: float) -> None:
-        """``divisor`` is the constant that backward divides sums by."""
-        self._job, self._plan, self._layout, self._device, self._divisor = job, plan, layout, device, divisor
-        self._inputs = Inputs(job, layout.module)
-        self._checked = False
-
-    def gradients(self, pieces: Pieces, step: int, part: int) -> tuple[Sums, int]:
-        """Leave in each parameter's ``grad`` the sum over a piece, over the divisor.
-
-        Returns the sum and the count of its loss, and its samples.
-
-        Raises:
-            GradientError: if parameters get no gradient and the job does not allow it.
-        """
-        module, device = self._layout.module, self._device
-        for tensor in self._layout.parameters.values():
-            tensor.grad = None
-        total = count = 0.0
-        samples = 0
-        for index, micro in enumerate(pieces.micros(step, part)):
-            reseed(device, stream(self._job.seed, step, index, part))
-            with compute_context(self._plan, device):
-                args, kwargs, batch = self._inputs(micro.batch, device)
-                output = module(*args, **kwargs)
-                read = read_loss(self._job.loss(output, batch), micro.samples, step)
-            (read.value * (read.weight / self._divisor)).backward()
-            total += float(read.value.detach()) * read.weight
-            count += float(read.count)
-            samples += micro.samples
-        if not self._checked and self._job.unused == "error":
-            without = [name for name, tensor in self._layout.parameters.items() if tensor.grad is None]
-            if without:
-                raise without_gradient(without, f"in step {step}")
-        self._checked = True
-        return {"loss": (total, count)}, samples
-
-    def measures(self, pieces: Pieces, step: int, part: int) -> tuple[Sums, int]:
-        """Sum and count of the loss and of each metric over a piece of the evaluation data, and its samples."""
-        module, device = self._layout.module, self._device
-        found: Sums = {}
-        samples = 0
-        with torch.no_grad(), evaluation_mode(module):
-            for micro in pieces.micros(step, part):
-                with compute_context(self._plan, device):
-                    args, kwargs, batch = self._inputs(micro.batch, device)
-                    measured = measure(self._job, module(*args, **kwargs), batch, micro.samples)
-                samples += micro.samples
-                for name, (total, count) in measured.items():
-                    before = found.get(name, (0.0, 0.0))
-                    found[name] = (before[0] + float(total), before[1] + float(count))
-        return found, samples
-
-    @property
-    def memory(self) -> dict[str, Any]:
-        """Bytes of what is held, as events tell it."""
-        tensors = self._layout.parameters.values()
-        size = sum(tensor.nbytes for tensor in tensors)
-        return {
-            "parameters": size,
-            "gradients": size,
-            "optimizer": 0,
-            "buffers": sum(tensor.nbytes for tensor in self._layout.module.buffers()),
-            "activations": 0,
-        }
