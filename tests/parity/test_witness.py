@@ -346,7 +346,7 @@ def test_it_imports_nothing_that_it_judges() -> None:
 @pytest.mark.parametrize("masks", [False, True])
 def test_it_calls_nothing_that_it_judges(make: Any, masks: bool) -> None:
     one, called = make(), set[str]()
-    witness_and_spec = {str(path.relative_to(SOURCE)) for path in (*HERE.rglob("*.py"), *(SOURCE / "spec").glob("*"))}
+    witness_and_spec = {str(path.relative_to(SOURCE)) for path in (*HERE.rglob("*.py"), *(SOURCE / "config").glob("*"))}
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
