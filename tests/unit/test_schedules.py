@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules as torchs
 from phalanx.config import Plan
 from phalanx.config.plan import Schedule
 from phalanx.forecast.pipeline import Pipeline, duration
-from phalanx.placement.schedules import Action, Order, StuckError, holders, in_halves, needs, order, work
+from phalanx.placement.schedules import SCHEDULES, Action, Order, StuckError, holders, in_halves, needs, order, work
 from phalanx.report.show import planned
 
 CASES: list[tuple[Schedule, int]] = [
@@ -180,3 +180,32 @@ def test_an_order_with_two_actions_exchanged_is_stuck_and_says_where() -> None:
         last.insert(0, last.pop(next(at for at, action in enumerate(last) if action.kind != "F")))
         with pytest.raises(StuckError, match=r"rank 2 waits with [BI]0 of stage \d for F0 of stage \d of rank"):
             _ = Order(ranks=(*laid.ranks[:-1], tuple(last)), rank_of=holders(schedule, 3, 3 * each)).links
+
+
+def most_held(order: Order, rank: int, stages: int) -> float:
+    """Micro-batches, of the whole rank, between forward and the end of backward, counted along the order."""
+    held = most = 0
+    for action in order.ranks[rank]:
+        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+        most = max(most, held)
+    return most / stages
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("schedule", "stages"), [*CASES, ("interleaved", 1), ("interleaved", 4), ("zero-bubble", 1)])
+def test_what_is_in_flight_is_counted_in_the_order(schedule: Schedule, stages: int) -> None:
+    for ranks in range(2, 9):
+        for micros in counts(ranks):
+            made = order(schedule, ranks, stages, micros)
+            held = [most_held(made, rank, stages) for rank in range(ranks)]
+            said = [SCHEDULES[schedule].in_flight(rank, ranks, stages, micros, 1.0) for rank in range(ranks)]
+            assert said == pytest.approx(held), (ranks, micros)
+
+
+@pytest.mark.quick
+def test_a_schedule_says_what_its_order_is() -> None:
+    for name, schedule in SCHEDULES.items():
+        made = order(name, 4, 2 if schedule.v_shaped else 1, 8)
+        kinds = {action.kind for actions in made.ranks for action in actions}
+        assert schedule.in_halves == ("W" in kinds), name
+        assert schedule.v_shaped == (made.rank_of[-1] == made.rank_of[0]), name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
@@ -13,9 +13,12 @@ from phalanx.config import Plan
 from phalanx.config.fields import Attention, Offload, Recompute, Schedule
 from phalanx.forecast.kernels import Shapes
 from phalanx.forecast.operation_arrays import Array
+from phalanx.placement.schedules import SCHEDULES as PIPELINE_SCHEDULES
+from phalanx.placement.schedules import PipelineSchedule
 
 Texts = npt.NDArray[np.str_]
 Whole = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 RECOMPUTES: tuple[str, ...] = get_args(Recompute)
 OFFLOADS: tuple[str, ...] = get_args(Offload)
@@ -82,6 +85,10 @@ class Layouts:
     staleness: Array
     shares: Texts
     compress: Texts
+
+    def scheduled(self, pick: Callable[[PipelineSchedule], bool]) -> Mask:
+        """Which candidates have a schedule that ``pick`` takes: shape (N,)."""
+        return np.isin(self.schedule, [at for at, name in enumerate(SCHEDULES) if pick(PIPELINE_SCHEDULES[name])])
 
     @property
     def replicas(self) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 from phalanx.config.plan import Schedule
 from phalanx.forecast.layouts import RECOMPUTES, SCHEDULES, Layouts
 from phalanx.forecast.operation_arrays import Array, Table
-from phalanx.placement.schedules import Action, cost, in_halves, makespan, order
+from phalanx.placement.schedules import Action, Filling, cost, in_halves, makespan, order
 from phalanx.trace import Weights
 
 
@@ -46,18 +46,19 @@ def pipeline(lanes: Lanes, layouts: Layouts) -> Array:
     slowest = np.where(there_now, one, 0).max(axis=0)
     through = (one * there).sum(axis=0)
     plain: Array = micros * slowest + (through - slowest)
-    kind = layouts.schedule
-    gpipe = (micros - 1) * (
+    phases = (micros - 1) * (
         np.where(there_now, forward + send, 0).max(axis=0) + np.where(there_now, backward + send, 0).max(axis=0)
     ) + ((forward + backward + 2 * send) * there).sum(axis=0)
-    found: Array = np.where(kind == SCHEDULES.index("gpipe"), gpipe, plain)
-    interleaved = micros * slowest + (through - slowest) / v
-    found = np.where(kind == SCHEDULES.index("interleaved"), interleaved, found)
+    by_stages = micros * slowest + (through - slowest) / v
     hidden = (np.maximum(through - slowest - 2 * (weights * there).sum(axis=0) * (pp - 1) / np.maximum(pp, 1), 0)) / v
-    zero = micros * slowest + hidden
-    for name in ("zero-bubble", "zbv", "dualpipev"):
-        found = np.where(kind == SCHEDULES.index(name), zero, found)
-    return np.where(pp > 1, found, micros * slowest)
+    found: dict[Filling, Array] = {
+        "two phases": phases,
+        "one way": plain,
+        "a stage at a time": by_stages,
+        "weights": micros * slowest + hidden,
+    }
+    which = [layouts.scheduled(lambda one, filling=filling: one.filling == filling) for filling in found]
+    return np.where(pp > 1, np.select(which, list(found.values())), micros * slowest)
 
 
 def simulated(lanes: Lanes, layouts: Layouts, *, whole: bool = False, recomputes: bool = False) -> Array:

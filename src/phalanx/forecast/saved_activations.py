@@ -11,6 +11,7 @@ from phalanx.forecast.kernels import itemsize
 from phalanx.forecast.layouts import SCHEDULES, Layouts
 from phalanx.forecast.operation_arrays import Array, Mask
 from phalanx.forecast.presets import Habits
+from phalanx.placement.schedules import SCHEDULES as PIPELINE_SCHEDULES
 from phalanx.trace import Part, Profile, Saved, Size
 
 _STREAM_NORMS = ("layer_norm", "rms_norm")
@@ -237,10 +238,10 @@ def ranks(parts: Sequence[Part], layouts: Layouts, ahead: float = 1.0) -> Ranks:
     place = np.stack([np.zeros_like(pp), np.minimum(1.0, pp - 1), pp - 1])
     under_way = _under_way(place, layouts, ahead)
     flight = np.repeat(under_way[:, None, :], len(parts), axis=1)
-    gpipe = layouts.schedule == SCHEDULES.index("gpipe")
+    all_forwards_first = layouts.scheduled(lambda one: one.filling == "two phases")
     for index, part in enumerate(parts):
         if part.role == "after":
-            flight[:, index] = np.where(gpipe, flight[:, index], 1.0)
+            flight[:, index] = np.where(all_forwards_first, flight[:, index], 1.0)
     return Ranks(holds=holds, flight=flight, there=np.stack([np.ones_like(pp), pp > 2, pp > 1]).astype(float))
 
 
@@ -263,27 +264,18 @@ def _held(part: Part, parts: Sequence[Part], layouts: Layouts) -> Array:
 
 def _bent(layouts: Layouts) -> Mask:
     """Whether the way through the stages is a V, which ends on the rank where it began."""
-    names = [SCHEDULES.index(name) for name in ("zbv", "dualpipev")]
-    return np.isin(layouts.schedule, names) & (layouts.pp > 1)
+    return layouts.scheduled(lambda one: one.v_shaped) & (layouts.pp > 1)
 
 
 def _under_way(place: Array, layouts: Layouts, ahead: float) -> Array:
-    """Micro-batches, of the whole rank, between forward and backward.
-
-    1F1B: Narayanan et al. 2021, section 2.2.1; interleaved: the warm-up of section 2.2.2, of which each chunk is one
-    stage of several; ZB-H1 and H2: Qi et al. 2024, table 1; ZB-V: the same, section 6; DualPipeV: DeepSeek-AI 2025.
-    """
-    pp, micros, stages = layouts.pp, layouts.micros, np.maximum(layouts.stages, 1.0)
-    chunks = 2 * (pp - 1 - place) + (stages - 1) * pp + 1
-    interleaved = np.minimum(chunks, micros * stages) / stages
-    flat = np.minimum(ahead * pp - (ahead - 1), micros) + 0 * place
-    found = {
-        "gpipe": micros + 0 * place,
-        "1f1b": np.minimum(micros, pp - place),
-        "interleaved": interleaved,
-        "zero-bubble": flat,
-        "zbv": np.minimum(micros, pp) + 0 * place,
-        "dualpipev": np.minimum(micros, pp + 0.5) + 0 * place,
-    }
-    under_way = np.select([layouts.schedule == SCHEDULES.index(name) for name in found], list(found.values()))
+    """Micro-batches, of the whole rank, between forward and backward: as each schedule says, worked out once for all
+    candidates that are alike."""
+    pp = layouts.pp
+    asked = np.stack([layouts.schedule, pp, np.maximum(layouts.stages, 1.0), layouts.micros, *place])
+    distinct, which = np.unique(asked, axis=1, return_inverse=True)
+    found = np.empty((len(place), distinct.shape[1]))
+    for at, (schedule, ranks, stages, micros, *places) in enumerate(distinct.T):
+        in_flight = PIPELINE_SCHEDULES[SCHEDULES[int(schedule)]].in_flight
+        found[:, at] = [in_flight(one, int(ranks), int(stages), int(micros), ahead) for one in places]
+    under_way = found[:, which.reshape(-1)]
     return np.where(pp > 1, under_way, 1.0)

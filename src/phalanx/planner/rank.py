@@ -11,6 +11,7 @@ from phalanx.config.plan import Recompute
 from phalanx.config.sync import AUTO
 from phalanx.errors import Problem, SpecError
 from phalanx.forecast import Forecast, forecasts
+from phalanx.placement.schedules import SCHEDULES
 from phalanx.planner.cost import Bill, bill
 from phalanx.planner.question import Question, doublings
 from phalanx.planner.rules import problems
@@ -220,7 +221,7 @@ def _changes(plan: Plan, question: Question) -> Iterator[tuple[str, dict[str, An
     yield from ((f"micro={one}", {"micro": one}) for one in (micro * 2, micro // 2) if 1 <= one <= share)
     yield from ((f"recompute={one}", {"recompute": one}) for one in get_args(Recompute))
     if plan.pp > 1:
-        for schedule in ("1f1b", "interleaved", "zero-bubble", "zbv"):
+        for schedule in (name for name, one in SCHEDULES.items() if one.searched):
             yield f"schedule={schedule}", {"schedule": schedule, "stages": None}
     if plan.shares:
         yield "even shares", {"shares": ""}

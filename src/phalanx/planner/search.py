@@ -18,6 +18,7 @@ from phalanx.forecast.step import Scene
 from phalanx.forecast.uncertainty import SAFE
 from phalanx.forecast.uneven_shares import deal, memory_of
 from phalanx.placement.limits import Limits
+from phalanx.placement.schedules import SCHEDULES as PIPELINE_SCHEDULES
 from phalanx.planner.question import Question
 from phalanx.planner.rules import limits_of
 
@@ -25,8 +26,8 @@ Whole = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Columns = dict[str, Whole]
 
-# gpipe takes as long as 1f1b and keeps more; dualpipev is priced as zbv is.
-_SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 2), ("zbv", 2))
+# Not gpipe, which takes as long as 1f1b and keeps more; not dualpipev, which is priced as zbv is.
+_SCHEDULES = [(name, stages) for name, one in PIPELINE_SCHEDULES.items() for stages in one.searched]
 _FEWEST_TOKENS = 128  # on a rank of cp: below, products are too small to gain
 MESH = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 SEARCHED = (*MESH, "zero", "schedule", "stages", "sequence", "micro", "recompute", "shares")

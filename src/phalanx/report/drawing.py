@@ -12,7 +12,7 @@ from phalanx.config import Plan
 from phalanx.config.fields import APART
 from phalanx.config.sync import weights
 from phalanx.data.batch_split import Lane, cuts, spans
-from phalanx.placement.schedules import Timed
+from phalanx.placement.schedules import Timed, holders
 
 _MOST = 8  # boxes drawn; of more, the first and the last
 
@@ -96,9 +96,8 @@ def _split(plan: Plan, rank: int) -> list[str]:
         return []
     at, lines = plan.coordinate(rank), list[str]()
     if plan.pp > 1:
-        v_shaped = plan.schedule in ("zbv", "dualpipev")
-        every = [at["pp"] + turn * plan.pp for turn in range(plan.stages)]
-        stages = [at["pp"], 2 * plan.pp - 1 - at["pp"]] if v_shaped else every
+        ranks = holders(plan.schedule, plan.pp, plan.pp * plan.stages)
+        stages = [stage for stage, holder in enumerate(ranks) if holder == at["pp"]]
         lines.append(f"stage {', '.join(map(str, stages))} of {plan.pp * plan.stages}")
     for axis, what in (("tp", "weights"), ("ep", "experts"), ("cp", "tokens")):
         if plan.mesh[axis] > 1:

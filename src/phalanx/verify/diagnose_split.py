@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from phalanx.config import Job, Plan
 from phalanx.parallel import micro_batches
+from phalanx.placement.schedules import SCHEDULES
 from phalanx.units import show_names
 from phalanx.verify.compare import Tolerance
 from phalanx.verify.evidence import Evidence, ranks_in_words
@@ -39,10 +40,6 @@ def other_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) 
     more = f"; {len(wrong)} parameters differ" if len(wrong) > 1 else ""
     alike = " all of them in that part" if len(wrong) > 1 and len(places) == 1 and wrong[0].where else ""
     return f"the model begins with other initial values than one device: {wrong[0].name}{at}{more}{alike}. {usual}"
-
-
-_IN_HALVES = ("zero-bubble", "zbv", "dualpipev")
-"""Schedules that run backward in two passes, in both of which a gradient may come back to the same output."""
 
 
 def copies_apart_at_the_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
@@ -104,7 +101,8 @@ def _forward(evidence: Evidence, names: list[str], allowed: float, plan: Plan) -
 
 
 def _backward(evidence: Evidence, names: list[str], allowed: float, plan: Plan) -> str:
-    if plan.pp > 1 and plan.schedule in _IN_HALVES:
+    # A backward in two passes may give the same output a gradient in both.
+    if plan.pp > 1 and SCHEDULES[plan.schedule].in_halves:
         return ""
     scale = math.nan
     after = ""

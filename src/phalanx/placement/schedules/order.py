@@ -1,0 +1,194 @@
+"""Which rank runs which stage of which micro-batch in which order, what waits for what, and when each then runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from phalanx.config.plan import Plan
+from phalanx.placement.schedules.schedule import Action
+
+
+class Link(NamedTuple):
+    """An action as part of a whole order, whose actions are numbered such that none comes before what it needs.
+
+    Attributes:
+        rank: that does it.
+        action: what it does.
+        before: the rank's action before it; -1 for none.
+        awaits: the action of another rank whose message it needs; -1 for none.
+    """
+
+    rank: int
+    action: Action
+    before: int
+    awaits: int
+
+
+class StuckError(ValueError):
+    """An order in which ranks wait for one another for ever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What each rank does, in order.
+
+    Attributes:
+        ranks: for each rank its actions.
+        rank_of: for each stage the rank that holds it.
+    """
+
+    ranks: tuple[tuple[Action, ...], ...]
+    rank_of: tuple[int, ...]
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that ``rank`` holds, ascending."""
+        return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """All actions of all ranks, each after what it needs.
+
+        Raises:
+            StuckError: if the order waits for something that never comes; says who waits for whom.
+        """
+        return _linked(self)
+
+
+class Timed(NamedTuple):
+    """An action, who does it, and from when to when."""
+
+    rank: int
+    action: Action
+    begin: float
+    end: float
+
+
+def needs(action: Action, stages: int) -> list[Action]:
+    """What must be done before ``action``, on whatever rank. ``B`` of a neighbour may be its ``I``."""
+    kind, stage, micro = action
+    if kind == "F":
+        return [Action("F", stage - 1, micro)] if stage else []
+    if kind == "W":
+        return [Action("I", stage, micro)]
+    return [Action("F", stage, micro), *([Action("B", stage + 1, micro)] if stage + 1 < stages else [])]
+
+
+def in_halves(recompute: str, zero: int, *, recomputes: bool = False) -> bool:
+    """Whether a backward may be done in halves: hooks on parameters and what is recomputed (by the model itself:
+    ``recomputes``) want it whole."""
+    return recompute == "none" and zero in (0, 1) and not recomputes
+
+
+def cost(action: Action, *, forward: float, inputs: float, weights: float, halves: bool) -> float:
+    """What ``action`` takes where a whole backward takes ``inputs + weights``.
+
+    What cannot be done in halves is done at once: with the inputs' half, or in the first stage, whose inputs get no
+    gradient, with the weights'.
+    """
+    if action.kind == "F":
+        return forward
+    if action.kind == "B":
+        return inputs + weights
+    if action.stage and halves:
+        return inputs if action.kind == "I" else weights
+    return inputs + weights if (action.kind == "I") == (action.stage > 0) else 0.0
+
+
+def work(plan: Plan, action: Action) -> float:
+    """How long ``action`` takes under ``plan``, in forwards of its stage: a backward two, with recomputation three."""
+    half = 1.5 if plan.recompute == "full" else 1.0
+    return cost(action, forward=1.0, inputs=half, weights=half, halves=in_halves(plan.recompute, plan.zero))
+
+
+def timed(order: Order, cost: Callable[[Action], float] | None = None, send: float = 0.0) -> list[Timed]:
+    """When each action runs if each takes ``cost`` and a message ``send``; by beginning, then rank.
+
+    Without ``cost`` each takes one unit, and a whole backward two.
+
+    Raises:
+        StuckError: if the order waits for something that never comes.
+    """
+    cost = cost or (lambda action: 2.0 if action.kind == "B" else 1.0)
+    found: list[Timed] = []
+    for rank, action, before, awaits in order.links:
+        begin = max(found[before].end if before >= 0 else 0.0, found[awaits].end + send if awaits >= 0 else 0.0)
+        found.append(Timed(rank, action, begin, begin + cost(action)))
+    return sorted(found, key=lambda one: (one.begin, one.end, one.rank))
+
+
+def makespan(order: Order, costs: Callable[[int, Action], float], send: float = 0.0) -> float:
+    """The end of the last action if each takes ``costs(rank, action)``: ``timed`` for those who want no more.
+
+    Raises:
+        StuckError: if the order waits for something that never comes.
+    """
+    ends: list[float] = []
+    for rank, action, before, awaits in order.links:
+        begin = ends[before] if before >= 0 else 0.0
+        if awaits >= 0 and ends[awaits] + send > begin:
+            begin = ends[awaits] + send
+        ends.append(begin + costs(rank, action))
+    return max(ends, default=0.0)
+
+
+def bubble(order: Order, cost: Callable[[Action], float] | None = None) -> float:
+    """The share of the ranks' time that they are idle, from 0 to 1, if messages take no time."""
+    found = timed(order, cost)
+    whole = max(one.end for one in found) * len(order.ranks)
+    return 1.0 - sum(one.end - one.begin for one in found) / whole
+
+
+def _linked(order: Order) -> tuple[Link, ...]:
+    """Lets every rank go on for as long as it can, in turn, until all are through."""
+    rank_of, stages = order.rank_of, len(order.rank_of)
+    found, at, latest = list[Link](), [0] * len(order.ranks), [-1] * len(order.ranks)
+    done: dict[tuple[bool, int, int], int] = {}  # forward or backward for inputs, stage, micro-batch → its number
+    waiting, idle = deque(range(len(order.ranks))), 0
+    while waiting and idle < len(waiting):
+        rank = waiting.popleft()
+        actions, first = order.ranks[rank], at[rank]
+        while at[rank] < len(actions):
+            kind, stage, micro = action = actions[at[rank]]
+            neighbour, awaits = stage - 1 if kind == "F" else stage + 1, -1
+            if kind == "W":
+                ready = (False, stage, micro) in done
+            else:
+                ready = kind == "F" or (True, stage, micro) in done
+                if 0 <= neighbour < stages:
+                    number = done.get((kind == "F", neighbour, micro), -1)
+                    ready = ready and number >= 0
+                    awaits = number if rank_of[neighbour] != rank else -1
+            if not ready:
+                break
+            if kind != "W":
+                done[kind == "F", stage, micro] = len(found)
+            found.append(Link(rank, action, latest[rank], awaits))
+            latest[rank] = len(found) - 1
+            at[rank] += 1
+        idle = 0 if at[rank] > first else idle + 1
+        if at[rank] < len(actions):
+            waiting.append(rank)
+    if waiting:
+        raise StuckError(_told_stuck(order, at))
+    return tuple(found)
+
+
+def _told_stuck(order: Order, at: list[int]) -> str:
+    stuck = {rank: actions[at[rank]] for rank, actions in enumerate(order.ranks) if at[rank] < len(actions)}
+    done = {one for actions, count in zip(order.ranks, at, strict=True) for one in actions[:count]}
+    done |= {Action("B", one.stage, one.micro) for one in done if one.kind == "I"}
+    told: list[str] = []
+    for rank, action in stuck.items():
+        missing = next(one for one in needs(action, len(order.rank_of)) if one not in done)
+        told.append(
+            f"rank {rank} waits with {_name(action)} for {_name(missing)} of rank {order.rank_of[missing.stage]}"
+        )
+    return f"an order in which ranks wait for ever: {'; '.join(told)}"
+
+
+def _name(action: Action) -> str:
+    return f"{action.kind}{action.micro} of stage {action.stage}"

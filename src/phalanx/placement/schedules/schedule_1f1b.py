@@ -1,0 +1,27 @@
+"""1F1B: a backward as soon as there is one: holds fewer activations (Narayanan et al. 2021, section 2.2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.placement.schedules.schedule import Action, PipelineSchedule
+
+
+def alternating(stage: int, ahead: int, micros: int) -> Iterator[Action]:
+    """Forwards, from the ``ahead``-th on a backward after each."""
+    for micro in range(micros + ahead):
+        if micro < micros:
+            yield Action("F", stage, micro)
+        if micro >= ahead:
+            yield Action("B", stage, micro - ahead)
+
+
+def _actions(rank: int, ranks: int, stages: int, micros: int) -> Iterator[Action]:
+    return alternating(rank, ranks - 1 - rank, micros)
+
+
+def _in_flight(place: float, ranks: int, stages: int, micros: int, ahead: float) -> float:
+    return min(micros, ranks - place)
+
+
+ONE_F_ONE_B = PipelineSchedule(name="1f1b", actions=_actions, in_flight=_in_flight, filling="one way", searched=(1,))
