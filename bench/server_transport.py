@@ -121,11 +121,11 @@ class _Summed:
 def ours_server(trial: Trial) -> None:
     """The real server, whose shard forgets a round's sum when it is complete."""
     from phalanx.parallel.parameter_server import Flat, Rule, Shard
-    from phalanx.train.parameter_server.server import Servant
+    from phalanx.train.parameter_server.server import Server
 
     shard = Shard({"flat": torch.zeros(trial.elements)}, lambda named: torch.optim.SGD(named.values(), lr=0.1), Rule())
     shard.push = _Summed(shard).push  # type: ignore[method-assign]
-    servant = Servant(_Kept(shard, Flat({})), "127.0.0.1")  # type: ignore[arg-type]
+    servant = Server(_Kept(shard, Flat({})), "127.0.0.1")  # type: ignore[arg-type]
     servant.start(_NoFront())  # type: ignore[arg-type]
     trial.port.value = servant.port
     trial.begin.wait()

@@ -103,7 +103,7 @@ def _start(job: Job, spec: RunSpec, watch: Callable[[], None] | None, cores: int
     import torch
 
     from phalanx.launch import launch, look_ahead, make_ready, prepare_run, record
-    from phalanx.preflight import Teller, too_little
+    from phalanx.preflight import RunForecaster, too_little
     from phalanx.train.assembly import refuse
     from phalanx.train.loop import train
 
@@ -119,7 +119,7 @@ def _start(job: Job, spec: RunSpec, watch: Callable[[], None] | None, cores: int
         return train(job, spec, there, report=told, causes=causes)
 
     try:
-        with Teller(job, spec, threads=cores, watch=watch) as teller:
+        with RunForecaster(job, spec, threads=cores, watch=watch) as teller:
             prepare_run(spec)
             launch(work, plan.processes, watch=teller, hosts=hosts, reserves=_RESERVES if plan.server else 0)
     except SpecError as error:  # what only a worker could see, or the forecast once the run had begun

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import phalanx as px
-from phalanx.parallel import Work
+from phalanx.parallel import MicroBatchWork
 
 LENGTH, BATCH = 103, 32  # the last batch of an epoch has 7
 
@@ -29,7 +29,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class OfOutput(Work):
+class OfOutput(MicroBatchWork):
     """A step's work with a loss that depends on the output alone."""
 
     def __init__(self, loss: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from phalanx.comm import Mesh
 from phalanx.config import Plan
-from phalanx.parallel import Held, Holding, Layout, Work
+from phalanx.parallel import Layout, MicroBatchWork, RankHoldings, TensorShard
 from phalanx.parallel.local_shards import Axis, Cut, Placed
 from phalanx.parallel.local_shards.axis import piece
 
@@ -55,14 +55,14 @@ class Net(nn.Module):
 class Cuttings(Layout):
     """A model held as a plan says; without work to do."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: RankHoldings) -> None:
         self._held = held
 
     @property
-    def held(self) -> Held:
+    def held(self) -> RankHoldings:
         return self._held
 
-    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None: ...
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -88,14 +88,14 @@ def laid_out(text: str, rank: int = 0) -> Cuttings:
     for (name, along), (dim, cut) in CUTS.items():
         if along in axes and name in dict(module.named_parameters()):
             cuts[name] = (*cuts.get(name, ()), Placed(axes[along], dim, cut(axes[along].size)))
-    slices = {name: Holding(shape=torch.Size(SHAPES[name]), placed=ways) for name, ways in cuts.items()}
+    slices = {name: TensorShard(shape=torch.Size(SHAPES[name]), placed=ways) for name, ways in cuts.items()}
     for name, ways in cuts.items():
         whole = module.get_parameter(name)
         mine = nn.Parameter(_piece(whole.detach(), ways).clone(), requires_grad=whole.requires_grad)
         module.register_parameter(name, mine)
     for name, counts in stage.items():
-        holding = slices.get(name) or Holding(shape=torch.Size(SHAPES[name]))
-        slices[name] = Holding(shape=holding.shape, placed=holding.placed, counts=counts)
+        holding = slices.get(name) or TensorShard(shape=torch.Size(SHAPES[name]))
+        slices[name] = TensorShard(shape=holding.shape, placed=holding.placed, counts=counts)
     device = torch.device("cpu")
     if plan.zero == 3:
         fully_shard(module, mesh=mesh.sharding(device, "fsdp", ("dp",)))
@@ -103,7 +103,7 @@ def laid_out(text: str, rank: int = 0) -> Cuttings:
     if plan.zero == 1:
         over = mesh.sharding(device, "fsdp", ("dp",))
         parameters = {name: nn.Parameter(row_view(tensor, over)) for name, tensor in parameters.items()}
-    return Cuttings(Held(module=module, parameters=parameters, slices=slices, stages=mesh.group("pp")))
+    return Cuttings(RankHoldings(module=module, parameters=parameters, slices=slices, stages=mesh.group("pp")))
 
 
 def _kept(module: nn.Module, stage: int) -> dict[str, bool]:
@@ -114,7 +114,7 @@ def _kept(module: nn.Module, stage: int) -> dict[str, bool]:
     return {"embed": stage == 0}
 
 
-def own(whole: Tensor, name: str, like: Tensor, held: Held) -> Tensor:
+def own(whole: Tensor, name: str, like: Tensor, held: RankHoldings) -> Tensor:
     """What this rank has of ``whole``, which is a tensor of the shape of parameter ``name``."""
     holding = held.slices.get(name)
     return placed(_piece(whole, holding.placed if holding else ()), like)

@@ -19,7 +19,7 @@ from phalanx.checkpoint import Part, Pieces
 from phalanx.checkpoint.format import Manifest
 from phalanx.config import Plan
 from phalanx.errors import CheckpointError
-from phalanx.parallel import Held
+from phalanx.parallel import RankHoldings
 from phalanx.train.state import model_tensors, parts
 
 torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def everywhere(plan: str, target: Any) -> None:
         ranks(count, target)
 
 
-def adamw(held: Held, lr: float = 0.25) -> torch.optim.AdamW:
+def adamw(held: RankHoldings, lr: float = 0.25) -> torch.optim.AdamW:
     """Two groups; the second stage of a pipeline has none of the second."""
     matrices = [tensor for tensor in held.parameters.values() if tensor.ndim > 1]
     vectors = [tensor for tensor in held.parameters.values() if tensor.ndim == 1]
@@ -157,7 +157,7 @@ def test_state_is_of_all_stages(saved: dict[str, Path]) -> None:
 
 
 def test_training_goes_on_bit_for_bit_under_another_plan(tmp_path: Path) -> None:
-    def train(held: Held, optimizer: torch.optim.Optimizer, first: int) -> None:
+    def train(held: RankHoldings, optimizer: torch.optim.Optimizer, first: int) -> None:
         for step in (first, first + 1):
             for name, parameter in held.parameters.items():
                 parameter.grad = own(value(f"gradient {name} {step}", SHAPES[name]), name, parameter, held)
@@ -277,7 +277,7 @@ def test_other_groups_are_refused_on_the_stage_that_has_them(saved: dict[str, Pa
 def test_groups_of_equal_options_are_one_over_stages(tmp_path: Path) -> None:
     """A group for each parameter: nobody can say which of one stage belongs to which of another, nor need to."""
 
-    def each(held: Held) -> torch.optim.Optimizer:
+    def each(held: RankHoldings) -> torch.optim.Optimizer:
         return torch.optim.SGD(
             [{"params": [tensor], "lr": 0.1 * tensor.ndim} for tensor in held.parameters.values()], momentum=0.9
         )

@@ -14,7 +14,7 @@ from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.memory import memory
 from phalanx.forecast.presets import PHALANX
 from phalanx.report.summary import summarise
-from phalanx.trace import Described, Profile
+from phalanx.trace import ModelCall, Profile
 
 SIZE = Size(layers=4, width=64, heads=4, context=64)
 PARTS = ("parameters", "gradients", "optimizer", "activations")
@@ -32,7 +32,7 @@ def profile() -> Profile:
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
-    return Described(module=GPT(SIZE), args=(tokens,), batch=tokens, loss=loss).profile()
+    return ModelCall(module=GPT(SIZE), args=(tokens,), batch=tokens, loss=loss).profile()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import nn
 import phalanx as px
 from phalanx.config import Plan
 from phalanx.errors import RefusedError
-from phalanx.parallel import Held
+from phalanx.parallel import RankHoldings
 from phalanx.train.elementwise import _GROUPS, elementwise, groups_of_slices, half_steps, note_slices
 from phalanx.train.optimizers import LAMB, LARS
 
@@ -35,7 +35,7 @@ def fork_beside_threads() -> None:
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
 
 
-def stepped(name: str, held: Held) -> None:
+def stepped(name: str, held: RankHoldings) -> None:
     optimizer = OPTIMIZERS[name](list(held.parameters.values()))
     for step in range(3):
         for key, parameter in held.parameters.items():
@@ -43,7 +43,7 @@ def stepped(name: str, held: Held) -> None:
         optimizer.step()
 
 
-def furthest(name: str, held: Held) -> float:
+def furthest(name: str, held: RankHoldings) -> float:
     """How far the parameters are from those of one process, after three steps."""
     straight = laid_out("single").held
     stepped(name, straight)

@@ -17,7 +17,7 @@ from phalanx.config import Plan
 from phalanx.config.plan import Schedule
 from phalanx.demo.jobs.gpt import GPT, Size
 from phalanx.launch import launch
-from phalanx.parallel import Example, Work
+from phalanx.parallel import Example, MicroBatchWork
 from phalanx.parallel.local_shards import Axis, Cut, Placed, Sliced, is_sliced
 from phalanx.parallel.pipeline import PipelineRunner, cut, messages
 from phalanx.parallel.pipeline.messages import Parcels
@@ -28,7 +28,7 @@ SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble"
 Micro = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Squares(Work):
+class Squares(MicroBatchWork):
     """A loss of any output: the squares of its first tensor; keeps the losses."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from phalanx.config import Plan
 from phalanx.errors import RefusedError
 from phalanx.parallel import activation_checkpointing
 from phalanx.verify import OneDevice
-from phalanx.verify.dropout import BySample, Place
+from phalanx.verify.dropout import BySample, MaskPlace
 from phalanx.verify.witness.masks import KeyedMasks
 
 CPU = torch.device("cpu")
@@ -87,9 +87,9 @@ def on_a_rank(rank: int | None) -> bool:
 def test_the_same_masks_on_both_replicas_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = BySample._keys
 
-    def same(self: BySample, shape: Any, place: Place) -> Any:
+    def same(self: BySample, shape: Any, place: MaskPlace) -> Any:
         ids = tuple(range(len(place.ids))) if on_a_rank(None) else place.ids
-        return keys(self, shape, Place(place.step, ids, place.layer))
+        return keys(self, shape, MaskPlace(place.step, ids, place.layer))
 
     reference = one_device()
     monkeypatch.setattr(BySample, "_keys", same)
@@ -163,7 +163,7 @@ def test_the_plain_loop_has_the_same_rule(shape: tuple[int, ...], rate: float) -
     ids = (7, 2**40, 0)
     masks = KeyedMasks(seed=5)
     masks.begin(9, list(ids))
-    ours = BySample(5).mask(shape, rate, CPU, Place(9, ids, "a*0/b*1:0"))
+    ours = BySample(5).mask(shape, rate, CPU, MaskPlace(9, ids, "a*0/b*1:0"))
     assert torch.equal(torch.from_numpy(masks._factors(list(shape), rate, "a*0/b*1:0")), ours)
 
 
@@ -177,7 +177,7 @@ def test_a_mask_worked_out_by_hand() -> None:
     for word in (5, 9, crc32(b"a*0:0"), 1 + 7):
         key = mix((key + g + word) % 2**64)
     kept = [(mix((key // 2 + (i + 1) * g) % 2**64) >> 40) >= round(0.3 * 2**24) for i in range(40)]
-    mask = BySample(5).mask((1, 40), 0.3, CPU, Place(9, (7,), "a*0:0"))
+    mask = BySample(5).mask((1, 40), 0.3, CPU, MaskPlace(9, (7,), "a*0:0"))
     assert (mask[0] > 0).tolist() == kept
 
 
@@ -186,14 +186,14 @@ class TestMasks:
 
     def test_the_share_that_is_kept(self) -> None:
         for rate in (0.1, 0.5, 0.9):
-            mask = BySample(0).mask((64, 32, 16), rate, CPU, Place(0, tuple(range(64)), "layer:0"))
+            mask = BySample(0).mask((64, 32, 16), rate, CPU, MaskPlace(0, tuple(range(64)), "layer:0"))
             kept, count = int((mask > 0).sum()), mask.numel()
             assert abs(kept - (1 - rate) * count) <= 5 * (count * rate * (1 - rate)) ** 0.5
             assert torch.equal(mask.unique(), torch.tensor([0.0, 1.0]) / (1 - rate))
 
     def test_masks_differ_between_samples_steps_layers_calls_and_seeds(self) -> None:
         def drawn(seed: int = 0, step: int = 0, sample: int = 7, layer: str = "a", call: int = 0) -> Tensor:
-            return BySample(seed).mask((1, 4096), 0.5, CPU, Place(step, (sample,), f"{layer}:{call}")) > 0
+            return BySample(seed).mask((1, 4096), 0.5, CPU, MaskPlace(step, (sample,), f"{layer}:{call}")) > 0
 
         base = drawn()
         assert torch.equal(base, drawn())
@@ -202,7 +202,7 @@ class TestMasks:
 
     def test_a_mask_does_not_depend_on_who_else_is_there(self) -> None:
         def drawn(shape: tuple[int, ...], ids: tuple[int, ...]) -> Tensor:
-            return BySample(0).mask(shape, 0.5, CPU, Place(0, ids, "layer:0"))
+            return BySample(0).mask(shape, 0.5, CPU, MaskPlace(0, ids, "layer:0"))
 
         whole = drawn((4, 3, 5), (9, 2, 7, 4))
         assert torch.equal(whole[2:], drawn((2, 3, 5), (7, 4)))

@@ -22,7 +22,7 @@ from phalanx.launch import launch
 from phalanx.parallel.survey import Piece, chunks
 from phalanx.train.assembly import build, build_model
 from phalanx.train.rehearsal import outlook
-from phalanx.train.step import Watch
+from phalanx.train.step import StepObserver
 
 
 class Rows(nn.Module):
@@ -150,7 +150,7 @@ def held_by_rank(job: px.Job, plan: Plan) -> Callable[..., dict[str, Any]]:
                 look()
                 return context
 
-            assembly.step.watch = Watch(around=around, gradients=look)
+            assembly.step.watch = StepObserver(around=around, gradients=look)
             assembly.step(next(iter(assembly.loader)))
             return found
 

@@ -7,7 +7,7 @@ import torch
 
 from phalanx.parallel.context.flash_block import Efficient, Flash, Kernel, Plain, Tile, kernel_for
 from phalanx.parallel.context.ring import attend
-from phalanx.parallel.context.sdpa_args import How
+from phalanx.parallel.context.sdpa_args import SdpaArgs
 from phalanx.parallel.local_shards import Axis, Cut
 
 pytestmark = pytest.mark.gpu
@@ -62,6 +62,6 @@ def test_a_ring_runs_through(dtype: torch.dtype) -> None:
     cut = Cut.zigzag(48, 3)
     given = [torch.randn(2, 4, 16, 32, device="cuda", dtype=dtype).requires_grad_() for _ in range(3)]
     q, k, v = given
-    out = attend(axis, cut, q, k, v, How(None, 0.0, True, None, False))
+    out = attend(axis, cut, q, k, v, SdpaArgs(None, 0.0, True, None, False))
     out.sum().backward()
     assert [tensor.grad.dtype for tensor in given if tensor.grad is not None] == [dtype] * 3

@@ -41,7 +41,7 @@ def test_gradients_that_are_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(("divisor", "words"), [(1, "A mean of means"), (4, "a sum where a mean was meant")])
 def test_a_wrong_divisor(divisor: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ddp.Replicate, "divisor", property(lambda self: divisor))
+    monkeypatch.setattr(ddp.DdpLayout, "divisor", property(lambda self: divisor))
     proof = unequal("dp=2")
     assert words in proof.cause
     assert "the number of replicas" in proof.cause

@@ -126,7 +126,7 @@ def test_norms_whose_gradients_are_not_added_up(plan: str, monkeypatch: pytest.M
     def finish(self: Any) -> None:
         self._replicas.finish()
 
-    monkeypatch.setattr(split.Split, "finish", finish)
+    monkeypatch.setattr(split.SplitLayout, "finish", finish)
     proof = unequal(plan)
     assert "are not added up over tp: each rank has that of its own tokens only, and they add up" in proof.cause
     wrong = [one.name for one in proof.gradients if one.relative > proof.tolerance.gradient]

@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.config import Plan
 from phalanx.parallel import activation_checkpointing
 from phalanx.parallel.context import attention, flash_block
-from phalanx.parallel.context.sdpa_args import How
+from phalanx.parallel.context.sdpa_args import SdpaArgs
 from phalanx.parallel.local_shards import elementwise_ops
 from phalanx.parallel.local_shards.tensor import RULES
 from phalanx.train import step as steps
@@ -159,8 +159,8 @@ def test_a_rate_that_is_not_kept_is_found(fault: str, monkeypatch: pytest.Monkey
 
 def test_attention_that_does_not_drop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     one_device("own GPT")
-    run = How.run
-    monkeypatch.setattr(How, "run", lambda how, *given: run(replace(how, dropout=0.0), *given))
+    run = SdpaArgs.run
+    monkeypatch.setattr(SdpaArgs, "run", lambda how, *given: run(replace(how, dropout=0.0), *given))
     found = proof("own GPT", "tp=2")
     assert not found.equal
     assert "drew no mask" in found.first

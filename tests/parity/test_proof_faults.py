@@ -15,7 +15,7 @@ from torch import nn
 import phalanx as px
 from phalanx.comm import local
 from phalanx.parallel.parameter_server.update import Shard
-from phalanx.parallel.threads import Threads
+from phalanx.parallel.threads import ThreadsLayout
 from phalanx.train.parameter_server.worker import Worker
 from phalanx.train.step import Step, _Work
 from phalanx.verify import Proof
@@ -223,14 +223,14 @@ def test_a_small_gradient_that_is_right(lr: float) -> None:
 def test_a_buffer_that_differs_between_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first replica's buffers are right; the second's are not brought up to date."""
 
-    def stepped(self: Threads) -> None:
+    def stepped(self: ThreadsLayout) -> None:
         kept = [tensor.clone() for tensor in self.modules[1].buffers()]
         right(self)
         for tensor, before in zip(self.modules[1].buffers(), kept, strict=True):
             tensor.copy_(before)
 
-    right = Threads.stepped
-    monkeypatch.setattr(Threads, "stepped", stepped)
+    right = ThreadsLayout.stepped
+    monkeypatch.setattr(ThreadsLayout, "stepped", stepped)
     given = job(Counting, rows(), lambda output, batch: nn.functional.cross_entropy(output, batch["y"]))
     proof = unequal("threads=2", replace(given, evaluate=None))
     assert proof.first.startswith("copies of the buffer seen on threads 0 and 1 differ")

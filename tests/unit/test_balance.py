@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.train.balance import Balance, Pace, fastest, lasting
+from phalanx.train.balance import Balance, RankNeeds, fastest, lasting
 
 pytestmark = pytest.mark.quick
 
 
-def paces(*each: float) -> list[Pace]:
-    return [Pace(each=one) for one in each]
+def paces(*each: float) -> list[RankNeeds]:
+    return [RankNeeds(each=one) for one in each]
 
 
 class TestFastest:
@@ -25,20 +25,20 @@ class TestFastest:
         assert fastest(7, paces(1, 1)) == (4, 3)
 
     def test_what_does_not_depend_on_samples_counts(self) -> None:
-        assert fastest(40, [Pace(each=1), Pace(each=1, rest=20)]) == (30, 10)
+        assert fastest(40, [RankNeeds(each=1), RankNeeds(each=1, rest=20)]) == (30, 10)
 
     def test_nobody_gets_nothing(self) -> None:
         assert fastest(8, paces(1, 1000)) == (7, 1)
         assert fastest(8, paces(1, 1000), least=2) == (6, 2)
 
     def test_nobody_gets_more_than_there_is_memory_for(self) -> None:
-        assert fastest(40, [Pace(each=1, most=24.7), Pace(each=4)]) == (24, 16)
+        assert fastest(40, [RankNeeds(each=1, most=24.7), RankNeeds(each=4)]) == (24, 16)
 
     def test_what_cannot_be_dealt_out(self) -> None:
         with pytest.raises(ValueError, match="3 samples over ranks"):
             fastest(3, paces(1, 1), least=2)
         with pytest.raises(ValueError, match="at most"):
-            fastest(40, [Pace(each=1, most=8), Pace(each=1, most=8)])
+            fastest(40, [RankNeeds(each=1, most=8), RankNeeds(each=1, most=8)])
 
     @given(
         batch=st.integers(3, 40),
@@ -47,7 +47,7 @@ class TestFastest:
         most=st.lists(st.integers(14, 40), min_size=3, max_size=3),
     )
     def test_nothing_is_faster(self, batch: int, each: list[float], rest: list[float], most: list[int]) -> None:
-        given_paces = [Pace(each=a, rest=b, most=c) for a, b, c in zip(each, rest, most, strict=True)]
+        given_paces = [RankNeeds(each=a, rest=b, most=c) for a, b, c in zip(each, rest, most, strict=True)]
         found = fastest(batch, given_paces)
         assert sum(found) == batch
         least = min(
@@ -98,16 +98,16 @@ class TestBalance:
 
     def test_a_rank_that_measured_nothing_leaves_all_as_it_is(self) -> None:
         balance = Balance((16, 16))
-        assert not balance.weigh([Pace(each=1), None])
+        assert not balance.weigh([RankNeeds(each=1), None])
         assert balance.counts == (16, 16)
         assert balance.paces == ()
 
     def test_memory_bounds_a_share_but_takes_none_away(self) -> None:
         balance = Balance((16, 16))
-        assert balance.weigh([Pace(each=1, most=20), Pace(each=4)])
+        assert balance.weigh([RankNeeds(each=1, most=20), RankNeeds(each=4)])
         assert balance.counts == (20, 12)
         # what it has had memory for it has memory for, whatever is free now
-        assert not balance.weigh([Pace(each=1, most=3), Pace(each=4)])
+        assert not balance.weigh([RankNeeds(each=1, most=3), RankNeeds(each=4)])
         assert balance.counts == (20, 12)
 
     def test_a_fixed_cost_for_each_step_settles(self) -> None:

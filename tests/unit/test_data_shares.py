@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader, StepBatch, Table, evaluation_batches
-from phalanx.data.batch_split import Dealing, cuts, spans
+from phalanx.data.batch_split import BatchSplitter, cuts, spans
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -134,7 +134,7 @@ class TestMicroBatches:
 
 class TestChanges:
     def test_from_a_step_on(self) -> None:
-        dealing = Dealing(Lane(first=1, parts=2, weights=(1, 1), alike=False), None, first=3)
+        dealing = BatchSplitter(Lane(first=1, parts=2, weights=(1, 1), alike=False), None, first=3)
         assert dealing.cuts(3, 8) == (((4, 8),),)
         assert dealing.next == 4
         dealing.change((3, 1), 5)
@@ -144,13 +144,13 @@ class TestChanges:
         assert dealing.lane(9).weights == (3, 1)
 
     def test_not_for_a_step_that_was_dealt_out(self) -> None:
-        dealing = Dealing(Lane(parts=2, weights=(1, 1)), None)
+        dealing = BatchSplitter(Lane(parts=2, weights=(1, 1)), None)
         dealing.cuts(4, 8)
         with pytest.raises(ValueError, match="step 4 has been dealt out already; the next is 5"):
             dealing.change((3, 1), 4)
 
     def test_the_last_word_counts(self) -> None:
-        dealing = Dealing(Lane(parts=2, weights=(1, 1)), None)
+        dealing = BatchSplitter(Lane(parts=2, weights=(1, 1)), None)
         dealing.change((3, 1), 5)
         dealing.change((1, 3), 2)
         assert [dealing.lane(step).weights for step in (1, 2, 5, 8)] == [(1, 1), (1, 3), (1, 3), (1, 3)]

@@ -9,7 +9,7 @@ import pytest
 from small_profiles import transformer
 
 from phalanx.config import Cluster, Plan
-from phalanx.forecast import Forecast, Habits, Work, forecast
+from phalanx.forecast import Forecast, Preset, Work, forecast
 from phalanx.forecast.gradient_sync import averaged, served
 from phalanx.forecast.kernels import Setting
 from phalanx.forecast.layouts import Layouts
@@ -21,7 +21,7 @@ from phalanx.planner import Question, rank
 from phalanx.planner.rules import problems
 from phalanx.planner.search import space
 
-PLAIN = Habits(name="plain", reserved=1.0)
+PLAIN = Preset(name="plain", reserved=1.0)
 GIANT = np.array([1e9])
 WIRES = Wires(inside=1.0, between=1.0, start=0.0, hop=0.0, start_between=0.0, hop_between=0.0, crowd=0.0)
 WORK = Work(profile=transformer(layers=12, width=1024, heads=16, vocabulary=30000), batch=64)

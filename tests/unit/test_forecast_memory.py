@@ -12,14 +12,14 @@ import pytest
 from phalanx.config import Plan
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.memory import Memory, memory
-from phalanx.forecast.presets import NAMED, PHALANX, Habits
+from phalanx.forecast.presets import NAMED, PHALANX, Preset
 from phalanx.forecast.saved_activations import ranks
 from phalanx.trace import Operation, Part, Profile, Saved, Shape, Size, Weights
 
-PLAIN = Habits(name="plain", reserved=1.0)
+PLAIN = Preset(name="plain", reserved=1.0)
 
 
-def needed(profile: Profile, *plans: str, batch: int = 8, habits: Habits = PLAIN, precision: str = "fp32") -> Memory:
+def needed(profile: Profile, *plans: str, batch: int = 8, habits: Preset = PLAIN, precision: str = "fp32") -> Memory:
     layouts = Layouts.of([Plan.parse(text) for text in plans], batch, profile.length)
     return memory(profile, layouts, habits, precision, 8.0)
 

@@ -13,7 +13,7 @@ from torch import nn
 from phalanx.config import Cluster, Plan
 from phalanx.forecast import Work, forecast
 from phalanx.hardware import cluster
-from phalanx.trace import Described, trace
+from phalanx.trace import ModelCall, trace
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send")
 GPT = Work(profile=transformer(layers=4, width=64, heads=4, vocabulary=100), batch=16)
@@ -45,7 +45,7 @@ class Rows(nn.Module):
 
 
 def work_of(module: nn.Module) -> Work:
-    profile = trace(Described(module=module, args=(torch.ones(4, 8),), loss=lambda output, _: output.sum()))
+    profile = trace(ModelCall(module=module, args=(torch.ones(4, 8),), loss=lambda output, _: output.sum()))
     return Work(profile=profile, batch=16)
 
 
@@ -113,7 +113,7 @@ def test_what_depends_on_values_is_profiled_with_those_of_the_data() -> None:
     torch.manual_seed(0)
     module, x = Routed(), torch.randn(2, 16, 8)
     given: dict[str, Any] = {"module": module, "args": (x,), "loss": lambda output, _: output.sum(), "values": True}
-    profile = trace(Described(**given))
+    profile = trace(ModelCall(**given))
     rows = [
         one.dims[1] for part in profile.parts if part.role == "after" for one in part.forward if one.kind == "matmul"
     ]

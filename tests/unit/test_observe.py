@@ -16,8 +16,8 @@ from phalanx.errors import DataError, MissingExtraError
 from phalanx.events import EventLog, faults
 from phalanx.report import trackers
 from phalanx.report.drawing import draw
-from phalanx.report.progress import Event, Follower, Pace, Viewer, progress, step_text
-from phalanx.report.sample_audit import Seen, seen, seen_table
+from phalanx.report.progress import Event, Follower, StepPace, Viewer, progress, step_text
+from phalanx.report.sample_audit import SamplesSeen, seen, seen_table
 from phalanx.report.summary import RunSummary, idle_share, summarise, summary_of
 from phalanx.report.tables import memory_table, proof_table, scaled, scaling_table, settings_table, summary_table
 
@@ -202,7 +202,7 @@ class TestSeen:
 
     EPOCH = ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9])
 
-    def seen(self, tmp_path: Path, steps: list[list[int]], **changes: Any) -> Seen:
+    def seen(self, tmp_path: Path, steps: list[list[int]], **changes: Any) -> SamplesSeen:
         write(tmp_path, [start(**{"samples": 10, "batch": 4, **changes})])
         ledger(tmp_path, steps)
         return seen(tmp_path)
@@ -345,7 +345,7 @@ class TestProgress:
         assert len(steps) <= 4
 
     def test_pace_and_time_left(self) -> None:
-        pace = Pace()
+        pace = StepPace()
         assert pace.samples_per_second is None
         assert pace.seconds_for(10) is None
         for number in range(4):
@@ -355,7 +355,7 @@ class TestProgress:
         assert "0:06 left" in step_text(step(3, 0.5), pace, total=10)
 
     def test_a_nan_loss_is_shown(self) -> None:
-        assert "loss NaN" in step_text(step(3, 0.5, loss=None), Pace(), total=None)
+        assert "loss NaN" in step_text(step(3, 0.5, loss=None), StepPace(), total=None)
 
 
 class TestFollower:

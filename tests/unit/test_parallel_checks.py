@@ -15,7 +15,7 @@ from torch import nn
 from phalanx.comm import Place
 from phalanx.config import Job, Plan
 from phalanx.errors import GradientError
-from phalanx.parallel import Work, advice, assemble, check, device_kind, notes
+from phalanx.parallel import MicroBatchWork, advice, assemble, check, device_kind, notes
 from phalanx.parallel.advice import without_gradient
 from phalanx.train.refusals import model_problems
 
@@ -123,7 +123,7 @@ def test_micro_batches_run_in_turn_and_the_last_is_known(job: Job) -> None:
     layout = assemble(nn.Linear(2, 2), job, Plan(device="cpu"), Place())
     seen: list[tuple[str, bool]] = []
 
-    class Seeing(Work):
+    class Seeing(MicroBatchWork):
         def forward(self, module: nn.Module, device: torch.device, micro: str) -> torch.Tensor:
             return torch.ones(1, requires_grad=True)
 

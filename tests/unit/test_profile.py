@@ -17,7 +17,7 @@ from phalanx.demo.jobs import gpt
 from phalanx.errors import ProfileError, SpecError
 from phalanx.parallel import Example
 from phalanx.parallel.tensor import find
-from phalanx.trace import Described, Part, Profile, Shape, Size, flops, standard, trace
+from phalanx.trace import ModelCall, Part, Profile, Shape, Size, flops, standard, trace
 
 IDS = torch.arange(24).view(2, 12) % 60
 GPT = Shape(family="gpt", layers=24, hidden=2048, heads=16, vocabulary=51200, length=2048, tied=True, dropout=0.1)
@@ -71,7 +71,7 @@ class TestWork:
         loss = _tokens if name == "demo" else summed
         with FlopCounterMode(display=False) as counter:
             loss(module(x), batch).backward()
-        profile = trace(Described(module=module, args=(x,), batch=batch, loss=loss))
+        profile = trace(ModelCall(module=module, args=(x,), batch=batch, loss=loss))
         products = [part.count * flops(op, 4, 32) for part, op in profile.operations() if op.kind != "attention"]
         assert sum(products) == counter.get_total_flops()
 
@@ -92,7 +92,7 @@ class TestWork:
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return ((x * 2 + 1).exp() * 3).sum()
 
-        called = Described(module=Chain(), args=(torch.zeros(2, 100),), loss=lambda output, _: output)
+        called = ModelCall(module=Chain(), args=(torch.zeros(2, 100),), loss=lambda output, _: output)
         ops = trace(called).parts[0].forward
         assert sum(op.traffic.at(1) for op in ops) == pytest.approx(9 * 100, rel=0.02)
         assert sum(op.fused.at(1) for op in ops) == pytest.approx(100, rel=0.02)
@@ -122,7 +122,7 @@ class TestMemory:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = first(x)
         assert output.requires_grad
-        part = block(trace(Described(module=model, args=(tokens,), batch=tokens, loss=_tokens)))
+        part = block(trace(ModelCall(module=model, args=(tokens,), batch=tokens, loss=_tokens)))
         cheap = sum(one.elements.at(4, 32) * (one.itemsize or 4) for one in part.saved if one.cheap)
         if recompute == "whole":
             assert saved_bytes(part, 4, 32, 4) == pytest.approx(sum(kept.values()), rel=0.01)
@@ -165,7 +165,7 @@ class TestLaws:
             def forward(self, tokens: torch.Tensor) -> torch.Tensor:
                 return self.token(tokens) + self.place
 
-        profile = trace(Described(module=Fixed(), args=(torch.zeros(2, 6, dtype=torch.int64),), loss=summed))
+        profile = trace(ModelCall(module=Fixed(), args=(torch.zeros(2, 6, dtype=torch.int64),), loss=summed))
         assert not profile.lawful
         assert "6 tokens only" in profile.notes[0]
 
@@ -176,7 +176,7 @@ class TestLaws:
         def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
             return F.cross_entropy(output.flatten(0, 1), batch[:, 1:].flatten())
 
-        profile = trace(Described(module=model, args=(batch[:, :-1],), batch=batch, loss=loss))
+        profile = trace(ModelCall(module=model, args=(batch[:, :-1],), batch=batch, loss=loss))
         assert profile.lawful
         assert profile.length == 12
 
@@ -222,7 +222,7 @@ class TestShares:
             (module, kwargs), args = _hugging(name), ()
             kwargs = kwargs if name == "vit" else {"input_ids": IDS, **kwargs}
         batch = torch.zeros(2, dtype=torch.int64) if name == "vit" else IDS
-        profile = trace(Described(module=module, args=args, kwargs=kwargs, batch=batch, loss=_tokens))
+        profile = trace(ModelCall(module=module, args=args, kwargs=kwargs, batch=batch, loss=_tokens))
         cuts = find(module, Example(args=args, kwargs=kwargs, batch=batch, loss=_tokens), 2).cuts
         elements = {key: one.numel() for key, one in module.named_parameters()}
         cut = sum(part.count * w.elements for part in profile.parts for w in part.weights if w.share == "inner")
@@ -252,7 +252,7 @@ class TestShares:
 
     def test_a_product_that_leaves_its_block_divided_stays_whole(self) -> None:
         blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
-        profile = trace(Described(module=blocks, args=(torch.zeros(2, 8),), loss=summed))
+        profile = trace(ModelCall(module=blocks, args=(torch.zeros(2, 8),), loss=summed))
         assert {op.share for _, op in profile.operations() if op.kind == "matmul"} == {"whole"}
 
     def test_experts(self) -> None:
@@ -262,7 +262,7 @@ class TestShares:
             hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             vocab_size=64, num_local_experts=4, num_experts_per_tok=2,
         )  # fmt: skip
-        described = Described(module=hf.MixtralForCausalLM(config), kwargs={"input_ids": IDS}, batch=IDS, loss=_tokens)
+        described = ModelCall(module=hf.MixtralForCausalLM(config), kwargs={"input_ids": IDS}, batch=IDS, loss=_tokens)
         profile = trace(described)
         assert profile.experts == 4
         part = block(profile)
@@ -292,7 +292,7 @@ class TestRefusals:
     @pytest.mark.parametrize("module", [_Asks(), _Picks()])
     def test_control_flow_of_values_names_the_line(self, module: nn.Module) -> None:
         with pytest.raises(ProfileError, match=r"test_profile\.py:\d+: .*# this line") as caught:
-            trace(Described(module=module, args=(torch.zeros(3, 4),), loss=summed))
+            trace(ModelCall(module=module, args=(torch.zeros(3, 4),), loss=summed))
         assert caught.value.exit_code == 2
         assert "--profile measure" in str(caught.value)
         assert isinstance(next(module.parameters()), nn.Parameter)
@@ -310,7 +310,7 @@ def test_masks_are_known_to_be_causal_by_their_values() -> None:
     x = torch.zeros(3, 10, 32)
 
     def causal(**how: Any) -> set[bool]:
-        profile = trace(Described(module=layer, args=(x,), kwargs=how, loss=summed))
+        profile = trace(ModelCall(module=layer, args=(x,), kwargs=how, loss=summed))
         return {op.causal for _, op in profile.operations() if op.kind == "attention"}
 
     assert causal() == {False}
@@ -329,7 +329,7 @@ def test_bert_and_mpt() -> None:
     def test_shapes_that_depend_on_values_are_profiled_with_values(self) -> None:
         module = _Picks()
         before = module.linear.weight.detach().clone()
-        described = Described(module=module, args=(torch.ones(4, 4),), loss=summed, values=True)
+        described = ModelCall(module=module, args=(torch.ones(4, 4),), loss=summed, values=True)
         profile = trace(described)
         assert profile.parameters == sum(one.numel() for one in module.parameters())
         assert any(one.kind == "matmul" for part in profile.parts for one in part.forward)

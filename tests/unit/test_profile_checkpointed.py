@@ -16,7 +16,7 @@ import phalanx as px
 from phalanx.config import Plan
 from phalanx.forecast import forecast
 from phalanx.hardware import cluster
-from phalanx.trace import Described, Profile, trace
+from phalanx.trace import ModelCall, Profile, trace
 from phalanx.trace.costs import Part, flops
 from phalanx.trace.recorder import Recorder
 from phalanx.train.work import work_of
@@ -69,7 +69,7 @@ class Model(nn.Module):
 def profile(model: nn.Module) -> Profile:
     tokens = torch.randint(64, (2, LENGTH))
     loss = lambda output, batch: F.cross_entropy(output.flatten(0, 1), batch.flatten())  # noqa: E731
-    return trace(Described(module=model, args=(tokens,), batch=tokens, loss=loss))
+    return trace(ModelCall(module=model, args=(tokens,), batch=tokens, loss=loss))
 
 
 def block(found: Profile) -> Part:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from phalanx.parallel.parameter_server import Dealer, Pace, Piece, Report
+from phalanx.parallel.parameter_server import Piece, Report, StalenessBound, WorkQueue
 
 pytestmark = pytest.mark.quick
 
@@ -16,9 +16,12 @@ def report(worker: int, version: int = 0, seconds: float = 1.0) -> Report:
     return Report(worker=worker, version=version, sums={"loss": (1.0, 2.0)}, samples=2, seconds=seconds)
 
 
-def dealer(staleness: float = 0, *, parts: int = 2, limit: int = 10, backup: int = 0, after: int = 0) -> Dealer:
-    return Dealer(
-        lambda step: [2] * parts, first=0, limit=limit, pace=Pace(staleness=staleness, backup=backup, after=after)
+def dealer(staleness: float = 0, *, parts: int = 2, limit: int = 10, backup: int = 0, after: int = 0) -> WorkQueue:
+    return WorkQueue(
+        lambda step: [2] * parts,
+        first=0,
+        limit=limit,
+        pace=StalenessBound(staleness=staleness, backup=backup, after=after),
     )
 
 
@@ -141,7 +144,7 @@ def test_backup_workers_are_not_waited_for() -> None:
 
 
 def test_a_short_batch_leaves_pieces_out() -> None:
-    books = Dealer(lambda step: (1, 0, 0), first=0, limit=1, pace=Pace(backup=1))
+    books = WorkQueue(lambda step: (1, 0, 0), first=0, limit=1, pace=StalenessBound(backup=1))
     piece = books.ask(0)
     assert piece == Piece(0, 0)
     assert books.ask(1) is None

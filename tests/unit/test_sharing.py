@@ -16,9 +16,9 @@ from phalanx.comm import Place
 from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader, StepBatch, Table
 from phalanx.errors import RefusedError
-from phalanx.parallel import Held
+from phalanx.parallel import RankHoldings
 from phalanx.train import uneven_shares
-from phalanx.train.uneven_shares import Room, Sharing, Stopwatch
+from phalanx.train.uneven_shares import MemoryRoom, Sharing, Stopwatch
 
 pytestmark = pytest.mark.quick
 
@@ -59,11 +59,11 @@ class Slowly(torch.optim.SGD):
         self.clock[0] += 0.5
 
 
-def model(clock: list[float]) -> tuple[Held, torch.optim.Optimizer]:
+def model(clock: list[float]) -> tuple[RankHoldings, torch.optim.Optimizer]:
     module = Slow(clock)
     optimizer = Slowly(module.parameters(), lr=0.1)
     optimizer.clock = clock
-    return Held(module=module, parameters=dict(module.named_parameters())), optimizer
+    return RankHoldings(module=module, parameters=dict(module.named_parameters())), optimizer
 
 
 def a_job(**options: Any) -> Job:
@@ -107,7 +107,7 @@ class TestRoom:
         monkeypatch.setattr(uneven_shares, "peak_memory", lambda: 4_000)
 
     def test_by_what_samples_took(self) -> None:
-        there = Room(cuda=False, workers_here=2, bounded=False)
+        there = MemoryRoom(cuda=False, workers_here=2, bounded=False)
         assert there.most() == math.inf
         there.took(8)
         assert there.most() == math.inf  # nobody has told what a sample takes
@@ -115,7 +115,7 @@ class TestRoom:
         assert there.most() == 8 + 18  # of 1000 bytes free, 900 over 50
 
     def test_micro_batches_of_a_stated_size_take_what_they_take(self) -> None:
-        there = Room(cuda=False, workers_here=2, bounded=True)
+        there = MemoryRoom(cuda=False, workers_here=2, bounded=True)
         there.took(8)
         there.saved(400, 8)
         assert there.most() == math.inf

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from phalanx.launch.hosts import Hosts
-    from phalanx.report.comparison_tables import Apart
+    from phalanx.report.comparison_tables import BetweenHosts
     from phalanx.report.summary import RunSummary
 
 
@@ -147,11 +147,11 @@ def network_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def measure_apart(
     job: Job, reference: str, plans: Sequence[Plan], network: Network, console: Console
-) -> tuple[list[Apart], dict[str, Any]]:
+) -> tuple[list[BetweenHosts], dict[str, Any]]:
     """Every plan here and between the hosts, and what the hosts were."""
-    from phalanx.report.comparison_tables import Apart
+    from phalanx.report.comparison_tables import BetweenHosts
 
-    rows: list[Apart] = []
+    rows: list[BetweenHosts] = []
     about: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as scratch:
         for number, plan in enumerate(plans):
@@ -163,11 +163,11 @@ def measure_apart(
                 run = RunSpec(job=reference, plan=plan, folder=Path(scratch) / f"{number}-apart")
                 there = measured(job, run, console, label=f"{plan} on hosts", hosts=hosts)
                 about = _about(hosts, network)
-            rows.append(Apart.of(here, there, [hosts.sent_per_step(host) for host in range(hosts.count)]))
+            rows.append(BetweenHosts.of(here, there, [hosts.sent_per_step(host) for host in range(hosts.count)]))
     return rows, about
 
 
-def show_apart(job: Job, rows: Sequence[Apart], about: dict[str, Any], network: Network, as_json: bool) -> None:
+def show_apart(job: Job, rows: Sequence[BetweenHosts], about: dict[str, Any], network: Network, as_json: bool) -> None:
     """Print what was measured."""
     from rich.console import Console
 

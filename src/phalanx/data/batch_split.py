@@ -135,7 +135,7 @@ def _evenly(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
 
 
 @final
-class Dealing:
+class BatchSplitter:
     """Cuts the global batches of a run's steps for one lane, whose weights may change from a step on.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from phalanx.config.job import Job
-from phalanx.data.batch_split import Dealing, Lane, MicroBatch, StepBatch, cuts, share, step_batch
+from phalanx.data.batch_split import BatchSplitter, Lane, MicroBatch, StepBatch, cuts, share, step_batch
 from phalanx.data.map_style import Fetcher, IndexedReader, is_stream, plain
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.streams import Group, StreamReader
@@ -60,7 +60,7 @@ class Loader:
                 or neither map-style data nor a stream.
         """
         self._workers = Workers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
-        self._dealing = Dealing(lane, micro, first_step)
+        self._dealing = BatchSplitter(lane, micro, first_step)
         self._indexed: IndexedReader | None = None
         self._stream: StreamReader | None = None
         self._read: list[Any] = []
@@ -171,7 +171,7 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None,
     reader = IndexedReader(
         fetcher=Fetcher(dataset, job.collate, job.seed),
         sampler=sampler,
-        dealing=Dealing(lane, micro),
+        dealing=BatchSplitter(lane, micro),
         first=0,
         stop=sampler.steps_per_epoch,
     )
@@ -188,7 +188,7 @@ def _indexed_ahead(reader: IndexedReader, workers: Workers) -> Steps:
         yield from reader.steps(lambda epoch, ids: next(results))
 
 
-def _stream_reader(dataset: Any, job: Job, dealing: Dealing, steps: tuple[int, int | None]) -> StreamReader:
+def _stream_reader(dataset: Any, job: Job, dealing: BatchSplitter, steps: tuple[int, int | None]) -> StreamReader:
     if job.shuffle:
         raise SpecError(
             [

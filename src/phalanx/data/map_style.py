@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset, TensorDataset, default_collate
 
-from phalanx.data.batch_split import Dealing, StepBatch, step_batch
+from phalanx.data.batch_split import BatchSplitter, StepBatch, step_batch
 from phalanx.data.rng_streams import EpochSeeds
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.table import Table
@@ -154,7 +154,7 @@ class IndexedReader:
 
     fetcher: Fetcher
     sampler: GlobalBatchSampler
-    dealing: Dealing
+    dealing: BatchSplitter
     first: int
     stop: int
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import default_collate
 
-from phalanx.data.batch_split import Cuts, Dealing
+from phalanx.data.batch_split import BatchSplitter, Cuts
 from phalanx.data.rng_streams import EpochSeeds
 from phalanx.errors import DataError
 
@@ -65,7 +65,7 @@ class StreamReader:
 
     dataset: Any
     batch: int
-    dealing: Dealing
+    dealing: BatchSplitter
     seed: int
     drop_last: bool
     collate: Callable[[list[Any]], Any] | None

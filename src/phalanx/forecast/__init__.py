@@ -2,16 +2,16 @@
 
 from phalanx.forecast.forecast import Forecast, Sweep, forecast, forecasts, sweep
 from phalanx.forecast.memory import Memory
-from phalanx.forecast.presets import PHALANX, Habits
+from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.step import StepTime
 from phalanx.forecast.work import Lengths, Work
 
 __all__ = [
     "PHALANX",
     "Forecast",
-    "Habits",
     "Lengths",
     "Memory",
+    "Preset",
     "StepTime",
     "Sweep",
     "Work",

@@ -11,7 +11,7 @@ from phalanx.forecast.kernels import Priced, Setting, itemsize, price
 from phalanx.forecast.layouts import ATTENTIONS, Layouts
 from phalanx.forecast.network import Collective, Fabric, collective
 from phalanx.forecast.operation_arrays import Array, Table
-from phalanx.forecast.presets import Habits
+from phalanx.forecast.presets import Preset
 
 KINDS = ("products", "attention", "memory")
 
@@ -102,7 +102,7 @@ def _launches(costs: Table, rows: npt.NDArray[np.bool_], count: int) -> Array:
     return np.bincount(costs.part[rows], minlength=count).astype(float)
 
 
-def _again(costs: Table, priced: Priced, layouts: Layouts, habits: Habits, forward: Array) -> Array:
+def _again(costs: Table, priced: Priced, layouts: Layouts, habits: Preset, forward: Array) -> Array:
     """What the backward computes anew, of the blocks."""
     count = len(costs.parts)
     blocks = _blocks(costs)

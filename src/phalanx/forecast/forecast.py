@@ -12,8 +12,8 @@ from phalanx.config import Cluster, Plan
 from phalanx.forecast.layouts import Layouts, Whole
 from phalanx.forecast.memory import Memory, on_hosts
 from phalanx.forecast.operation_arrays import Array
-from phalanx.forecast.presets import PHALANX, Habits
-from phalanx.forecast.step import Scene, StepTime
+from phalanx.forecast.presets import PHALANX, Preset
+from phalanx.forecast.step import ForecastInput, StepTime
 from phalanx.forecast.uncertainty import SAFE, assumed, interval, runs_out, uncut, unpriced
 from phalanx.forecast.uneven_shares import deal, memory_of, step_of
 from phalanx.forecast.work import Work
@@ -136,7 +136,7 @@ class Sweep:
         return (self.memory.reserved <= self.room).astype(float)
 
 
-def sweep(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits = PHALANX) -> Sweep:
+def sweep(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Preset = PHALANX) -> Sweep:
     """The step and memory of every plan on ``cluster``, of which each uses as many devices as it needs."""
     at: dict[str, list[int]] = {}
     for index, plan in enumerate(plans):
@@ -161,8 +161,8 @@ def _joined(parts: Sequence[Sweep | StepTime | Memory], name: str, order: Whole)
     return together[..., order]
 
 
-def _of_one_precision(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits) -> Sweep:
-    scene = Scene(work=work, cluster=cluster, precision=plans[0].precision, habits=habits)
+def _of_one_precision(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Preset) -> Sweep:
+    scene = ForecastInput(work=work, cluster=cluster, precision=plans[0].precision, habits=habits)
     out = deal(scene, Layouts.of(plans, work.batch, work.tokens))
     needed, room = memory_of(scene, out)
     each = np.stack([one.samples * one.fsdp * one.ep for one in out.layouts])
@@ -176,22 +176,22 @@ def _of_one_precision(work: Work, plans: Sequence[Plan], cluster: Cluster, habit
 
 
 def times(
-    work: Work, layouts: Layouts, cluster: Cluster, precision: str, habits: Habits = PHALANX, events: bool = False
+    work: Work, layouts: Layouts, cluster: Cluster, precision: str, habits: Preset = PHALANX, events: bool = False
 ) -> StepTime:
     """The step of every candidate of ``layouts``, on the kind of device that takes longest.
 
     With ``events`` pipelines are run event by event, which takes milliseconds each; else they are priced by formula.
     """
-    scene = Scene(work=work, cluster=cluster, precision=precision, habits=habits)
+    scene = ForecastInput(work=work, cluster=cluster, precision=precision, habits=habits)
     return step_of(scene, deal(scene, layouts), events)
 
 
-def forecast(work: Work, plan: Plan, cluster: Cluster, habits: Habits = PHALANX) -> Forecast:
+def forecast(work: Work, plan: Plan, cluster: Cluster, habits: Preset = PHALANX) -> Forecast:
     """One plan's future on ``cluster``."""
     return forecasts(work, [plan], cluster, habits)[0]
 
 
-def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits = PHALANX) -> tuple[Forecast, ...]:
+def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Preset = PHALANX) -> tuple[Forecast, ...]:
     """The future of each of ``plans`` on ``cluster``, in their order."""
     found = sweep(work, plans, cluster, habits)
     flops = work.profile.flops(1, work.tokens) * work.batch

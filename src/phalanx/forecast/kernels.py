@@ -8,7 +8,7 @@ import numpy as np
 
 from phalanx.forecast.network import Fabric
 from phalanx.forecast.operation_arrays import Array, Mask, Table
-from phalanx.forecast.presets import Habits
+from phalanx.forecast.presets import Preset
 from phalanx.forecast.rates import Rates
 
 
@@ -28,7 +28,7 @@ class Setting:
 
     rates: Rates
     fabric: Fabric
-    habits: Habits
+    habits: Preset
     precision: str
     host: float = 25e9
     bus: float = 0.0
@@ -195,7 +195,7 @@ def _products(batch: Array, m: Array, n: Array, k: Array, *, rates: Rates, preci
     return np.maximum(best, moved / (rates.bandwidth * kernels.stream)) + kernels.floor
 
 
-def _attention(costs: Table, dims: list[Array], rates: Rates, habits: Habits, precision: str) -> tuple[Array, Array]:
+def _attention(costs: Table, dims: list[Array], rates: Rates, habits: Preset, precision: str) -> tuple[Array, Array]:
     samples, heads, _, queries, keys, width = dims
     backward = costs.backward[costs.attention][:, None]
     pairs = samples * heads * queries * keys

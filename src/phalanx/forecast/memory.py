@@ -14,8 +14,8 @@ from phalanx.forecast.kernels import itemsize
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.operation_arrays import Array, table
 from phalanx.forecast.pipeline import held, stages
-from phalanx.forecast.presets import Habits
-from phalanx.forecast.saved_activations import Kept, Ranks, kept, ranks
+from phalanx.forecast.presets import Preset
+from phalanx.forecast.saved_activations import Ranks, SavedActivations, kept, ranks
 from phalanx.forecast.work import Work
 from phalanx.trace import Part, Profile
 
@@ -89,7 +89,7 @@ class Memory:
         }
 
 
-def memory(profile: Profile, layouts: Layouts, habits: Habits, precision: str, state: float) -> Memory:
+def memory(profile: Profile, layouts: Layouts, habits: Preset, precision: str, state: float) -> Memory:
     """The memory of every candidate; ``state`` is bytes of optimizer state a parameter."""
     lie = ranks(profile.parts, layouts, habits.ahead)
     fixed = _fixed(profile, layouts, habits, lie, state, precision)
@@ -131,7 +131,9 @@ class _Moving:
     passing: Array
 
 
-def _together(active: Kept, fixed: _Fixed, moving: _Moving, layouts: Layouts, habits: Habits, at: int) -> Memory:
+def _together(
+    active: SavedActivations, fixed: _Fixed, moving: _Moving, layouts: Layouts, habits: Preset, at: int
+) -> Memory:
     """One rank: in the last forward or the first backward, or in the optimizer's step, whichever needs more."""
     gradients, activations, working = fixed.gradients[at], active.saved[at], active.working[at]
     there = np.where(_gradients_stay(layouts, habits), gradients, 0.0)
@@ -156,7 +158,7 @@ def _together(active: Kept, fixed: _Fixed, moving: _Moving, layouts: Layouts, ha
     )
 
 
-def _gradients_stay(layouts: Layouts, habits: Habits) -> Array:
+def _gradients_stay(layouts: Layouts, habits: Preset) -> Array:
     """Whether gradients are there in a forward: kept from step to step, or of the micro-batch before."""
     if habits.gradients_stay:
         return np.ones_like(layouts.pp, dtype=bool)
@@ -164,7 +166,7 @@ def _gradients_stay(layouts: Layouts, habits: Habits) -> Array:
     return (layouts.micros > 1) | buckets
 
 
-def _fixed(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, state: float, precision: str) -> _Fixed:
+def _fixed(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks, state: float, precision: str) -> _Fixed:
     learn, still = _counts(profile, layouts, lie)
     shards = _shards(layouts, habits)
     by = {stage: np.where(layouts.zero >= stage, shards, 1.0) for stage in (1, 2, 3)}
@@ -190,7 +192,7 @@ def _fixed(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, state
     )
 
 
-def _uncut(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks) -> Array:
+def _uncut(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks) -> Array:
     """What is there beyond a rank's parameters while they are made: a block before it is sharded, a tensor before cut.
 
     Tensors are made and cut on the host.
@@ -207,14 +209,14 @@ def _largest(part: Part) -> float:
     return max((float(one.largest or one.elements + one.frozen) for one in part.weights), default=0.0)
 
 
-def _in_flight(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks) -> Array:
+def _in_flight(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks) -> Array:
     """Gradients on their way to servers, and parameters from them, while the next ones are computed."""
     learn, still = _counts(profile, layouts, lie)
     there = (layouts.server > 0) & (layouts.staleness > 0)
     return np.where(there, learn * habits.sent + (learn + still) * habits.weights, 0.0)
 
 
-def _shards(layouts: Layouts, habits: Habits) -> Array:
+def _shards(layouts: Layouts, habits: Preset) -> Array:
     return layouts.fsdp * (layouts.cp if habits.shards_over_cp else 1.0)
 
 
@@ -253,7 +255,7 @@ def _units(profile: Profile, layouts: Layouts, lie: Ranks) -> tuple[Array, Array
     return block, outer, largest
 
 
-def _gathered(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, precision: str) -> tuple[Array, Array]:
+def _gathered(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks, precision: str) -> tuple[Array, Array]:
     """Under ``zero=3``: parameters that are there whole, and buffers of them and of gradients not scattered yet."""
     size = habits.gathered if precision == "fp32" else min(habits.gathered, itemsize(precision))
     block, outer, largest = _units(profile, layouts, lie)
@@ -265,7 +267,7 @@ def _gathered(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, pr
     return np.where(there, whole, 0.0), np.where(there, buffers, 0.0)
 
 
-def _in_buckets(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks) -> Array:
+def _in_buckets(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks) -> Array:
     """Under ``zero`` 1 and 2: whole gradients in the buckets that are under way, and what comes out of them."""
     learn, _ = _counts(profile, layouts, lie)
     shards = _shards(layouts, habits)
@@ -283,7 +285,7 @@ def _in_buckets(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks) 
     return np.where(there, one * (count + 1.0 / shards), 0.0)
 
 
-def _staying(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, precision: str) -> Array:
+def _staying(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks, precision: str) -> Array:
     """What is there whole from a step's first micro-batch to its last, where stages are not sharded in between."""
     if not habits.stages_whole:
         return np.zeros_like(lie.there)
@@ -321,7 +323,7 @@ class OnHosts:
     room: Array
 
 
-def on_hosts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Habits) -> OnHosts:
+def on_hosts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Preset) -> OnHosts:
     """With ``offload`` a rank keeps values, gradients and the optimizer's state of what it steps on its host.
 
     On CPUs, whose memory is the host's, that comes to what they hold as devices, which is not counted here.

@@ -11,7 +11,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Habits:
+class Preset:
     """What a framework does beside the plan.
 
     Attributes:
@@ -116,7 +116,7 @@ class Habits:
     autocast: bool = False
 
 
-PHALANX = Habits(
+PHALANX = Preset(
     name="phalanx",
     gathers_kept=True,
     logits_twice=True,
@@ -129,7 +129,7 @@ PHALANX = Habits(
 )
 
 _BESIDE = 0.5 * 2**30
-_HALF = Habits(name="half", weights=2.0, master=4.0, gradients=2.0, gradients_stay=True)
+_HALF = Preset(name="half", weights=2.0, master=4.0, gradients=2.0, gradients_stay=True)
 """Values and gradients in 16 bits; the optimizer steps a copy in 32."""
 
 _MEGATRON = replace(
@@ -176,7 +176,7 @@ _ZERO_BUBBLE = replace(
     logits=8.0,
     reserved=1.0,
 )
-_TITAN = Habits(
+_TITAN = Preset(
     name="torchtitan",
     joined=-1.5,
     overlap=0.383,
@@ -190,7 +190,7 @@ _TITAN = Habits(
     logits=13.0,
     beside=_BESIDE,
 )
-_FOUNDRY = Habits(
+_FOUNDRY = Preset(
     name="llm-foundry",
     joined=-0.44,
     sent=2.0,
@@ -295,5 +295,5 @@ _DOUBT = {
 }
 """By how much the errors on the half that was fitted exceed those of the parts of a step."""
 
-NAMED: Mapping[str, Habits] = {one.name: replace(one, doubt=_DOUBT.get(one.name, one.doubt)) for one in _EVERY}
+NAMED: Mapping[str, Preset] = {one.name: replace(one, doubt=_DOUBT.get(one.name, one.doubt)) for one in _EVERY}
 """Habits by name."""

@@ -10,7 +10,7 @@ import numpy as np
 from phalanx.forecast.kernels import itemsize
 from phalanx.forecast.layouts import SCHEDULES, Layouts
 from phalanx.forecast.operation_arrays import Array, Mask
-from phalanx.forecast.presets import Habits
+from phalanx.forecast.presets import Preset
 from phalanx.placement.schedules import SCHEDULES as PIPELINE_SCHEDULES
 from phalanx.trace import Part, Profile, Saved, Size
 
@@ -18,7 +18,7 @@ _STREAM_NORMS = ("layer_norm", "rms_norm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Kept:
+class SavedActivations:
     """Bytes on each kind of rank: shape (3, N) each.
 
     Attributes:
@@ -52,7 +52,7 @@ class _Micro:
     wider: Array
 
     @classmethod
-    def of(cls, profile: Profile, layouts: Layouts, habits: Habits, precision: str) -> _Micro:
+    def of(cls, profile: Profile, layouts: Layouts, habits: Preset, precision: str) -> _Micro:
         tokens, one = layouts.length / layouts.cp, np.ones_like(layouts.micro)
         size = itemsize(precision)
         cast = habits.autocast and precision != "fp32"
@@ -70,7 +70,7 @@ class _Micro:
         return grown
 
 
-def kept(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, precision: str) -> Kept:
+def kept(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks, precision: str) -> SavedActivations:
     """Activations of every candidate under its recomputation, when the part that needs most of them runs backward."""
     micro = _Micro.of(profile, layouts, habits, precision)
     every = [_bytes(part, micro, layouts, habits) for part in profile.parts]
@@ -87,10 +87,10 @@ def kept(profile: Profile, layouts: Layouts, habits: Habits, lie: Ranks, precisi
         saved = np.maximum(saved, here)
         together = np.maximum(together, np.where(lie.holds[:, index] > 0, here + every[index].working, 0.0))
     saved = np.maximum(saved, under_way)
-    return Kept(saved=saved, working=np.maximum(together - saved, 0.0))
+    return SavedActivations(saved=saved, working=np.maximum(together - saved, 0.0))
 
 
-def _recomputed(part: Part, one: _Bytes, layouts: Layouts, habits: Habits) -> tuple[Array, Array]:
+def _recomputed(part: Part, one: _Bytes, layouts: Layouts, habits: Preset) -> tuple[Array, Array]:
     """Bytes that stay, and bytes that a backward makes again."""
     everything = one.entry + one.saved + one.scores
     if part.role != "block":
@@ -106,7 +106,7 @@ def _recomputed(part: Part, one: _Bytes, layouts: Layouts, habits: Habits) -> tu
     return np.select(chosen, [one.entry, some], everything), np.select(chosen, [everything - one.entry, again], 0.0)
 
 
-def _bytes(part: Part, micro: _Micro, layouts: Layouts, habits: Habits) -> _Bytes:
+def _bytes(part: Part, micro: _Micro, layouts: Layouts, habits: Preset) -> _Bytes:
     stream = micro.count(part.entry)
     entry = stream * (micro.size + micro.wider) / _divided("tokens", layouts)
     saved, whole = np.zeros_like(stream), np.full_like(stream, 1e-9)
@@ -129,13 +129,13 @@ def _bytes(part: Part, micro: _Micro, layouts: Layouts, habits: Habits) -> _Byte
     )
 
 
-def _times(part: Part, one: Saved, layouts: Layouts, habits: Habits) -> Array:
+def _times(part: Part, one: Saved, layouts: Layouts, habits: Preset) -> Array:
     """How often something saved is there: a loss over classes that ``tp`` has cut may keep them once more."""
     twice = habits.logits_twice and part.role == "after" and one.share == "inner"
     return np.where((layouts.tp > 1) & twice, 2.0, 1.0)
 
 
-def _by_norms(part: Part, stream: Array, micro: _Micro, layouts: Layouts, habits: Habits) -> Array:
+def _by_norms(part: Part, stream: Array, micro: _Micro, layouts: Layouts, habits: Preset) -> Array:
     """Bytes that norms keep beyond the profile's, and what sequence parallelism gathers behind them."""
     norms = sum(any(name in operation.name for name in _STREAM_NORMS) for operation in part.forward)
     each = habits.norms_kept + np.where(norms > 1, micro.wider * (norms - 1) / max(norms, 1), 0.0)
@@ -145,7 +145,7 @@ def _by_norms(part: Part, stream: Array, micro: _Micro, layouts: Layouts, habits
     return found
 
 
-def _by_casts(part: Part, micro: _Micro, layouts: Layouts, habits: Habits) -> Array:
+def _by_casts(part: Part, micro: _Micro, layouts: Layouts, habits: Preset) -> Array:
     """Under autocast: the loss in fp32, and weights in half precision until backward has read them."""
     found = np.zeros_like(micro.wider)
     if part.role == "before":
@@ -184,7 +184,7 @@ def _divided(share: str, layouts: Layouts) -> Array:
     return np.ones_like(layouts.tp)
 
 
-def _scores(part: Part, micro: _Micro, layouts: Layouts, habits: Habits) -> Array:
+def _scores(part: Part, micro: _Micro, layouts: Layouts, habits: Preset) -> Array:
     """Bytes of attention's scores, softmax and its dropout (Korthikanti et al. 2022, section 4.1)."""
     found = np.zeros_like(layouts.tp)
     if habits.attention == "fused":

@@ -15,7 +15,7 @@ from phalanx.forecast.layouts import Layouts, Whole
 from phalanx.forecast.network import Fabric, collective
 from phalanx.forecast.operation_arrays import Array, Table, table
 from phalanx.forecast.pipeline import Lanes, Stages, held, pipeline, simulated, stages
-from phalanx.forecast.presets import PHALANX, Habits
+from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.rates import Core, Rates, rates
 from phalanx.forecast.work import Work, timed
 
@@ -196,7 +196,7 @@ what a cluster states beyond them each hop takes longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scene:
+class ForecastInput:
     """What layouts are forecast for.
 
     Attributes:
@@ -209,10 +209,10 @@ class Scene:
     work: Work
     cluster: Cluster
     precision: str
-    habits: Habits = PHALANX
+    habits: Preset = PHALANX
 
 
-def alone(scene: Scene, layouts: Layouts, group: Group, events: bool = False) -> StepTime:
+def alone(scene: ForecastInput, layouts: Layouts, group: Group, events: bool = False) -> StepTime:
     """The step of every candidate of ``layouts`` on devices like those of ``group``; alike ones are priced once.
 
     With ``events`` pipelines are run event by event, which takes milliseconds each; else they are priced by formula.
@@ -238,7 +238,7 @@ def alone(scene: Scene, layouts: Layouts, group: Group, events: bool = False) ->
     return replace(step, update=np.where(layouts.server > 0, 0.0, step.update))
 
 
-def _setting(scene: Scene, group: Group) -> Setting:
+def _setting(scene: ForecastInput, group: Group) -> Setting:
     speeds, link, habits = rates(group.device), group.host.link, scene.habits
     return Setting(
         rates=speeds,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from phalanx.config import Cluster, Device, Plan
 from phalanx.config.batch_rules import unread
 from phalanx.config.plan import words
-from phalanx.forecast.presets import PHALANX, Habits
+from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.rates import family
 
 FILE = Path(__file__).with_name("spread.toml")
@@ -53,7 +53,7 @@ class Interval:
     basis: str
 
 
-def interval(seconds: Mapping[str, float], device: Device, habits: Habits, plan: Plan) -> Interval:
+def interval(seconds: Mapping[str, float], device: Device, habits: Preset, plan: Plan) -> Interval:
     """The interval of a step with these parts (see ``StepTime``)."""
     total = sum(seconds.values())
     if habits.name != PHALANX.name and device.kind != "cpu":
@@ -130,7 +130,7 @@ def measured() -> Mapping[str, Any]:
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
-def fitted(seconds: Mapping[str, float], device: Device, habits: Habits) -> float:
+def fitted(seconds: Mapping[str, float], device: Device, habits: Preset) -> float:
     """The spread of published runs around the forecasts that were fitted on half of them.
 
     Doubt adds up as independent errors do: a base, and a share of each part that is hard to foretell.

@@ -13,7 +13,7 @@ from phalanx.config.sync import AUTO, dealt, weights
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.memory import Memory, memory
 from phalanx.forecast.operation_arrays import Array
-from phalanx.forecast.step import Scene, StepTime, alone
+from phalanx.forecast.step import ForecastInput, StepTime, alone
 from phalanx.forecast.work import held
 
 _ROUNDS = 4
@@ -22,7 +22,7 @@ _APART = ("replicas", "stragglers", "rest")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Deal:
+class DeviceShares:
     """Layouts as each kind of device sees them.
 
     Attributes:
@@ -36,7 +36,7 @@ class Deal:
     there: npt.NDArray[np.bool_]
 
 
-def deal(scene: Scene, layouts: Layouts) -> Deal:
+def deal(scene: ForecastInput, layouts: Layouts) -> DeviceShares:
     """The samples of the global batch that ranks of each kind of device take.
 
     Even shares are the same for all. Weights go to ranks of ``dp``, which lie on the groups in their order. ``auto``
@@ -47,7 +47,7 @@ def deal(scene: Scene, layouts: Layouts) -> Deal:
     there = np.ones((len(groups), len(layouts.dp)), dtype=bool)
     uneven = np.flatnonzero(layouts.shares != "")
     if not len(uneven):
-        return Deal(groups=groups, layouts=(layouts,) * len(groups), there=there)
+        return DeviceShares(groups=groups, layouts=(layouts,) * len(groups), there=there)
     some = layouts.take(uneven)
     counts = _counts(groups, some)
     samples = np.stack([layouts.samples] * len(groups))
@@ -56,7 +56,7 @@ def deal(scene: Scene, layouts: Layouts) -> Deal:
     if auto.any():
         samples[:, uneven[auto]] = _by_speed(scene, groups, some.take(auto), counts[:, auto])
     there[:, uneven] = counts > 0
-    return Deal(groups=groups, layouts=tuple(layouts.having(one) for one in samples), there=there)
+    return DeviceShares(groups=groups, layouts=tuple(layouts.having(one) for one in samples), there=there)
 
 
 def kinds(cluster: Cluster, precision: str) -> tuple[Group, ...]:
@@ -66,14 +66,14 @@ def kinds(cluster: Cluster, precision: str) -> tuple[Group, ...]:
     return (min(cluster.groups, key=lambda group: group.device.peak.get(precision, 0.0)),)
 
 
-def step_of(scene: Scene, dealt_out: Deal, events: bool = False) -> StepTime:
+def step_of(scene: ForecastInput, dealt_out: DeviceShares, events: bool = False) -> StepTime:
     """The step of every layout on the kind of device that takes longest, which all others wait for."""
     each = [alone(scene, one, group, events) for group, one in zip(dealt_out.groups, dealt_out.layouts, strict=True)]
     total = np.where(dealt_out.there, np.stack([one.total for one in each]), -np.inf)
     return StepTime(**_picked(each, total.argmax(axis=0), [one.name for one in fields(StepTime)]))
 
 
-def memory_of(scene: Scene, dealt_out: Deal) -> tuple[Memory, Array]:
+def memory_of(scene: ForecastInput, dealt_out: DeviceShares) -> tuple[Memory, Array]:
     """The memory of every layout on the kind of device that comes nearest to its room, and that room: bytes, (N,)."""
     each = [_memory(scene, one) for one in dealt_out.layouts]
     rooms = np.array([float(group.device.room) for group in dealt_out.groups])
@@ -82,7 +82,7 @@ def memory_of(scene: Scene, dealt_out: Deal) -> tuple[Memory, Array]:
     return Memory(**_picked(each, worst, [one.name for one in fields(Memory)])), rooms[worst]
 
 
-def _memory(scene: Scene, layouts: Layouts) -> Memory:
+def _memory(scene: ForecastInput, layouts: Layouts) -> Memory:
     here = any(group.device.kind == "cpu" for group in scene.cluster.groups)
     habits = replace(scene.habits, one_memory=here)
     layouts = held(scene.work.unlike, layouts)
@@ -120,7 +120,7 @@ def _given(layouts: Layouts, counts: npt.NDArray[np.int64]) -> Array:
     return found
 
 
-def _by_speed(scene: Scene, groups: Sequence[Group], layouts: Layouts, counts: npt.NDArray[np.int64]) -> Array:
+def _by_speed(scene: ForecastInput, groups: Sequence[Group], layouts: Layouts, counts: npt.NDArray[np.int64]) -> Array:
     """Samples of a rank by kind: shape (kinds, N)."""
     there, inner = counts > 0, layouts.fsdp * layouts.ep
     caps = np.stack([_most(scene, layouts, float(group.device.room)) for group in groups]) * inner
@@ -145,13 +145,13 @@ def _by_speed(scene: Scene, groups: Sequence[Group], layouts: Layouts, counts: n
     return best
 
 
-def _busy(scene: Scene, layouts: Layouts, group: Group) -> Array:
+def _busy(scene: ForecastInput, layouts: Layouts, group: Group) -> Array:
     """Seconds in which a rank works by itself."""
     step = alone(scene, layouts, group)
     return step.total - sum((getattr(step, name) for name in _APART), np.zeros_like(step.rest))
 
 
-def _most(scene: Scene, layouts: Layouts, room: float) -> Array:
+def _most(scene: ForecastInput, layouts: Layouts, room: float) -> Array:
     """The most samples of a rank that fit, at least one: memory grows with them."""
     low, high = np.ones_like(layouts.batch), layouts.batch
     while (low < high).any():

@@ -3,20 +3,20 @@
 from phalanx.parallel.advice import advice, batch_statistics, dropouts, micro_batches, notes, without_gradient
 from phalanx.parallel.assemble import assemble, check, device_kind
 from phalanx.parallel.example import Example
-from phalanx.parallel.grad_reduce import Each, Sync
-from phalanx.parallel.layout import Held, Layout, Work
-from phalanx.parallel.local_sgd import Apart
-from phalanx.parallel.tensor_shard import Holding
+from phalanx.parallel.grad_reduce import EveryStep, Sync
+from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings
+from phalanx.parallel.local_sgd import LocalSgd
+from phalanx.parallel.tensor_shard import TensorShard
 
 __all__ = [
-    "Apart",
-    "Each",
+    "EveryStep",
     "Example",
-    "Held",
-    "Holding",
     "Layout",
+    "LocalSgd",
+    "MicroBatchWork",
+    "RankHoldings",
     "Sync",
-    "Work",
+    "TensorShard",
     "advice",
     "assemble",
     "batch_statistics",

@@ -14,12 +14,12 @@ from phalanx.config.batch_rules import batch_problems, share_problems, stage_pro
 from phalanx.errors import Problem
 from phalanx.hardware import cuda_devices, return_freed_memory
 from phalanx.parallel import activation_checkpointing, compression, threads, torch_compile
-from phalanx.parallel.ddp import Replicate
+from phalanx.parallel.ddp import DdpLayout
 from phalanx.parallel.example import Example
 from phalanx.parallel.layout import Layout
 from phalanx.parallel.offload import OptimizerOnHost
-from phalanx.parallel.single import Single
-from phalanx.parallel.threads import Threads
+from phalanx.parallel.single import SingleLayout
+from phalanx.parallel.threads import ThreadsLayout
 
 
 def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
@@ -69,10 +69,10 @@ def assemble(
 
         look_inside(module, seen)
     if plan.kind == "split":
-        from phalanx.parallel.split import Split
+        from phalanx.parallel.split import SplitLayout
 
         assert seen is not None
-        layout: Layout = Split(module, device, job, plan, Mesh(plan, place.rank), seen)
+        layout: Layout = SplitLayout(module, device, job, plan, Mesh(plan, place.rank), seen)
     else:
         module = activation_checkpointing.apply(module, plan)
         module = torch_compile.apply(module, plan)
@@ -83,17 +83,17 @@ def assemble(
 def _lay_out(module: nn.Module, job: Job, plan: Plan, device: torch.device) -> Layout:
     if plan.kind == "threads":
         devices = [torch.device("cuda", index) if device.type == "cuda" else device for index in range(plan.threads)]
-        return Threads(module, devices)
+        return ThreadsLayout(module, devices)
     if plan.kind == "replicate":
-        return Replicate(module, device, job, plan.world_size, plan.compress)
+        return DdpLayout(module, device, job, plan.world_size, plan.compress)
     if plan.kind == "shard":
         # Sharding loads torch's DTensor, which takes half as long as torch itself.
-        from phalanx.parallel.fsdp import FullyShard
+        from phalanx.parallel.fsdp import FsdpLayout
         from phalanx.parallel.zero import ShardedRows
 
         return_freed_memory()
-        return FullyShard(module, device, plan) if plan.zero == 3 else ShardedRows(module, device, job, plan)
-    return Single(module, device)
+        return FsdpLayout(module, device, plan) if plan.zero == 3 else ShardedRows(module, device, job, plan)
+    return SingleLayout(module, device)
 
 
 def _check_device(plan: Plan, here: int | None) -> list[Problem]:

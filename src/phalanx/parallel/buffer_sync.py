@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from phalanx.comm import active
 
 
-class RunningStatistics:
+class BufferSync:
     """The running means and variances in a model; where it has none, sharing them does nothing.
 
     ``group`` are the ranks that share them; all where it is not given. With ``alone`` nobody else has them.

@@ -25,16 +25,16 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.comm.mesh import own_group
 from phalanx.config import Job
 from phalanx.parallel.advice import without_gradient
-from phalanx.parallel.buffer_sync import RunningStatistics
+from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.compression import Sender
-from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
+from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch, trainable
 
 # torch 2.13 renamed the option that copies rank 0's buffers (running statistics) to all ranks before each forward.
 _known = inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _known else "broadcast_buffers"
 
 
-class Replicate(Layout):
+class DdpLayout(Layout):
     """The whole model on every rank, gradients averaged over all of them by DistributedDataParallel.
 
     ``compress``, as in plans, says how they are sent.
@@ -47,18 +47,18 @@ class Replicate(Layout):
         self._device = device
         self._ddp = distributed(self._module, device, job)
         self._may_be_unused = job.unused == "allow"
-        self._statistics = RunningStatistics(self._module)
+        self._statistics = BufferSync(self._module)
         parameters = trainable(module)
         sender = None if compress == "none" else Sender(compress, own_group(), parameters)
         if sender:
             self._ddp.register_comm_hook(None, lambda _, bucket: sender.send(bucket))
-        self._held = Held(module=self._module, parameters=parameters, divisor=world_size, sender=sender)
+        self._held = RankHoldings(module=self._module, parameters=parameters, divisor=world_size, sender=sender)
 
     @property
-    def held(self) -> Held:
+    def held(self) -> RankHoldings:
         return self._held
 
-    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         accumulate(self._ddp, self._device, parts[0], work)
 
     def finish(self) -> None:
@@ -75,7 +75,7 @@ class Replicate(Layout):
 
 def distributed(module: nn.Module, device: torch.device, job: Job) -> DistributedDataParallel:
     """``module`` in DistributedDataParallel over all ranks, gradients kept in its buckets (no second copy)."""
-    buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # RunningStatistics does it, after the step
+    buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # BufferSync does it, after the step
     return DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
@@ -85,7 +85,7 @@ def distributed(module: nn.Module, device: torch.device, job: Job) -> Distribute
     )
 
 
-def accumulate(ddp: DistributedDataParallel, device: torch.device, micros: Sequence[Any], work: Work) -> None:
+def accumulate(ddp: DistributedDataParallel, device: torch.device, micros: Sequence[Any], work: MicroBatchWork) -> None:
     """Run every micro-batch; only the last one's backward communicates."""
     each_micro_batch(ddp, device, micros, work, around=lambda last: nullcontext() if last else ddp.no_sync())
 

@@ -29,9 +29,9 @@ from phalanx.hardware import return_freed_memory
 from phalanx.parallel.example import Example
 from phalanx.parallel.expert.find import _seen as called_as_experts
 from phalanx.parallel.local_shards.axis import piece
-from phalanx.parallel.operation_tape import Place, Step, Tape
+from phalanx.parallel.operation_tape import Step, Tape, TensorPlace
 from phalanx.parallel.tensor.find import dry
-from phalanx.parallel.tensor_shard import Holding
+from phalanx.parallel.tensor_shard import TensorShard
 from phalanx.trace.fake_tensors import fake, quiet
 
 LARGE = 4096
@@ -45,7 +45,7 @@ class UnrecordedError(Exception):
 class Recipe:
     """How a parameter comes about; kept on the parameter that stands for it, which is on the meta device."""
 
-    def __init__(self, tape: Tape, place: Place) -> None:
+    def __init__(self, tape: Tape, place: TensorPlace) -> None:
         self.tape, self.place = tape, place
 
 
@@ -94,7 +94,7 @@ def loaded(module: nn.Module) -> int:
 def fill(
     module: nn.Module,
     known: Mapping[str, Recipe],
-    slices: Mapping[str, Holding] | None = None,
+    slices: Mapping[str, TensorShard] | None = None,
     *,
     within: nn.Module | None = None,
     device: torch.device | None = None,

@@ -39,15 +39,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from phalanx.comm import data_mesh
 from phalanx.config import Plan
 from phalanx.errors import Problem
-from phalanx.parallel.buffer_sync import RunningStatistics
+from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.deferred_init import fill, recipes
-from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
+from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch, trainable
 from phalanx.trace.blocks import blocks
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class FullyShard(Layout):
+class FsdpLayout(Layout):
     """Parameters, gradients and optimizer state sharded over the mesh (ZeRO-3), block by block."""
 
     def __init__(self, module: nn.Module, device: torch.device, plan: Plan) -> None:
@@ -55,14 +55,14 @@ class FullyShard(Layout):
         apply(module, device, plan, data_mesh(plan, device), lambda part: fill(module, known, within=part))
         self._module = module
         self._device = device
-        self._held = Held(module=module, parameters=trainable(module), divisor=plan.world_size)
-        self._statistics = RunningStatistics(module)
+        self._held = RankHoldings(module=module, parameters=trainable(module), divisor=plan.world_size)
+        self._statistics = BufferSync(module)
 
     @property
-    def held(self) -> Held:
+    def held(self) -> RankHoldings:
         return self._held
 
-    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         # Every micro-batch scatters its gradient at once: kept for the last one, whole gradients would fill the memory.
         each_micro_batch(self._module, self._device, parts[0], work)
 

@@ -106,7 +106,7 @@ class Sync(ABC):
         """Bring replicas wholly together now, as at the end: what is read is then the same on all. Collective."""
 
 
-class Each(Sync):
+class EveryStep(Sync):
     """Gradients are summed over all replicas in every step, which layouts do on the way."""
 
     @property

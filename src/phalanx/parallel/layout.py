@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.parallel.tensor_shard import Holding
+from phalanx.parallel.tensor_shard import TensorShard
 
 if TYPE_CHECKING:
     from phalanx.parallel.compression import Sender
     from phalanx.parallel.pipeline import PipelineRunner
 
 
-class Work(ABC):
+class MicroBatchWork(ABC):
     """What a step does with each micro-batch, in the parts that a pipeline does at different times and places."""
 
     @abstractmethod
@@ -36,7 +36,7 @@ class Work(ABC):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class RankHoldings:
     """What one rank holds of a model.
 
     Attributes:
@@ -57,7 +57,7 @@ class Held:
     parameters: Mapping[str, torch.Tensor]
     divisor: float = 1.0
     counts: bool = True
-    slices: Mapping[str, Holding] = field(default_factory=dict[str, Holding])
+    slices: Mapping[str, TensorShard] = field(default_factory=dict[str, TensorShard])
     stages: dist.ProcessGroup | None = None
     runner: PipelineRunner | None = None
     remarks: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class Layout(ABC):
 
     @property
     @abstractmethod
-    def held(self) -> Held:
+    def held(self) -> RankHoldings:
         """What this rank holds."""
 
     def begin(self) -> None:
@@ -77,7 +77,7 @@ class Layout(ABC):
         drop_gradients((*self.held.module.parameters(), *self.held.parameters.values()))
 
     @abstractmethod
-    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         """Run ``work`` on every micro-batch of every part this process holds, reducing gradients on the way."""
 
     @abstractmethod
@@ -117,7 +117,7 @@ def each_micro_batch(
     module: nn.Module,
     device: torch.device,
     micros: Sequence[Any],
-    work: Work,
+    work: MicroBatchWork,
     *,
     around: Callable[[bool], AbstractContextManager[object]] | None = None,
 ) -> None:

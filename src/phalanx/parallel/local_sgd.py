@@ -32,11 +32,11 @@ from torch.futures import Future
 from phalanx.comm import Across, local
 from phalanx.config import Plan
 from phalanx.errors import DataError, LossError
-from phalanx.parallel.buffer_sync import RunningStatistics
+from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.compression import Feedback, Wire, averaged, codec, lane
 from phalanx.parallel.diloco import Fragment, Outer, divide, flattened, owners, spread
 from phalanx.parallel.grad_reduce import Sync
-from phalanx.parallel.layout import Held, Layout
+from phalanx.parallel.layout import Layout, RankHoldings
 
 _LATE = 5
 
@@ -68,12 +68,12 @@ class _Sent:
 
     fragment: int
     values: Tensor
-    tally: Tally
+    tally: AveragingWeights
     mean: Future[Tensor]
     seconds: float
 
 
-class Apart(Sync):
+class LocalSgd(Sync):
     """One replica of several, as far as this rank holds it.
 
     Attributes:
@@ -88,7 +88,7 @@ class Apart(Sync):
         self._plan, self._layout, self._steps, self._last = plan, layout, first_step, last_step
         groups = divide(_sizes(held), owners(held.module), plan.fragments)
         self._fragments = [Fragment(held.parameters, names) for names in groups]
-        self._statistics = RunningStatistics(held.module)
+        self._statistics = BufferSync(held.module)
         self._outer = Outer(plan, [fragment.read() for fragment in self._fragments])
         self._averaging = Averaging(across, plan.compress)
         self._lane = lane(torch.device("cpu"))
@@ -228,7 +228,7 @@ class Apart(Sync):
         beside = flattened(self._statistics.buffers if index == 0 else ())
         loss, count = (float(a - b) for a, b in zip(self._totals, self._told, strict=True))
         weight = self._counted_since(index)
-        tally = Tally(weight=weight, loss=loss, count=count, steps=self._steps)
+        tally = AveragingWeights(weight=weight, loss=loss, count=count, steps=self._steps)
         self._since[index], self._read[index], self._told = 0, self._totals, self._totals
         difference = self._outer.copies[index] - values
         mean = self._lane.start(lambda: self._averaging.mean(index, difference, beside, tally, whole=whole))
@@ -256,7 +256,7 @@ class Apart(Sync):
         return float(self._totals[1] - self._read[index][1])
 
 
-def _sizes(held: Held) -> dict[str, int]:
+def _sizes(held: RankHoldings) -> dict[str, int]:
     """Bytes of each whole parameter, the same on every rank that holds a part of it."""
     shapes = {
         name: held.slices[name].shape if name in held.slices else one.shape for name, one in held.parameters.items()
@@ -265,7 +265,7 @@ def _sizes(held: Held) -> dict[str, int]:
 
 
 @dataclass(kw_only=True, slots=True)
-class Tally:
+class AveragingWeights:
     """What goes with an averaging, by replica; afterwards over all of them.
 
     Attributes:
@@ -294,7 +294,9 @@ class Averaging:
         self._wire = Wire(across.group)
         self._feedback: dict[int, Feedback] = {}
 
-    def mean(self, fragment: int, values: Tensor, beside: Tensor, tally: Tally, *, whole: bool = False) -> Tensor:
+    def mean(
+        self, fragment: int, values: Tensor, beside: Tensor, tally: AveragingWeights, *, whole: bool = False
+    ) -> Tensor:
         """The weighted mean of ``values`` through the codec, or ``whole``, followed by that of ``beside``. Collective.
 
         Both are used up. ``tally`` becomes that of all replicas. What is sent ``whole`` has with it what was left out.
@@ -340,7 +342,7 @@ class Averaging:
         across.sum(values)
         return values.div_(across.size)
 
-    def _weigh(self, tally: Tally) -> float:
+    def _weigh(self, tally: AveragingWeights) -> float:
         """This replica's weight: 1 is the mean one. Adds the tallies up."""
         across = self._across
         numbers = torch.tensor((tally.weight, tally.loss, tally.count, tally.steps), dtype=torch.float64)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.comm import is_dtensor, local
-from phalanx.parallel.layout import Held, Layout, Work
+from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings
 
 
 class OptimizerOnHost(Layout):
@@ -34,13 +34,13 @@ class OptimizerOnHost(Layout):
         self._held = replace(inner.held, parameters=self._host)
 
     @property
-    def held(self) -> Held:
+    def held(self) -> RankHoldings:
         return self._held
 
     def begin(self) -> None:
         self._inner.begin()
 
-    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         self._inner.accumulate(parts, work)
 
     def finish(self) -> None:

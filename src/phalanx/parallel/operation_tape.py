@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Where a tensor lies: in which memory, of how many bytes, and how."""
 
     memory: int
@@ -49,7 +49,7 @@ class Step:
     blind: bool
     overwrites: bool
     writes: tuple[int, ...]
-    made: tuple[Place | None, ...]
+    made: tuple[TensorPlace | None, ...]
 
     @property
     def makes(self) -> set[int]:
@@ -62,7 +62,7 @@ class Step:
         if self.blind:
             return set()
         leaves = tree_leaves((self.args[1:] if self.overwrites else self.args, self.kwargs))
-        return {leaf.memory for leaf in leaves if isinstance(leaf, Place)}
+        return {leaf.memory for leaf in leaves if isinstance(leaf, TensorPlace)}
 
 
 class Tape:
@@ -74,14 +74,14 @@ class Tape:
         self._numbers: dict[int, int] = {}
         self._memory: list[Any] = []  # kept, so that no two have one address
 
-    def place(self, tensor: Tensor) -> Place:
+    def place(self, tensor: Tensor) -> TensorPlace:
         """Where a fake lies."""
         memory = tensor.untyped_storage()
         number = self._numbers.setdefault(memory._cdata, len(self._memory))
         if number == len(self._memory):
             self._memory.append(memory)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return Place(number, memory.nbytes(), tensor.dtype, shape, stride, int(tensor.storage_offset()))
+        return TensorPlace(number, memory.nbytes(), tensor.dtype, shape, stride, int(tensor.storage_offset()))
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a fake lies in memory that a step has made."""
@@ -108,7 +108,7 @@ class Tape:
         """No more steps will come."""
         self._numbers, self._memory = {}, []
 
-    def replay(self, wanted: Sequence[Place], take: Callable[[int, Tensor], None]) -> None:
+    def replay(self, wanted: Sequence[TensorPlace], take: Callable[[int, Tensor], None]) -> None:
         """Do what leads to the tensors at these places, and no more; ``take(index, tensor)`` each once it is made.
 
         Tensors that have no step in common are made one after the other; nothing is kept longer than it is needed.
@@ -118,13 +118,13 @@ class Tape:
             for members in _connected(parts):
                 self._run(sorted(set().union(*(parts[one] for one in members))), members, parts, wanted, take)
 
-    def value(self, place: Place) -> Tensor:
+    def value(self, place: TensorPlace) -> Tensor:
         """The tensor at one place."""
         found: list[Tensor] = []
         self.replay([place], lambda _, tensor: found.append(tensor))
         return found[0]
 
-    def prints(self, place: Place) -> Iterator[tuple[int, float, float]]:
+    def prints(self, place: TensorPlace) -> Iterator[tuple[int, float, float]]:
         """What the recipes of one tensor on two ranks can be compared by, as (elements, sum, norm).
 
         First of all its steps and states of random numbers, then of each number and each given tensor among them.
@@ -147,7 +147,7 @@ class Tape:
         yield 1, float(int.from_bytes(digest.digest()[:6], "big")), 0.0
         yield from given
 
-    def _leading_to(self, place: Place) -> list[int]:
+    def _leading_to(self, place: TensorPlace) -> list[int]:
         """The steps that a tensor's value at the end of the tape comes from."""
         found: set[int] = set()
         waiting = [(place.memory, len(self._steps))]
@@ -171,7 +171,7 @@ class Tape:
         steps: list[int],
         members: list[int],
         parts: list[list[int]],
-        wanted: Sequence[Place],
+        wanted: Sequence[TensorPlace],
         take: Callable[[int, Tensor], None],
     ) -> None:
         done: dict[int, list[int]] = {}
@@ -206,7 +206,7 @@ def _connected(parts: Sequence[Sequence[int]]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _at(place: Place, there: dict[int, torch.UntypedStorage]) -> Tensor:
+def _at(place: TensorPlace, there: dict[int, torch.UntypedStorage]) -> Tensor:
     if place.memory not in there:
         there[place.memory] = torch.UntypedStorage(place.size)
     tensor = torch.empty(0, dtype=place.dtype)
@@ -215,7 +215,7 @@ def _at(place: Place, there: dict[int, torch.UntypedStorage]) -> Tensor:
 
 def _do(step: Step, there: dict[int, torch.UntypedStorage]) -> None:
     args, kwargs = tree_map(
-        lambda leaf: _at(leaf, there) if isinstance(leaf, Place) else leaf, (step.args, step.kwargs)
+        lambda leaf: _at(leaf, there) if isinstance(leaf, TensorPlace) else leaf, (step.args, step.kwargs)
     )
     if step.state is not None and step.generator:
         kwargs["generator"] = torch.Generator()

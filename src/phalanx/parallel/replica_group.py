@@ -13,8 +13,8 @@ from torch import nn
 from phalanx.comm import Mesh, local
 from phalanx.config import Job
 from phalanx.parallel.advice import without_gradient
-from phalanx.parallel.buffer_sync import RunningStatistics
-from phalanx.parallel.expert import Dealt
+from phalanx.parallel.buffer_sync import BufferSync
+from phalanx.parallel.expert import DispatchedExperts
 from phalanx.parallel.grad_reduce import add_up
 from phalanx.parallel.layout import trainable
 
@@ -58,12 +58,12 @@ class Replicas(ABC):
 class Whole(Replicas):
     """Every rank holds its slice whole and steps all of it."""
 
-    def __init__(self, module: nn.Module, job: Job, mesh: Mesh, dealt: Dealt) -> None:
+    def __init__(self, module: nn.Module, job: Job, mesh: Mesh, dealt: DispatchedExperts) -> None:
         self._parameters = trainable(module)
         self._may_be_unused = job.unused == "allow"
         self._group = mesh.group("fsdp", *COPIES)
         self._apart = dict.fromkeys(dealt.slices, mesh.group("fsdp", *APART))
-        self._statistics = RunningStatistics(module, self._group, alone=self._group is None)
+        self._statistics = BufferSync(module, self._group, alone=self._group is None)
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -99,7 +99,7 @@ class Whole(Replicas):
 class Rows(Replicas):
     """Ranks of ``fsdp`` hold their slice whole and step some rows of it each: ZeRO-1 and 2."""
 
-    def __init__(self, module: nn.Module, device: torch.device, job: Job, mesh: Mesh, dealt: Dealt) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, job: Job, mesh: Mesh, dealt: DispatchedExperts) -> None:
         from phalanx.parallel.zero import Partition, Scattering
 
         everyone = mesh.group("fsdp", *COPIES)
@@ -134,7 +134,12 @@ class Sharded(Replicas):
     """Ranks of ``fsdp`` share out each slice: torch's ``fully_shard`` over them, copies along the other dimensions."""
 
     def __init__(
-        self, module: nn.Module, device: torch.device, mesh: Mesh, dealt: Dealt, values: Callable[[nn.Module], None]
+        self,
+        module: nn.Module,
+        device: torch.device,
+        mesh: Mesh,
+        dealt: DispatchedExperts,
+        values: Callable[[nn.Module], None],
     ) -> None:
         """``values(part)`` gives a part of the model its values, where it has none yet."""
         from phalanx.parallel.fsdp import apply
@@ -152,7 +157,7 @@ class Sharded(Replicas):
         self._apart = [self._parameters[name] for name in apart]
         self._beside = [self._parameters[name] for name in apart if name not in dealt.slices]
         copies = mesh.group("fsdp", *COPIES)
-        self._statistics = RunningStatistics(module, copies, alone=copies is None)
+        self._statistics = BufferSync(module, copies, alone=copies is None)
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:

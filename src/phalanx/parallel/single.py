@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch, trainable
+from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch, trainable
 
 
-class Single(Layout):
+class SingleLayout(Layout):
     """The whole model on one device."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module = module.to(device)
         self._device = device
-        self._held = Held(module=self._module, parameters=trainable(module))
+        self._held = RankHoldings(module=self._module, parameters=trainable(module))
 
     @property
-    def held(self) -> Held:
+    def held(self) -> RankHoldings:
         return self._held
 
-    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         each_micro_batch(self._module, self._device, parts[0], work)
 
     def finish(self) -> None:

@@ -22,11 +22,11 @@ from phalanx.parallel.context.regions import Entrance, added_late, entrances, op
 from phalanx.parallel.deferred_init import fill, recipes
 from phalanx.parallel.example import Example
 from phalanx.parallel.grad_reduce import add_up
-from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch
+from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch
 from phalanx.parallel.local_shards import Axis, Cut, Placed
 from phalanx.parallel.replica_group import Replicas, Rows, Sharded, Whole
 from phalanx.parallel.tensor import Places, find, show_slices, split_weights
-from phalanx.parallel.tensor_shard import Holding
+from phalanx.parallel.tensor_shard import TensorShard
 from phalanx.placement.limits import no_attention, no_layers_to_cut
 from phalanx.trace.blocks import leave_cache_out, parts
 from phalanx.units import show_names
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from phalanx.parallel.stage_ownership import Stages
 
 
-class Split(Layout):
+class SplitLayout(Layout):
     """One rank's part of a split model."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Split(Layout):
         self._tp = mesh.group("tp")
         self._stages = cut.stages
         last = cut.stages is None or cut.stages.runner.is_last
-        self._held = Held(
+        self._held = RankHoldings(
             module=module,
             parameters=parameters,
             remarks=cut.remarks,
@@ -76,14 +76,14 @@ class Split(Layout):
         )
 
     @property
-    def held(self) -> Held:
+    def held(self) -> RankHoldings:
         return self._held
 
     def begin(self) -> None:
         super().begin()
         self._replicas.begin()
 
-    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         if self._stages is not None:
             self._stages.runner.run(parts[0], work)
         else:
@@ -119,7 +119,7 @@ class _Cut:
     """
 
     def __init__(self, module: nn.Module, device: torch.device, plan: Plan, mesh: Mesh, example: Example) -> None:
-        self.slices: dict[str, Holding] = {}
+        self.slices: dict[str, TensorShard] = {}
         self.places: Places = []
         tensors = Axis("tp", size=plan.tp, rank=mesh.at["tp"], group=mesh.group("tp"), tokens=plan.sequence)
         leave_cache_out(module)
@@ -154,7 +154,7 @@ class _Cut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class SplitParts:
     """What can be shared out of a model, looked for in the whole of it, before any is taken out.
 
     Attributes:
@@ -174,7 +174,7 @@ class Found:
     late: list[str]
 
 
-def look(module: nn.Module, plan: Plan, example: Example) -> Found:
+def look(module: nn.Module, plan: Plan, example: Example) -> SplitParts:
     """What ``plan`` can share out of ``module``, whose experts work by rows afterwards; talks to no other process.
 
     Raises:
@@ -185,7 +185,7 @@ def look(module: nn.Module, plan: Plan, example: Example) -> Found:
     weights, whole = _weights(module, plan, example) if plan.tp > 1 else ({}, [])
     dealt = expert.rows_of(experts, plan)
     over_tp = _tokens(module, example, plan, "sequence") if plan.sequence else {}
-    return Found(
+    return SplitParts(
         experts=experts,
         weights=weights,
         whole=[name for name in whole if name not in dealt],
@@ -195,7 +195,7 @@ def look(module: nn.Module, plan: Plan, example: Example) -> Found:
     )
 
 
-def _remarks(found: Found, plan: Plan) -> tuple[str, ...]:
+def _remarks(found: SplitParts, plan: Plan) -> tuple[str, ...]:
     if not found.whole:
         return ()
     return (f"tp={plan.tp} leaves on every rank what pairs up with no other weight: {show_names(found.whole)}.",)

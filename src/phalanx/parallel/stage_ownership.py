@@ -16,7 +16,7 @@ from phalanx.parallel.example import Example
 from phalanx.parallel.grad_reduce import add_up
 from phalanx.parallel.pipeline import Pipeline, PipelineRunner, cut
 from phalanx.parallel.replica_group import APART, COPIES
-from phalanx.parallel.tensor_shard import Holding
+from phalanx.parallel.tensor_shard import TensorShard
 from phalanx.placement.schedules import in_halves
 
 
@@ -63,16 +63,16 @@ class Stages:
             raise RefusedError([_reads(pipeline.plan, reading[0])])
         return list(found)
 
-    def holdings(self, slices: Mapping[str, Holding]) -> dict[str, Holding]:
+    def holdings(self, slices: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
         """``slices`` with what several stages hold, of which one copy counts."""
         found = dict(slices)
         for name in [name for name, first in self._first.items() if not first]:
             known = found.get(name)
-            found[name] = Holding(
+            found[name] = TensorShard(
                 shape=known.shape if known else self._shapes[name], placed=known.placed if known else (), counts=False
             )
         for name in self._buffers:
-            found[name] = Holding(shape=self._shapes[name], counts=False)
+            found[name] = TensorShard(shape=self._shapes[name], counts=False)
         return found
 
     def add_up_tied(self, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -21,7 +21,7 @@ from phalanx.parallel.example import Example
 
 if TYPE_CHECKING:  # loaded by plans that split a model
     from phalanx.parallel.pipeline import Pipeline
-    from phalanx.parallel.split import Found
+    from phalanx.parallel.split import SplitParts
 
 Ranges = tuple[tuple[int, int], ...]
 """Elements [start, stop) of one dimension, in order, none empty."""
@@ -92,7 +92,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class DimensionShare:
     """One dimension of a tensor dealt out over ranks.
 
     Attributes:
@@ -107,7 +107,7 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class ParameterShard:
     """What one rank holds of one parameter between steps.
 
     Attributes:
@@ -123,7 +123,7 @@ class Held:
     parameter: Piece
     gradient: Piece | None
     stepped: Piece | None
-    shares: tuple[Share, ...] = ()
+    shares: tuple[DimensionShare, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -181,14 +181,16 @@ class Survey:
     stages: tuple[Stage, ...] = ()
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     whole: tuple[str, ...] = ()
-    _shares: tuple[Mapping[str, Share], ...] = ()  # for each rank along pp: name → how the splitting axes cut it
+    _shares: tuple[
+        Mapping[str, DimensionShare], ...
+    ] = ()  # for each rank along pp: name → how the splitting axes cut it
 
     @property
     def elements(self) -> int:
         """Of all parameters."""
         return sum(tensor.elements for tensor in self.parameters)
 
-    def held(self, rank: int) -> tuple[Held, ...]:
+    def held(self, rank: int) -> tuple[ParameterShard, ...]:
         """What ``rank`` holds of each parameter, in the model's order; those of which it holds nothing are not there.
 
         Ranks of equal ``place`` get the same object.
@@ -208,7 +210,7 @@ class Survey:
         return self._owned[pipe]
 
     @cached_property
-    def _known(self) -> dict[tuple[int, ...], tuple[Held, ...]]:
+    def _known(self) -> dict[tuple[int, ...], tuple[ParameterShard, ...]]:
         return {}
 
     @cached_property
@@ -220,7 +222,7 @@ class Survey:
             owned[stage.rank] |= set(stage.parameters)
         return owned
 
-    def _held(self, rank: int) -> tuple[Held, ...]:
+    def _held(self, rank: int) -> tuple[ParameterShard, ...]:
         at = self.plan.coordinate(rank)
         shares = self._shares[at["pp"]] if self._shares else {}
         names = self.names(at["pp"])
@@ -228,23 +230,23 @@ class Survey:
             self._one(tensor, shares.get(tensor.name), at) for tensor in self.parameters if tensor.name in names
         )
 
-    def _one(self, tensor: Tensor, share: Share | None, at: Mapping[str, int]) -> Held:
+    def _one(self, tensor: Tensor, share: DimensionShare | None, at: Mapping[str, int]) -> ParameterShard:
         mine, shares = Piece.whole(tensor.shape), (share,) if share else ()
         for one in shares:
             mine = mine.part(one.dim, one.ranges[_index(self.plan, one.axes, at)])
         zero, learns = self.plan.zero, tensor.learns
         if not zero or not tensor.shape:
-            return Held(
+            return ParameterShard(
                 tensor=tensor,
                 parameter=mine,
                 gradient=mine if learns else None,
                 stepped=mine if learns else None,
                 shares=shares,
             )
-        rows = Share(axes=("fsdp",), dim=0, ranges=chunks(mine.shape[0], self.plan.fsdp))
+        rows = DimensionShare(axes=("fsdp",), dim=0, ranges=chunks(mine.shape[0], self.plan.fsdp))
         own = mine.part(0, rows.ranges[at["fsdp"]])
         accumulates = self.plan.micro is not None or self.plan.pp > 1  # several micro-batches, or no time to scatter
-        return Held(
+        return ParameterShard(
             tensor=tensor,
             parameter=own if zero == 3 else mine,
             gradient=(mine if zero == 1 and accumulates else own) if learns else None,
@@ -307,19 +309,19 @@ def _tensors(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[Tensor, ...]:
     )
 
 
-def _shares(found: Found, plan: Plan, here: set[str]) -> dict[str, Share]:
+def _shares(found: SplitParts, plan: Plan, here: set[str]) -> dict[str, DimensionShare]:
     """How the ranks of one place along ``pp``, which hold the parameters named ``here``, cut them."""
     from phalanx.parallel.expert import dealt_over, rows_of
 
     shares = {
-        name: Share(axes=("tp",), dim=dim, ranges=cut.expanded())
+        name: DimensionShare(axes=("tp",), dim=dim, ranges=cut.expanded())
         for name, (dim, cut) in found.weights.items()
         if name in here
     }
     experts = [one for one in found.experts if one.whole_name(one.parameters[0]) in here]
     over = tuple(axis for axis in dealt_over(experts, plan) if plan.mesh[axis] > 1)
     for name, cut in rows_of(experts, plan).items():
-        shares[name] = Share(axes=over, dim=0, ranges=cut.expanded())
+        shares[name] = DimensionShare(axes=over, dim=0, ranges=cut.expanded())
     return shares
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Holding:
+class TensorShard:
     """One rank's part of a tensor.
 
     Attributes:

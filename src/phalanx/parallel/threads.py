@@ -29,7 +29,7 @@ from torch.utils import checkpoint as checkpointing
 
 from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel.layout import Held, Layout, Work, drop_gradients, each_micro_batch, trainable
+from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, drop_gradients, each_micro_batch, trainable
 from phalanx.parallel.pipeline.value_flow import RANDOM
 
 
@@ -61,14 +61,14 @@ def check(plan: Plan, kind: str) -> list[Problem]:
     return problems
 
 
-class Threads(Layout):
+class ThreadsLayout(Layout):
     """Replicas of a model, one on each device, run by one thread each."""
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
         first = module.to(self._devices[0])
         self._replicas = [first, *(_replica(first, device) for device in self._devices[1:])]
-        self._held = Held(module=first, parameters=trainable(first))
+        self._held = RankHoldings(module=first, parameters=trainable(first))
         self._copies = [dict(replica.named_parameters()) for replica in self._replicas[1:]]
         cores = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(
@@ -79,7 +79,7 @@ class Threads(Layout):
         )
 
     @property
-    def held(self) -> Held:
+    def held(self) -> RankHoldings:
         return self._held
 
     @property
@@ -91,12 +91,12 @@ class Threads(Layout):
         for replica in self._copies:
             drop_gradients(replica.values())
 
-    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         share_a_stream = len(set(self._devices)) < len(self._devices)
         with nothing_drawn_twice() if share_a_stream else nullcontext():
             self._accumulate(parts, work)
 
-    def _accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+    def _accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         waiting = [
             self._pool.submit(each_micro_batch, module, device, micros, work)
             for module, device, micros in zip(self._replicas, self._devices, parts, strict=True)

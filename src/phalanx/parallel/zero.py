@@ -27,9 +27,9 @@ from phalanx.comm import all_gather_flat, data_mesh, reduce_scatter_sum
 from phalanx.config import Job, Plan
 from phalanx.config.sync import BUCKET_BYTES
 from phalanx.parallel.advice import without_gradient
-from phalanx.parallel.buffer_sync import RunningStatistics
+from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.deferred_init import fill, recipes
-from phalanx.parallel.layout import Held, Layout, Work, each_micro_batch
+from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch
 
 
 class ShardedRows(Layout):
@@ -41,17 +41,17 @@ class ShardedRows(Layout):
         self._device = device
         self._partition = Partition.over_all_ranks(self._module, device, plan)
         self._scattering = Scattering(self._partition, job, when="each" if plan.zero == 2 else "last")
-        self._held = Held(module=self._module, parameters=self._partition.shards)
+        self._held = RankHoldings(module=self._module, parameters=self._partition.shards)
 
     @property
-    def held(self) -> Held:
+    def held(self) -> RankHoldings:
         return self._held
 
     def begin(self) -> None:
         super().begin()
         self._scattering.begin()
 
-    def accumulate(self, parts: Sequence[Sequence[Any]], work: Work) -> None:
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         each_micro_batch(self._module, self._device, parts[0], work, around=self._scattering.around)
 
     def finish(self) -> None:
@@ -172,7 +172,7 @@ class Partition:
         """
         trainable = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
         self.everyone, self.world_size = everyone, dist.get_world_size(everyone)
-        self._statistics = RunningStatistics(module, everyone)
+        self._statistics = BufferSync(module, everyone)
         self.slices = [Slice(name, tensor, shards) for name, tensor in trainable]
         self.shards: dict[str, torch.Tensor] = {piece.name: piece.shard for piece in self.slices}
         # Backward reaches parameters roughly in reverse order of definition.

@@ -75,7 +75,7 @@ def _none(question: Question) -> Problem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Foretold:
+class PlanForecast:
     """A plan's future.
 
     Attributes:
@@ -100,7 +100,7 @@ class Foretold:
         }
 
 
-def foretell(question: Question, plan: Plan | None = None) -> Foretold:
+def foretell(question: Question, plan: Plan | None = None) -> PlanForecast:
     """The future of ``plan``, or of replicas on all devices where none is given.
 
     Raises:
@@ -110,7 +110,7 @@ def foretell(question: Question, plan: Plan | None = None) -> Foretold:
     if wrong := refusals(chosen, question):
         raise RefusedError(wrong)
     found = forecast(question.work, chosen, question.cluster, question.habits)
-    return Foretold(
+    return PlanForecast(
         question=question,
         forecast=found,
         bill=bill(found.step * max(1, question.steps), question.cluster, question.prices),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from phalanx.config import Cluster, Plan
 from phalanx.config.plan import Precision
 from phalanx.errors import Problem, SpecError
-from phalanx.forecast import PHALANX, Habits, Work
+from phalanx.forecast import PHALANX, Preset, Work
 from phalanx.hardware import entry
 from phalanx.planner.cost import Prices
 
@@ -32,7 +32,7 @@ class Question:
     precision: Precision
     steps: int = 0
     prices: Prices = field(default_factory=Prices)
-    habits: Habits = PHALANX
+    habits: Preset = PHALANX
     look: Callable[[Plan], list[Problem]] | None = field(default=None, compare=False)
 
     @property

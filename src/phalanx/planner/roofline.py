@@ -17,7 +17,7 @@ from phalanx.trace import flops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lined:
+class RooflinePoint:
     """A work on one device. Williams et al. 2009, "Roofline", sections 3 and 4.
 
     Attributes:
@@ -49,7 +49,7 @@ class Lined:
         return {**own, "forecast": told(self.forecast) if self.forecast else None}
 
 
-def rooflines(work: Work, devices: Iterable[str]) -> list[Lined]:
+def rooflines(work: Work, devices: Iterable[str]) -> list[RooflinePoint]:
     """``work`` on one of each of the devices called so, in their order."""
     return [_lined(work, name) for name in devices]
 
@@ -76,7 +76,7 @@ def intensity(work: Work, samples: float, size: float) -> float:
     return computed / moved if moved else 0.0
 
 
-def _lined(work: Work, name: str) -> Lined:
+def _lined(work: Work, name: str) -> RooflinePoint:
     there = cluster(name)
     device, precision = there.groups[0].device, precision_for(there)
     found = search(Question(work=work, cluster=there, precision=precision))
@@ -86,7 +86,7 @@ def _lined(work: Work, name: str) -> Lined:
     best = forecast(work, found.best, there) if found.best else None
     missing = max(0.0, found.least - device.room) if best is None else 0.0
     ridge = device.ridge(precision)
-    return Lined(
+    return RooflinePoint(
         device=name,
         precision=precision,
         intensity=reached,

@@ -14,7 +14,7 @@ from phalanx.config.plan import Precision
 from phalanx.config.sync import AUTO
 from phalanx.forecast.forecast import times
 from phalanx.forecast.layouts import RECOMPUTES, SCHEDULES, Layouts
-from phalanx.forecast.step import Scene
+from phalanx.forecast.step import ForecastInput
 from phalanx.forecast.uncertainty import SAFE
 from phalanx.forecast.uneven_shares import deal, memory_of
 from phalanx.placement.limits import Limits
@@ -278,7 +278,7 @@ def search(question: Question, held: Mapping[str, Any] | None = None, *, most: i
     if held:
         whole = whole.take(whole.where(held))
     work, precision = question.work, question.precision
-    scene = Scene(work=work, cluster=question.cluster, precision=precision, habits=question.habits)
+    scene = ForecastInput(work=work, cluster=question.cluster, precision=precision, habits=question.habits)
     needed, room = memory_of(scene, deal(scene, whole.layouts()))
     reserved = needed.reserved
     fits: npt.NDArray[np.bool_] = reserved <= room

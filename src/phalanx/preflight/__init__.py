@@ -1,6 +1,6 @@
 """What a run here is told before it is over: its forecast, whether that fits, and a plan where none is given."""
 
 from phalanx.preflight.plan_choice import Choice, choose, cluster_for, forecast_here, plain
-from phalanx.preflight.run_forecast import Teller, too_little
+from phalanx.preflight.run_forecast import RunForecaster, too_little
 
-__all__ = ["Choice", "Teller", "choose", "cluster_for", "forecast_here", "plain", "too_little"]
+__all__ = ["Choice", "RunForecaster", "choose", "cluster_for", "forecast_here", "plain", "too_little"]

@@ -24,7 +24,7 @@ _LONGEST = 60.0  # seconds that the begin of a run waits, where its model alone 
 
 
 @final
-class Teller:
+class RunForecaster:
     """The forecast of one run.
 
     As a context it surrounds the run: entering waits until the run may begin, leaving stores what was found. Called, it

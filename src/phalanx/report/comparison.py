@@ -24,7 +24,7 @@ _HELD = ("parameters", "gradients", "optimizer", "activations")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
+class Compared:
     """One quantity, forecast and measured.
 
     Attributes:
@@ -64,7 +64,7 @@ def stored(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def step_beside(forecast: Mapping[str, Any], measured: Mapping[str, float]) -> list[Beside]:
+def step_beside(forecast: Mapping[str, Any], measured: Mapping[str, float]) -> list[Compared]:
     """Seconds of a step by part.
 
     Args:
@@ -79,13 +79,13 @@ def step_beside(forecast: Mapping[str, Any], measured: Mapping[str, float]) -> l
     parts = {"whole": forecast["step"], "passes": sum(within.values()), **within}
     parts |= {name: seconds[name] for name in _AFTER}
     return [
-        Beside(what="step", part=part, forecast=each, measured=measured.get(part))
+        Compared(what="step", part=part, forecast=each, measured=measured.get(part))
         for part, each in parts.items()
         if part == "whole" or part in measured or each > _SMALL * forecast["step"]
     ]
 
 
-def memory_beside(forecast: Mapping[str, Any], ranks: Sequence[Mapping[str, int]]) -> list[Beside]:
+def memory_beside(forecast: Mapping[str, Any], ranks: Sequence[Mapping[str, int]]) -> list[Compared]:
     """Bytes by part on the rank that needs most of each.
 
     Args:
@@ -97,10 +97,10 @@ def memory_beside(forecast: Mapping[str, Any], ranks: Sequence[Mapping[str, int]
     held = dict(forecast["parts"])  # each at its own peak, as it is measured
     held["parameters"] += held.get("gathered", 0.0)  # measured parameters are those that were gathered, too
     most = {part: max(rank[part] for rank in ranks) for part in _HELD}
-    return [Beside(what="memory", part=part, forecast=held[part], measured=float(most[part])) for part in _HELD]
+    return [Compared(what="memory", part=part, forecast=held[part], measured=float(most[part])) for part in _HELD]
 
 
-def under_forecast(rows: Sequence[Beside]) -> Beside | None:
+def under_forecast(rows: Sequence[Compared]) -> Compared | None:
     """The part of memory that most bytes were missed of; ``None`` where none was."""
     short = [one for one in rows if one.what == "memory" and (one.measured or 0.0) > (one.forecast or 0.0)]
     return max(short, key=lambda one: (one.measured or 0.0) - (one.forecast or 0.0), default=None)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.planner.explain import PARTS
-from phalanx.report.comparison import LATE, Beside
+from phalanx.report.comparison import LATE, Compared
 from phalanx.report.summary import RunSummary
 from phalanx.units import show_bytes, show_count, show_seconds
 
@@ -48,24 +48,24 @@ def _why(summary: RunSummary) -> str:
     return f"{why}; phalanx show {summary.folder} makes it" if why == LATE else why
 
 
-def _name(row: Beside) -> str:
+def _name(row: Compared) -> str:
     if row.what == "memory":
         return f"memory: {row.part}"
     return _WORDS.get(row.part) or f"    {PARTS.get(row.part, row.part)}"
 
 
-def _shown(row: Beside, number: float | None) -> str:
+def _shown(row: Compared, number: float | None) -> str:
     if number is None:
         return ""
     return show_seconds(number) if row.what == "step" else show_bytes(number)
 
 
-def _ratio(row: Beside) -> str:
+def _ratio(row: Compared) -> str:
     return "" if row.ratio is None else f"{row.ratio:.2f}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Apart:
+class BetweenHosts:
     """One plan between hosts.
 
     Attributes:
@@ -107,7 +107,7 @@ class Apart:
         )
 
 
-def apart_table(rows: Sequence[Apart]) -> RenderableType:
+def apart_table(rows: Sequence[BetweenHosts]) -> RenderableType:
     """Plans between hosts, and what is left of their speed here."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("plan", overflow="fold")

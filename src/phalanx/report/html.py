@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.errors import MissingExtraError
 from phalanx.forecast import Forecast
-from phalanx.planner.advise import Advice, Foretold
+from phalanx.planner.advise import Advice, PlanForecast
 from phalanx.planner.explain import PARTS
 from phalanx.planner.nearest_fit import Shortfall
 from phalanx.planner.scale import Curve
@@ -31,7 +31,7 @@ Chart = dict[str, Any]
 """What plotly draws: ``data`` and ``layout``."""
 
 
-def forecast_page(name: str, found: Foretold) -> str:
+def forecast_page(name: str, found: PlanForecast) -> str:
     """One plan."""
     one = found.forecast
     rows = [

@@ -15,9 +15,9 @@ from rich.text import Text
 from phalanx.config import Plan
 from phalanx.forecast import Forecast
 from phalanx.planner import Bill, Ranking, Shortfall
-from phalanx.planner.advise import Advice, Foretold
+from phalanx.planner.advise import Advice, PlanForecast
 from phalanx.planner.explain import PARTS, Explanation, Neighbour, tied
-from phalanx.planner.roofline import Lined
+from phalanx.planner.roofline import RooflinePoint
 from phalanx.planner.scale import Curve, Point
 from phalanx.report.text import scaling_chart
 from phalanx.units import show_bytes, show_count, show_seconds
@@ -25,7 +25,7 @@ from phalanx.units import show_bytes, show_count, show_seconds
 _WIDTH = 30
 
 
-def forecast_view(name: str, found: Foretold) -> RenderableType:
+def forecast_view(name: str, found: PlanForecast) -> RenderableType:
     """One plan: what it comes to, memory and time by part, and what would make it fit."""
     one = found.forecast
     parts: list[RenderableType] = [
@@ -326,7 +326,7 @@ _LEGEND = (
 )
 
 
-def roofline_view(name: str, lines: Sequence[Lined]) -> RenderableType:
+def roofline_view(name: str, lines: Sequence[RooflinePoint]) -> RenderableType:
     """One row a device."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), caption=_LEGEND)
     table.add_column("device", no_wrap=True)

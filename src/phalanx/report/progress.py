@@ -100,7 +100,7 @@ def progress(console: Console, *, label: str = "", lines: frozenset[str] = ALL) 
 
 
 @final
-class Pace:
+class StepPace:
     """How fast steps go by, taken over the last few."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Pace:
         return (until - since) / max(1, last - first) * steps
 
 
-def step_text(event: Event, pace: Pace, total: int | None) -> str:
+def step_text(event: Event, pace: StepPace, total: int | None) -> str:
     """Loss, pace, learning rate and time left, as of a ``step`` event."""
     parts = [f"loss {event['loss']:.4g}" if event["loss"] is not None else "loss NaN"]
     if (rate := pace.samples_per_second) is not None:
@@ -196,7 +196,7 @@ class Bar(Viewer):
             redirect_stdout=_same_terminal(),
         )
         self._task = self._progress.add_task("starting", total=None, label=escape(label))
-        self._pace = Pace()
+        self._pace = StepPace()
         self._total: int | None = None
         self._started = False
 
@@ -265,7 +265,7 @@ class Lines(Viewer):
     def __init__(self, console: Console, label: str = "", lines: frozenset[str] = ALL) -> None:
         self._console, self._lines = console, lines
         self._label = f"{label}  " if label else ""
-        self._pace = Pace()
+        self._pace = StepPace()
         self._total: int | None = None
         self._said_at = 0.0
         self._latest: Event | None = None

@@ -15,7 +15,7 @@ from phalanx.report.summary import events_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class SamplesSeen:
     """What the ledger of a run shows.
 
     Attributes:
@@ -60,7 +60,7 @@ class Seen:
         return {"once": self.once, **asdict(self)}
 
 
-def seen(folder: Path) -> Seen:
+def seen(folder: Path) -> SamplesSeen:
     """What the ledger of the run in ``folder`` shows, over all its parts where it was resumed.
 
     Raises:
@@ -74,7 +74,7 @@ def seen(folder: Path) -> Seen:
         )
     samples, batch, drop_last = start["samples"], start["batch"], start["drop_last"]
     steps = len(records(folder / "ledger"))
-    return Seen(
+    return SamplesSeen(
         folder=str(folder),
         samples=samples,
         batch=batch,
@@ -85,7 +85,7 @@ def seen(folder: Path) -> Seen:
     )
 
 
-def seen_table(result: Seen) -> RenderableType:
+def seen_table(result: SamplesSeen) -> RenderableType:
     """The answer, and everything that is wrong."""
     data = "a stream" if result.samples is None else f"{result.samples} samples"
     data = "a stream" if result.samples is None else f"{result.samples} samples"

@@ -13,7 +13,7 @@ from phalanx.data.batch_split import share
 from phalanx.errors import PhalanxError
 from phalanx.launch import look_ahead
 from phalanx.parallel import device_kind
-from phalanx.parallel.survey import Held, Piece, Survey
+from phalanx.parallel.survey import ParameterShard, Piece, Survey
 from phalanx.placement.schedules import Action, Timed, order, timed, work
 from phalanx.report.comparison import LATE, stored
 from phalanx.report.drawing import Timeline, samples_of
@@ -299,7 +299,7 @@ def _survey_as_dict(survey: Survey | None, plan: Plan, batch: int) -> dict[str, 
     }
 
 
-def _held_as_dict(held: Held) -> dict[str, Any]:
+def _held_as_dict(held: ParameterShard) -> dict[str, Any]:
     def part(piece: Piece | None) -> dict[str, Any] | None:
         return piece and {"shape": list(piece.shape), "ranges": [[list(run) for run in dim] for dim in piece.ranges]}
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.config import Plan
-from phalanx.parallel.survey import Held, Survey
+from phalanx.parallel.survey import ParameterShard, Survey
 from phalanx.report.comparison_tables import beside_table
 from phalanx.report.drawing import (
     COLOURS,
@@ -39,7 +39,7 @@ from phalanx.units import show_bytes, show_count, show_seconds
 
 _NUMBERS = ("bytes", "elements", "stepped", "parameters", "gradients", "share of work")
 
-Place = tuple[list[int], Mapping[str, Held]]  # ranks that hold the same, and what
+Place = tuple[list[int], Mapping[str, ParameterShard]]  # ranks that hold the same, and what
 
 
 def shown_text(shown: Shown, width: int) -> RenderableType:

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.config import Plan
 from phalanx.errors import DataError
 from phalanx.events import read
-from phalanx.report.comparison import Beside, memory_beside, step_beside, stored
+from phalanx.report.comparison import Compared, memory_beside, step_beside, stored
 from phalanx.report.progress import Event
 from phalanx.units import show_bytes, show_count, show_names
 
@@ -81,7 +81,7 @@ class RunSummary:
     sent: tuple[int, ...]
     whole: tuple[int, ...]
     forecast: dict[str, Any] | None
-    beside: tuple[Beside, ...]
+    beside: tuple[Compared, ...]
     shares: tuple[int, ...]
     moves: int
     checkpoint: str | None
@@ -159,7 +159,7 @@ def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] |
 
 def beside_of(
     foretold: dict[str, Any] | None, events: Sequence[Event], held: Sequence[dict[str, int]], seconds: float | None
-) -> tuple[Beside, ...]:
+) -> tuple[Compared, ...]:
     """The forecast of a run beside what it measured.
 
     Args:

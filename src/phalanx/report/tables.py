@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.report.progress import result_text
-from phalanx.report.sample_audit import Seen
+from phalanx.report.sample_audit import SamplesSeen
 from phalanx.report.summary import PARTS, RunSummary
 from phalanx.units import show_bytes, show_count, show_names, show_seconds
 
@@ -78,7 +78,7 @@ def scaled(summary: RunSummary, base: RunSummary) -> Scaled:
     )
 
 
-def summary_table(summary: RunSummary, seen: Seen | None = None) -> RenderableType:
+def summary_table(summary: RunSummary, seen: SamplesSeen | None = None) -> RenderableType:
     """A finished run, one line a fact; with what its ledger shows, if given."""
     rows = [("plan", f"{summary.plan} ({summary.devices} x {summary.device})"), ("steps", _steps(summary))]
     if summary.step_seconds is not None and summary.samples_per_second is not None:

@@ -3,11 +3,11 @@
 from phalanx.trace.costs import Operation, Part, Profile, Saved, Share, Size, Weights, flops
 from phalanx.trace.hf_config import from_config
 from phalanx.trace.standard_models import Family, Shape, standard
-from phalanx.trace.tracing import Described, length_of, trace
+from phalanx.trace.tracing import ModelCall, length_of, trace
 
 __all__ = [
-    "Described",
     "Family",
+    "ModelCall",
     "Operation",
     "Part",
     "Profile",

@@ -123,7 +123,7 @@ _PLACES = ("idx", "index", "layer_id", "layer_number", "depth")
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class MadeTensor:
     """A tensor that the block makes."""
 
     shape: tuple[int, ...]
@@ -138,7 +138,7 @@ class Plain:
     value: Any
 
 
-Spec = int | Made | Plain
+Spec = int | MadeTensor | Plain
 """One leaf of what a block gives; a number where it is that tensor of those it was given."""
 
 
@@ -149,7 +149,7 @@ def spec(value: Any, inputs: list[Tensor]) -> Spec:
     for index, one in enumerate(inputs):
         if one is value:
             return index
-    return Made(tuple(value.shape), tuple(value.stride()), value.dtype)
+    return MadeTensor(tuple(value.shape), tuple(value.stride()), value.dtype)
 
 
 def among(value: Tensor, tensors: list[Tensor]) -> bool:
@@ -161,7 +161,9 @@ class Stub(torch.autograd.Function):
     """A block: tensors of the forms that it makes, and gradients of those that it was given; ``back`` is told."""
 
     @staticmethod
-    def forward(ctx: Any, recorder: Recorder, back: Any, made: list[Made], anchor: Tensor, *floats: Tensor) -> Any:
+    def forward(
+        ctx: Any, recorder: Recorder, back: Any, made: list[MadeTensor], anchor: Tensor, *floats: Tensor
+    ) -> Any:
         """Stand-ins for what the block makes."""
         ctx.recorder, ctx.back, ctx.forms = recorder, back, [(one.shape, one.dtype) for one in floats]
         results = tuple(torch.empty_strided(one.shape, one.stride, dtype=one.dtype) for one in made)

@@ -11,13 +11,13 @@ from typing import Any
 
 from phalanx.errors import MissingExtraError, Problem, SpecError
 from phalanx.trace.standard_models import Family, Shape
-from phalanx.trace.tracing import Described
+from phalanx.trace.tracing import ModelCall
 
 _MOST_TOKENS = 4096
 """Length of samples where neither the caller nor the configuration says less."""
 
 
-def from_config(path: str | Path, *, length: int = 0) -> Shape | Described:
+def from_config(path: str | Path, *, length: int = 0) -> Shape | ModelCall:
     """The model that a ``config.json``, or a folder with one, describes; both results offer ``profile()``.
 
     Well-known architectures become standard models, without the package transformers: their details, such as norms of
@@ -150,7 +150,7 @@ def _wrong(path: str | Path, given: str, allowed: str, fix: str) -> Problem:
     return Problem(where=str(path), given=given, allowed=allowed, fix=fix)
 
 
-def built(config: Mapping[str, Any], length: int) -> Described | None:
+def built(config: Mapping[str, Any], length: int) -> ModelCall | None:
     """The model of ``config`` with inputs of one sample; ``None`` if transformers does not know its kind.
 
     Raises:
@@ -179,7 +179,7 @@ def built(config: Mapping[str, Any], length: int) -> Described | None:
             [Problem(where="config", given=said, allowed=allowed, fix='"architectures": ["..."]')]
         ) from None
     most = getattr(made, "max_position_embeddings", None) or length
-    return Described(module=module, kwargs=_inputs(module, made, min(length, most)), loss=_loss)
+    return ModelCall(module=module, kwargs=_inputs(module, made, min(length, most)), loss=_loss)
 
 
 def _inputs(module: Any, config: Any, length: int) -> dict[str, Any]:

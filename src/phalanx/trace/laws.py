@@ -15,9 +15,9 @@ from phalanx.errors import PhalanxError
 from phalanx.trace.blocks import blocks
 from phalanx.trace.costs import Operation, Part, Profile, Saved, Share, Size
 from phalanx.trace.fake_tensors import refusal
-from phalanx.trace.measured import Kept, Measured, Op, Piece, Units, measured
+from phalanx.trace.measured import Measured, Op, Piece, SavedBytes, Units, measured
 from phalanx.trace.tracer import Call, traced
-from phalanx.trace.tracing import Described, length_of
+from phalanx.trace.tracing import ModelCall, length_of
 
 _CLOSE = 0.01
 
@@ -146,7 +146,7 @@ def _operation(ops: Sequence[Op], fit: _Fit) -> Operation:
     )
 
 
-def _operation_saved(kept: Sequence[Kept], fit: _Fit) -> Saved:
+def _operation_saved(kept: Sequence[SavedBytes], fit: _Fit) -> Saved:
     first = kept[0]
     size = fit.size([one.elements for one in kept])
     return Saved(elements=size, itemsize=first.itemsize, share=first.share, cheap=first.cheap, expert=first.expert)
@@ -171,7 +171,7 @@ def _fewest(counts: Sequence[int]) -> int:
 _SAMPLES = 2  # one sample would let dimensions of 1 pass for others
 
 
-def measured_at_sizes(described: Described) -> Profile:
+def measured_at_sizes(described: ModelCall) -> Profile:
     """The profile of a model, from traces of 2 and 4 samples, and of half the length."""
     call = Call(
         module=described.module,

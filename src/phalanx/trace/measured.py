@@ -9,8 +9,8 @@ from typing import Literal
 from torch import nn
 
 from phalanx.trace.costs import Share, Weights
-from phalanx.trace.operations import Kind, Work, fusible, works
-from phalanx.trace.tp_shares import Around, Shares, experts_in, of_experts, shares
+from phalanx.trace.operations import KernelWork, Kind, fusible, works
+from phalanx.trace.tp_shares import Shares, Surroundings, experts_in, of_experts, shares
 from phalanx.trace.tracer import Trace, Traced
 
 Role = Literal["before", "block", "after"]
@@ -32,7 +32,7 @@ class Op:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class SavedBytes:
     """Saved memory at one size."""
 
     elements: float
@@ -51,7 +51,7 @@ class Piece:
     forward: tuple[Op, ...]
     backward: tuple[Op, ...]
     weights: tuple[Weights, ...]
-    saved: tuple[Kept, ...]
+    saved: tuple[SavedBytes, ...]
     entry: float
     working: float
     modules: int
@@ -80,7 +80,7 @@ class Units:
 
 def measured(run: Traced, module: nn.Module, units: Units) -> Measured:
     """Numbers of a trace of ``module``."""
-    known = Known(module)
+    known = ParameterFacts(module)
     order = {like: index for index, like in enumerate(run.blocks)}
     names = {visit.like: visit.name for visit in reversed(run.visits)}
     outer = _Outer(run, known, units)
@@ -89,7 +89,7 @@ def measured(run: Traced, module: nn.Module, units: Units) -> Measured:
     return Measured(blocks=blocks, turns=turns, around=outer.pieces(), tied=outer.tied, recomputes=run.recomputes)
 
 
-class Known:
+class ParameterFacts:
     """A model's parameters: elements, whether they learn, experts that they hold, and their first names."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -117,8 +117,8 @@ class Known:
         )
 
 
-def _around(trace: Trace, units: Units, *, to_loss: bool) -> Around:
-    return Around(
+def _around(trace: Trace, units: Units, *, to_loss: bool) -> Surroundings:
+    return Surroundings(
         stream=frozenset(one.memory for one in trace.entries),
         parameters=trace.parameters,
         leaving=trace.leaving,
@@ -157,7 +157,7 @@ def _block(name: str, trace: Trace, outer: _Outer, units: Units) -> Piece:
 class _Outer:
     """What is around the blocks, as what comes before and what comes after."""
 
-    def __init__(self, run: Traced, known: Known, units: Units) -> None:
+    def __init__(self, run: Traced, known: ParameterFacts, units: Units) -> None:
         self.run, self.trace, self.known, self.units = run, run.rest, known, units
         self.turns = len(run.visits)
         self.made = [work for step in self.trace.tape.steps for work in works(step)]
@@ -180,7 +180,7 @@ class _Outer:
         after = self._piece("after", range(half + 1, self.turns + 1), ops, late - early)
         return [before, after]
 
-    def _used(self, made: Iterable[Work]) -> set[str]:
+    def _used(self, made: Iterable[KernelWork]) -> set[str]:
         held = self.trace.parameters
         return {held[one.memory] for work in made for one in work.step.inputs if one.memory in held}
 
@@ -219,7 +219,7 @@ class _Outer:
         return {name for name, count in rows.items() if count >= _MANY_ROWS or count in self.found.widths}
 
 
-def _ops(made: Sequence[Work], found: Shares, trace: Trace, experts: Mapping[str, int]) -> list[Op]:
+def _ops(made: Sequence[KernelWork], found: Shares, trace: Trace, experts: Mapping[str, int]) -> list[Op]:
     weights = _for_weights(made, trace)
     region = of_experts(made, trace, experts)
     fused = _fused(made, trace)
@@ -238,7 +238,7 @@ def _ops(made: Sequence[Work], found: Shares, trace: Trace, experts: Mapping[str
     ]
 
 
-def _for_weights(made: Sequence[Work], trace: Trace) -> list[bool]:
+def _for_weights(made: Sequence[KernelWork], trace: Trace) -> list[bool]:
     """Whether nothing but gradients of parameters comes of each operation of the backward."""
     of_weights, waited = set(trace.gradients), set(trace.leaving)
     only: list[bool] = []
@@ -256,7 +256,7 @@ def _for_weights(made: Sequence[Work], trace: Trace) -> list[bool]:
     return only[::-1]
 
 
-def _fused(made: Sequence[Work], trace: Trace) -> list[float]:
+def _fused(made: Sequence[KernelWork], trace: Trace) -> list[float]:
     """Elements that each operation moves where runs of neighbours are one kernel."""
     counts = [work.traffic for work in made]
     last_read: dict[int, int] = {}
@@ -277,12 +277,12 @@ def _fused(made: Sequence[Work], trace: Trace) -> list[float]:
     return counts
 
 
-def _same_stretch(one: Work, other: Work) -> bool:
+def _same_stretch(one: KernelWork, other: KernelWork) -> bool:
     return (one.step.segment, one.step.backward) == (other.step.segment, other.step.backward)
 
 
 def _share_out(
-    made: Sequence[Work], counts: list[float], run: range, last_read: Mapping[int, int], held: set[int]
+    made: Sequence[KernelWork], counts: list[float], run: range, last_read: Mapping[int, int], held: set[int]
 ) -> None:
     inside: set[int] = set()
     writers: dict[int, tuple[int, int]] = {}
@@ -300,17 +300,19 @@ def _share_out(
             counts[index] += elements
 
 
-def _kept(numbers: Iterable[int], trace: Trace, made: Sequence[Work], found: Shares, itemsize: int) -> tuple[Kept, ...]:
+def _kept(
+    numbers: Iterable[int], trace: Trace, made: Sequence[KernelWork], found: Shares, itemsize: int
+) -> tuple[SavedBytes, ...]:
     makers = {one.memory: index for index, work in enumerate(made) if not work.step.backward for one in work.outputs}
     region = of_experts(made, trace, experts_in(made, trace.parameters))
-    kept: list[Kept] = []
+    kept: list[SavedBytes] = []
     for number in numbers:
         if number in trace.parameters or number in trace.others:
             continue
         memory = trace.tape.memories[number]
         maker = makers.get(number)
         kept.append(
-            Kept(
+            SavedBytes(
                 elements=memory.bytes / memory.itemsize,
                 itemsize=0 if memory.floating and memory.itemsize == itemsize else memory.itemsize,
                 share=found.memories.get(number, "whole"),

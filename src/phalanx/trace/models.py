@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import Problem, SpecError
 from phalanx.trace.standard_models import Shape
-from phalanx.trace.tracing import Described
+from phalanx.trace.tracing import ModelCall
 
 
-def described(shape: Shape) -> Described:
+def described(shape: Shape) -> ModelCall:
     """The model of ``shape`` on the meta device with inputs of one sample.
 
     Raises:
@@ -28,14 +28,14 @@ def described(shape: Shape) -> Described:
         if shape.family == "resnet50":
             images, labels = torch.empty(1, 3, shape.image, shape.image), torch.empty(1, dtype=torch.int64)
             module = ResNet50(shape.vocabulary)
-            return Described(module=module, args=(images,), batch=labels, loss=F.cross_entropy, meta=True)
+            return ModelCall(module=module, args=(images,), batch=labels, loss=F.cross_entropy, meta=True)
         tokens = torch.empty(1, shape.length, dtype=torch.int64)
         if shape.family == "bert":
             batch = (torch.empty(1, shape.length, dtype=torch.int64), torch.empty(1, dtype=torch.int64))
             args = (tokens, tokens.clone())
-            return Described(module=Bert(shape), args=args, batch=batch, loss=_two_losses, meta=True)
+            return ModelCall(module=Bert(shape), args=args, batch=batch, loss=_two_losses, meta=True)
         batch = torch.empty(1, shape.length, dtype=torch.int64)
-        return Described(module=Decoder(shape), args=(tokens,), batch=batch, loss=_next_token, meta=True)
+        return ModelCall(module=Decoder(shape), args=(tokens,), batch=batch, loss=_next_token, meta=True)
 
 
 class _Undrawn(TorchFunctionMode):

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from phalanx.trace.recorder import Recorder, Seen, Step
+from phalanx.trace.recorder import Recorder, Step, TensorUse
 
 Kind = Literal["matmul", "convolution", "attention", "memory"]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """One kernel's work at the size it was traced at.
 
     Attributes:
@@ -37,12 +37,12 @@ class Work:
     name: str
     dims: tuple[float, ...]
     traffic: float
-    operands: tuple[Seen, ...]
+    operands: tuple[TensorUse, ...]
     step: Step
-    outputs: tuple[Seen, ...]
+    outputs: tuple[TensorUse, ...]
 
 
-def works(step: Step) -> list[Work]:
+def works(step: Step) -> list[KernelWork]:
     """The kernels of an operation: one, or two of the backward of a convolution."""
     if step.name in _PRODUCTS:
         first, second = (step.given[index] for index in _PRODUCTS[step.name])
@@ -53,10 +53,10 @@ def works(step: Step) -> list[Work]:
         return _convolution_backward(step)
     if step.name.startswith("_scaled_dot_product") or step.name.startswith("scaled_dot_product"):
         return [_attention(step)]
-    return [Work("memory", step.name, (), _moved(step), (), step, step.outputs)]
+    return [KernelWork("memory", step.name, (), _moved(step), (), step, step.outputs)]
 
 
-def fusible(work: Work) -> bool:
+def fusible(work: KernelWork) -> bool:
     """Whether a compiler joins it with its neighbours: elementwise, norms and reductions."""
     return work.kind == "memory" and not any(word in work.name for word in _ALONE)
 
@@ -83,7 +83,7 @@ _ALONE = (
 ).split()
 
 
-def _product(step: Step, first: Seen, second: Seen) -> Work:
+def _product(step: Step, first: TensorUse, second: TensorUse) -> KernelWork:
     left, right = first.shape, second.shape
     if step.name == "linear":
         right = (right[1], right[0])
@@ -103,17 +103,17 @@ def _product(step: Step, first: Seen, second: Seen) -> Work:
                 rows, batch = rows * batch, 1
     moved = first.elements + second.elements + sum(one.elements for one in step.outputs)
     dims = (float(batch), float(rows), float(columns), float(inner))
-    return Work("matmul", step.name, dims, moved, (first, second), step, step.outputs)
+    return KernelWork("matmul", step.name, dims, moved, (first, second), step, step.outputs)
 
 
-def _convolution(step: Step) -> Work:
+def _convolution(step: Step) -> KernelWork:
     input, weight = step.given[0], step.given[1]
     dims = _as_product(input, weight, step.outputs[0], transposed=bool(step.given[6]))
     moved = input.elements + weight.elements + step.outputs[0].elements
-    return Work("convolution", step.name, dims, moved, (input, weight), step, step.outputs)
+    return KernelWork("convolution", step.name, dims, moved, (input, weight), step, step.outputs)
 
 
-def _as_product(input: Seen, weight: Seen, output: Seen, *, transposed: bool) -> tuple[float, ...]:
+def _as_product(input: TensorUse, weight: TensorUse, output: TensorUse, *, transposed: bool) -> tuple[float, ...]:
     places = input if transposed else output
     rows = places.shape[0] * prod(places.shape[2:])
     if transposed:
@@ -121,46 +121,46 @@ def _as_product(input: Seen, weight: Seen, output: Seen, *, transposed: bool) ->
     return (1.0, float(rows), float(weight.shape[0]), float(prod(weight.shape[1:])))
 
 
-def _convolution_backward(step: Step) -> list[Work]:
+def _convolution_backward(step: Step) -> list[KernelWork]:
     grad, input, weight = step.given[:3]
     _, rows, columns, inner = _as_product(input, weight, grad, transposed=bool(step.given[7]))
     wanted, left = step.given[-1], list(step.outputs)
-    found: list[Work] = []
+    found: list[KernelWork] = []
     if wanted[0]:
         made = left.pop(0)
         moved = grad.elements + weight.elements + made.elements
         dims = (1.0, rows, inner, columns)
-        found.append(Work("convolution", step.name, dims, moved, (grad, weight), step, (made,)))
+        found.append(KernelWork("convolution", step.name, dims, moved, (grad, weight), step, (made,)))
     if wanted[1]:
         moved = grad.elements + input.elements + left[0].elements
         dims = (1.0, columns, inner, rows)
-        found.append(Work("convolution", step.name, dims, moved, (grad, input), step, tuple(left)))
-    return found or [Work("memory", step.name, (), _moved(step), (), step, step.outputs)]
+        found.append(KernelWork("convolution", step.name, dims, moved, (grad, input), step, tuple(left)))
+    return found or [KernelWork("memory", step.name, (), _moved(step), (), step, step.outputs)]
 
 
-def _attention(step: Step) -> Work:
+def _attention(step: Step) -> KernelWork:
     query, key, value = _first_four_dimensional(step)
     samples, heads, queries, width = query.shape[-4:]
     # A value may be of another width than a key: the two products then average.
     mean = (width + value.shape[-1]) / 2
     dims = (float(samples), float(heads), float(key.shape[-3]), float(queries), float(key.shape[-2]), float(mean))
-    return Work("attention", step.name, dims, _moved(step), (query, key, value), step, step.outputs)
+    return KernelWork("attention", step.name, dims, _moved(step), (query, key, value), step, step.outputs)
 
 
-def _first_four_dimensional(step: Step) -> tuple[Seen, Seen, Seen]:
-    tensors = [one for one in step.given if isinstance(one, Seen)]
+def _first_four_dimensional(step: Step) -> tuple[TensorUse, TensorUse, TensorUse]:
+    tensors = [one for one in step.given if isinstance(one, TensorUse)]
     start = 1 if "backward" in step.name and step.name.startswith("_") else 0
     query, key, value = (_four(one) for one in tensors[start : start + 3])
     return query, key, value
 
 
-def _four(one: Seen) -> Seen:
+def _four(one: TensorUse) -> TensorUse:
     shape = one.shape
     if len(shape) == 4:
         return one
     if len(shape) < 4:
-        return Seen(one.memory, (1,) * (4 - len(shape)) + shape, one.floating)
-    return Seen(one.memory, (prod(shape[:-3]), *shape[-3:]), one.floating)
+        return TensorUse(one.memory, (1,) * (4 - len(shape)) + shape, one.floating)
+    return TensorUse(one.memory, (prod(shape[:-3]), *shape[-3:]), one.floating)
 
 
 def _moved(step: Step) -> float:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TensorUse:
     """A tensor as an operation met it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Step:
         name: as the framework calls it.
         inputs: what it reads, each once.
         outputs: what it makes or writes.
-        given: the arguments, tensors in them as ``Seen``.
+        given: the arguments, tensors in them as ``TensorUse``.
         segment: which stretch between blocks it belongs to.
         backward: whether it ran in the backward.
         causal: of attention, whether later positions are hidden.
@@ -68,8 +68,8 @@ class Step:
     """
 
     name: str
-    inputs: tuple[Seen, ...]
-    outputs: tuple[Seen, ...]
+    inputs: tuple[TensorUse, ...]
+    outputs: tuple[TensorUse, ...]
     given: tuple[Any, ...] = ()
     segment: int = 0
     backward: bool = False
@@ -160,18 +160,18 @@ class Recorder(TorchDispatchMode):
             )
         )
 
-    def seen(self, value: Any) -> tuple[Seen, ...]:
+    def seen(self, value: Any) -> tuple[TensorUse, ...]:
         """The tensors in ``value``, each once."""
-        found: dict[tuple[int, tuple[int, ...]], Seen] = {}
+        found: dict[tuple[int, tuple[int, ...]], TensorUse] = {}
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
                 one = self.see(leaf)
                 found.setdefault((one.memory, one.shape), one)
         return tuple(found.values())
 
-    def see(self, tensor: Tensor) -> Seen:
+    def see(self, tensor: Tensor) -> TensorUse:
         """How ``tensor`` is written down."""
-        return Seen(self.number(tensor), tuple(tensor.shape), tensor.is_floating_point())
+        return TensorUse(self.number(tensor), tuple(tensor.shape), tensor.is_floating_point())
 
     def number(self, tensor: Tensor) -> int:
         """The number of the memory that ``tensor`` lies in."""
@@ -304,7 +304,7 @@ def _is_free(func: Any) -> bool:
     return bool(infos) and all(info is not None and not info.is_write for info in infos)
 
 
-def _same_memory(func: Any, inputs: Iterable[Seen], outputs: Iterable[Seen]) -> bool:
+def _same_memory(func: Any, inputs: Iterable[TensorUse], outputs: Iterable[TensorUse]) -> bool:
     """Whether all that it gives lies where its inputs do, though it writes nothing: a view without saying so."""
     if any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments):
         return False

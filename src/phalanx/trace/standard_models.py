@@ -7,7 +7,7 @@ from functools import cache
 from typing import Literal
 
 from phalanx.trace.costs import Profile
-from phalanx.trace.tracing import Described
+from phalanx.trace.tracing import ModelCall
 
 Family = Literal["gpt", "llama", "mpt", "bert", "resnet50"]
 
@@ -57,7 +57,7 @@ class Shape:
         return _profile(self)
 
 
-def standard(shape: Shape) -> Described:
+def standard(shape: Shape) -> ModelCall:
     """The model on the meta device, with inputs of one sample and its loss: cross-entropy over all tokens.
 
     Raises:

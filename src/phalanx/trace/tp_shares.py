@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.trace.costs import Share
-from phalanx.trace.operations import Work
-from phalanx.trace.recorder import Seen
+from phalanx.trace.operations import KernelWork
+from phalanx.trace.recorder import TensorUse
 from phalanx.trace.tracer import Trace
 
 FEWEST_CLASSES = 32
@@ -21,7 +21,7 @@ FEWEST_CLASSES = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Around:
+class Surroundings:
     """What lies around a run of operations.
 
     Attributes:
@@ -62,7 +62,7 @@ class Shares:
     widths: frozenset[int]
 
 
-def shares(works: Sequence[Work], around: Around) -> Shares:
+def shares(works: Sequence[KernelWork], around: Surroundings) -> Shares:
     """How a part's forward and backward can be divided."""
     whole: set[str] = set()
     forward = [work for work in works if not work.step.backward]
@@ -79,7 +79,7 @@ def shares(works: Sequence[Work], around: Around) -> Shares:
 
 @dataclass(slots=True)
 class _Run:
-    around: Around
+    around: Surroundings
     whole: set[str]
     inner: dict[int, frozenset[str]] = field(default_factory=dict[int, "frozenset[str]"])
     stream: set[int] = field(default_factory=set[int])
@@ -94,7 +94,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.stream |= self.around.stream
 
-    def forward(self, work: Work) -> None:
+    def forward(self, work: KernelWork) -> None:
         """Follow one operation."""
         weight = _weight_of(work, self.around.parameters)
         read = self._columns_in(work.step.inputs)
@@ -112,7 +112,7 @@ class _Run:
             self.spoilt |= self.inner.get(memory, frozenset())
         self.spoilt |= {name for name, role in self.roles.items() if role == "column" and name not in self.paired}
 
-    def finished(self, works: Sequence[Work]) -> Shares:
+    def finished(self, works: Sequence[KernelWork]) -> Shares:
         """What is known of the forward, carried through the backward."""
         self.kept = frozenset(self.inner)
         found: list[Share] = [self._share(work) for work in works]
@@ -120,7 +120,7 @@ class _Run:
         memories.update(dict.fromkeys(self.inner, "inner"))
         return Shares(found, memories, self.roles, self.beside, self.heads, frozenset(self.widths.values()))
 
-    def _count_heads(self, work: Work) -> None:
+    def _count_heads(self, work: KernelWork) -> None:
         """Heads of keys: as attention has them, or fewer where they are repeated after their projection."""
         if work.kind == "attention":
             heads, width = work.dims[2], work.dims[5]
@@ -133,7 +133,7 @@ class _Run:
         found = int(min([heads, *(size / width for size in keys)]))
         self.heads = min(found, self.heads or found)
 
-    def _product(self, work: Work, weight: str, read: frozenset[str]) -> None:
+    def _product(self, work: KernelWork, weight: str, read: frozenset[str]) -> None:
         if read and self.around.to_loss:
             self.spoilt |= read  # pairs are looked for in blocks only
         elif read:
@@ -152,7 +152,7 @@ class _Run:
         self.beside |= self._biases(work.step.inputs, int(work.dims[2]), besides=weight)
         self._made(work.outputs, frozenset((weight,)), ())
 
-    def _through(self, work: Work, read: frozenset[str]) -> frozenset[str]:
+    def _through(self, work: KernelWork, read: frozenset[str]) -> frozenset[str]:
         widths = {self.widths[name] for name in read}
         self.beside |= self._biases(work.step.inputs, *widths)
         if self.around.to_loss and any(word in work.name for word in ("nll_loss", "softmax", "logsumexp")):
@@ -170,20 +170,20 @@ class _Run:
             self.spoilt |= read
         return read
 
-    def _biases(self, inputs: Iterable[Seen], *widths: int, besides: str = "") -> set[str]:
+    def _biases(self, inputs: Iterable[TensorUse], *widths: int, besides: str = "") -> set[str]:
         names = {
             self.around.parameters.get(one.memory) for one in inputs if one.shape in {(width,) for width in widths}
         }
         return {name for name in names if name is not None and name != besides}
 
-    def _columns_in(self, inputs: Iterable[Seen]) -> frozenset[str]:
+    def _columns_in(self, inputs: Iterable[TensorUse]) -> frozenset[str]:
         found: frozenset[str] = frozenset()
         for one in inputs:
             found |= self.inner.get(one.memory, frozenset())
         return found
 
     def _made(
-        self, outputs: Iterable[Seen], columns: frozenset[str], inputs: Iterable[Seen], stream: bool = False
+        self, outputs: Iterable[TensorUse], columns: frozenset[str], inputs: Iterable[TensorUse], stream: bool = False
     ) -> None:
         flows = stream or any(one.memory in self.stream for one in inputs)
         for one in outputs:
@@ -193,7 +193,7 @@ class _Run:
             elif flows:
                 self.stream.add(one.memory)
 
-    def _share(self, work: Work) -> Share:
+    def _share(self, work: KernelWork) -> Share:
         weight = _weight_of(work, self.around.parameters)
         if work.step.again:
             self.forward(work)
@@ -205,7 +205,7 @@ class _Run:
             return "inner"
         return self._by_stream(work)
 
-    def _backward(self, work: Work, weight: str | None) -> Share:
+    def _backward(self, work: KernelWork, weight: str | None) -> Share:
         divided = any(one.memory in self.inner for one in work.step.inputs)
         flows = any(one.memory in self.stream for one in work.step.inputs)
         if work.kind in ("matmul", "convolution"):
@@ -229,15 +229,15 @@ class _Run:
             self._made(work.outputs, frozenset(), (), stream=True)
         return self._by_stream(work) if work.kind == "memory" else "whole"
 
-    def _by_stream(self, work: Work) -> Share:
+    def _by_stream(self, work: KernelWork) -> Share:
         return "tokens" if any(one.memory in self.stream for one in (*work.step.inputs, *work.outputs)) else "whole"
 
 
-def _weight_of(work: Work, parameters: Mapping[int, str]) -> str | None:
+def _weight_of(work: KernelWork, parameters: Mapping[int, str]) -> str | None:
     return next((parameters[one.memory] for one in work.operands if one.memory in parameters), None)
 
 
-def experts_in(made: Sequence[Work], parameters: Mapping[int, str]) -> dict[str, int]:
+def experts_in(made: Sequence[KernelWork], parameters: Mapping[int, str]) -> dict[str, int]:
     """Weights with one matrix an expert: name → experts."""
     operands = [one for work in made if work.kind == "matmul" for one in work.operands]
     return {
@@ -245,7 +245,7 @@ def experts_in(made: Sequence[Work], parameters: Mapping[int, str]) -> dict[str,
     }
 
 
-def of_experts(made: Sequence[Work], trace: Trace, experts: Mapping[str, int]) -> list[bool]:
+def of_experts(made: Sequence[KernelWork], trace: Trace, experts: Mapping[str, int]) -> list[bool]:
     """Whether each operation is of experts: from their first product to their last, forward and backward."""
     found = [False] * len(made)
     for backward in (False, True):
@@ -257,7 +257,7 @@ def of_experts(made: Sequence[Work], trace: Trace, experts: Mapping[str, int]) -
     return found
 
 
-def _meets(work: Work, trace: Trace, experts: Mapping[str, int]) -> bool:
+def _meets(work: KernelWork, trace: Trace, experts: Mapping[str, int]) -> bool:
     names = {trace.parameters.get(one.memory) for one in work.operands}
     names |= {trace.gradients.get(one.memory) for one in work.outputs}
     return not names.isdisjoint(experts)

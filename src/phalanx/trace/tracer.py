@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from phalanx.trace.blocks import Entered, Made, Spec, Stub, among, leave_cache_out, likeness, parts, spec
+from phalanx.trace.blocks import Entered, MadeTensor, Spec, Stub, among, leave_cache_out, likeness, parts, spec
 from phalanx.trace.checkpointed import hides_later, recomputation_seen, recomputed
 from phalanx.trace.fake_tensors import Forms, Values, fake, faked, quiet, resized
 from phalanx.trace.operations import as_on_accelerators
-from phalanx.trace.recorder import Recorder, Seen, Tape
+from phalanx.trace.recorder import Recorder, Tape, TensorUse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Trace:
     tape: Tape
     parameters: dict[int, str]
     gradients: dict[int, str]
-    entries: tuple[Seen, ...]
+    entries: tuple[TensorUse, ...]
     others: frozenset[int]
     leaving: frozenset[int]
     kept: dict[int, int] = field(default_factory=dict[int, int])
@@ -45,7 +45,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class BlockCall:
     """A block's turn: its name, what it is like, and whether its parameters were met before."""
 
     name: str
@@ -63,7 +63,7 @@ class Traced:
         rest: trace of what is around them.
     """
 
-    visits: list[Visit]
+    visits: list[BlockCall]
     blocks: dict[Any, Trace]
     rest: Trace
 
@@ -142,7 +142,7 @@ class _Run:
         self.blocks = parts(module)
         names = {child: name for name, child in module.named_modules()}
         self.names = {block: names[block] for block in self.blocks}
-        self.visits: list[Visit] = []
+        self.visits: list[BlockCall] = []
         self.met: set[nn.Module] = set()
         self.traces: dict[Any, Trace] = {}
         self.forms: dict[Any, Any] = {}
@@ -150,7 +150,7 @@ class _Run:
         self.recorder = Recorder()
         self.anchor = torch.empty(1, requires_grad=True)
         self.kept: dict[int, int] = {}
-        self.entries: list[Seen] = []
+        self.entries: list[TensorUse] = []
         self.entered: set[int] = set()
         self.held: list[Tensor] = []
         self.leaving: set[int] = set()
@@ -219,7 +219,7 @@ class _Run:
                 if recorder.again:
                     made = self._made(like, tensors, lambda _: None, values)
                     return tree_unflatten(made, self.forms[like][1])
-                self.visits.append(Visit(self.names[block], like, block in self.met))
+                self.visits.append(BlockCall(self.names[block], like, block in self.met))
                 self.met.add(block)
                 return self._given(like, tensors, values)
 
@@ -254,16 +254,16 @@ class _Run:
         """The leaves of what a block gives, with these ``values`` where they are known."""
         specs: list[Spec] = self.forms[like][0]
         floats = [one for one in tensors if one.requires_grad]
-        made = [one for one in specs if isinstance(one, Made)]
+        made = [one for one in specs if isinstance(one, MadeTensor)]
         stubs = Stub.apply(self.recorder, back, made, self.anchor, *floats) if made else ()
         results = iter(stubs)
         if values:
-            known = [value for value, one in zip(values, specs, strict=True) if isinstance(one, Made)]
+            known = [value for value, one in zip(values, specs, strict=True) if isinstance(one, MadeTensor)]
             with torch.no_grad():
                 for stub, value in zip(stubs, known, strict=True):
                     stub.copy_(value)
         return [
-            tensors[one] if isinstance(one, int) else next(results) if isinstance(one, Made) else one.value
+            tensors[one] if isinstance(one, int) else next(results) if isinstance(one, MadeTensor) else one.value
             for one in specs
         ]
 

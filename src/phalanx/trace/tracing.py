@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Described:
+class ModelCall:
     """A model, how it is called, and its loss. Only the forms of tensors are read; they may be on the meta device.
 
     Attributes:
@@ -42,7 +42,7 @@ class Described:
         return trace(self)
 
 
-def trace(described: Described) -> Profile:
+def trace(described: ModelCall) -> Profile:
     """The costs of a model, found by running it on fake tensors at three sizes; nothing is computed.
 
     Floating parameters and inputs of fp32 are taken as bf16 where the model allows, so that what the model itself

@@ -15,7 +15,7 @@ from phalanx.comm import Across, Place, from_every_rank, place_within, within
 from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
-from phalanx.parallel import Apart, Example, Layout, advice, assemble, check, device_kind, notes
+from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, check, device_kind, notes
 from phalanx.parallel.buffer_sync import buffers_kept
 from phalanx.parallel.compression import optimizer_problems
 from phalanx.train.consistency import same_initial_values, same_length
@@ -24,7 +24,7 @@ from phalanx.train.inputs import Inputs
 from phalanx.train.lr_schedule import scheduler_notes, scheduler_problems
 from phalanx.train.refusals import closure_problems, model_problems
 from phalanx.train.rng import stream
-from phalanx.train.step import Course, Step
+from phalanx.train.step import Step, StepPlan
 from phalanx.train.uneven_shares import Sharing
 from phalanx.units import show_bytes
 
@@ -53,7 +53,7 @@ class Assembly:
     notes: list[str]
     advice: list[str]
     parameters: int
-    apart: Apart | None = None
+    apart: LocalSgd | None = None
 
     def from_every_rank(self, value: Any) -> list[Any]:
         """One small JSON-like value from each worker, in rank order. Collective."""
@@ -123,10 +123,10 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     if problems:
         raise RefusedError(problems)
     found += scheduler_notes(optimizer)
-    course = Course(
+    course = StepPlan(
         first_step=first_step, total_steps=_total_steps(job, loader), lr_scale=lr_scale, first_part=lane.first
     )
-    apart = Apart(plan, layout, across, first_step, loader.total_steps) if across else None
+    apart = LocalSgd(plan, layout, across, first_step, loader.total_steps) if across else None
     step = Step(job, own, layout, optimizer, course, apart)
     if plan.shares:
         step.sharing = Sharing(job, plan, place, loader, first_step, apart.from_every_rank if apart else everyone)

@@ -15,7 +15,7 @@ _SAME = 0.2  # of a pace: what differs by less may be noise, and is averaged wit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pace:
+class RankNeeds:
     """What one rank of ``dp`` needs.
 
     Attributes:
@@ -29,7 +29,7 @@ class Pace:
     most: float = math.inf
 
 
-def fastest(batch: int, paces: Sequence[Pace], least: int = 1) -> tuple[int, ...]:
+def fastest(batch: int, paces: Sequence[RankNeeds], least: int = 1) -> tuple[int, ...]:
     """The samples of each rank, of ``batch`` in all, with which the slowest is done first.
 
     None gets fewer than ``least``, nor more than it has memory for.
@@ -58,7 +58,7 @@ def fastest(batch: int, paces: Sequence[Pace], least: int = 1) -> tuple[int, ...
     return tuple(counts)
 
 
-def lasting(counts: Sequence[int], paces: Sequence[Pace]) -> float:
+def lasting(counts: Sequence[int], paces: Sequence[RankNeeds]) -> float:
     """Seconds until the slowest rank is done."""
     return max(pace.each * count + pace.rest for count, pace in zip(counts, paces, strict=True))
 
@@ -86,11 +86,11 @@ class Balance:
             late: steps between looks at most.
         """
         self.counts = tuple(counts)
-        self.paces: tuple[Pace, ...] = ()
+        self.paces: tuple[RankNeeds, ...] = ()
         self.wait = soon
         self._least, self._margin, self._soon, self._late = least, margin, soon, late
 
-    def weigh(self, measured: Sequence[Pace | None]) -> bool:
+    def weigh(self, measured: Sequence[RankNeeds | None]) -> bool:
         """Take in what each rank has measured since the last look; whether ``counts`` changed.
 
         With a rank that has measured nothing (``None``) everything stays as it is.
@@ -101,7 +101,7 @@ class Balance:
         self.paces = tuple(_blended(old, new) for old, new in zip(self.paces or told, told, strict=True))
         # That a rank has memory for what it takes now has been seen.
         held = [
-            Pace(each=pace.each, rest=pace.rest, most=max(pace.most, count))
+            RankNeeds(each=pace.each, rest=pace.rest, most=max(pace.most, count))
             for pace, count in zip(self.paces, self.counts, strict=True)
         ]
         better = fastest(sum(self.counts), held, min(self._least, *self.counts))
@@ -112,7 +112,7 @@ class Balance:
         return True
 
 
-def _blended(old: Pace, new: Pace) -> Pace:
+def _blended(old: RankNeeds, new: RankNeeds) -> RankNeeds:
     alike = abs(new.each - old.each) <= _SAME * old.each
     each = (old.each + new.each) / 2 if alike else new.each
-    return Pace(each=each, rest=new.rest, most=new.most)
+    return RankNeeds(each=each, rest=new.rest, most=new.most)

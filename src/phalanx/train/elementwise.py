@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from phalanx.comm import is_dtensor
 from phalanx.config import Job, Plan
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel import Held
+from phalanx.parallel import RankHoldings
 
 _STEPS = 3
 _HALVES = 16 * 2.0**-8
@@ -41,7 +41,7 @@ def slice_problems(job: Job, plan: Plan, parameters: Values) -> list[Problem]:
     return [_problem(job, plan, parameters, f"it {why}", f"under tp and ep, {_GOOD}")]
 
 
-def refuse_slices(job: Job, held: Held, plan: Plan) -> None:
+def refuse_slices(job: Job, held: RankHoldings, plan: Plan) -> None:
     """Raise if this rank holds slices that are plain tensors, and the job's optimizer looks at more than elements.
 
     Raises:
@@ -77,7 +77,7 @@ def _not_elementwise(job: Job, parameters: Values) -> str:
     return ""
 
 
-def refuse_rows(job: Job, optimizer: torch.optim.Optimizer, held: Held, plan: Plan) -> None:
+def refuse_rows(job: Job, optimizer: torch.optim.Optimizer, held: RankHoldings, plan: Plan) -> None:
     """Raise if this rank holds rows as DTensors, and the job's optimizer does not step them as whole parameters.
 
     Collective: every rank tries the optimizer on the same small DTensors, on the mesh of the real ones.
@@ -268,7 +268,7 @@ def learning(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 _GROUPS = WeakTensorKeyDictionary()
 
 
-def note_slices(held: Held) -> None:
+def note_slices(held: RankHoldings) -> None:
     """Remember, for as long as they live, over which groups the parameters held are cut by name."""
     for name, parameter in held.parameters.items():
         holding = held.slices.get(name)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm import is_dtensor, local
-from phalanx.parallel import Held, Holding
+from phalanx.parallel import RankHoldings, TensorShard
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -35,7 +35,7 @@ def add_up_rows(parameters: Iterable[torch.Tensor]) -> None:
             tensor.grad = tensor.grad.coalesce()
 
 
-def global_norm(held: Held) -> torch.Tensor:
+def global_norm(held: RankHoldings) -> torch.Tensor:
     """L2 norm over all gradients of all ranks: a 0-dim tensor, the same on every rank.
 
     What is held by one rank only is summed over the ranks that share it out; what every rank holds counts once.
@@ -63,7 +63,7 @@ def global_norm(held: Held) -> torch.Tensor:
     return square.sqrt()
 
 
-def _groups(grad: torch.Tensor, holding: Holding | None) -> tuple[dist.ProcessGroup, ...] | None:
+def _groups(grad: torch.Tensor, holding: TensorShard | None) -> tuple[dist.ProcessGroup, ...] | None:
     """The groups over which a gradient is shared out; ``None`` where another rank's copy counts."""
     found: list[dist.ProcessGroup] = []
     if is_dtensor(grad):

@@ -27,7 +27,7 @@ from phalanx.comm import local
 from phalanx.data import StepBatch
 from phalanx.parallel.local_shards.tensor import is_sliced
 from phalanx.train.metrics import Metrics
-from phalanx.train.step import Step, Watch
+from phalanx.train.step import Step, StepObserver
 
 _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
 
@@ -77,7 +77,7 @@ class Measured:
             return self._step(batch)
         self._left -= 1
         step, saved = self._step, Saved(self._kind, self._fixed(), self.uncounted)
-        step.watch = Watch(around=lambda context: self._around(saved, context), gradients=self._see_gradients)
+        step.watch = StepObserver(around=lambda context: self._around(saved, context), gradients=self._see_gradients)
         try:
             with saved.everywhere(step.layout.module, outside=not step.plan.compile):
                 metrics = step(batch)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from phalanx.data import StepBatch
-from phalanx.parallel import Holding
+from phalanx.parallel import TensorShard
 from phalanx.train.metrics import Metrics, Totals
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Scene(ABC):
 
     @property
     @abstractmethod
-    def slices(self) -> Mapping[str, Holding]:
+    def slices(self) -> Mapping[str, TensorShard]:
         """Which part of the whole each tensor here is, as in ``Held``."""
 
     @property
@@ -133,7 +133,7 @@ class AssemblyScene(Scene):
         return self._assembly.apart.across.index if self._assembly.apart else 0
 
     @property
-    def slices(self) -> Mapping[str, Holding]:
+    def slices(self) -> Mapping[str, TensorShard]:
         return self._assembly.layout.held.slices
 
     @property

@@ -29,7 +29,7 @@ from phalanx.train.split_causes import LARGEST, causes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outlook:
+class PlanPreview:
     """A job under a plan.
 
     Attributes:
@@ -41,7 +41,7 @@ class Outlook:
     notes: tuple[str, ...]
 
 
-def outlook(job: Job, plan: Plan) -> Outlook:
+def outlook(job: Job, plan: Plan) -> PlanPreview:
     """Build the model of ``job``, without values where that can be, and look at it as the plan's ranks would.
 
     The devices need not be here.
@@ -59,11 +59,11 @@ def outlook(job: Job, plan: Plan) -> Outlook:
         raise RefusedError(problems)
     found = notes(module, job, plan)
     if plan.kind != "split":
-        return Outlook(survey=survey(module, plan), notes=tuple(found))
+        return PlanPreview(survey=survey(module, plan), notes=tuple(found))
     found += unbuilt
     loader = Loader(job.data(), job, Lane(), micro=plan.micro)
     example = looked_at(example_of(job, module, loader), module, found)
-    return Outlook(survey=survey(module, plan, example), notes=tuple(found))
+    return PlanPreview(survey=survey(module, plan, example), notes=tuple(found))
 
 
 def refusals(job: Job, plan: Plan) -> list[Problem]:

@@ -12,7 +12,7 @@ import torch
 from phalanx.comm import from_every_rank, local
 from phalanx.config import Job
 from phalanx.errors import CheckpointError
-from phalanx.parallel import Apart, Held, Layout
+from phalanx.parallel import Layout, LocalSgd, RankHoldings
 from phalanx.parallel.diloco import flattened, spread
 from phalanx.train.assembly import Assembly
 from phalanx.train.loss_scaling import LossScale
@@ -93,7 +93,7 @@ def model_tensors(layout: Layout) -> dict[str, torch.Tensor | Pieces]:
     return {f"model.{name}": _with(tensor, sliced.get(name)) for name, tensor in found.items()}
 
 
-def parts(held: Held) -> dict[str, Part]:
+def parts(held: RankHoldings) -> dict[str, Part]:
     """What each tensor in ``held.slices`` is of the whole, in the words of checkpoints, which know no meshes."""
     if not held.slices:
         return {}
@@ -202,7 +202,7 @@ def _named(momentum: Mapping[str, torch.Tensor], parts: Mapping[str, Part]) -> d
     }
 
 
-def _average_state(assembly: Assembly, apart: Apart) -> None:
+def _average_state(assembly: Assembly, apart: LocalSgd) -> None:
     """The mean of what the replicas' optimizers keep; counts of steps become the largest."""
     states = _same_states(assembly, apart)
     numbers = [
@@ -219,7 +219,7 @@ def _average_state(assembly: Assembly, apart: Apart) -> None:
     spread(values, apart.mean(flattened(values)))
 
 
-def _same_states(assembly: Assembly, apart: Apart) -> list[dict[str, Any]]:
+def _same_states(assembly: Assembly, apart: LocalSgd) -> list[dict[str, Any]]:
     """What the optimizer keeps of each parameter that any replica keeps something of, in order.
 
     A parameter that one replica has not used yet has no state there: it gets zeros.
@@ -246,7 +246,7 @@ SENDER_SECTION = "sender"
 """The key of a checkpoint's state that says how gradients were sent, and the beginning of its tensors' names."""
 
 
-def sender_tensors(held: Held) -> dict[str, torch.Tensor]:
+def sender_tensors(held: RankHoldings) -> dict[str, torch.Tensor]:
     """What was left out of gradients so far, to be saved or filled in place; nothing where they go whole. Collective.
 
     Ranks need not save theirs each: what counts is the sum, and each goes on with the mean.
@@ -256,7 +256,7 @@ def sender_tensors(held: Held) -> dict[str, torch.Tensor]:
     return {f"{SENDER_SECTION}.{name}": tensor for name, tensor in held.sender.tensors().items()}
 
 
-def restore_sender(path: Path, held: Held, state: Mapping[str, Any]) -> str:
+def restore_sender(path: Path, held: RankHoldings, state: Mapping[str, Any]) -> str:
     """Fill what the sender keeps from the checkpoint in ``path``; says so where there is nothing to go on with.
 
     Collective.
@@ -272,7 +272,7 @@ def restore_sender(path: Path, held: Held, state: Mapping[str, Any]) -> str:
     return ""
 
 
-def traffic(held: Held) -> list[dict[str, Any]]:
+def traffic(held: RankHoldings) -> list[dict[str, Any]]:
     """Fields of each rank's ``traffic`` event; none where gradients go whole. Collective."""
     if held.sender is None:
         return []

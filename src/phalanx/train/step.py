@@ -23,7 +23,7 @@ from torch import nn
 from phalanx.comm import active
 from phalanx.config import Job, Plan
 from phalanx.data import MicroBatch, StepBatch
-from phalanx.parallel import Each, Layout, Sync, Work, without_gradient
+from phalanx.parallel import EveryStep, Layout, MicroBatchWork, Sync, without_gradient
 from phalanx.parallel.rng_streams import reseed
 from phalanx.train.grad_clipping import add_up_rows, clip, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs, to_device
@@ -54,7 +54,7 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Course:
+class StepPlan:
     """Which steps a run takes, and at what learning rates.
 
     Attributes:
@@ -71,7 +71,7 @@ class Course:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Watch:
+class StepObserver:
     """Looks on while a step is taken.
 
     Attributes:
@@ -100,11 +100,11 @@ class Step:
         plan: Plan,
         layout: Layout,
         optimizer: torch.optim.Optimizer,
-        course: Course,
+        course: StepPlan,
         sync: Sync | None = None,
     ) -> None:
         self.job, self.plan, self.layout, self.optimizer = job, plan, layout, optimizer
-        self.sync = sync or Each()
+        self.sync = sync or EveryStep()
         self.progress = Progress(
             step=course.first_step, loss_scale=LossScale.for_batch(job.batch) if plan.precision == "fp16" else None
         )
@@ -115,7 +115,7 @@ class Step:
         self._checked = False
         self._reads_means: bool | None = None
         self._unchecked: Metrics | None = None
-        self.watch: Watch | None = None
+        self.watch: StepObserver | None = None
         self.observer = Observer()
         self.sharing: Sharing | None = None
         self.seconds = (0.0, 0.0)
@@ -247,7 +247,7 @@ class Step:
             raise without_gradient(without, "in the first step")
 
 
-class _Work(Work):
+class _Work(MicroBatchWork):
     """The forwards and backwards of one step: adds up sums and counts, and decides what backward divides by."""
 
     def __init__(self, owner: Step, batch: StepBatch) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from phalanx.comm import active, from_every_rank
 from phalanx.config import Plan
-from phalanx.parallel import Held
+from phalanx.parallel import RankHoldings
 
 _WARM = 5  # steps of a run
 _ROUNDS = 5  # barriers by which clocks are compared
@@ -47,7 +47,7 @@ class Listener:
     Ranks of other replicas than the first do the same as those of the first, and are not listened to.
     """
 
-    def __init__(self, held: Held, plan: Plan, rank: int, only: int | None) -> None:
+    def __init__(self, held: RankHoldings, plan: Plan, rank: int, only: int | None) -> None:
         """``only``: the one step to listen to; ``None`` for all, of which the latest is kept."""
         self._pipelined = plan.pp > 1
         self._only = only

@@ -17,14 +17,14 @@ from phalanx.config.sync import AUTO, dealt
 from phalanx.data import Loader, StepBatch
 from phalanx.errors import Problem, RefusedError
 from phalanx.hardware import memory_bytes, peak_memory
-from phalanx.parallel import Held
-from phalanx.train.balance import Balance, Pace
+from phalanx.parallel import RankHoldings
+from phalanx.train.balance import Balance, RankNeeds
 
 _WARM_UP = 2  # steps that are not timed: allocation, first touch, compilation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shift:
+class SharesFrom:
     """Shares as they are from a step on.
 
     Attributes:
@@ -66,29 +66,29 @@ class Sharing:
         self._plan, self._place, self._loader, self._everyone = plan, place, loader, everyone
         full = min(job.batch, loader.length or job.batch)
         counts = dealt(full, loader.lane(step).weights)
-        self._news = [Shift(step=step, shares=counts)]
+        self._news = [SharesFrom(step=step, shares=counts)]
         self._balance: Balance | None = None
         if plan.shares == AUTO:
             if not loader.deals_here:
                 raise RefusedError([_read_ahead(job, plan)])
             self._balance = Balance(counts, least=min(plan.fsdp * plan.ep, *counts))
         self._watch: Stopwatch | None = None
-        self._room = Room(cuda=False, workers_here=place.workers_here, bounded=plan.micro is not None)
+        self._room = MemoryRoom(cuda=False, workers_here=place.workers_here, bounded=plan.micro is not None)
         self._since = step + _WARM_UP
-        self._laps: list[tuple[Lap, int]] = []
+        self._laps: list[tuple[StepTiming, int]] = []
 
-    def watch(self, held: Held, optimizer: torch.optim.Optimizer, *, cuda: bool) -> None:
+    def watch(self, held: RankHoldings, optimizer: torch.optim.Optimizer, *, cuda: bool) -> None:
         """Time the steps of this rank from now on, if shares follow its speed."""
         if self._balance is None:
             return
         self._watch = Stopwatch(held, optimizer, backward=self._plan.zero == 0, cuda=cuda)
-        self._room = Room(cuda=cuda, workers_here=self._place.workers_here, bounded=self._plan.micro is not None)
+        self._room = MemoryRoom(cuda=cuda, workers_here=self._place.workers_here, bounded=self._plan.micro is not None)
 
     def saved(self, nbytes: int, samples: int) -> None:
         """Autograd has saved so many bytes for a step with so many samples here."""
         self._room.saved(nbytes, samples)
 
-    def news(self) -> Sequence[Shift]:
+    def news(self) -> Sequence[SharesFrom]:
         """What has changed since this was last asked for; at first, the shares at the begin."""
         found, self._news = self._news, []
         return found
@@ -118,7 +118,7 @@ class Sharing:
             return  # all that is left has been read already
         self._loader.deal(balance.counts, start)
         seconds = tuple(pace.each for pace in balance.paces)
-        self._news.append(Shift(step=start, shares=balance.counts, seconds=seconds))
+        self._news.append(SharesFrom(step=start, shares=balance.counts, seconds=seconds))
         self._since = start + 1  # memory for the new sizes is allocated in the first step with them
 
     def _measured(self) -> tuple[float, float]:
@@ -128,7 +128,7 @@ class Sharing:
         each = _middle([lap.passes / samples for lap, samples in self._laps])
         return each, _middle([lap.update for lap, _ in self._laps])
 
-    def _by_replica(self, rows: Sequence[Sequence[float]]) -> list[Pace | None]:
+    def _by_replica(self, rows: Sequence[Sequence[float]]) -> list[RankNeeds | None]:
         """The pace of each rank of ``dp``: that of the slowest of its ranks, and the least memory of them."""
         found: list[list[Sequence[float]]] = [[] for _ in range(self._plan.dp)]
         for rank, row in enumerate(rows):
@@ -136,11 +136,11 @@ class Sharing:
         return [_pace(those, self._plan.fsdp * self._plan.ep) for those in found]
 
 
-def _pace(rows: Sequence[Sequence[float]], inner: int) -> Pace | None:
+def _pace(rows: Sequence[Sequence[float]], inner: int) -> RankNeeds | None:
     each = max((row[0] for row in rows if row[0] > 0), default=0.0)
     if not each:
         return None
-    return Pace(each=each / inner, rest=max(row[1] for row in rows), most=min(row[2] for row in rows) * inner)
+    return RankNeeds(each=each / inner, rest=max(row[1] for row in rows), most=min(row[2] for row in rows) * inner)
 
 
 def _middle(values: Sequence[float]) -> float:
@@ -166,7 +166,7 @@ Moment = float | torch.cuda.Event
 class Stopwatch:
     """Times the steps of one rank; it hangs on the model and the optimizer as long as they live."""
 
-    def __init__(self, held: Held, optimizer: torch.optim.Optimizer, *, backward: bool, cuda: bool) -> None:
+    def __init__(self, held: RankHoldings, optimizer: torch.optim.Optimizer, *, backward: bool, cuda: bool) -> None:
         """``backward``: time it too, as nothing in it waits for other replicas."""
         self._cuda, self._backward = cuda, backward
         self._passes: list[tuple[Moment, Moment]] = []
@@ -181,12 +181,12 @@ class Stopwatch:
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(self._gradient)
 
-    def lap(self) -> Lap:
+    def lap(self) -> StepTiming:
         """The step that ends here; the next begins."""
         passes = self._passes
         if self._backward and self._began is not None and self._ended is not None:
             passes = [(self._began, self._ended)]
-        found = Lap(passes, self._update)
+        found = StepTiming(passes, self._update)
         self._passes, self._update, self._began, self._ended = [], None, None, None
         return found
 
@@ -217,7 +217,7 @@ class Stopwatch:
 
 
 @final
-class Lap:
+class StepTiming:
     """One step as it was timed."""
 
     def __init__(self, passes: list[tuple[Moment, Moment]], update: tuple[Moment, Moment] | None) -> None:
@@ -245,7 +245,7 @@ _USABLE = 0.9  # of what is free: allocators do not come out even
 
 
 @final
-class Room:
+class MemoryRoom:
     """Follows one rank's memory. Of micro-batches of a stated size there is nothing to follow."""
 
     def __init__(self, *, cuda: bool, workers_here: int, bounded: bool) -> None:

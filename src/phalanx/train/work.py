@@ -19,7 +19,7 @@ from phalanx.forecast.work import lengths_of
 from phalanx.parallel.example import Example
 from phalanx.parallel.grad_reduce import made_dense
 from phalanx.parallel.opened import look_inside
-from phalanx.trace import Described, length_of, trace
+from phalanx.trace import ModelCall, length_of, trace
 from phalanx.train.assembly import begun, example_of
 from phalanx.train.elementwise import Parameters
 from phalanx.train.inputs import Inputs
@@ -55,7 +55,7 @@ def work_of(job: Job, *, batch: int = 0, length: int = 0, values: bool = False) 
     sparse = made_dense(module)
     look_inside(module, example)  # what the runtime takes for a block is what is priced as one
     given = {"args": example.args, "kwargs": example.kwargs, "batch": example.batch}
-    profile = trace(Described(module=module, loss=loss, values=values, **given))
+    profile = trace(ModelCall(module=module, loss=loss, values=values, **given))
     if values:
         told = "its costs are those of one step on samples of the data: others may choose other shapes"
         profile = replace(profile, notes=(*profile.notes, told))

@@ -11,7 +11,7 @@ from phalanx.placement.schedules import SCHEDULES
 from phalanx.units import show_names
 from phalanx.verify.compare import Tolerance
 from phalanx.verify.evidence import Evidence, ranks_in_words
-from phalanx.verify.fingerprints import Piece, Print, cut_out
+from phalanx.verify.fingerprints import Fingerprint, Piece, cut_out
 from phalanx.verify.judge_kept import copies_apart
 from phalanx.verify.module_trace import Passed
 
@@ -134,10 +134,10 @@ def _backward(evidence: Evidence, names: list[str], allowed: float, plan: Plan) 
     return ""
 
 
-def _by_rank(evidence: Evidence, name: str, *, grad: bool) -> list[Print]:
+def _by_rank(evidence: Evidence, name: str, *, grad: bool) -> list[Fingerprint]:
     """What each rank of ``tp`` has, added up over the ranks with other samples or tokens; one, where it is cut."""
     plan = evidence.plan
-    by_place: dict[int, list[Print]] = {}
+    by_place: dict[int, list[Fingerprint]] = {}
     rows: dict[int, float] = {}
     cut: list[str] = []
     for rank, trace in enumerate(evidence.other.traces):
@@ -151,9 +151,9 @@ def _by_rank(evidence: Evidence, name: str, *, grad: bool) -> list[Print]:
         if at["cp"] == 0 or "cp" in passed.cut or grad:
             by_place.setdefault(at["tp"], []).append(known)
             rows[at["tp"]] = rows.get(at["tp"], 0.0) + passed.rows
-    totals = [Print.total(several) for _, several in sorted(by_place.items())]
+    totals = [Fingerprint.total(several) for _, several in sorted(by_place.items())]
     if "tp" in cut and totals:
-        totals, rows = [Print.total(totals)], {0: sum(rows.values())}
+        totals, rows = [Fingerprint.total(totals)], {0: sum(rows.values())}
     if not grad:
         # What does not depend on the samples, such as positions, is there once a micro-batch and rank.
         share = evidence.one.traces[0][name].rows / max(max(rows.values(), default=0.0), 1.0)
@@ -161,21 +161,21 @@ def _by_rank(evidence: Evidence, name: str, *, grad: bool) -> list[Print]:
     return totals
 
 
-def _without_bias(evidence: Evidence, name: str, rows: float, outputs: list[Print]) -> list[Print]:
+def _without_bias(evidence: Evidence, name: str, rows: float, outputs: list[Fingerprint]) -> list[Fingerprint]:
     bias = evidence.one.initial.get(f"{name}.bias")
     if bias is None or bias.dim() != 1:
         return outputs
-    return [one.plus(Print.of(bias), -rows) for one in outputs]
+    return [one.plus(Fingerprint.of(bias), -rows) for one in outputs]
 
 
-def _parts(reference: Print, given: list[Print], scale: float, allowed: float) -> bool:
+def _parts(reference: Fingerprint, given: list[Fingerprint], scale: float, allowed: float) -> bool:
     """Whether the ranks' are unequal parts of what one device has."""
     expected = reference.plus(reference, scale - 1)
     unequal = len(given) > 1 and max(one.apart(given[0]) for one in given) > allowed
-    return unequal and Print.total(given).apart(expected) <= allowed * len(given)
+    return unequal and Fingerprint.total(given).apart(expected) <= allowed * len(given)
 
 
-def _times(reference: Print, given: list[Print], scale: float, allowed: float, ranks: int) -> bool:
+def _times(reference: Fingerprint, given: list[Fingerprint], scale: float, allowed: float, ranks: int) -> bool:
     """Whether each rank's is as many times one device's as there are ranks."""
     expected = reference.plus(reference, scale * ranks - 1)
     return all(one.apart(expected) <= allowed for one in given)
@@ -263,18 +263,18 @@ def not_synchronised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: P
     )
 
 
-def _unlike(given: list[Print], tolerance: Tolerance) -> bool:
+def _unlike(given: list[Fingerprint], tolerance: Tolerance) -> bool:
     """Whether ranks' gradients differ by more than rounding explains."""
     norm = math.sqrt(max(one.square for one in given))
     root = math.sqrt(len(given[0].sums))
     return max(math.dist(one.sums, given[0].sums) for one in given) > tolerance.gradient * norm * root
 
 
-def _adds_up(evidence: Evidence, name: str, piece: Piece, given: list[Print], tolerance: Tolerance) -> bool:
+def _adds_up(evidence: Evidence, name: str, piece: Piece, given: list[Fingerprint], tolerance: Tolerance) -> bool:
     """Whether ranks' gradients add up to one device's, or would if they had not been averaged."""
     whole = evidence.one.gradients.get(name)
     if whole is None:
         return False
-    expected, found = Print.of(cut_out(whole, piece)), Print.total(given)
+    expected, found = Fingerprint.of(cut_out(whole, piece)), Fingerprint.total(given)
     allowed = max(1e-3, 4 * tolerance.gradient)
     return any(found.apart(expected.plus(expected, times - 1)) <= allowed for times in (1, len(given)))

@@ -35,7 +35,7 @@ _BITS = 24  # of a fp32 number in [0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MaskPlace:
     """What a mask is drawn by, but for the elements' places.
 
     Attributes:
@@ -57,7 +57,7 @@ class BySample:
         self._seed, self._of_no_sample = seed, frozenset(of_no_sample)
         self._running = RunningLayers()
         self._step = -1
-        self._drawn: dict[int, Place] = {}
+        self._drawn: dict[int, MaskPlace] = {}
 
     def install(self) -> None:
         """From now on every dropout of this process is drawn so; what cannot be is the identity."""
@@ -70,7 +70,7 @@ class BySample:
         functional.scaled_dot_product_attention = self._attention(functional.scaled_dot_product_attention)
         self._running.install()
 
-    def mask(self, shape: Sequence[int], rate: float, device: torch.device, place: Place) -> Tensor:
+    def mask(self, shape: Sequence[int], rate: float, device: torch.device, place: MaskPlace) -> Tensor:
         """Which elements are kept: 1, over the share that is, or 0."""
         keys, each = self._keys(shape, place)
         numbers = torch.arange(1, each + 1, dtype=torch.int64).unsqueeze(0) * _signed(0x9E3779B97F4A7C15)
@@ -79,7 +79,7 @@ class BySample:
         mask = kept.to(torch.float32) / (1.0 - rate) if rate < 1.0 else kept.to(torch.float32) * 0.0
         return _laid_out(mask, shape, len(keys)).to(device)
 
-    def _keys(self, shape: Sequence[int], place: Place) -> tuple[list[int], int]:
+    def _keys(self, shape: Sequence[int], place: MaskPlace) -> tuple[list[int], int]:
         words = (place.step, crc32(place.layer.encode()))
         samples = len(place.ids)
         if _along(shape, samples) is None or place.layer in self._of_no_sample:
@@ -132,7 +132,7 @@ class BySample:
 
         return attention
 
-    def _place(self, device: torch.device) -> Place:
+    def _place(self, device: torch.device) -> MaskPlace:
         """Where this call is; one that is computed a second time for backward is where it was the first time.
 
         A second time nobody says what is computed, but the stream of random numbers is what it was: one number of it
@@ -143,7 +143,7 @@ class BySample:
         if name not in self._drawn:
             if here.step != self._step:
                 self._step, self._drawn = here.step, {}
-            self._drawn[name] = Place(here.step, here.ids, here.layers[-1].draw())
+            self._drawn[name] = MaskPlace(here.step, here.ids, here.layers[-1].draw())
         return self._drawn[name]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import is_dtensor
-from phalanx.parallel import Holding
+from phalanx.parallel import TensorShard
 
 Ranges = tuple[tuple[int, int], ...]
 Piece = tuple[tuple[int, Ranges], ...]
@@ -27,7 +27,7 @@ _LONGEST = 1 << 16  # of the last dimension; signs repeat beyond it
 
 
 @dataclass(frozen=True, slots=True)
-class Print:
+class Fingerprint:
     """Of one tensor, or of several of one form, added up.
 
     Attributes:
@@ -39,7 +39,7 @@ class Print:
     square: float
 
     @classmethod
-    def of(cls, tensor: Tensor, last: Piece = (), width: int | None = None) -> Print:
+    def of(cls, tensor: Tensor, last: Piece = (), width: int | None = None) -> Fingerprint:
         """Of ``tensor``, added up in fp64; ``last``: which of ``width`` places of the last dimension are here."""
         values = tensor.detach()
         values = torch.view_as_real(values).flatten(-2) if values.is_complex() else values
@@ -51,22 +51,22 @@ class Print:
         return cls(tuple((columns @ cut_out(_signs(width or features), last)).tolist()), square)
 
     @classmethod
-    def total(cls, several: Iterable[Print]) -> Print:
+    def total(cls, several: Iterable[Fingerprint]) -> Fingerprint:
         """The print of what the ranks hold together, each a part of it: summed."""
         found = list(several)
         sums = zip(*(one.sums for one in found), strict=True)
         return cls(tuple(math.fsum(each) for each in sums), math.fsum(one.square for one in found))
 
-    def plus(self, other: Print, times: float) -> Print:
+    def plus(self, other: Fingerprint, times: float) -> Fingerprint:
         """The linear part of this and ``times`` the other."""
-        return Print(tuple(a + times * b for a, b in zip(self.sums, other.sums, strict=True)), math.nan)
+        return Fingerprint(tuple(a + times * b for a, b in zip(self.sums, other.sums, strict=True)), math.nan)
 
-    def apart(self, other: Print) -> float:
+    def apart(self, other: Fingerprint) -> float:
         """How far the sums lie apart, relative to the other's; not a number where one is not."""
         distance = math.dist(self.sums, other.sums)
         return distance / max(other.size, 1e-30) if distance else 0.0
 
-    def ratio(self, other: Print) -> float:
+    def ratio(self, other: Fingerprint) -> float:
         """The factor that brings the other closest to this."""
         squares = other.size**2
         return sum(a * b for a, b in zip(self.sums, other.sums, strict=True)) / squares if squares else math.nan
@@ -81,7 +81,7 @@ class Print:
         return [list(self.sums), self.square]
 
     @classmethod
-    def from_json(cls, given: Any) -> Print:
+    def from_json(cls, given: Any) -> Fingerprint:
         """As ``to_json`` gave it."""
         return cls(tuple(given[0]), given[1])
 
@@ -93,7 +93,7 @@ def _signs(features: int) -> Tensor:
     return drawn.double().repeat(-(-features // _LONGEST), 1)[:features]
 
 
-def piece_of(tensor: Tensor, holding: Holding | None) -> Piece:
+def piece_of(tensor: Tensor, holding: TensorShard | None) -> Piece:
     """Which part of the whole tensor this rank has in ``tensor``, cut as ``holding`` says and sharded as a DTensor."""
     placed = holding.placed if holding is not None else ()
     ranges: dict[int, Ranges] = {one.dim: one.cut.expanded()[one.axis.rank] for one in placed}
@@ -135,5 +135,5 @@ def in_words(piece: Piece) -> str:
     )
 
 
-Prints = dict[str, tuple[Piece, Print]]
+Prints = dict[str, tuple[Piece, Fingerprint]]
 """Name → which part of the tensor a rank has, and its print."""

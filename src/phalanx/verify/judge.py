@@ -11,7 +11,7 @@ from phalanx.config import Plan
 from phalanx.verify import compare
 from phalanx.verify.compare import Difference, FirstGradient, Tolerance
 from phalanx.verify.evidence import bound_of, first_gradients, holders, where
-from phalanx.verify.judge_kept import WORDS, Apart, Check, checkpoint, copies_apart, evaluations
+from phalanx.verify.judge_kept import WORDS, Check, CopiesDiffer, checkpoint, copies_apart, evaluations
 from phalanx.verify.record import END, FIRST, START, Record, StepRecord, Tensors
 from phalanx.verify.recording import GRADIENT_STEPS
 
@@ -234,7 +234,7 @@ def _same_everywhere(plan: Plan, moment: str) -> bool:
     return plan.sync == "each" or moment == START
 
 
-def _farthest(found: Sequence[Apart]) -> float:
+def _farthest(found: Sequence[CopiesDiffer]) -> float:
     return max((one.relative for one in found), default=0.0)
 
 

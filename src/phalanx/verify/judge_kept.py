@@ -48,7 +48,7 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Apart:
+class CopiesDiffer:
     """Two that hold other values of the same part of a tensor.
 
     Attributes:
@@ -74,13 +74,15 @@ class Apart:
         return f"{kinds.get(self.kind, '')}{self.name}{at} on {self.who} differ{by} (allowed 0)"
 
 
-def copies_apart(record: Record, moment: str, everywhere: bool, *, values: bool = False) -> tuple[int, list[Apart]]:
+def copies_apart(
+    record: Record, moment: str, everywhere: bool, *, values: bool = False
+) -> tuple[int, list[CopiesDiffer]]:
     """How many copies of what another rank holds as well there are at ``moment``, and those that differ.
 
     Copies in one process count as well, and those that servers have sent to workers. Without ``everywhere`` replicas
     that step by themselves are each a world of their own, but for parameters where ``values`` of all are together.
     """
-    many, found = 0, list[Apart]()
+    many, found = 0, list[CopiesDiffer]()
     firsts: dict[tuple[int, str, Piece], tuple[int, Copy]] = {}
     for rank, told in enumerate(record.ranks):
         for key, copy in told.copies.get(moment, {}).items():
@@ -103,9 +105,9 @@ def copies_apart(record: Record, moment: str, everywhere: bool, *, values: bool 
     return many, found
 
 
-def _apart(key: str, copy: Copy, who: str, relative: float) -> Apart:
+def _apart(key: str, copy: Copy, who: str, relative: float) -> CopiesDiffer:
     kind, _, name = key.partition(".")
-    return Apart(kind=kind, name=name, who=who, piece=copy.piece, relative=relative)
+    return CopiesDiffer(kind=kind, name=name, who=who, piece=copy.piece, relative=relative)
 
 
 def _by(a: Tensor | None, b: Tensor | None) -> float:

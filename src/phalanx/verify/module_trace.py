@@ -21,7 +21,7 @@ from phalanx.parallel.expert.find import _as_experts, _count
 from phalanx.train.metrics import Totals
 from phalanx.train.observer import AssemblyScene, Observer, Scene
 from phalanx.train.step import Step
-from phalanx.verify.fingerprints import Piece, Print
+from phalanx.verify.fingerprints import Fingerprint, Piece
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,8 +37,8 @@ class Passed:
 
     rows: float = 0.0
     cut: list[str] = field(default_factory=list[str])
-    output: Print | None = None
-    grad: Print | None = None
+    output: Fingerprint | None = None
+    grad: Fingerprint | None = None
 
 
 def traceable(plan: Plan) -> bool:
@@ -86,22 +86,22 @@ def _noting(name: str, found: dict[str, Passed]) -> Any:
             passed = found.setdefault(name, Passed())
             passed.rows += here.numel() / max(width, 1)
             passed.cut = [one.axis.name for one in placed]
-            passed.output = _added(passed.output, Print.of(here, features, width))
+            passed.output = _added(passed.output, Fingerprint.of(here, features, width))
             if here.requires_grad:
 
                 def came(grad: Tensor | None) -> None:
                     if grad is None:
                         return  # the half of a backward that does not reach it
                     with torch._C.DisableTorchFunction():
-                        passed.grad = _added(passed.grad, Print.of(grad, features, width))
+                        passed.grad = _added(passed.grad, Fingerprint.of(grad, features, width))
 
                 here.register_hook(came)
 
     return note
 
 
-def _added(known: Print | None, more: Print) -> Print:
-    return more if known is None else Print.total((known, more))
+def _added(known: Fingerprint | None, more: Fingerprint) -> Fingerprint:
+    return more if known is None else Fingerprint.total((known, more))
 
 
 def trace_to_json(found: Mapping[str, Passed]) -> dict[str, Any]:
@@ -117,7 +117,10 @@ def trace_from_json(given: Mapping[str, Any]) -> dict[str, Passed]:
     """As ``trace_to_json`` gave it."""
     return {
         name: Passed(
-            rows=rows, cut=cut, output=Print.from_json(output), grad=Print.from_json(grad) if grad is not None else None
+            rows=rows,
+            cut=cut,
+            output=Fingerprint.from_json(output),
+            grad=Fingerprint.from_json(grad) if grad is not None else None,
         )
         for name, (rows, cut, output, grad) in given.items()
     }

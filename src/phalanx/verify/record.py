@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from phalanx.verify.fingerprints import Piece, Print, Prints, cut_out
+from phalanx.verify.fingerprints import Fingerprint, Piece, Prints, cut_out
 from phalanx.verify.module_trace import Passed
 
 Tensors = Mapping[str, Tensor]
@@ -183,7 +183,7 @@ class Record:
             of, _, name = key.partition(".")
             if of == kind and name in whole:
                 values = cut_out(whole[name], copy.piece) if copy.values is None else copy.values
-                found[name] = copy.piece, Print.of(values)
+                found[name] = copy.piece, Fingerprint.of(values)
         return found
 
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from phalanx.comm import local
 from phalanx.data import StepBatch
-from phalanx.parallel import Holding
+from phalanx.parallel import TensorShard
 from phalanx.train.metrics import Metrics, Totals
 from phalanx.train.observer import Observer, Scene
 from phalanx.verify import compare
 from phalanx.verify.fingerprints import piece_of
 from phalanx.verify.record import END, FIRST, START
 
-Found = tuple[Tensor, Holding | None]
+Found = tuple[Tensor, TensorShard | None]
 """What a process has of a tensor, and which part of the whole that is."""
 
 GRADIENT_STEPS = 3

@@ -93,7 +93,7 @@ def pieces(flat: Tensor) -> Iterator[slice]:
 _LOWEST, _HIGHEST = -111, 128  # exponents for which both the scale and its inverse are normal fp32 numbers
 
 
-class Brain(Codec):
+class Bf16(Codec):
     """bf16, rounded to nearest: off by 2**-8 of an element at most."""
 
     feeds_back = False
@@ -112,7 +112,7 @@ class Brain(Codec):
             out.copy_(parts[0])
 
 
-class Half(Codec):
+class Fp16(Codec):
     """fp16, rounded to nearest: off by 2**-11 of an element at most, for elements down to 2**-28 of the largest.
 
     The whole tensor is first multiplied by the power of two that brings its largest element to fp16's upper end, which
@@ -153,7 +153,7 @@ class Half(Codec):
 _BLOCK, _LEVELS = 256, 127
 
 
-class Blocks(Codec):
+class Int8Blocks(Codec):
     """int8 with an fp32 scale a block: off by half a level at most, the largest element of the block over 254.
 
     Source: Dettmers, "8-bit approximations for parallelism in deep learning", 2016, section 2 (scales), with linear
@@ -211,7 +211,7 @@ def _whole(flat: Tensor) -> Tensor:
     return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, _BLOCK)
 
 
-class Largest(Codec):
+class TopK(Codec):
     """The ``share`` of the elements that is largest by magnitude, exact, and zeros for all others; one at least.
 
     Source: Aji and Heafield, "Sparse communication for distributed gradient descent", 2017, section 3; Stich et al.,
@@ -273,12 +273,12 @@ def codec(text: str) -> Codec | None:
         case "none":
             return None
         case "fp16":
-            return Half()
+            return Fp16()
         case "bf16":
-            return Brain()
+            return Bf16()
         case "int8":
-            return Blocks()
+            return Int8Blocks()
         case "topk":
-            return Largest(asked.amount)
+            return TopK(asked.amount)
         case _:
             raise ValueError(f"{text} is no codec of flat tensors")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx.config.sync import Compression
-from phalanx.parallel.compression.codecs import Codec, Largest, codec, message, read, write
+from phalanx.parallel.compression.codecs import Codec, TopK, codec, message, read, write
 from phalanx.parallel.compression.error_feedback import Average, Bucket, Feedback, LeftOut
 from phalanx.parallel.compression.exchange import Traffic, Wire, lane
 from phalanx.parallel.compression.powersgd import PowerSGD
@@ -29,7 +29,7 @@ def averaged(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None =
     if wire.size == 1 or not flat.numel():
         return
     wire.traffic.beside(flat.numel(), wire.size)
-    (_gathered if isinstance(codec, Largest) else _in_two)(flat, wire, codec, feedback)
+    (_gathered if isinstance(codec, TopK) else _in_two)(flat, wire, codec, feedback)
 
 
 def _gathered(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None) -> None:

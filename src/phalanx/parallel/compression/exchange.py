@@ -17,7 +17,7 @@ from torch.futures import Future
 Exchange = Callable[[], Tensor]
 
 
-class Lane(ABC):
+class ExchangeQueue(ABC):
     """Runs one exchange after another. Its group should be its own: others' collectives are not in its order."""
 
     @abstractmethod
@@ -29,7 +29,7 @@ class Lane(ABC):
         """No more exchanges come; those begun are finished."""
 
 
-def lane(device: torch.device) -> Lane:
+def lane(device: torch.device) -> ExchangeQueue:
     """The lane of a device: a thread on a CPU, a stream of its own on CUDA."""
     return _Stream(device) if device.type == "cuda" else _Thread()
 
@@ -37,7 +37,7 @@ def lane(device: torch.device) -> Lane:
 _Queue = queue.SimpleQueue["tuple[Exchange, Future[Tensor]] | None"]
 
 
-class _Thread(Lane):
+class _Thread(ExchangeQueue):
     def __init__(self) -> None:
         self._waiting: _Queue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -69,7 +69,7 @@ def _work(waiting: _Queue) -> None:
         del item, exchange, found  # before the next comes, which may be long
 
 
-class _Stream(Lane):
+class _Stream(ExchangeQueue):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.context import ring, ulysses
-from phalanx.parallel.context.sdpa_args import How
+from phalanx.parallel.context.sdpa_args import SdpaArgs
 from phalanx.parallel.local_shards.axis import Axis, Placed, opened, piece
 from phalanx.parallel.local_shards.cut import Cut
 from phalanx.parallel.local_shards.elementwise_ops import OwnStream
@@ -39,7 +39,7 @@ def attention(func: Any, args: Any, kwargs: Any) -> Any:
             if axis.trial is not None:
                 axis.trial.attends(causal)
         cuts.append((axis, dim, cut))
-    how = How(_here(mask), dropout, causal, scale, grouped)
+    how = SdpaArgs(_here(mask), dropout, causal, scale, grouped)
     with OwnStream(_here(q).device, list(axes.values())) if dropout else nullcontext():
         if over is None:
             local = how.run(_here(q), _here(k), _here(v))
@@ -118,7 +118,7 @@ def whole_mask(axis: Axis) -> bool:
     return axis.attention == "alltoall"
 
 
-def attend_over(axis: Axis, cut: Cut, given: tuple[Tensor, Tensor, Tensor], how: How, *, whole: bool) -> Tensor:
+def attend_over(axis: Axis, cut: Cut, given: tuple[Tensor, Tensor, Tensor], how: SdpaArgs, *, whole: bool) -> Tensor:
     """Attention of this rank's queries; keys and values are ``whole`` already, or cut as the queries are.
 
     ``given`` are queries, keys and values. A mask has all columns, and the rows that ``whole_mask`` says.
@@ -138,7 +138,7 @@ def attend_over(axis: Axis, cut: Cut, given: tuple[Tensor, Tensor, Tensor], how:
     return out.reshape(*lead, *out.shape[1 if dims > 2 else 2 :])
 
 
-def _token_rows(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+def _token_rows(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: SdpaArgs) -> Tensor:
     """This rank's rows of the whole attention."""
     mask = how.mask
     if how.causal:
@@ -152,7 +152,7 @@ def positions(cut: Cut, rank: int, device: torch.device) -> Tensor:
     return piece(torch.arange(cut.size, device=device), 0, cut, rank)
 
 
-def _own_rows(axis: Axis, cut: Cut, how: How) -> How:
+def _own_rows(axis: Axis, cut: Cut, how: SdpaArgs) -> SdpaArgs:
     if how.mask is None or not whole_mask(axis) or how.mask.shape[-2] == 1:
         return how
     return how.masked(piece(how.mask, how.mask.dim() - 2, cut, axis.rank))
@@ -163,7 +163,7 @@ def _alike(*tensors: Tensor) -> bool:
     return len({tensor.dtype for tensor in tensors}) == 1 and tensors[0].is_floating_point()
 
 
-def _cast(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor, How]:
+def _cast(q: Tensor, k: Tensor, v: Tensor, how: SdpaArgs) -> tuple[Tensor, Tensor, Tensor, SdpaArgs]:
     """In the type that autocast gives attention, where that is on."""
     kind = q.device.type
     if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
@@ -175,7 +175,9 @@ def _cast(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Te
     return q.to(dtype), k.to(dtype), v.to(dtype), how
 
 
-def _four_dimensions(q: Tensor, k: Tensor, v: Tensor, how: How, lead: torch.Size) -> tuple[Tensor, Tensor, Tensor, How]:
+def _four_dimensions(
+    q: Tensor, k: Tensor, v: Tensor, how: SdpaArgs, lead: torch.Size
+) -> tuple[Tensor, Tensor, Tensor, SdpaArgs]:
     """As (batch, heads, tokens, features): the dimensions before the heads, ``lead``, made one."""
     q, k, v = (tensor[(None,) * max(0, 3 - tensor.dim())] for tensor in (q, k, v))
     if not how.grouped:

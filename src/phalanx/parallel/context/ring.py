@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.parallel.context.flash_block import Gradients, Kernel, Tile, kernel_for
-from phalanx.parallel.context.sdpa_args import How
+from phalanx.parallel.context.sdpa_args import SdpaArgs
 from phalanx.parallel.local_shards.axis import Axis, piece
 from phalanx.parallel.local_shards.cut import Cut
 
@@ -27,7 +27,7 @@ Meeting = tuple[slice, slice, bool]
 """Which of a rank's queries meet which of a rank's keys, and whether that is causal."""
 
 
-def attend(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+def attend(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: SdpaArgs) -> Tensor:
     """Attention of this rank's queries to every rank's keys.
 
     Shapes (batch, heads, this rank's tokens, features); the mask has this rank's rows and all columns.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class SdpaArgs:
     """The other arguments of torch's ``scaled_dot_product_attention``.
 
     Attributes:
@@ -27,7 +27,7 @@ class How:
     scale: float | None
     grouped: bool
 
-    def masked(self, mask: Any) -> How:
+    def masked(self, mask: Any) -> SdpaArgs:
         """The same with another mask."""
         return replace(self, mask=mask)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.parallel.context.sdpa_args import How
+from phalanx.parallel.context.sdpa_args import SdpaArgs
 from phalanx.parallel.local_shards.axis import Axis, joined, piece
 from phalanx.parallel.local_shards.cut import Cut
 
@@ -26,7 +26,7 @@ Heads = tuple[tuple[int, int], ...]
 _HEADS, _TOKENS = 1, 2
 
 
-def attend(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+def attend(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: SdpaArgs) -> Tensor:
     """Attention of this rank's queries to every rank's keys.
 
     Shapes (batch, heads, this rank's tokens, features), with as many heads of queries as ranks at least; the mask is

@@ -29,11 +29,11 @@ from phalanx.parallel.local_shards import Axis, Cut, Placed, Sliced, is_sliced, 
 from phalanx.parallel.local_shards.axis import taken, whole
 from phalanx.parallel.local_shards.tensor import brought
 from phalanx.parallel.tensor import split_weights
-from phalanx.parallel.tensor_shard import Holding
+from phalanx.parallel.tensor_shard import TensorShard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dealt:
+class DispatchedExperts:
     """Experts dealt out.
 
     Attributes:
@@ -45,7 +45,7 @@ class Dealt:
 
     modules: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
-    slices: dict[str, Holding] = field(default_factory=dict[str, Holding])
+    slices: dict[str, TensorShard] = field(default_factory=dict[str, TensorShard])
     late: tuple[str, ...] = ()
 
 
@@ -58,10 +58,10 @@ def by_rows(module: nn.Module, found: Sequence[Experts]) -> None:
             child.forward = _Call(child, experts, child.forward, alone, None)
 
 
-def deal_out(module: nn.Module, found: Sequence[Experts], plan: Plan, mesh: Mesh, tensors: Axis) -> Dealt:
+def deal_out(module: nn.Module, found: Sequence[Experts], plan: Plan, mesh: Mesh, tensors: Axis) -> DispatchedExperts:
     """Keep this rank's experts only, in place, and make calls reach all of them. ``tensors`` is the axis of ``tp``."""
     if not found:
-        return Dealt()
+        return DispatchedExperts()
     over = dealt_over(found, plan)
     group = mesh.group(*over)
     place = mesh.peers(*over).index(mesh.rank)
@@ -77,7 +77,7 @@ def deal_out(module: nn.Module, found: Sequence[Experts], plan: Plan, mesh: Mesh
     slices, _ = split_weights(module, cuts)
     late = [name for name in inside if name not in slices or "tp" not in over] if spread is not None else []
     modules = tuple(experts.name for experts in found)
-    return Dealt(modules=modules, inside=tuple(inside), slices=slices, late=tuple(late))
+    return DispatchedExperts(modules=modules, inside=tuple(inside), slices=slices, late=tuple(late))
 
 
 def dealt_over(found: Sequence[Experts], plan: Plan) -> tuple[str, ...]:

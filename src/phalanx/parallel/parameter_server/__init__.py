@@ -2,20 +2,20 @@
 
 from phalanx.parallel.parameter_server.shards import Flat, Form, Slice, cut_out, form_of, partition, starved
 from phalanx.parallel.parameter_server.update import Pushed, Rule, Shard
-from phalanx.parallel.parameter_server.work_queue import Dealer, Kind, Pace, Piece, Report
+from phalanx.parallel.parameter_server.work_queue import Kind, Piece, Report, StalenessBound, WorkQueue
 
 __all__ = [
-    "Dealer",
     "Flat",
     "Form",
     "Kind",
-    "Pace",
     "Piece",
     "Pushed",
     "Report",
     "Rule",
     "Shard",
     "Slice",
+    "StalenessBound",
+    "WorkQueue",
     "cut_out",
     "form_of",
     "partition",

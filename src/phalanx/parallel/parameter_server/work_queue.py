@@ -48,7 +48,7 @@ class _Open:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pace:
+class StalenessBound:
     """How far workers may be apart.
 
     Attributes:
@@ -67,7 +67,7 @@ class Pace:
 
 
 @final
-class Dealer:
+class WorkQueue:
     """The pieces of steps ``first`` to ``limit``.
 
     Attributes:
@@ -83,13 +83,13 @@ class Dealer:
         *,
         first: int,
         limit: int,
-        pace: Pace | None = None,
+        pace: StalenessBound | None = None,
     ) -> None:
         """``sizes(step)`` gives the samples of each piece; pieces without any are not dealt."""
         self.version = self.floor = self._next = first
         self.done: set[int] = set()
         self.limit = limit
-        self._sizes, self._pace = sizes, pace or Pace()
+        self._sizes, self._pace = sizes, pace or StalenessBound()
         self._open: dict[int, _Open] = {}
         self._held: dict[int, tuple[Piece, int]] = {}
         self._silent: set[int] = set()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm import Mesh
-from phalanx.parallel.layout import Work
+from phalanx.parallel.layout import MicroBatchWork
 from phalanx.parallel.local_shards import Axis
 from phalanx.parallel.pipeline.backward import WeightHalf, input_half
 from phalanx.parallel.pipeline.cutting import Pipeline
@@ -80,14 +80,14 @@ class PipelineRunner:
         """Values may be sliced along these axes, by name, when they pass from stage to stage. On all stages alike."""
         self._parcels.axes = axes
 
-    def run(self, micros: Sequence[Any], work: Work) -> None:
+    def run(self, micros: Sequence[Any], work: MicroBatchWork) -> None:
         """Forward and backward of all micro-batches; every rank of the pipeline with the same ones."""
         if micros:
             plan = self.pipeline.plan
             each = _Running(self, order(plan.schedule, plan.pp, plan.stages, len(micros)), micros, work)
             each.run()
 
-    def evaluate(self, micros: Sequence[Any], work: Work) -> list[Any]:
+    def evaluate(self, micros: Sequence[Any], work: MicroBatchWork) -> list[Any]:
         """Forward of all micro-batches; their outputs where the last stage is, else nothing."""
         if not micros:
             return []
@@ -103,7 +103,7 @@ class PipelineRunner:
         return found[0] if found else None
 
 
-class _Arguments(Work):
+class _Arguments(MicroBatchWork):
     def forward(self, module: nn.Module, device: torch.device, micro: Any) -> Any:
         args, kwargs = micro
         return module(*args, **kwargs)
@@ -115,7 +115,7 @@ class _Arguments(Work):
 class _Running(Contents):
     """One run over some micro-batches."""
 
-    def __init__(self, runner: PipelineRunner, order: Order, micros: Sequence[Any], work: Work) -> None:
+    def __init__(self, runner: PipelineRunner, order: Order, micros: Sequence[Any], work: MicroBatchWork) -> None:
         self.results: list[Any] = []
         self._order, self._micros, self._work = order, micros, work
         self._stages, self._device, self._rank = runner._stages, runner._device, runner._rank

@@ -17,7 +17,7 @@ from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.buffer_sync import buffers_kept
 from phalanx.parallel.pipeline.program import Program, by_values, intercepted, quiet
 from phalanx.parallel.pipeline.stand_in import Outline, drawn, like_arguments, outline, signature
-from phalanx.parallel.pipeline.value_flow import Flow, Key, Mark, tensors, told_to
+from phalanx.parallel.pipeline.value_flow import Flow, Key, TensorMark, tensors, told_to
 from phalanx.parallel.rng_streams import branch
 from phalanx.trace.fake_tensors import fake
 
@@ -195,14 +195,14 @@ class _Run(Flow):
         self._stage, self._forms = stage, forms
         self._waits = dict.fromkeys(stage.arriving) if not self.real else {}
         self._leaves = dict.fromkeys(stage.leaving)
-        self._awaited: dict[Key, list[tuple[Mark, Tensor]]] = {}
+        self._awaited: dict[Key, list[tuple[TensorMark, Tensor]]] = {}
         self._values: dict[Key, Tensor] = {}
 
     def forget(self) -> None:
         """Let go of what tensors that know this run would keep alive in a circle."""
         self._awaited, self._values = {}, {}
 
-    def came(self, mark: Mark, tensor: Tensor) -> None:
+    def came(self, mark: TensorMark, tensor: Tensor) -> None:
         key = mark.key
         assert key is not None
         if self.real:

@@ -25,7 +25,7 @@ Recompute = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Gives a call that does the same and computes its activations a second time in backward."""
 
 
-class Sees(Protocol):
+class FlowObserver(Protocol):
     """A run of a model that is told of these calls.
 
     Attributes:
@@ -48,7 +48,7 @@ class Sees(Protocol):
 
 
 @contextmanager
-def told_to(run: Sees) -> Iterator[None]:
+def told_to(run: FlowObserver) -> Iterator[None]:
     """While inside, ``run`` is told."""
     generator = checkpointing._checkpoint_without_reentrant_generator
 
@@ -83,7 +83,7 @@ def _again(**settings: Any) -> Recompute:
     return lambda call: partial(checkpointing.checkpoint, call, use_reentrant=False, **settings)
 
 
-def _reentrant(run: Sees, call: Callable[..., Any], function: Any, preserve: bool, *args: Any) -> Any:
+def _reentrant(run: FlowObserver, call: Callable[..., Any], function: Any, preserve: bool, *args: Any) -> Any:
     with run.recomputing(_again(preserve_rng_state=preserve)):
         if run.inside:
             return call(function, preserve, *args)
@@ -111,7 +111,7 @@ class Key(NamedTuple):
         return max(self.call, 0)
 
 
-class Mark:
+class TensorMark:
     """What is known of a tensor during one run.
 
     Attributes:
@@ -161,7 +161,7 @@ class Flow(TorchFunctionMode):
         """An operation inside a unit."""
         return func(*args, **kwargs)
 
-    def came(self, mark: Mark, tensor: Tensor) -> None:
+    def came(self, mark: TensorMark, tensor: Tensor) -> None:
         """A value has come about."""
 
     def entered(self) -> None:
@@ -169,12 +169,12 @@ class Flow(TorchFunctionMode):
         self.call += 1
         self._count = 0
 
-    def mark_of(self, tensor: Tensor) -> Mark | None:
+    def mark_of(self, tensor: Tensor) -> TensorMark | None:
         """What this run knows of ``tensor``."""
         mark = getattr(tensor, _NAME, None)
         return mark if mark is not None and mark.flow is self else None
 
-    def again(self, tensor: Tensor, mark: Mark) -> None:
+    def again(self, tensor: Tensor, mark: TensorMark) -> None:
         """``tensor`` is still what it was."""
         setattr(tensor, _NAME, mark)
 
@@ -182,9 +182,9 @@ class Flow(TorchFunctionMode):
         """Whether it depends on parameters."""
         return isinstance(tensor, nn.Parameter) or self.mark_of(tensor) is not None or _of_parameter(tensor)
 
-    def put(self, tensor: Tensor, key: Key | None) -> Mark:
+    def put(self, tensor: Tensor, key: Key | None) -> TensorMark:
         """From now on ``tensor`` is the value ``key``."""
-        mark = Mark(self, key, key.region if key else max(self.call, 0))
+        mark = TensorMark(self, key, key.region if key else max(self.call, 0))
         setattr(tensor, _NAME, mark)
         if key is not None:
             self.came(mark, tensor)
@@ -279,7 +279,7 @@ class Flow(TorchFunctionMode):
         if held is written:
             return
         if self.real:
-            replaced = Mark(self, mark.key, mark.region)
+            replaced = TensorMark(self, mark.key, mark.region)
             replaced.value = written
             setattr(held, _NAME, replaced)
         else:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.example import Example
 from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced
-from phalanx.parallel.tensor.trial import Places, Trial, Wishes, fixed, tried, wishes
+from phalanx.parallel.tensor.trial import Overrides, Places, Trial, fixed, tried, wishes
 from phalanx.trace.blocks import blocks, leave_cache_out, parts
 from phalanx.trace.fake_tensors import faked, fakes, quiet
 
@@ -147,7 +147,7 @@ class Model:
         return watching
 
 
-def _like(block: nn.Module, known: dict[Any, Any], said: Wishes, look: Callable[[], list[_Choice]]) -> list[_Choice]:
+def _like(block: nn.Module, known: dict[Any, Any], said: Overrides, look: Callable[[], list[_Choice]]) -> list[_Choice]:
     """The choices for a block; taken over from an earlier one that is made of the same parts."""
     shapes = tuple((name, type(child).__name__) for name, child in block.named_modules())
     key = (
@@ -161,7 +161,7 @@ def _like(block: nn.Module, known: dict[Any, Any], said: Wishes, look: Callable[
     return [_Choice(by_name[its[id(one.weight)]], one.dim, one.cut) for one in choices if id(one.weight) in its]
 
 
-def _pairs(block: nn.Module, call: Call, ranks: int, said: Wishes) -> list[_Choice]:
+def _pairs(block: nn.Module, call: Call, ranks: int, said: Overrides) -> list[_Choice]:
     """Cuts of weights that pair up within a block: as the model's own plan has it, or if that does not go, as found."""
     args, kwargs = call
     run = lambda: block(*args, **kwargs)  # noqa: E731
@@ -265,7 +265,7 @@ def _fitting(block: nn.Module, group: list[tuple[_Choice, Trial]], run: Callable
     return []
 
 
-def _vocabulary(model: Model, chosen: dict[int, _Choice], ranks: int, said: Wishes) -> list[_Choice]:
+def _vocabulary(model: Model, chosen: dict[int, _Choice], ranks: int, said: Overrides) -> list[_Choice]:
     """Cuts of tables of words and of the products that choose among them, outside the blocks."""
     inside = set(chosen)
     if model.repeats:
@@ -291,7 +291,7 @@ def _vocabulary(model: Model, chosen: dict[int, _Choice], ranks: int, said: Wish
     return found
 
 
-def _told(model: Model, chosen: dict[int, _Choice], ranks: int, said: Wishes) -> list[_Choice]:
+def _told(model: Model, chosen: dict[int, _Choice], ranks: int, said: Overrides) -> list[_Choice]:
     """Cuts that the job wants and that pair up with nothing: of those that go, the one that sends least often.
 
     Raises:

@@ -18,11 +18,11 @@ from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.local_shards import Axis, Cut
 from phalanx.parallel.local_shards.axis import Placed, piece
 from phalanx.parallel.local_shards.tensor import Sliced
-from phalanx.parallel.tensor_shard import Holding
+from phalanx.parallel.tensor_shard import TensorShard
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class PairedWeight:
     """A product that added up what a cut had dealt out: the other weight, and how it would be cut."""
 
     weight: Any
@@ -45,8 +45,8 @@ class Trial:
         late: ids of parameters whose gradients are to be added up over the ranks at the end of a step.
     """
 
-    met: list[Met] = field(default_factory=list[Met])
-    beside: list[Met] = field(default_factory=list[Met])
+    met: list[PairedWeight] = field(default_factory=list[PairedWeight])
+    beside: list[PairedWeight] = field(default_factory=list[PairedWeight])
     sent: list[str] = field(default_factory=list[str])
     grains: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     tokens: bool = False
@@ -55,11 +55,11 @@ class Trial:
 
     def meets(self, weight: Any, cut: Cut, dim: int) -> None:
         """A product adds over the cut dimension."""
-        self.met.append(Met(weight, dim, cut))
+        self.met.append(PairedWeight(weight, dim, cut))
 
     def adds(self, bias: Any, cut: Cut) -> None:
         """A whole bias goes with a cut result."""
-        self.beside.append(Met(bias, 0, cut))
+        self.beside.append(PairedWeight(bias, 0, cut))
 
     def viewed(self, cut: Cut, sizes: list[int]) -> None:
         """A dimension cut so is to be viewed as ``sizes``, which these slices cannot follow."""
@@ -107,12 +107,12 @@ Places = list[tuple[nn.Module, str, tuple[Placed, ...]]]
 """Which module's parameter of which name is cut how."""
 
 
-def split_weights(module: nn.Module, cuts: Mapping[str, tuple[Placed, ...]]) -> tuple[dict[str, Holding], Places]:
+def split_weights(module: nn.Module, cuts: Mapping[str, tuple[Placed, ...]]) -> tuple[dict[str, TensorShard], Places]:
     """Keep of each parameter named in ``cuts`` this rank's slice only, in place; what is held then, by name, and where.
 
     ``show_slices`` makes the model's own code read them as wholes again.
     """
-    holdings: dict[str, Holding] = {}
+    holdings: dict[str, TensorShard] = {}
     locals_: dict[int, nn.Parameter] = {}
     whole = dict(module.named_parameters())
     for name, placed in cuts.items():
@@ -121,7 +121,7 @@ def split_weights(module: nn.Module, cuts: Mapping[str, tuple[Placed, ...]]) -> 
         for one in placed:
             local = piece(local, one.dim, one.cut, one.axis.rank)
         locals_[id(tensor)] = nn.Parameter(local.clone(), requires_grad=tensor.requires_grad)
-        holdings[name] = Holding(shape=tensor.shape, placed=placed)
+        holdings[name] = TensorShard(shape=tensor.shape, placed=placed)
     ways = {id(whole[name]): placed for name, placed in cuts.items()}
     places: Places = []
     for child in module.modules():
@@ -179,7 +179,7 @@ def shown_as_slices(places: Places) -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
+class Overrides:
     """What is said of weights, by the id of the parameter.
 
     Attributes:
@@ -200,7 +200,7 @@ class Wishes:
         return range(2) if weight.dim() == 2 else ()
 
 
-def wishes(module: nn.Module, told: Mapping[str, Cutting]) -> Wishes:
+def wishes(module: nn.Module, told: Mapping[str, Cutting]) -> Overrides:
     """What the job says, by patterns of names, and what the model says of itself.
 
     Of the job's patterns the last that fits counts.
@@ -222,7 +222,7 @@ def wishes(module: nn.Module, told: Mapping[str, Cutting]) -> Wishes:
             found |= {id(weight): _dim(owner, how) for owner, _, weight in matrices}
     if problems:
         raise RefusedError(problems)
-    return Wishes(told=found, own=_own(module))
+    return Overrides(told=found, own=_own(module))
 
 
 _UNKNOWN = -1

@@ -17,15 +17,15 @@ import torch
 from phalanx.config import Job, RunSpec
 from phalanx.data.loader import Pieces
 from phalanx.errors import RunError
-from phalanx.parallel.parameter_server import Dealer, Kind, Pace, Report
+from phalanx.parallel.parameter_server import Kind, Report, StalenessBound, WorkQueue
 from phalanx.train.loss_form import check_totals
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
-from phalanx.train.parameter_server.recorder import Recorder, ServedScene, batch_of
-from phalanx.train.parameter_server.requests import Desk
-from phalanx.train.parameter_server.server import Servant
+from phalanx.train.parameter_server.recorder import Recorder, ServerScene, batch_of
+from phalanx.train.parameter_server.requests import RequestHandler
+from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Directory, Group, Patience, ServerLostError
-from phalanx.train.parameter_server.shard_store import Keeper, put_together
+from phalanx.train.parameter_server.shard_store import ShardStore, put_together
 
 _LOOK = 0.2  # seconds between looks at who is there, while nothing comes in
 
@@ -52,29 +52,29 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Office:
+class CoordinatorContext:
     """Everything that the coordinator works with."""
 
     job: Job
     run: RunSpec
-    keeper: Keeper
-    servant: Servant
+    keeper: ShardStore
+    servant: Server
     group: Group
-    desk: Desk
+    desk: RequestHandler
     recorder: Recorder
     directory: Directory
     pieces: Pieces
     evaluation: Pieces | None
     patience: Patience
     observer: Observer
-    scene: ServedScene
+    scene: ServerScene
 
 
 @final
 class Coordinator:
     """Trains from where its dealer stands to the end."""
 
-    def __init__(self, office: Office, progress: Progress, report: Callable[[int], None]) -> None:
+    def __init__(self, office: CoordinatorContext, progress: Progress, report: Callable[[int], None]) -> None:
         self._office, self.progress, self._report = office, progress, report
         self._dealer = office.desk.dealer
         self._divisor = divisor_of(office.job)
@@ -109,7 +109,7 @@ class Coordinator:
         office.desk.finish()
         return self._part()
 
-    def _until_rest(self, dealer: Dealer, act: Callable[[int, Mapping[int, Report]], None]) -> None:
+    def _until_rest(self, dealer: WorkQueue, act: Callable[[int, Mapping[int, Report]], None]) -> None:
         desk = self._office.desk
         while True:
             with desk.news:
@@ -216,7 +216,7 @@ class Coordinator:
         office, begun = self._office, time.perf_counter()
         sums: dict[str, list[float]] = {}
         counted = 0
-        dealer = Dealer(data.sizes, first=0, limit=data.total_steps, pace=Pace(staleness=math.inf))
+        dealer = WorkQueue(data.sizes, first=0, limit=data.total_steps, pace=StalenessBound(staleness=math.inf))
         dealer.version = self._dealer.version
 
         def add(step: int, reports: Mapping[int, Report]) -> None:
@@ -328,7 +328,7 @@ class Coordinator:
             self._office.recorder.write("worker", **fields)
 
 
-def find_others(office: Office) -> None:
+def find_others(office: CoordinatorContext) -> None:
     """Connect to every server that there is no connection to.
 
     Raises:

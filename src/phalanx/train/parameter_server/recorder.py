@@ -13,12 +13,12 @@ from phalanx.config import RunSpec
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.data.loader import Pieces
 from phalanx.events import EventLog, read
-from phalanx.parallel import Holding
+from phalanx.parallel import TensorShard
 from phalanx.parallel.parameter_server import Report
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Scene, State, groups_of
 from phalanx.train.parameter_server.server_group import Group
-from phalanx.train.parameter_server.shard_store import Keeper, put_together
+from phalanx.train.parameter_server.shard_store import ShardStore, put_together
 
 
 @final
@@ -121,10 +121,10 @@ def last_version(run: RunSpec) -> int:
 
 
 @final
-class ServedScene(Scene):
+class ServerScene(Scene):
     """What all servers hold. Workers, which are sent copies, are not seen."""
 
-    def __init__(self, keeper: Keeper, group: Group, notes: list[str]) -> None:
+    def __init__(self, keeper: ShardStore, group: Group, notes: list[str]) -> None:
         self._keeper, self._group, self._notes = keeper, group, notes
         self.scale = 1.0
         """What the sums that servers hold are to be multiplied by, to be gradients."""
@@ -140,7 +140,7 @@ class ServedScene(Scene):
         return 0
 
     @property
-    def slices(self) -> Mapping[str, Holding]:
+    def slices(self) -> Mapping[str, TensorShard]:
         return {}
 
     @property

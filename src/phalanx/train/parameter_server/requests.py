@@ -11,12 +11,12 @@ from typing import Any, final
 
 from phalanx.comm.frames import Connection, Frame, LostError
 from phalanx.errors import DataError
-from phalanx.parallel.parameter_server import Dealer, Flat, Form, Kind, Piece, Report
+from phalanx.parallel.parameter_server import Flat, Form, Kind, Piece, Report, WorkQueue
 from phalanx.train.parameter_server.server_group import Patience
 
 
 @dataclass(slots=True)
-class Known:
+class WorkerState:
     """A worker as server 0 knows it.
 
     Attributes:
@@ -43,7 +43,7 @@ class Known:
 
 
 @final
-class Desk:
+class RequestHandler:
     """Deals pieces out, from any thread.
 
     Attributes:
@@ -55,10 +55,10 @@ class Desk:
         statistics: step → those of normalisation layers that came with its first piece.
     """
 
-    def __init__(self, dealer: Dealer, length: int, form: Form, patience: Patience) -> None:
+    def __init__(self, dealer: WorkQueue, length: int, form: Form, patience: Patience) -> None:
         self.news = threading.Condition()
         self.dealer, self.term = dealer, 0
-        self.workers: dict[int, Known] = {}
+        self.workers: dict[int, WorkerState] = {}
         self.happened: list[dict[str, Any]] = []
         self.statistics: dict[int, Flat] = {}
         self._what, self._length, self._form, self._patience = "train", length, form, patience
@@ -67,7 +67,7 @@ class Desk:
         self._laps: deque[float] = deque(maxlen=64)
         self.trouble: Exception | None = None
 
-    def turn_to(self, what: str, dealer: Dealer) -> None:
+    def turn_to(self, what: str, dealer: WorkQueue) -> None:
         """From now on deal pieces of ``dealer`` out, for ``train`` or ``evaluate``."""
         with self.news:
             self._what, self.dealer = what, dealer
@@ -134,7 +134,7 @@ class Desk:
                     "    try: remove rank-dependent filtering or sharding from job.data"
                 )
             if before is None:
-                self.workers[rank] = Known(connection, time.monotonic())
+                self.workers[rank] = WorkerState(connection, time.monotonic())
             else:
                 before.connection, before.waiting, before.silent, before.away = connection, False, False, False
                 self.dealer.leave(rank)
@@ -177,7 +177,7 @@ class Desk:
             self.news.notify_all()
         self.deal()
 
-    def _take_in(self, rank: int, known: Known, done: dict[str, Any], brought: Flat | None) -> None:
+    def _take_in(self, rank: int, known: WorkerState, done: dict[str, Any], brought: Flat | None) -> None:
         piece = Piece(done["step"], done["part"])
         if done["term"] != self.term or done["what"] != self._what:
             return

@@ -15,16 +15,22 @@ from phalanx.errors import CheckpointError, RunError
 from phalanx.events import SCHEMA_VERSION
 from phalanx.parallel import advice, device_kind, notes
 from phalanx.parallel.compression import Codec, codec
-from phalanx.parallel.parameter_server import Dealer, Kind, Pace
+from phalanx.parallel.parameter_server import Kind, StalenessBound, WorkQueue
 from phalanx.train.assembly import refuse
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.connections import Links
-from phalanx.train.parameter_server.coordinator import Coordinator, Office, Progress, divisor_of, find_others
-from phalanx.train.parameter_server.recorder import Recorder, ServedScene, last_version
-from phalanx.train.parameter_server.requests import Desk
-from phalanx.train.parameter_server.server import Servant
+from phalanx.train.parameter_server.coordinator import (
+    Coordinator,
+    CoordinatorContext,
+    Progress,
+    divisor_of,
+    find_others,
+)
+from phalanx.train.parameter_server.recorder import Recorder, ServerScene, last_version
+from phalanx.train.parameter_server.requests import RequestHandler
+from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Address, Directory, Group, Patience
-from phalanx.train.parameter_server.shard_store import Keeper
+from phalanx.train.parameter_server.shard_store import ShardStore
 from phalanx.train.parameter_server.worker import Worker
 
 
@@ -89,13 +95,13 @@ class _Serving:
 
     def run(self, report: Callable[[int], None]) -> dict[str, Any]:
         """Serve to the end."""
-        keeper = Keeper(self._job, self._run.plan, self._index, self._run.folder)
+        keeper = ShardStore(self._job, self._run.plan, self._index, self._run.folder)
         resumed = _newest(self._run) if self._run.resume and not self._again else None
         state = keeper.resume(resumed) if resumed else {}
         if not self._again:
             keeper.clear()
         keeper.settle()
-        servant = Servant(keeper, self._place.host, _codec(self._run))
+        servant = Server(keeper, self._place.host, _codec(self._run))
         try:
             if self._index:
                 servant.start()
@@ -105,7 +111,7 @@ class _Serving:
         finally:
             servant.close()
 
-    def _follow(self, servant: Servant) -> dict[str, Any]:
+    def _follow(self, servant: Server) -> dict[str, Any]:
         while not servant.over.wait(0.2):
             if servant.trouble:
                 raise servant.trouble
@@ -118,8 +124,8 @@ class _Serving:
 
     def _lead(
         self,
-        keeper: Keeper,
-        servant: Servant,
+        keeper: ShardStore,
+        servant: Server,
         state: dict[str, Any],
         resumed: Path | None,
         report: Callable[[int], None],
@@ -128,12 +134,12 @@ class _Serving:
         pieces, evaluation = _data(job, run)
         first = last_version(run) if self._again else int(state.get("step", 0))
         plan = run.plan
-        pace = Pace(staleness=plan.staleness or 0, backup=plan.backup, after=plan.after)
-        dealer = Dealer(pieces.sizes, first=first, limit=first, pace=pace)
-        desk = Desk(dealer, pieces.length, keeper.statistics.form, patience)
+        pace = StalenessBound(staleness=plan.staleness or 0, backup=plan.backup, after=plan.after)
+        dealer = WorkQueue(pieces.sizes, first=first, limit=first, pace=pace)
+        desk = RequestHandler(dealer, pieces.length, keeper.statistics.form, patience)
         group = Group(servant, run.plan.server, patience)
         recorder = Recorder(run, pieces, first)
-        office = Office(
+        office = CoordinatorContext(
             job=job,
             run=run,
             keeper=keeper,
@@ -146,7 +152,7 @@ class _Serving:
             evaluation=evaluation,
             patience=patience,
             observer=self._observer,
-            scene=ServedScene(keeper, group, _notes(job, run, keeper)),
+            scene=ServerScene(keeper, group, _notes(job, run, keeper)),
         )
         samples = int(state.get("samples", 0))
         coordinator = Coordinator(office, Progress(samples=samples, begun=samples, saved=first), report)
@@ -161,7 +167,7 @@ class _Serving:
             group.close()
             recorder.close()
 
-    def _begin(self, office: Office, coordinator: Coordinator, resumed: Path | None, first: int) -> None:
+    def _begin(self, office: CoordinatorContext, coordinator: Coordinator, resumed: Path | None, first: int) -> None:
         job, run, keeper = self._job, self._run, office.keeper
         device = device_kind(run.plan, workers_here(run, self._place))
         office.recorder.write(
@@ -188,7 +194,7 @@ class _Serving:
                 coordinator.snapshot()
         self._observer.built(office.scene)
 
-    def _publish(self, servant: Servant) -> None:
+    def _publish(self, servant: Server) -> None:
         self._directory.publish(self._index, Address(self._place.host, servant.port, self._place.generation))
 
     def _alone(self) -> None:
@@ -218,7 +224,7 @@ def _data(job: Job, run: RunSpec) -> tuple[Pieces, Pieces | None]:
     return pieces, evaluation
 
 
-def _notes(job: Job, run: RunSpec, keeper: Keeper) -> list[str]:
+def _notes(job: Job, run: RunSpec, keeper: ShardStore) -> list[str]:
     found = notes(keeper.layout.module, job, run.plan)
     if keeper.statistics.named:
         found.append("running statistics of normalisation are those that went through the first piece of each batch.")

@@ -15,13 +15,13 @@ from phalanx.comm.frames import Connection, Frame, LostError, views
 from phalanx.hardware import peak_memory
 from phalanx.parallel.compression import Codec, read
 from phalanx.parallel.parameter_server import Kind, Pushed
-from phalanx.train.parameter_server.shard_store import Keeper, Share
+from phalanx.train.parameter_server.shard_store import ServerShare, ShardStore
 
 COORDINATOR = -1
 """The rank by which the coordinator introduces itself."""
 
 
-class Front(Protocol):
+class WorkerRequests(Protocol):
     """What the coordinator does for workers; each call in the thread of that worker's connection."""
 
     def joined(self, rank: int, connection: Connection, length: int) -> None:
@@ -42,7 +42,7 @@ class Front(Protocol):
 
 
 @final
-class Servant:
+class Server:
     """A server's connections, a thread each.
 
     Attributes:
@@ -51,7 +51,7 @@ class Servant:
         over: the coordinator has said that all is done.
     """
 
-    def __init__(self, keeper: Keeper, host: str, codec: Codec | None = None) -> None:
+    def __init__(self, keeper: ShardStore, host: str, codec: Codec | None = None) -> None:
         self._keeper, self._codec = keeper, codec
         self._listener = socket.create_server((host, 0), backlog=128)
         self.port: int = self._listener.getsockname()[1]
@@ -59,11 +59,11 @@ class Servant:
         self.over = threading.Event()
         self._leading: set[Connection] = set()
         self._led = time.monotonic()
-        self.front: Front | None = None
+        self.front: WorkerRequests | None = None
         self._connections: set[Connection] = set()
         self._threads: list[threading.Thread] = []
 
-    def start(self, front: Front | None = None) -> None:
+    def start(self, front: WorkerRequests | None = None) -> None:
         """Begin to answer; server 0 with what it does for workers."""
         self.front = front
         self._run(self._accept)
@@ -106,8 +106,8 @@ class Servant:
                 raise LostError(f"a {kind.name} from the coordinator")
         return {}
 
-    def share(self, what: str) -> Share:
-        """See ``Keeper.share``."""
+    def share(self, what: str) -> ServerShare:
+        """See ``ShardStore.share``."""
         return self._keeper.share(what)
 
     def _introduction(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class Servant:
         connection.send(Kind.TAKEN, {"new": shard.push(Pushed(**frame.meta), flat)})
 
 
-def memory_of(keeper: Keeper) -> dict[str, int]:
+def memory_of(keeper: ShardStore) -> dict[str, int]:
     """A server's memory, as events tell it."""
     return {"peak_bytes": peak_memory(), **keeper.shard.memory, "buffers": 0, "activations": 0}
 

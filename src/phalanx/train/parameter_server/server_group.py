@@ -11,8 +11,8 @@ from phalanx.comm import Place
 from phalanx.comm.frames import Connection, LostError
 from phalanx.comm.process_group import meet
 from phalanx.parallel.parameter_server import Kind
-from phalanx.train.parameter_server.server import COORDINATOR, Servant, receive_tensors
-from phalanx.train.parameter_server.shard_store import Share
+from phalanx.train.parameter_server.server import COORDINATOR, Server, receive_tensors
+from phalanx.train.parameter_server.shard_store import ServerShare
 
 
 class ServerLostError(Exception):
@@ -31,7 +31,7 @@ class ServerLostError(Exception):
 class Group:
     """Server 0, which is here, and connections to the others."""
 
-    def __init__(self, servant: Servant, servers: int, patience: Patience) -> None:
+    def __init__(self, servant: Server, servers: int, patience: Patience) -> None:
         self._servant, self._patience = servant, patience
         self._others: dict[int, Connection | None] = dict.fromkeys(range(1, servers))
         self._limit = patience.answer
@@ -84,16 +84,16 @@ class Group:
         answers += [self._of(index, lambda connection: connection.receive()).meta for index in self._others]
         return answers
 
-    def gather(self, what: str) -> list[Share]:
-        """What every server has; see ``Keeper.share``.
+    def gather(self, what: str) -> list[ServerShare]:
+        """What every server has; see ``ShardStore.share``.
 
         Raises:
             ServerLostError: if one is gone.
         """
 
-        def taken(connection: Connection) -> Share:
+        def taken(connection: Connection) -> ServerShare:
             frame = connection.receive()
-            return Share(frame.meta["held"], receive_tensors(connection, frame), frame.meta["groups"])
+            return ServerShare(frame.meta["held"], receive_tensors(connection, frame), frame.meta["groups"])
 
         self._wait(self._patience.task)
         for index in self._others:

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map
 
 from phalanx.config import Job, Plan
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel.layout import Held
+from phalanx.parallel.layout import RankHoldings
 from phalanx.parallel.parameter_server import Flat, Rule, Shard, Slice, cut_out, form_of, partition, starved
-from phalanx.parallel.single import Single
+from phalanx.parallel.single import SingleLayout
 from phalanx.train.assembly import build_model, build_optimizer
 from phalanx.train.elementwise import Parameters, elementwise
 from phalanx.train.state import identity, model_tensors
@@ -26,11 +26,11 @@ KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ServerShare:
     """What one server has.
 
     Attributes:
-        held: parameters, as ``Keeper.held`` has them.
+        held: parameters, as ``ShardStore.held`` has them.
         tensors: ``model.<parameter>`` and ``optimizer.<parameter>.<key>`` → its rows.
         groups: of its optimizer, and what is not tensors of each state.
     """
@@ -41,7 +41,7 @@ class Share:
 
 
 @final
-class Keeper:
+class ShardStore:
     """One server's shard, with the whole model beside it for names, buffers and initial values.
 
     Attributes:
@@ -62,7 +62,7 @@ class Keeper:
         """
         self.index = index
         self._job, self._folder = job, folder / "servers" / str(index)
-        self.layout = Single(build_model(job), torch.device("cpu"))
+        self.layout = SingleLayout(build_model(job), torch.device("cpu"))
         self._whole = build_optimizer(job, self.layout)
         parameters = self.layout.parameters
         cut = elementwise(job, parameters)
@@ -79,7 +79,7 @@ class Keeper:
         rule = Rule(compensate=plan.compensate, apart=plan.backup > 0, ahead=bool(plan.staleness))
         self.elements = sum(tensor.numel() for tensor in self.layout.module.parameters())
         self.shard = Shard(self._cut(parameters), self._make, rule)
-        self._buffers = Statistics(self.layout.module)
+        self._buffers = ServerStatistics(self.layout.module)
         self.statistics = self._buffers.take()
 
     @property
@@ -152,9 +152,9 @@ class Keeper:
                 checkpoint.restore_optimizer(shard.optimizer, shard.parameters, path)
                 self.statistics = statistics
             else:
-                self.layout = Single(build_model(self._job), torch.device("cpu"))
+                self.layout = SingleLayout(build_model(self._job), torch.device("cpu"))
                 self._whole = build_optimizer(self._job, self.layout)
-                self._buffers = Statistics(self.layout.module)
+                self._buffers = ServerStatistics(self.layout.module)
                 self.statistics = self._buffers.take()
                 self._set(self.layout.held)
                 self.settle()
@@ -168,21 +168,21 @@ class Keeper:
             return {}
         return checkpoint.read_state(self._folder / name_of(version))["progress"]
 
-    def share(self, what: str) -> Share:
+    def share(self, what: str) -> ServerShare:
         """What this server has: ``parameters``, ``gradients`` prepared or ``used``, or ``everything`` to be saved."""
         from phalanx import checkpoint
 
         shard = self.shard
         if what == "gradients":
-            return Share(self.held, {f"model.{name}": tensor for name, tensor in shard.gradient().items()}, {})
+            return ServerShare(self.held, {f"model.{name}": tensor for name, tensor in shard.gradient().items()}, {})
         if what == "used":
-            return Share(self.held, {f"model.{name}": tensor for name, tensor in shard.used.items()}, {})
+            return ServerShare(self.held, {f"model.{name}": tensor for name, tensor in shard.used.items()}, {})
         model = {f"model.{name}": tensor.detach() for name, tensor in shard.parameters.items()}
         if what == "parameters":
-            return Share(self.held, model, {})
+            return ServerShare(self.held, model, {})
         tensors, groups = checkpoint.optimizer_tensors(shard.optimizer, shard.parameters)
         model |= {name: one for name, one in tensors.items() if isinstance(one, torch.Tensor)}
-        return Share(self.held, model, groups)
+        return ServerShare(self.held, model, groups)
 
     def save(
         self,
@@ -218,7 +218,7 @@ class Keeper:
     def _cut(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: cut_out(tensors[name].detach(), part) for name, part in self.slices.items()}
 
-    def _set(self, held: Held) -> None:
+    def _set(self, held: RankHoldings) -> None:
         """Take this server's rows of the whole's values and optimizer state."""
         for name, part in self.slices.items():
             whole, mine = held.parameters[name], self.shard.parameters[name]
@@ -235,7 +235,9 @@ def _rows(value: Any, whole: torch.Tensor, part: Slice) -> Any:
     return (cut_out(value, part) if value.shape == whole.shape else value).clone()
 
 
-def put_together(parts: Iterable[Share], whole: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Any]:
+def put_together(
+    parts: Iterable[ServerShare], whole: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], Any]:
     """Whole tensors by name, and the states' JSON by parameter, from what each server has.
 
     ``whole`` are the parameters, for their names.
@@ -273,7 +275,7 @@ _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @final
-class Statistics:
+class ServerStatistics:
     """The running means and variances in ``module``, and their form on the wire."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -14,12 +14,12 @@ from phalanx.data.loader import Pieces
 from phalanx.hardware import peak_memory
 from phalanx.parallel import activation_checkpointing, torch_compile
 from phalanx.parallel.parameter_server import Flat, Kind
-from phalanx.parallel.single import Single
+from phalanx.parallel.single import SingleLayout
 from phalanx.train.assembly import build_model
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.compute import Computer
 from phalanx.train.parameter_server.connections import LinkLostError, Links
-from phalanx.train.parameter_server.shard_store import Statistics
+from phalanx.train.parameter_server.shard_store import ServerStatistics
 
 
 @final
@@ -37,13 +37,13 @@ class Worker:
         self.observer = Observer()
         self._pieces, self._evaluation = data
         module = torch_compile.apply(activation_checkpointing.apply(build_model(job), plan), plan)
-        self._layout = Single(module, device)
+        self._layout = SingleLayout(module, device)
         self._host = _on_host(self._layout.parameters)
         self._landing = {
             name: self._host[name] for name, one in self._layout.parameters.items() if one is not self._host[name]
         }
         self._computer = Computer(job, plan, self._layout, device, divisor)
-        self._statistics = Statistics(module)
+        self._statistics = ServerStatistics(module)
         self._arriving = self._statistics.take()
         self._divisor = divisor
 

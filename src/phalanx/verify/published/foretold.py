@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.forecast import Forecast, Habits, Work, forecasts
+from phalanx.forecast import Forecast, Preset, Work, forecasts
 from phalanx.trace import Profile, Shape
 from phalanx.verify.published.rows import Row
 from phalanx.verify.published.subject import Subject, subject
@@ -85,7 +85,7 @@ def traced(shape: Shape) -> Profile:
 
 
 def foretell(
-    rows: Sequence[Row], profile: Callable[[Subject], Profile] | None = None, *, habits: Habits | None = None
+    rows: Sequence[Row], profile: Callable[[Subject], Profile] | None = None, *, habits: Preset | None = None
 ) -> Outcome:
     """A forecast for every row.
 

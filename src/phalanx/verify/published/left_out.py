@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.config import Cluster
-from phalanx.forecast import PHALANX, Forecast, Habits, Work, forecasts
+from phalanx.forecast import PHALANX, Forecast, Preset, Work, forecasts
 from phalanx.forecast.forecast import times
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.rates import family
@@ -44,7 +44,7 @@ class Constant:
     """A constant that is fitted.
 
     Attributes:
-        name: a field of ``Kernels``, ``Wires`` or ``Habits``, or one of ``_GENERIC``.
+        name: a field of ``Kernels``, ``Wires`` or ``Preset``, or one of ``_GENERIC``.
         start: what is known of it without any run.
         spread: by how much it may plausibly be another: the fit is held to ``start`` as if that had been measured so.
         family: of devices that it is of; empty for all.
@@ -314,7 +314,7 @@ def replace_constants(one: Subject, values: Mapping[str, float]) -> Subject:
     return replace(one, cluster=replace(one.cluster, groups=groups), habits=known(one.habits, values))
 
 
-def known(habits: Habits, values: Mapping[str, float]) -> Habits:
+def known(habits: Preset, values: Mapping[str, float]) -> Preset:
     """What is known of a framework, with ``values`` for how far it goes."""
     joins = habits.name.startswith(_JOINS)
     apart = habits.name == "aa-megatron-eager"

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from phalanx.trace import Described
+from phalanx.trace import ModelCall
 
 _CLASSES = 1000
 _PIXELS = 224
@@ -45,11 +45,11 @@ NETWORKS: Mapping[str, Callable[[], nn.Module]] = {"alexnet": alexnet, "vgg16": 
 """How each is made."""
 
 
-def described(name: str) -> Described:
+def described(name: str) -> ModelCall:
     """A network of ``NETWORKS`` on the meta device, with one image and its loss."""
     with torch.device("meta"):
         image, label = torch.empty(1, 3, _PIXELS, _PIXELS), torch.empty(1, dtype=torch.int64)
-        return Described(module=NETWORKS[name](), args=(image,), batch=label, loss=F.cross_entropy)
+        return ModelCall(module=NETWORKS[name](), args=(image,), batch=label, loss=F.cross_entropy)
 
 
 def _convolution(channels: int, width: int, kernel: int, *, stride: int = 1, padding: int = 0) -> list[nn.Module]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.config import Cluster, Plan
-from phalanx.forecast import Habits
+from phalanx.forecast import Preset
 from phalanx.forecast.presets import NAMED
 from phalanx.hardware import cluster
 from phalanx.trace import Family, Shape
@@ -36,7 +36,7 @@ class Subject:
     shape: Shape
     plan: Plan
     cluster: Cluster
-    habits: Habits
+    habits: Preset
     batch: int
     length: int
 
