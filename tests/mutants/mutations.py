@@ -152,7 +152,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "what a mean is weighted with is the same for every micro-batch",
-        "train/loss.py",
+        "train/loss_form.py",
         "return Reading(result, float(samples), samples, samples, True)",
         "return Reading(result, 1.0, 1, samples, True)",
         ("prove mean micro=4",),
