@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutation import Mutation
 
 STEP = "train/step.py"
+ACCUMULATION = "train/grad_accumulation.py"
 _STEPPED = "            self.optimizer.step()\n        self.sync"
 _RANK = "__import__('torch').distributed.get_rank()"
 
@@ -53,14 +54,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a mean of means over ranks",
-        STEP,
+        ACCUMULATION,
         "return read.samples * step.layout.divisor / self._batch.samples",
         "return 1.0",
         ("prove mean dp=3",),
     ),
     Mutation(
         "each rank divides by its own count",
-        STEP,
+        ACCUMULATION,
         "        total, count, _ = numbers.tolist()\n        return total, count",
         "        total, count, _ = numbers.tolist()\n"
         "        return total, self._local_totals(self._device())[1] * dist.get_world_size()",
@@ -194,7 +195,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "the same dropout in every step",
-        STEP,
+        ACCUMULATION,
         "reseed(device, stream(self._job.seed, step.progress.step, index",
         "reseed(device, stream(self._job.seed, 0, index",
         ("fit noisy single",),
@@ -250,7 +251,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "the loss scale is divided out twice",
-        STEP,
+        ACCUMULATION,
         "        factor = (self._divided_by or self._constant()) * self._step.layout.divisor\n",
         "        factor = (self._divided_by or self._constant()) * self._step.layout.divisor\n"
         "        factor *= self._step.progress.loss_scale.scale if self._step.progress.loss_scale else 1.0\n",

@@ -5,23 +5,24 @@ from __future__ import annotations
 from mutation import Mutation
 
 STEP = "train/step.py"
-_STREAM = "stream(self._job.seed, step.progress.step, index, step._first_part + part)"
+ACCUMULATION = "train/grad_accumulation.py"
+_STREAM = "stream(self._job.seed, step.progress.step, index, step.first_part + part)"
 _HELD = "        parameters = held.parameters.values()\n"
 _TWO_PERCENT = f"{_HELD}        scale(local_gradients(list(parameters)[%s]), 1.02)\n"
 
 RANDOM: tuple[Mutation, ...] = (
     Mutation(
         "ranks with unlike samples drop the same",
-        STEP,
+        ACCUMULATION,
         _STREAM,
         "stream(self._job.seed, step.progress.step, index, 0)",
         ("prove drops dp=2",),
     ),
     Mutation(
         "micro-batches drop the same",
-        STEP,
+        ACCUMULATION,
         _STREAM,
-        "stream(self._job.seed, step.progress.step, 0, step._first_part + part)",
+        "stream(self._job.seed, step.progress.step, 0, step.first_part + part)",
         ("prove drops dp=2 micro=2",),
     ),
     Mutation(

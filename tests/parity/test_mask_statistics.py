@@ -19,7 +19,7 @@ from phalanx.parallel.context import attention, flash_block
 from phalanx.parallel.context.sdpa_args import SdpaArgs
 from phalanx.parallel.local_shards import elementwise_ops
 from phalanx.parallel.local_shards.tensor import RULES
-from phalanx.train import step as steps
+from phalanx.train import grad_accumulation
 from phalanx.train.rng import stream
 from phalanx.verify import OneDevice
 from phalanx.verify.mask_recording import Draw
@@ -96,12 +96,36 @@ MICRO = words(None, 0, None)
 
 
 FAULTS: dict[str, tuple[str, str, Any, str, Any, str, str]] = {
-    "every rank draws the same": ("MLP", "dp=2", steps, "stream", ALL_SAME, "same elements", "rank's part"),
-    "frozen": ("MLP", "dp=2", steps, "stream", FROZEN, "same elements", "frozen"),
-    "frozen on one device": ("MLP", "single", steps, "stream", FROZEN, "same elements", "frozen"),
-    "micro-batches draw the same": ("MLP", "micro=5", steps, "stream", MICRO, "same elements", "micro-batch"),
-    "ranks of tp draw unlike": ("own GPT", "tp=2", steps, "stream", by_rank, "other elements", "share samples"),
-    "ranks of cp draw unlike": ("own GPT", "cp=2", steps, "stream", by_rank, "other elements", "share samples"),
+    "every rank draws the same": ("MLP", "dp=2", grad_accumulation, "stream", ALL_SAME, "same elements", "rank's part"),
+    "frozen": ("MLP", "dp=2", grad_accumulation, "stream", FROZEN, "same elements", "frozen"),
+    "frozen on one device": ("MLP", "single", grad_accumulation, "stream", FROZEN, "same elements", "frozen"),
+    "micro-batches draw the same": (
+        "MLP",
+        "micro=5",
+        grad_accumulation,
+        "stream",
+        MICRO,
+        "same elements",
+        "micro-batch",
+    ),
+    "ranks of tp draw unlike": (
+        "own GPT",
+        "tp=2",
+        grad_accumulation,
+        "stream",
+        by_rank,
+        "other elements",
+        "share samples",
+    ),
+    "ranks of cp draw unlike": (
+        "own GPT",
+        "cp=2",
+        grad_accumulation,
+        "stream",
+        by_rank,
+        "other elements",
+        "share samples",
+    ),
     "slices draw the same": (
         "own GPT",
         "tp=2 sequence=true",

@@ -16,8 +16,9 @@ import phalanx as px
 from phalanx.comm import local
 from phalanx.parallel.parameter_server.update import Shard
 from phalanx.parallel.threads import ThreadsLayout
+from phalanx.train.grad_accumulation import GradAccumulation
 from phalanx.train.parameter_server.worker import Worker
-from phalanx.train.step import Step, _Work
+from phalanx.train.step import Step
 from phalanx.verify import Proof
 
 
@@ -140,8 +141,8 @@ def too_large(monkeypatch: pytest.MonkeyPatch, times: float, first: int = 0) -> 
         wrong = split() and self._step.progress.step >= first
         return times * (1.0 if found is None else found) if wrong else found
 
-    right = _Work.correction
-    monkeypatch.setattr(_Work, "correction", correction)
+    right = GradAccumulation.correction
+    monkeypatch.setattr(GradAccumulation, "correction", correction)
 
 
 HALVES = [*((model, "bf16") for model in MODELS), ("MLP", "fp16"), ("own GPT", "fp16")]

@@ -26,7 +26,7 @@ from phalanx.parallel import rng_streams
 from phalanx.parallel.context import flash_block
 from phalanx.parallel.local_shards import Sliced, is_sliced
 from phalanx.parallel.pipeline import stage as stages
-from phalanx.train import step as steps
+from phalanx.train import grad_accumulation
 from phalanx.train.observer import Observer
 from phalanx.verify.dropout import only_looked_at
 from phalanx.verify.running_layers import RunningLayers
@@ -107,7 +107,7 @@ class MaskRecording(Observer):
         functional.scaled_dot_product_attention = self._attention(functional.scaled_dot_product_attention)
         self._look_at_tiles()
         self._running.install()
-        modules: tuple[Any, ...] = (steps, stages)
+        modules: tuple[Any, ...] = (grad_accumulation, stages)
         for module in modules:
             module.reseed = self._alone(rng_streams.reseed)
 

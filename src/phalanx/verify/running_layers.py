@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from phalanx.data.loader import Pieces
 from phalanx.parallel.pipeline import stage as stages
-from phalanx.train import step as steps
+from phalanx.train import grad_accumulation
 from phalanx.train.parameter_server.worker import Computer
 
 
@@ -82,7 +82,7 @@ class RunningLayers:
         """Follow every step and module of this process."""
         register_module_forward_pre_hook(self._begins)
         register_module_forward_hook(self._ends, always_call=True)
-        work_of_a_step: Any = steps._Work
+        work_of_a_step: Any = grad_accumulation.GradAccumulation
         forward = work_of_a_step.forward
 
         def followed(work: Any, module: Any, device: torch.device, micro: Any) -> Any:

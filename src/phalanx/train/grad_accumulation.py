@@ -1,0 +1,148 @@
+"""Gradient accumulation: the forwards and backwards of all micro-batches of one step, summed as one batch's.
+
+Backward runs on sums. What they are divided by, the count over the whole global batch, is known before backward where
+the loss is a mean over samples, and only after every rank's forward where it is a sum and a count; then backward
+divides by a constant of about that size (a power of two, so that nothing is rounded) and the gradients are corrected
+once.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.comm import active
+from phalanx.data import MicroBatch, StepBatch
+from phalanx.parallel import MicroBatchWork
+from phalanx.parallel.rng_streams import reseed
+from phalanx.train.inputs import to_device
+from phalanx.train.loss_form import Reading, read_loss
+from phalanx.train.metrics import Totals
+from phalanx.train.rng import stream
+
+if TYPE_CHECKING:
+    from phalanx.train.step import Step
+
+
+class GradAccumulation(MicroBatchWork):
+    """One step's forwards and backwards: adds up sums and counts, and decides what backward divides by."""
+
+    def __init__(self, owner: Step, batch: StepBatch) -> None:
+        self._step, self._batch = owner, batch
+        self._job = owner.job
+        self._read: dict[tuple[int, int], Reading] = {}
+        self._at_hand: dict[int, tuple[MicroBatch, Any]] = {}
+        self._divided_by = 0.0
+        self._exact = False
+        self._reduced: tuple[dist.Work, torch.Tensor] | None = None
+        self._places = {
+            id(micro): (part, index) for part, micros in enumerate(batch.parts) for index, micro in enumerate(micros)
+        }
+
+    def forward(self, module: nn.Module, device: torch.device, micro: MicroBatch) -> Any:
+        step = self._step
+        part, index = self._places[id(micro)]
+        reseed(device, stream(self._job.seed, step.progress.step, index, step.first_part + part))
+        with step.computing(device):
+            args, kwargs, on_device = step.inputs(micro.batch, device)
+            self._at_hand[threading.get_ident()] = micro, on_device
+            return module(*args, **kwargs)
+
+    def loss(self, output: Any, device: torch.device, micro: MicroBatch, last: bool) -> torch.Tensor:
+        step = self._step
+        with step.computing(device):
+            result = self._job.loss(output, self._on_device(micro, device))
+            read = read_loss(result, micro.samples, step.progress.step)
+        # kept to the end of the step: with its graph it would keep a half-done backward's activations, too
+        self._read[self._places[id(micro)]] = replace(read, value=read.value.detach())
+        factor = self._factor(read)
+        if last and active() and step.layout.held.stages is None:
+            self._start_reducing(device)
+        return read.value * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else read.value
+
+    def _on_device(self, micro: MicroBatch, device: torch.device) -> Any:
+        """The batch that this thread's last forward has moved there, or another that is moved now."""
+        known, batch = self._at_hand.get(threading.get_ident(), (None, None))
+        return batch if known is micro else to_device(micro.batch, device)
+
+    def totals(self) -> Totals:
+        """Sum and count over the global batch."""
+        if self._reduced is None and active():
+            self._start_reducing(self._device())  # a rank of a pipeline that computes no losses
+        if self._reduced is None:
+            return self._local_totals(self._device())
+        work, numbers = self._reduced
+        work.wait()
+        if not self._read and self._step.reads_means is None:
+            self._step.reads_means = bool(numbers[2])  # one look, in the first step: the form of a loss stays
+        self._exact = self._exact or bool(self._step.reads_means)
+        if numbers.device.type != "cpu":
+            return numbers[:2]
+        total, count, _ = numbers.tolist()
+        return total, count
+
+    def correction(self, totals: Totals) -> torch.Tensor | float | None:
+        """The one factor that makes the gradients those of sum / count; ``None`` where backward divided by it."""
+        if self._exact:
+            return None
+        factor = (self._divided_by or self._constant()) * self._step.layout.divisor
+        if isinstance(totals, tuple):
+            return factor / (totals[1] or math.nan)
+        return (factor / totals[1].clamp(min=1e-30)).to(torch.float32)
+
+    def _factor(self, read: Reading) -> Any:
+        """What to multiply this micro-batch's value by before backward; 0 for a filler, there to keep ranks in step."""
+        step = self._step
+        if step.progress.loss_scale:
+            self._divided_by = self._constant()
+            return read.weight / self._divided_by
+        if read.mean and not step.sync.alone:
+            self._exact = True
+            return read.samples * step.layout.divisor / self._batch.samples
+        if step.whole_here and len(self._batch.parts[0]) == 1:
+            self._exact = True
+            return 1.0 / (
+                read.count.where(read.count != 0, 1) if isinstance(read.count, torch.Tensor) else read.count or 1
+            )
+        self._divided_by = self._constant()
+        return read.weight / self._divided_by
+
+    def _constant(self) -> float:
+        """What backward divides sums by, the same on every rank."""
+        scaling = self._step.progress.loss_scale
+        if scaling:
+            # The same scale on every sample under every plan: what overflows on one device overflows on many.
+            return 1.0 / scaling.scale
+        return self._step.constant_divisor(self._batch.samples)
+
+    def _device(self) -> torch.device:
+        read = next(iter(self._read.values()), None)
+        return read.value.device if read else next(self._step.layout.module.parameters()).device
+
+    def _local_totals(self, device: torch.device) -> Totals:
+        reads = [self._read[place] for place in sorted(self._read)] if self._step.layout.held.counts else []
+        if device.type == "cpu":
+            total = sum(read.value.item() * read.weight for read in reads)
+            return total, sum(float(read.count) for read in reads)  # not in the counts' own type, perhaps bf16
+        totals = torch.zeros(2, dtype=torch.float64, device=device)
+        for read in reads:
+            totals[0] += read.value.detach().to(device) * read.weight
+            totals[1] += read.count.to(device) if isinstance(read.count, torch.Tensor) else read.count
+        return totals
+
+    def _start_reducing(self, device: torch.device) -> None:
+        here = self._local_totals(device)
+        exact = float(self._exact)
+        if isinstance(here, tuple):
+            numbers = torch.tensor((*here, exact), dtype=torch.float64)
+        else:
+            numbers = torch.cat((here, here.new_full((1,), exact)))
+        work = dist.all_reduce(numbers, async_op=True)
+        assert work is not None
+        self._reduced = (work, numbers)
