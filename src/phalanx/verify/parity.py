@@ -258,7 +258,7 @@ def prove(
     """Run ``steps`` steps of ``job`` on one device and under ``plan``, and compare.
 
     One device is the plain PyTorch loop that the job is turned into, or ``against``, a loop of the user's own (see
-    ``phalanx.verify.witness.own``). Dropout is switched off for both; with ``dropout`` it is on, and drawn by sample
+    ``phalanx.verify.witness.own_loop``). Dropout is off for both; with ``dropout`` it is on, and drawn by sample
     and layer. ``say`` is called with each note before anything runs, ``watch`` ten times
     a second while it does.
 

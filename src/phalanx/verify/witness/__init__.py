@@ -4,6 +4,6 @@ Nothing in this folder imports what a proof judges: of Phalanx only what people 
 """
 
 from phalanx.verify.witness.loop import Witness, why_not
-from phalanx.verify.witness.own import OwnLoop
+from phalanx.verify.witness.own_loop import OwnLoop
 
 __all__ = ["OwnLoop", "Witness", "why_not"]
