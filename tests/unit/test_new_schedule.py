@@ -1,0 +1,91 @@
+"""A pipeline schedule is added as CONTRIBUTING says, to a copy of the source: what it takes is three files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NEW = '''"""Eager 1F1B: a warm-up twice as long as 1F1B's, to have something to do where messages take long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.placement.schedules.schedule import Action, PipelineSchedule
+from phalanx.placement.schedules.schedule_1f1b import alternating
+
+
+def _actions(rank: int, ranks: int, stages: int, micros: int) -> Iterator[Action]:
+    return alternating(rank, 2 * (ranks - 1 - rank), micros)
+
+
+def _in_flight(place: float, ranks: int, stages: int, micros: int, ahead: float) -> float:
+    return min(micros, 2 * (ranks - 1 - place) + 1)
+
+
+EAGER = PipelineSchedule(name="eager", actions=_actions, in_flight=_in_flight, filling="one way", searched=(1,))
+'''
+EDITS = {
+    "config/fields.py": [
+        ('"gpipe", "1f1b",', '"gpipe", "eager", "1f1b",'),
+        ('{"gpipe": 1,', '{"gpipe": 1, "eager": 1,'),
+    ],
+    "placement/schedules/table.py": [
+        ("from phalanx.placement.schedules.gpipe", "from phalanx.placement.schedules.eager import EAGER\nOLD"),
+        ("(GPIPE,", "(GPIPE, EAGER,"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that holds the copy of the package."""
+    folder = tmp_path_factory.mktemp("source")
+    shutil.copytree(ROOT / "src/phalanx", folder / "phalanx", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, edits in EDITS.items():
+        path = folder / "phalanx" / name
+        text = path.read_text()
+        for old, new in edits:
+            assert text.count(old) == 1, f"{old} in {name}"
+            text = text.replace(old, new.replace("OLD", old))
+        path.write_text(text)
+    (folder / "phalanx/placement/schedules/eager.py").write_text(NEW)
+    return folder
+
+
+def run(source: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", *words],
+        env={**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_it_is_proven(source: Path) -> None:
+    plan = "pp=2 schedule=eager micro=4"
+    proof = json.loads(run(source, "prove", "examples/gpt.py", "--plan", plan, "--steps", "2", "--json"))
+    assert proof["equal"] is True
+
+
+def test_it_is_drawn_and_forecast(source: Path) -> None:
+    plan = "pp=4 schedule=eager micro=4"
+    assert "eager" in run(source, "show", "examples/gpt.py", "--plan", plan)
+    one, other = (
+        json.loads(run(source, "forecast", "examples/gpt.py", "--plan", text, "--on", "4xH100", "--json"))
+        for text in (plan, plan.replace("eager", "1f1b"))
+    )
+    held = [found["memory"]["activations"] for found in (one, other)]
+    assert held[0] > held[1], "a longer warm-up holds more"
