@@ -26,9 +26,9 @@ def curve() -> Curve:
 
 
 def test_page_and_chart_are_current() -> None:
-    pages: dict[Path, str] = runpy.run_path(str(ROOT / "docs" / "scaling.py"))["pages"]()
+    pages: dict[Path, str] = runpy.run_path(str(ROOT / "tools" / "scaling.py"))["pages"]()
     behind = [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text]
-    assert behind == [], "behind the code, or forecasts have changed\n    try: python docs/scaling.py"
+    assert behind == [], "behind the code, or forecasts have changed\n    try: python tools/scaling.py"
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.title)

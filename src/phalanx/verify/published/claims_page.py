@@ -11,7 +11,7 @@ from phalanx.verify.published.settings import Curve, Setting
 
 _HEAD = """# Scaling
 
-<!-- Written by `python docs/scaling.py`; edits here are lost. -->
+<!-- Written by `python tools/scaling.py`; edits here are lost. -->
 
 Twice the devices are never quite twice as fast. Each step ends with an exchange of gradients that one device did not
 need; it grows with the parameters, not with the work, and crosses slower links as soon as a node is full. *Efficiency*

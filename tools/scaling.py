@@ -1,4 +1,4 @@
-"""Writes the page on scaling and its chart, from published claims and fresh forecasts: ``python docs/scaling.py``."""
+"""Writes the page on scaling and its chart, from published claims and fresh forecasts: ``python tools/scaling.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from phalanx.verify.published.claims_chart import claims_chart
 from phalanx.verify.published.claims_page import claims_page, forecast_claims
 
-EXPLANATION = Path(__file__).resolve().parent / "explanation"
+EXPLANATION = Path(__file__).resolve().parents[1] / "docs" / "explanation"
 
 
 def pages() -> dict[Path, str]:
