@@ -173,6 +173,7 @@ def _markdown(text: str) -> str:
 
 
 def main() -> int:
+    """Rewrite the pages that are behind the code."""
     for name in TABLES:
         path, text = page(name)
         if path.read_text() != text:

@@ -39,6 +39,7 @@ def drawn(result: Result) -> str:
 
 
 def main() -> int:
+    """Draw what the file named on the command line says."""
     answer = json.loads(Path(sys.argv[1]).read_text())
     PICTURE.write_text(drawn(result_of(answer)))
     print(f"wrote {PICTURE}")

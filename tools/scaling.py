@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from phalanx.verify.published.claims_chart import claims_chart
-from phalanx.verify.published.claims_page import claims_page, forecast_claims
+from published.claims_chart import claims_chart
+from published.claims_page import claims_page, forecast_claims
 
 EXPLANATION = Path(__file__).resolve().parents[1] / "docs" / "explanation"
 
@@ -18,6 +18,7 @@ def pages() -> dict[Path, str]:
 
 
 def main() -> int:
+    """Forecast every claim and write both files."""
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
         print(f"wrote {path.relative_to(EXPLANATION.parents[1])}")

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from phalanx.hardware import cluster
-from phalanx.verify.published.claims import BERT, CLAIMS, GOYAL, Claim, Point, Speed
-from phalanx.verify.published.claims_chart import claims_chart
-from phalanx.verify.published.networks import NETWORKS
-from phalanx.verify.published.settings import Curve, Model, Setting, profile
+from published.claims import BERT, CLAIMS, GOYAL, Claim, Point, Speed
+from published.claims_chart import claims_chart
+from published.networks import NETWORKS
+from published.settings import Curve, Model, Setting, profile
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [setting for claim in CLAIMS for setting in claim.settings]

@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import re
-import runpy
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +15,18 @@ import pytest
 from click.testing import CliRunner
 from small_profiles import transformer
 
-from phalanx.cli import main
+from golden import NUMBERS, ROWS, numbers
 from phalanx.errors import SpecError
 from phalanx.forecast.uncertainty import FILE
-from phalanx.verify.published import Foretold, Outcome, Row, accuracy, foretell, read
-from phalanx.verify.published.accuracy import Errors, choice, source
-from phalanx.verify.published.left_out import LeftOut, Without, framework
-from phalanx.verify.published.measures import Measure, measures
-from phalanx.verify.published.page import page
-from phalanx.verify.published.subject import subject
+from published import Foretold, Outcome, Row, accuracy, foretell, read
+from published.accuracy import Errors, choice, source
+from published.left_out import LeftOut, Without, framework
+from published.measures import Measure, measures
+from published.page import page
+from published.subject import subject
+from validate import command
 
 ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests" / "golden"
 CELLS = {
     "id": "one",
     "kind": "transformer",
@@ -75,7 +74,7 @@ def measured(id: str, share: float, **cells: str) -> Foretold:
 
 @pytest.fixture(scope="module")
 def golden() -> Outcome:
-    return foretell(read(GOLDEN / "published.csv"))
+    return foretell(read(ROWS))
 
 
 def timed_in(golden: Outcome) -> list[Foretold]:
@@ -197,12 +196,12 @@ class TestAccuracy:
 
 class TestGolden:
     def test_forecasts_are_no_further_off_than_they_were(self, golden: Outcome) -> None:
-        numbers: dict[str, float] = runpy.run_path(str(GOLDEN / "published.py"))["numbers"](golden)
-        before: dict[str, float] = json.loads((GOLDEN / "published.json").read_text(encoding="utf-8"))
-        assert numbers.keys() == before.keys(), "sources changed: python tests/golden/published.py"
-        worse = {name: f"{before[name]:.2%} -> {value:.2%}" for name, value in numbers.items()}
-        worse = {name: said for name, said in worse.items() if numbers[name] > before[name] + 0.005}
-        assert not worse, f"further off than before: {worse}; if that is meant: python tests/golden/published.py"
+        found = numbers(golden)
+        before: dict[str, float] = json.loads(NUMBERS.read_text(encoding="utf-8"))
+        assert found.keys() == before.keys(), "sources changed: python tools/golden.py"
+        worse = {name: f"{before[name]:.2%} -> {value:.2%}" for name, value in found.items()}
+        worse = {name: said for name, said in worse.items() if found[name] > before[name] + 0.005}
+        assert not worse, f"further off than before: {worse}; if that is meant: python tools/golden.py"
 
     def test_every_row_is_forecast(self, golden: Outcome) -> None:
         assert golden.refused == {}
@@ -210,7 +209,7 @@ class TestGolden:
         assert sum(one.row.ran_out for one in golden.found) >= 6
 
     def test_the_command_prints_the_same(self, golden: Outcome) -> None:
-        result = CliRunner().invoke(main, ["validate", str(GOLDEN / "published.csv"), "--json"])
+        result = CliRunner().invoke(command, [str(ROWS), "--json"])
         assert result.exit_code == 0, result.output
         found: dict[str, Any] = json.loads(result.stdout)
         assert [one["id"] for one in found["rows"]] == [one.row.id for one in golden.found]
@@ -243,6 +242,6 @@ class TestGolden:
             assert f"| all, by row | {spread[name]['runs']:,} |" in text
 
     def test_the_command_tells_of_rows_without_a_forecast(self) -> None:
-        result = CliRunner().invoke(main, ["validate", str(written(row(id="bad", device="Abacus")))])
+        result = CliRunner().invoke(command, [str(written(row(id="bad", device="Abacus")))])
         assert result.exit_code == 0
         assert "not forecast: bad" in result.output

@@ -22,7 +22,7 @@ FILE = Path(__file__).with_name("spread.toml")
 
 HEAD = """# By how much forecasts were off: of logarithms of measured over forecast the size that 4 of 5 are within.
 # Written by `python bench/forecast_here.py --write` (own, catalog) and by
-# `phalanx validate measured.csv --left-out --spread src/phalanx/forecast/spread.toml` (published, unknown).
+# `python tools/validate.py measured.csv --left-out --spread src/phalanx/forecast/spread.toml` (published, unknown).
 
 """
 

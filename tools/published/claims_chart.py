@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from phalanx.verify.published.claims import CLAIMS, Claim, Point
-from phalanx.verify.published.settings import Curve, Setting
+from published.claims import CLAIMS, Claim, Point
+from published.settings import Curve, Setting
 
 _WIDTH, _COLUMNS = 720, 2
 _PANEL, _TALL = 360, 208  # of one panel

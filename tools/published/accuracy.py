@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.verify.published.foretold import Foretold
-from phalanx.verify.published.rows import Row
+from published.foretold import Foretold
+from published.rows import Row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,9 +25,9 @@ from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.rates import family
 from phalanx.forecast.uncertainty import SHARE
 from phalanx.trace import Profile
-from phalanx.verify.published.foretold import Foretold, foretell, traced
-from phalanx.verify.published.rows import Row
-from phalanx.verify.published.subject import Subject, subject
+from published.foretold import Foretold, foretell, traced
+from published.rows import Row
+from published.subject import Subject, subject
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

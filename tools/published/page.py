@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.verify.published.accuracy import Accuracy, accuracy, source
-from phalanx.verify.published.foretold import Foretold
-from phalanx.verify.published.left_out import LeftOut, framework
-from phalanx.verify.published.left_out_page import left_out_page
-from phalanx.verify.published.measures import measures
+from published.accuracy import Accuracy, accuracy, source
+from published.foretold import Foretold
+from published.left_out import LeftOut, framework
+from published.left_out_page import left_out_page
+from published.measures import measures
 
 _HEAD = """# Accuracy of forecasts beside published runs
 
-Written by `phalanx validate measured.csv --page docs/reference/accuracy.md`, where `measured.csv` is a table of
-{rows} published training runs, {oom} of which ran out of memory. Each becomes a model of standard modules, traced as a
-user's own is, a plan and a cluster. None of them is a run of Phalanx: those that were measured are in
+Written by `python tools/validate.py measured.csv --page docs/reference/accuracy.md`, where `measured.csv` is a table
+of {rows} published training runs, {oom} of which ran out of memory. Each becomes a model of standard modules, traced as
+a user's own is, a plan and a cluster. None of them is a run of Phalanx: those that were measured are in
 [Forecasts of this machine's own runs](accuracy-here.md).
 """
 

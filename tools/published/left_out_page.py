@@ -12,8 +12,8 @@ from typing import Any
 import tomli_w
 
 from phalanx.forecast.uncertainty import HEAD
-from phalanx.verify.published.foretold import Foretold
-from phalanx.verify.published.left_out import LeftOut, Without, coverage, spread
+from published.foretold import Foretold
+from published.left_out import LeftOut, Without, coverage, spread
 
 _HEAD = """
 ## What no constant has seen

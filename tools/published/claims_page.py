@@ -6,8 +6,8 @@ import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from phalanx.verify.published.claims import CLAIMS, Claim, Speed
-from phalanx.verify.published.settings import Curve, Setting
+from published.claims import CLAIMS, Claim, Speed
+from published.settings import Curve, Setting
 
 _HEAD = """# Scaling
 

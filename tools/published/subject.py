@@ -11,7 +11,7 @@ from phalanx.forecast import Habits
 from phalanx.forecast.presets import NAMED
 from phalanx.hardware import cluster
 from phalanx.trace import Family, Shape
-from phalanx.verify.published.rows import Row
+from published.rows import Row
 
 _BINNED = {512: 340}
 """Mean tokens in a sample of BERT's second phase: its loader sorts samples into bins of like length, and pads to those.

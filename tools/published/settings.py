@@ -115,7 +115,7 @@ def profile(model: Model) -> Profile:
         return _STANDARD[model].profile()
     if model == "resnet101":
         return _deeper(profile("resnet50"), 17)
-    from phalanx.verify.published.networks import described  # brings torch
+    from published.networks import described  # brings torch
 
     return described(model).profile()
 

@@ -11,8 +11,8 @@ from typing import Any
 from phalanx.errors import PhalanxError
 from phalanx.forecast import Forecast, Habits, Work, forecasts
 from phalanx.trace import Profile, Shape
-from phalanx.verify.published.rows import Row
-from phalanx.verify.published.subject import Subject, subject
+from published.rows import Row
+from published.subject import Subject, subject
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.verify.published.settings import Setting
+from published.settings import Setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from phalanx.verify.published.accuracy import Accuracy
-from phalanx.verify.published.measures import measures
+from published.accuracy import Accuracy
+from published.measures import measures
 
 
 def accuracy_view(held: Accuracy, fitted: Accuracy) -> RenderableType:

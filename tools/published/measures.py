@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.verify.published.accuracy import Accuracy
+from published.accuracy import Accuracy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

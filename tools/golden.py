@@ -1,14 +1,14 @@
-"""Writes how far off forecasts of ``published.csv`` are, by source: ``python tests/golden/published.py``."""
+"""Writes how far off forecasts of ``tests/golden/published.csv`` are, by source: ``python tools/golden.py``."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from phalanx.verify.published import Outcome, accuracy, foretell, read
+from published import Outcome, accuracy, foretell, read
 
-HERE = Path(__file__).resolve().parent
-ROWS, NUMBERS = HERE / "published.csv", HERE / "published.json"
+GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden"
+ROWS, NUMBERS = GOLDEN / "published.csv", GOLDEN / "published.json"
 
 
 def numbers(outcome: Outcome) -> dict[str, float]:
