@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from phalanx.config import Plan
+from phalanx.forecast import PHALANX, Habits
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.memory import Memory, memory
-from phalanx.forecast.presets import NAMED, PHALANX, Habits
 from phalanx.forecast.saved_activations import ranks
 from phalanx.trace import Operation, Part, Profile, Saved, Shape, Size, Weights
+from published.subject import NAMED
 
 PLAIN = Habits(name="plain", reserved=1.0)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from small_profiles import transformer
 
-from phalanx.forecast.presets import NAMED
 from phalanx.forecast.uncertainty import measured
 from published import Row, foretell, left_out
 from published.foretold import Foretold
 from published.left_out import CONSTANTS, Fit, LeftOut, Without, coverage, framework, known, spread
 from published.left_out_page import left_out_page, write_spread
+from published.subject import NAMED
 
 FREE = ("product", "stream", "eager", "fused")
 TRUE = {"ampere.product": 0.6, "ampere.stream": 0.5, "eager": -1.0, "fused": 0.5}

@@ -9,9 +9,9 @@ from typing import Literal
 
 from phalanx.config import Plan
 from phalanx.forecast import PHALANX, Forecast, Work, forecast
-from phalanx.forecast.presets import NAMED
 from phalanx.hardware import cluster
 from phalanx.trace import Profile, Shape
+from published.subject import NAMED
 
 Model = Literal["alexnet", "vgg16", "resnet50", "resnet101", "bert-large"]
 

@@ -1,17 +1,34 @@
-"""What a published run is in our nouns: a model of standard modules, a plan, a cluster, and its framework's habits."""
+"""What a published run is in our nouns: a model of standard modules, a plan, a cluster, and its framework's habits.
+
+The habits of frameworks stand in ``presets.toml``.
+"""
 
 from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from phalanx.config import Cluster, Plan
-from phalanx.forecast import Habits
-from phalanx.forecast.presets import NAMED
+from phalanx.forecast import PHALANX, Habits
 from phalanx.hardware import cluster
 from phalanx.trace import Family, Shape
 from published.rows import Row
+
+
+def _presets() -> dict[str, Habits]:
+    found = {PHALANX.name: PHALANX}
+    for name, stated in tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8")).items():
+        like = found[stated.pop("like")] if "like" in stated else Habits(name=name)
+        found[name] = replace(like, name=name, **stated)
+    return found
+
+
+NAMED: Mapping[str, Habits] = _presets()
+"""Habits by name, those of Phalanx among them."""
 
 _BINNED = {512: 340}
 """Mean tokens in a sample of BERT's second phase: its loader sorts samples into bins of like length, and pads to those.
