@@ -15,9 +15,7 @@ from phalanx.errors import PhalanxError
 from published import accuracy, foretell, read
 from published.left_out import left_out as fit_without
 from published.left_out import own_preset
-from published.left_out_page import left_out_page, left_out_summary, write_spread
-from published.page import write_page
-from published.tables import accuracy_view
+from published.page import accuracy_view, left_out_page, left_out_summary, write_page, write_spread
 
 
 @click.command("validate.py", context_settings={"help_option_names": ["-h", "--help"]})

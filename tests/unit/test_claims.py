@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -11,11 +9,9 @@ import pytest
 
 from phalanx.hardware import cluster
 from published.claims import BERT, CLAIMS, GOYAL, Claim, Point, Speed
-from published.claims_chart import claims_chart
-from published.networks import NETWORKS
-from published.settings import Curve, Model, Setting, profile
+from published.settings import NETWORKS, Curve, Model, Setting, profile
+from scaling import claims_chart, pages
 
-ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [setting for claim in CLAIMS for setting in claim.settings]
 SMALL = Setting(name="AlexNet", model="alexnet", device="P100-PCIe", per_node=4, counts=(1, 4, 8), share=64)
 
@@ -26,8 +22,7 @@ def curve() -> Curve:
 
 
 def test_page_and_chart_are_current() -> None:
-    pages: dict[Path, str] = runpy.run_path(str(ROOT / "tools" / "scaling.py"))["pages"]()
-    behind = [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text]
+    behind = [path.name for path, text in pages().items() if path.read_text(encoding="utf-8") != text]
     assert behind == [], "behind the code, or forecasts have changed\n    try: python tools/scaling.py"
 
 

@@ -12,9 +12,9 @@ from small_profiles import transformer
 
 from phalanx.forecast.uncertainty import measured
 from published import Row, foretell, left_out
-from published.foretold import Foretold
+from published.accuracy import Foretold
 from published.left_out import CONSTANTS, Fit, LeftOut, Without, coverage, framework, known, spread
-from published.left_out_page import left_out_page, write_spread
+from published.page import left_out_page, write_spread
 from published.subject import NAMED
 
 FREE = ("product", "stream", "eager", "fused")

@@ -21,8 +21,7 @@ from phalanx.forecast.uncertainty import FILE
 from published import Foretold, Outcome, Row, accuracy, foretell, read
 from published.accuracy import Errors, choice, source
 from published.left_out import LeftOut, Without, framework
-from published.measures import Measure, measures
-from published.page import page
+from published.page import Measure, measures, page
 from published.subject import subject
 from validate import command
 

@@ -25,7 +25,7 @@ from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.rates import family
 from phalanx.forecast.uncertainty import SHARE
 from phalanx.trace import Profile
-from published.foretold import Foretold, foretell, traced
+from published.accuracy import Foretold, foretell, traced
 from published.rows import Row
 from published.subject import Subject, subject
 
