@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from published import Outcome, accuracy, foretell, read
+from published import Outcome, accuracy, forecast_rows, read
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden"
 ROWS, NUMBERS = GOLDEN / "published.csv", GOLDEN / "published.json"
 
 
 def numbers(outcome: Outcome) -> dict[str, float]:
-    """Mean error of step times by source, and the share of runs of which it was not foretold whether they fit."""
+    """Mean error of step times by source, and the share of runs whose running out of memory was called wrong."""
     found = accuracy(outcome.found)
     sources = {name: round(errors.mean, 4) for name, errors in found.sources.items()}
     wrong = [one.forecast.fits == one.row.ran_out for one in outcome.found]
@@ -20,4 +20,4 @@ def numbers(outcome: Outcome) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    NUMBERS.write_text(json.dumps(numbers(foretell(read(ROWS))), indent=2) + "\n", encoding="utf-8")
+    NUMBERS.write_text(json.dumps(numbers(forecast_rows(read(ROWS))), indent=2) + "\n", encoding="utf-8")

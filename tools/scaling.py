@@ -73,7 +73,7 @@ def _summary(own: Mapping[str, Sequence[Curve]]) -> str:
     lines = ["| as repeated | what holds | efficiency stated | efficiency forecast |", "| --- | --- | --- | --- |"]
     for claim in CLAIMS:
         stated: list[str] = []
-        foretold: list[str] = []
+        forecast: list[str] = []
         for curve in own[claim.title]:
             points = [point for point in claim.points if point.setting == curve.setting]
             most = max((point.devices for point in points), default=curve.setting.counts[-1])
@@ -81,8 +81,8 @@ def _summary(own: Mapping[str, Sequence[Curve]]) -> str:
             shares = sorted({f"{100 * point.efficiency:.0f} %" for point in points if point.devices == most})
             if shares:
                 stated.append(f"{where}: {' and '.join(shares)}")
-            foretold.append(f"{where}: {100 * curve.efficiency(most):.0f} %")
-        lines.append(f"| {claim.repeated} | {claim.verdict} | {'; '.join(stated)} | {'; '.join(foretold)} |")
+            forecast.append(f"{where}: {100 * curve.efficiency(most):.0f} %")
+        lines.append(f"| {claim.repeated} | {claim.verdict} | {'; '.join(stated)} | {'; '.join(forecast)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -97,7 +97,7 @@ def _verdict(found: Mapping[Setting, Curve]) -> str:
         for point in measured
         for low, high in [found[point.setting].range(point.devices)]
     ]
-    speeds = [(one, *_foretold(one)) for claim in CLAIMS for one in claim.speeds]
+    speeds = [(one, *_forecast_of(one)) for claim in CLAIMS for one in claim.speeds]
     held = sum(low <= one.value <= high for one, low, _, high in speeds)
     return "\n" + _wrapped(
         f"The {len(measured)} measured efficiencies and their forecasts are {mean:.0f} percentage points apart on"
@@ -139,17 +139,17 @@ def _speed_ups(claim: Claim, curves: Sequence[Curve]) -> str:
 def _speeds(speeds: Sequence[Speed]) -> str:
     lines = ["| model | devices | figure | measured | forecast | range |", "| --- | ---: | --- | ---: | ---: | ---: |"]
     for one in speeds:
-        low, middle, high = _foretold(one)
+        low, middle, high = _forecast_of(one)
         shown = f"{_three(middle)} | {_three(low)} to {_three(high)}"
         lines.append(f"| {one.setting.name} | {one.devices:,} | {one.word} | {one.stated} | {shown} |")
     return "\n".join(lines) + "\n"
 
 
-def _foretold(speed: Speed) -> tuple[float, float, float]:
+def _forecast_of(speed: Speed) -> tuple[float, float, float]:
     """The forecast of a speed, between both ends of its range."""
     found = speed.setting.forecast(speed.devices)
-    low, high = sorted((speed.foretold(found.low), speed.foretold(found.high)))
-    return low, speed.foretold(found.step), high
+    low, high = sorted((speed.of_step(found.low), speed.of_step(found.high)))
+    return low, speed.of_step(found.step), high
 
 
 def _wrapped(text: str) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from phalanx.cli.output import json_option, print_json, show_error
 from phalanx.errors import PhalanxError
-from published import accuracy, foretell, read
+from published import accuracy, forecast_rows, read
 from published.left_out import left_out as fit_without
 from published.left_out import own_preset
 from published.page import accuracy_view, left_out_page, left_out_summary, write_page, write_spread
@@ -38,7 +38,7 @@ def command(rows: Path, page: Path | None, left_out: bool, spread: Path | None, 
       python tools/validate.py measured.csv
     """
     asked = read(rows)
-    outcome = foretell(asked)
+    outcome = forecast_rows(asked)
     unseen = fit_without(asked) if left_out or page or spread else None
     held, fitted = ([one for one in outcome.found if one.row.calibrated == half] for half in (False, True))
     if as_json:

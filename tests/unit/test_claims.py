@@ -64,10 +64,10 @@ class TestStated:
         hours = Speed(
             setting=GOYAL.settings[0], devices=8, stated="", value=1, samples=256 * 3600, unit=3600, word="hours"
         )
-        assert hours.foretold(0.5) == pytest.approx(0.5)
+        assert hours.of_step(0.5) == pytest.approx(0.5)
 
     def test_samples_per_second(self) -> None:
-        assert Speed(setting=SMALL, devices=8, stated="", value=1, word="images/s").foretold(0.5) == pytest.approx(1024)
+        assert Speed(setting=SMALL, devices=8, stated="", value=1, word="images/s").of_step(0.5) == pytest.approx(1024)
 
 
 @pytest.mark.parametrize(

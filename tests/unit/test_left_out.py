@@ -11,8 +11,8 @@ import pytest
 from small_profiles import transformer
 
 from phalanx.forecast.uncertainty import measured
-from published import Row, foretell, left_out
-from published.accuracy import Foretold
+from published import Row, forecast_rows, left_out
+from published.accuracy import Comparison
 from published.left_out import CONSTANTS, Fit, LeftOut, Without, coverage, framework, known, spread
 from published.page import left_out_page, write_spread
 from published.subject import NAMED
@@ -75,7 +75,7 @@ def forecasts_with(values: dict[str, float], names: Sequence[str]) -> dict[str, 
 
 
 class TestFit:
-    def test_sources_that_follow_the_model_are_foretold_unseen(self) -> None:
+    def test_sources_that_follow_the_model_are_forecast_unseen(self) -> None:
         there = rows()
         fit, unfitted = Fit(there, lambda _: PROFILE), forecasts_with({}, FRAMEWORKS)
         for one in fit.without(framework):
@@ -103,9 +103,9 @@ class TestFit:
 
 def off(source: str, *sizes: float) -> Without:
     """A source whose forecasts are off by these logarithms."""
-    (one,) = foretell([row("Megatron-LM", 1)], lambda _: PROFILE).found
+    (one,) = forecast_rows([row("Megatron-LM", 1)], lambda _: PROFILE).found
     found = [replace(one, row=row("Megatron-LM", 1, one.forecast.step * math.exp(size))) for size in sizes]
-    return Without(source=source, found=tuple[Foretold, ...](found))
+    return Without(source=source, found=tuple[Comparison, ...](found))
 
 
 class TestSpread:

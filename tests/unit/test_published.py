@@ -1,4 +1,4 @@
-"""Forecasts beside published runs: rows, what they are in our nouns, measures by hand, and accuracy that must stay."""
+"""Forecasts beside published runs: rows, what they are to Phalanx, measures by hand, and accuracy that must stay."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from small_profiles import transformer
 from golden import NUMBERS, ROWS, numbers
 from phalanx.errors import SpecError
 from phalanx.forecast.uncertainty import FILE
-from published import Foretold, Outcome, Row, accuracy, foretell, read
+from published import Comparison, Outcome, Row, accuracy, forecast_rows, read
 from published.accuracy import Errors, choice, source
 from published.left_out import LeftOut, Without, framework
 from published.page import Measure, measures, page
 from published.subject import subject
-from validate import command
+from validate import command, main
 
 ROOT = Path(__file__).resolve().parents[2]
 CELLS = {
@@ -61,22 +61,22 @@ def written(*rows: Row) -> Path:
     return path
 
 
-def told(*rows: Row) -> Outcome:
-    return foretell(rows, lambda _: transformer())
+def forecast_of(*rows: Row) -> Outcome:
+    return forecast_rows(rows, lambda _: transformer())
 
 
-def measured(id: str, share: float, **cells: str) -> Foretold:
+def measured(id: str, share: float, **cells: str) -> Comparison:
     """A run whose measured time is ``share`` of the forecast."""
-    (one,) = told(row(id=id, **cells)).found
+    (one,) = forecast_of(row(id=id, **cells)).found
     return replace(one, row=row(**{**cells, "id": id, "step_s": str(one.forecast.step * share)}))
 
 
 @pytest.fixture(scope="module")
 def golden() -> Outcome:
-    return foretell(read(ROWS))
+    return forecast_rows(read(ROWS))
 
 
-def timed_in(golden: Outcome) -> list[Foretold]:
+def timed_in(golden: Outcome) -> list[Comparison]:
     return [one for one in golden.found if one.row.step and not one.row.ran_out]
 
 
@@ -114,7 +114,7 @@ class TestRows:
             read(Path("none.csv"))
 
     def test_a_row_that_cannot_be_forecast_is_told_by_its_id(self) -> None:
-        outcome = told(row(), row(id="two", device="Abacus"))
+        outcome = forecast_of(row(), row(id="two", device="Abacus"))
         assert [one.row.id for one in outcome.found] == ["one"]
         assert "Abacus" in outcome.refused["two"]
 
@@ -244,3 +244,12 @@ class TestGolden:
         result = CliRunner().invoke(command, [str(written(row(id="bad", device="Abacus")))])
         assert result.exit_code == 0
         assert "not forecast: bad" in result.output
+
+    def test_a_table_that_is_not_there_is_wrong_use(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr("sys.argv", ["validate.py", "none.csv", "--json"])
+        assert main() == 2
+        printed = capsys.readouterr()
+        assert "none.csv: No such file" in printed.err
+        assert json.loads(printed.out)["error"]["exit_code"] == 2

@@ -17,12 +17,12 @@ from published.subject import Subject, subject
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Foretold:
+class Comparison:
     """A row and what was forecast for it.
 
     Attributes:
         row: with what was measured.
-        subject: it in our nouns.
+        subject: what it is to Phalanx.
         forecast: of it.
     """
 
@@ -75,7 +75,7 @@ class Outcome:
         refused: rows that cannot be forecast, and why.
     """
 
-    found: tuple[Foretold, ...]
+    found: tuple[Comparison, ...]
     refused: dict[str, str]
 
 
@@ -85,7 +85,7 @@ def traced(shape: Shape) -> Profile:
     return shape.profile()
 
 
-def foretell(
+def forecast_rows(
     rows: Sequence[Row], profile: Callable[[Subject], Profile] | None = None, *, habits: Habits | None = None
 ) -> Outcome:
     """A forecast for every row.
@@ -121,7 +121,7 @@ def foretell(
         found |= {row.id: forecast for row, forecast in zip(some, made, strict=True)}
     return Outcome(
         found=tuple(
-            Foretold(row=row, subject=subjects[row.id], forecast=found[row.id]) for row in rows if row.id in found
+            Comparison(row=row, subject=subjects[row.id], forecast=found[row.id]) for row in rows if row.id in found
         ),
         refused=refused,
     )
@@ -216,7 +216,7 @@ def source(row: Row) -> str:
     return "DeepSpeed ZeRO-3 (SC21 Table 2)" if framework == "DeepSpeed" else framework
 
 
-def accuracy(found: Iterable[Foretold]) -> Accuracy:
+def accuracy(found: Iterable[Comparison]) -> Accuracy:
     """The accuracy over ``found``."""
     every = list(found)
     timed = [one for one in every if one.row.step and not one.row.ran_out]
@@ -234,7 +234,7 @@ def accuracy(found: Iterable[Foretold]) -> Accuracy:
     )
 
 
-def choice(timed: Sequence[Foretold]) -> Choice:
+def choice(timed: Sequence[Comparison]) -> Choice:
     """What is lost by running the plan that is forecast to be fastest, in place of the fastest measured.
 
     Rows of one plan (of several runs, or of schedules that the source does not name) count as one, with their mean.
@@ -258,13 +258,13 @@ def choice(timed: Sequence[Foretold]) -> Choice:
     )
 
 
-def _question(one: Foretold) -> tuple[object, ...]:
+def _question(one: Comparison) -> tuple[object, ...]:
     row = one.row
     return (source(row), one.subject.shape, row.text("device"), row.text("devices"), row.text("batch"))
 
 
-def _grouped(found: Iterable[Foretold], key: Callable[[Foretold], Hashable]) -> dict[Any, list[Foretold]]:
-    groups: dict[Any, list[Foretold]] = {}
+def _grouped(found: Iterable[Comparison], key: Callable[[Comparison], Hashable]) -> dict[Any, list[Comparison]]:
+    groups: dict[Any, list[Comparison]] = {}
     for one in found:
         groups.setdefault(key(one), []).append(one)
     return groups

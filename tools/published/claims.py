@@ -53,7 +53,7 @@ class Speed:
     unit: float = 1.0
     word: str
 
-    def foretold(self, step: float) -> float:
+    def of_step(self, step: float) -> float:
         """The same figure for a step of so many seconds, in ``word``."""
         if not self.samples:
             return self.setting.samples(self.devices) / step

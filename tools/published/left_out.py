@@ -25,7 +25,7 @@ from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.rates import family
 from phalanx.forecast.uncertainty import SHARE
 from phalanx.trace import Profile
-from published.accuracy import Foretold, foretell, traced
+from published.accuracy import Comparison, forecast_rows, traced
 from published.rows import Row
 from published.subject import Subject, subject
 
@@ -114,7 +114,7 @@ class Without:
     """
 
     source: str
-    found: tuple[Foretold, ...]
+    found: tuple[Comparison, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,10 +138,10 @@ def left_out(rows: Iterable[Row]) -> LeftOut:
     return LeftOut(sources=fit.without(framework), devices=fit.without(generation), constants=fit.values())
 
 
-def own_preset(rows: Iterable[Row]) -> tuple[Foretold, ...]:
+def own_preset(rows: Iterable[Row]) -> tuple[Comparison, ...]:
     """Forecasts of ``rows`` with Phalanx's own preset, as users get them."""
     timed = [row for row in rows if row.step and not row.ran_out]
-    return foretell(timed, habits=PHALANX).found
+    return forecast_rows(timed, habits=PHALANX).found
 
 
 def spread(groups: Sequence[Without], share: float = SHARE) -> float:
@@ -206,10 +206,10 @@ class Fit:
                 values[f"{name}.{one.name}"] = values[f"{_LIKE[name]}.{one.name}"]
             left = [(row, one) for row, one in self._all if key(row) == name]
             found = [replace_constants(one, values) for _, one in left]
-            made.append(Without(source=name, found=tuple(self._foretold([row for row, _ in left], found))))
+            made.append(Without(source=name, found=tuple(self._compared([row for row, _ in left], found))))
         return tuple(made)
 
-    def _foretold(self, rows: Sequence[Row], subjects: Sequence[Subject]) -> list[Foretold]:
+    def _compared(self, rows: Sequence[Row], subjects: Sequence[Subject]) -> list[Comparison]:
         made: dict[int, Forecast] = {}
         for indices in _alike(subjects).values():
             first = subjects[indices[0]]
@@ -217,7 +217,7 @@ class Fit:
             plans = [subjects[index].plan for index in indices]
             made |= dict(zip(indices, forecasts(work, plans, first.cluster, first.habits), strict=True))
         return [
-            Foretold(row=row, subject=one, forecast=made[index])
+            Comparison(row=row, subject=one, forecast=made[index])
             for index, (row, one) in enumerate(zip(rows, subjects, strict=True))
         ]
 

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from phalanx.forecast.uncertainty import HEAD
-from published.accuracy import Accuracy, Foretold, accuracy, source
+from published.accuracy import Accuracy, Comparison, accuracy, source
 from published.left_out import LeftOut, Without, coverage, framework, spread
 
 _HEAD = """# Accuracy of forecasts beside published runs
@@ -63,12 +63,12 @@ was never measured; these are the intervals that forecasts print.
 """
 
 
-def write_page(path: Path, found: Sequence[Foretold], unseen: LeftOut, own: Sequence[Foretold]) -> None:
+def write_page(path: Path, found: Sequence[Comparison], unseen: LeftOut, own: Sequence[Comparison]) -> None:
     """Write the page into ``path``."""
     path.write_text(page(found, unseen, own), encoding="utf-8")
 
 
-def page(found: Sequence[Foretold], unseen: LeftOut, own: Sequence[Foretold]) -> str:
+def page(found: Sequence[Comparison], unseen: LeftOut, own: Sequence[Comparison]) -> str:
     """The page as Markdown.
 
     Args:
@@ -84,7 +84,7 @@ def page(found: Sequence[Foretold], unseen: LeftOut, own: Sequence[Foretold]) ->
     return head + left_out_page(unseen, own) + half + tables + _CAUSES
 
 
-def known(found: Sequence[Foretold]) -> float:
+def known(found: Sequence[Comparison]) -> float:
     """The share of held-out rows, of those that were timed, whose model was fitted on in the same framework."""
     timed = [one for one in found if one.row.step and not one.row.ran_out]
     fitted = {(one.subject.shape, framework(one.row)) for one in timed if one.row.calibrated}
@@ -117,7 +117,7 @@ def _sources(held: Accuracy, fitted: Accuracy) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _largest(found: Sequence[Foretold]) -> str:
+def _largest(found: Sequence[Comparison]) -> str:
     timed = [one for one in found if one.row.step and not one.row.ran_out]
     worst = sorted(timed, key=lambda one: -abs(one.error))[:12]
     lines = [
@@ -131,7 +131,7 @@ def _largest(found: Sequence[Foretold]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def left_out_page(found: LeftOut, own: Sequence[Foretold]) -> str:
+def left_out_page(found: LeftOut, own: Sequence[Comparison]) -> str:
     """Tables of what was left out; ``own`` are forecasts of the same rows with Phalanx's own preset."""
     around, wider = (_around(spread(groups)) for groups in (found.sources, found.devices))
     text = _UNSEEN.format(low=around[0], high=around[1], wide_low=wider[0], wide_high=wider[1])
@@ -195,11 +195,11 @@ def _row(errors: Sequence[float], inside: float) -> str:
 
 def write_spread(path: Path, found: LeftOut) -> None:
     """Write what intervals rest on into ``path``; what own runs say stays as it is."""
-    told: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    measured: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     for name, groups in (("published", found.sources), ("unknown", found.devices)):
         runs = sum(len(one.found) for one in groups)
-        told[name] = {"runs": runs, "groups": len(groups), "four_of_five": {"all": round(spread(groups), 4)}}
-    path.write_text(HEAD + tomli_w.dumps(told), encoding="utf-8")
+        measured[name] = {"runs": runs, "groups": len(groups), "four_of_five": {"all": round(spread(groups), 4)}}
+    path.write_text(HEAD + tomli_w.dumps(measured), encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a published run is in our nouns: a model of standard modules, a plan, a cluster, and its framework's habits.
+"""What a published run is to Phalanx: a model of standard modules, a plan, a cluster, and its framework's habits.
 
 The habits of frameworks stand in ``presets.toml``.
 """
@@ -59,7 +59,7 @@ class Subject:
 
 
 def subject(row: Row, *, network: bool = True) -> Subject:
-    """``row`` in our nouns.
+    """``row`` as a model, a plan, a cluster and habits.
 
     ``network``: where the row states none, take the one that the framework's runs are thought to have had; else the
     catalog's.
