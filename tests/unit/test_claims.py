@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from phalanx.hardware import cluster
-from phalanx.verify.published.claims import BERT, CLAIMS, GOYAL, Claim, Point, Speed
-from phalanx.verify.published.claims_chart import claims_chart
-from phalanx.verify.published.networks import NETWORKS
-from phalanx.verify.published.settings import Curve, Model, Setting, profile
+from published.claims import BERT, CLAIMS, GOYAL, Claim, Point, Speed
+from published.settings import NETWORKS, Curve, Model, Setting, profile
+from scaling import claims_chart, pages
 
-ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [setting for claim in CLAIMS for setting in claim.settings]
 SMALL = Setting(name="AlexNet", model="alexnet", device="P100-PCIe", per_node=4, counts=(1, 4, 8), share=64)
 
@@ -26,9 +22,8 @@ def curve() -> Curve:
 
 
 def test_page_and_chart_are_current() -> None:
-    pages: dict[Path, str] = runpy.run_path(str(ROOT / "docs" / "scaling.py"))["pages"]()
-    behind = [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text]
-    assert behind == [], "behind the code, or forecasts have changed\n    try: python docs/scaling.py"
+    behind = [path.name for path, text in pages().items() if path.read_text(encoding="utf-8") != text]
+    assert behind == [], "behind the code, or forecasts have changed\n    try: python tools/scaling.py"
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.title)
@@ -69,10 +64,10 @@ class TestStated:
         hours = Speed(
             setting=GOYAL.settings[0], devices=8, stated="", value=1, samples=256 * 3600, unit=3600, word="hours"
         )
-        assert hours.foretold(0.5) == pytest.approx(0.5)
+        assert hours.of_step(0.5) == pytest.approx(0.5)
 
     def test_samples_per_second(self) -> None:
-        assert Speed(setting=SMALL, devices=8, stated="", value=1, word="images/s").foretold(0.5) == pytest.approx(1024)
+        assert Speed(setting=SMALL, devices=8, stated="", value=1, word="images/s").of_step(0.5) == pytest.approx(1024)
 
 
 @pytest.mark.parametrize(

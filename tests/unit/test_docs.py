@@ -172,17 +172,17 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert "://" in target or (page.parent / target).exists(), f"{name_of(page)}: {target}"
 
 
-GENERATE: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+GENERATE: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "generate.py"))
 
 
 @pytest.mark.parametrize("table", sorted(GENERATE["TABLES"]))
 def test_generated_tables_are_those_of_the_code(table: str) -> None:
     path, _ = GENERATE["page"](table)
     # In a process of its own: click remembers a command's help option as the first test that called it had it.
-    script = str(ROOT / "docs" / "generate.py")
+    script = str(ROOT / "tools" / "generate.py")
     code = f"import runpy, sys; sys.stdout.write(runpy.run_path({script!r})['page']({table!r})[1])"
     text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert path.read_text() == text, "behind the code\n    try: python docs/generate.py"
+    assert path.read_text() == text, "behind the code\n    try: python tools/generate.py"
 
 
 def test_plan_page_names_every_key() -> None:

@@ -32,7 +32,7 @@ def setting(per_node: int = 8) -> Setting:
     """A link of 100 GB/s, a network of 10 GB/s a node, 20 GB/s to the host; memory moves 1 TB/s, a host's 0.1 TB/s."""
     fabric = Fabric(inside=100e9, node=10e9, per_node=per_node, wires=WIRES)
     rates = Rates(peak={"fp32": 1e12}, bandwidth=1e12, kernels=Kernels(stream=1.0))
-    return Setting(rates=rates, fabric=fabric, habits=PLAIN, precision="fp32", host=20e9, processor=100e9)
+    return Setting(rates=rates, fabric=fabric, preset=PLAIN, precision="fp32", host=20e9, processor=100e9)
 
 
 def layouts(*texts: str, batch: int = 64) -> Layouts:

@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 
 from phalanx.config import Plan
+from phalanx.forecast import PHALANX, Preset
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.memory import Memory, memory
-from phalanx.forecast.presets import NAMED, PHALANX, Preset
 from phalanx.forecast.saved_activations import ranks
 from phalanx.trace import Operation, Part, Profile, Saved, Shape, Size, Weights
+from published.subject import NAMED
 
 PLAIN = Preset(name="plain", reserved=1.0)
 
 
-def needed(profile: Profile, *plans: str, batch: int = 8, habits: Preset = PLAIN, precision: str = "fp32") -> Memory:
+def needed(profile: Profile, *plans: str, batch: int = 8, preset: Preset = PLAIN, precision: str = "fp32") -> Memory:
     layouts = Layouts.of([Plan.parse(text) for text in plans], batch, profile.length)
-    return memory(profile, layouts, habits, precision, 8.0)
+    return memory(profile, layouts, preset, precision, 8.0)
 
 
 def layer(inputs: int, outputs: int, count: int = 1) -> Part:
@@ -111,15 +112,15 @@ def test_where_the_start_is_the_peak_it_is_said() -> None:
 def test_buckets_of_our_own_zero_are_under_way() -> None:
     wide = Profile(parts=(replace(layer(9, 20), weights=(Weights(elements=10**8, largest=10**7, tensors=10),)),))
     for zero in (1, 2):
-        on_host = needed(wide, f"fsdp=4 zero={zero}", habits=PHALANX).communication[0]
-        on_device = needed(wide, f"fsdp=4 zero={zero}", habits=replace(PHALANX, one_memory=False)).communication[0]
+        on_host = needed(wide, f"fsdp=4 zero={zero}", preset=PHALANX).communication[0]
+        on_device = needed(wide, f"fsdp=4 zero={zero}", preset=replace(PHALANX, one_memory=False)).communication[0]
         assert on_device == 4 * 10**7 * (4 + 1 / 4)  # larger than a bucket, it stands alone
         assert on_host == 4 * 10**7 * (6 + 1 / 4)
 
 
 def test_sixteen_bits_with_a_copy_that_is_stepped() -> None:
     half = replace(PLAIN, weights=2.0, master=4.0, gradients=2.0)
-    found = needed(MLP, "fsdp=4 zero=1", precision="bf16", habits=half)
+    found = needed(MLP, "fsdp=4 zero=1", precision="bf16", preset=half)
     assert found.parameters[0] == NUMBERS * (2 + 4 / 4)
 
 
@@ -134,7 +135,7 @@ def test_sixteen_bits_with_a_copy_that_is_stepped() -> None:
 )
 def test_offloading_leaves_what_is_stepped_to_the_host(plan: str, device: float) -> None:
     """Bytes a parameter: value, gradient and two moments."""
-    found = needed(MLP, plan, habits=replace(PLAIN, one_memory=False))
+    found = needed(MLP, plan, preset=replace(PLAIN, one_memory=False))
     assert found.parameters[0] + found.gradients[0] + found.optimizer[0] == device * NUMBERS
 
 
@@ -195,7 +196,7 @@ def test_activations_of_a_layer_are_those_of_the_published_formula(plan: str, of
     profile = GPT.profile()
     deep = replace(profile, parts=tuple(replace(p, count=48) if p.role == "block" else p for p in profile.parts))
     text = f"tp={tp} micro=4 {plan}"
-    one, many = (needed(each, text, batch=4, habits=PAPER, precision="bf16").activations[0] for each in (profile, deep))
+    one, many = (needed(each, text, batch=4, preset=PAPER, precision="bf16").activations[0] for each in (profile, deep))
     assert (many - one) / 46 / (2048 * 4 * 6144) == pytest.approx(of_one(tp, 5 * 64 * 2048 / 6144), rel=0.01)
 
 
@@ -216,9 +217,9 @@ AXES = [
 @pytest.mark.parametrize("name", sorted(NAMED))
 def test_many_at_once_are_as_each_alone(name: str) -> None:
     profile = LLAMA.profile()
-    together = needed(profile, *AXES, batch=64, habits=NAMED[name], precision="bf16")
+    together = needed(profile, *AXES, batch=64, preset=NAMED[name], precision="bf16")
     for index in range(0, len(AXES), 7):
-        alone = needed(profile, AXES[index], batch=64, habits=NAMED[name], precision="bf16")
+        alone = needed(profile, AXES[index], batch=64, preset=NAMED[name], precision="bf16")
         for one in fields(Memory):
             assert getattr(together, one.name)[index] == pytest.approx(getattr(alone, one.name)[0])
     parts = sum(getattr(together, one.name) for one in fields(Memory) if one.name not in ("start",))
@@ -249,5 +250,5 @@ def test_many_at_once_are_as_each_alone(name: str) -> None:
 def test_more_shards_never_need_more(less: str, more: str, precision: str) -> None:
     profile = WIDE.profile()
     micro = "" if "micro" in less else "micro=2"
-    pair = needed(profile, f"{less} {micro}", f"{more} {micro}", batch=64, habits=PHALANX, precision=precision)
+    pair = needed(profile, f"{less} {micro}", f"{more} {micro}", batch=64, preset=PHALANX, precision=precision)
     assert pair.reserved[1] <= pair.reserved[0]

@@ -38,7 +38,7 @@ def product(m: float, n: float, k: float, device: str = "A100-80GB") -> tuple[fl
     shapes = Shapes(
         **{each.name: one * (each.name not in ("sequence", "returned")) for each in fields(Shapes)},
     )
-    setting = Setting(rates=rates(entry(device).device), fabric=FABRIC, habits=PHALANX, precision="bf16")
+    setting = Setting(rates=rates(entry(device).device), fabric=FABRIC, preset=PHALANX, precision="bf16")
     priced = price(table(Profile(parts=(part,))), shapes, setting)
     return float(priced.seconds[0, 0]), float(priced.flops[0, 0])
 

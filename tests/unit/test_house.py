@@ -15,18 +15,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "phalanx"
 FILES = sorted(SOURCE.rglob("*.py"))
+TOOLS = sorted((ROOT / "tools").rglob("*.py"))
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60
 MOST_ARGUMENTS, MOST_OPTIONS = 6, 9  # without, and with, those that have a default
 
 
 def name_of(path: Path) -> str:
-    return str(path.relative_to(SOURCE))
+    return str(path.relative_to(SOURCE if SOURCE in path.parents else ROOT))
 
 
 FUNCTIONS = [
     (f"{name_of(path)}: {node.name}", node)
-    for path in FILES
+    for path in [*FILES, *TOOLS]
     for node in ast.walk(ast.parse(path.read_text()))
     if isinstance(node, ast.FunctionDef)
 ]
@@ -63,12 +64,12 @@ class TestImports:
 
 @pytest.mark.quick
 def test_every_file_says_what_it_is_for() -> None:
-    assert [name_of(path) for path in FILES if not ast.get_docstring(ast.parse(path.read_text()))] == []
+    assert [name_of(path) for path in [*FILES, *TOOLS] if not ast.get_docstring(ast.parse(path.read_text()))] == []
 
 
 @pytest.mark.quick
 def test_files_are_small() -> None:
-    assert [name_of(path) for path in FILES if len(path.read_text().splitlines()) > MOST_LINES] == []
+    assert [name_of(path) for path in [*FILES, *TOOLS] if len(path.read_text().splitlines()) > MOST_LINES] == []
 
 
 @pytest.mark.quick
@@ -90,7 +91,7 @@ def test_functions_take_few_arguments() -> None:
 def test_public_names_have_docstrings() -> None:
     bare = [
         f"{name_of(path)}: {node.name}"
-        for path in FILES
+        for path in [*FILES, *TOOLS]
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
         and not node.name.startswith("_")
@@ -101,7 +102,8 @@ def test_public_names_have_docstrings() -> None:
 
 @pytest.mark.quick
 def test_names_say_something() -> None:
-    assert [name for path in FILES if {Path(name := name_of(path)).stem, *Path(name).parts} & FORBIDDEN_NAMES] == []
+    names = [name_of(path) for path in [*FILES, *TOOLS]]
+    assert [name for name in names if {Path(name).stem, *Path(name).parts} & FORBIDDEN_NAMES] == []
 
 
 @pytest.mark.quick
@@ -152,6 +154,7 @@ def test_wheel_carries_the_demo_and_nothing_else(tmp_path: Path) -> None:
     assert any(name.startswith("phalanx/demo/jobs/") for name in names)
     assert all(name.startswith(("phalanx/", "phalanx-")) for name in names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert [name for name in names if {"tools", "published"} & set(Path(name).parts)] == []
 
 
 def _imports(path: Path) -> set[str]:

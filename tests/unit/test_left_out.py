@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from small_profiles import transformer
 
-from phalanx.forecast.presets import NAMED
 from phalanx.forecast.uncertainty import measured
-from phalanx.verify.published import Row, foretell, left_out
-from phalanx.verify.published.foretold import Foretold
-from phalanx.verify.published.left_out import CONSTANTS, Fit, LeftOut, Without, coverage, framework, known, spread
-from phalanx.verify.published.left_out_page import left_out_page, write_spread
+from published import Row, forecast_rows, left_out
+from published.accuracy import Comparison
+from published.left_out import CONSTANTS, Fit, LeftOut, Without, coverage, framework, known, spread
+from published.page import left_out_page, write_spread
+from published.subject import NAMED
 
 FREE = ("product", "stream", "eager", "fused")
 TRUE = {"ampere.product": 0.6, "ampere.stream": 0.5, "eager": -1.0, "fused": 0.5}
@@ -69,13 +69,13 @@ def forecasts_with(values: dict[str, float], names: Sequence[str]) -> dict[str, 
     for one in (row(name, micro) for name in names for micro in MICROS):
         there = left_out.replace_constants(left_out.subject(one, network=False), {**start, **values})
         work = left_out.Work(profile=PROFILE, batch=there.batch, length=there.length)
-        (forecast,) = left_out.forecasts(work, [there.plan], there.cluster, there.habits)
+        (forecast,) = left_out.forecasts(work, [there.plan], there.cluster, there.preset)
         found[one.id] = forecast.step
     return found
 
 
 class TestFit:
-    def test_sources_that_follow_the_model_are_foretold_unseen(self) -> None:
+    def test_sources_that_follow_the_model_are_forecast_unseen(self) -> None:
         there = rows()
         fit, unfitted = Fit(there, lambda _: PROFILE), forecasts_with({}, FRAMEWORKS)
         for one in fit.without(framework):
@@ -103,9 +103,9 @@ class TestFit:
 
 def off(source: str, *sizes: float) -> Without:
     """A source whose forecasts are off by these logarithms."""
-    (one,) = foretell([row("Megatron-LM", 1)], lambda _: PROFILE).found
+    (one,) = forecast_rows([row("Megatron-LM", 1)], lambda _: PROFILE).found
     found = [replace(one, row=row("Megatron-LM", 1, one.forecast.step * math.exp(size))) for size in sizes]
-    return Without(source=source, found=tuple[Foretold, ...](found))
+    return Without(source=source, found=tuple[Comparison, ...](found))
 
 
 class TestSpread:

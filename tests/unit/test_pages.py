@@ -49,10 +49,10 @@ def test_every_row_has_as_many_cells_as_its_heading(page: str) -> None:
 
 
 def test_timelines_are_drawn_from_the_orders_that_run() -> None:
-    script = str(ROOT / "docs" / "timelines.py")
+    script = str(ROOT / "tools" / "timelines.py")
     code = f"import runpy, sys; sys.stdout.write(runpy.run_path({script!r})['drawn']())"
     drawn = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100).stdout
-    assert (ROOT / "docs" / "explanation" / "pipeline.svg").read_text() == drawn, "try: python docs/timelines.py"
+    assert (ROOT / "docs" / "explanation" / "pipeline.svg").read_text() == drawn, "try: python tools/timelines.py"
 
 
 def test_the_readme_states_the_accuracy_that_was_measured() -> None:

@@ -1,4 +1,4 @@
-"""Forecasts beside published runs: rows, what they are in our nouns, measures by hand, and accuracy that must stay."""
+"""Forecasts beside published runs: rows, what they are to Phalanx, measures by hand, and accuracy that must stay."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import re
-import runpy
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +15,17 @@ import pytest
 from click.testing import CliRunner
 from small_profiles import transformer
 
-from phalanx.cli import main
+from golden import NUMBERS, ROWS, numbers
 from phalanx.errors import SpecError
 from phalanx.forecast.uncertainty import FILE
-from phalanx.verify.published import Foretold, Outcome, Row, accuracy, foretell, read
-from phalanx.verify.published.accuracy import Errors, choice, source
-from phalanx.verify.published.left_out import LeftOut, Without, framework
-from phalanx.verify.published.measures import Measure, measures
-from phalanx.verify.published.page import page
-from phalanx.verify.published.subject import subject
+from published import Comparison, Outcome, Row, accuracy, forecast_rows, read
+from published.accuracy import Errors, choice, source
+from published.left_out import LeftOut, Without, framework
+from published.page import Measure, measures, page
+from published.subject import subject
+from validate import command, main
 
 ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests" / "golden"
 CELLS = {
     "id": "one",
     "kind": "transformer",
@@ -63,22 +61,22 @@ def written(*rows: Row) -> Path:
     return path
 
 
-def told(*rows: Row) -> Outcome:
-    return foretell(rows, lambda _: transformer())
+def forecast_of(*rows: Row) -> Outcome:
+    return forecast_rows(rows, lambda _: transformer())
 
 
-def measured(id: str, share: float, **cells: str) -> Foretold:
+def measured(id: str, share: float, **cells: str) -> Comparison:
     """A run whose measured time is ``share`` of the forecast."""
-    (one,) = told(row(id=id, **cells)).found
+    (one,) = forecast_of(row(id=id, **cells)).found
     return replace(one, row=row(**{**cells, "id": id, "step_s": str(one.forecast.step * share)}))
 
 
 @pytest.fixture(scope="module")
 def golden() -> Outcome:
-    return foretell(read(GOLDEN / "published.csv"))
+    return forecast_rows(read(ROWS))
 
 
-def timed_in(golden: Outcome) -> list[Foretold]:
+def timed_in(golden: Outcome) -> list[Comparison]:
     return [one for one in golden.found if one.row.step and not one.row.ran_out]
 
 
@@ -116,7 +114,7 @@ class TestRows:
             read(Path("none.csv"))
 
     def test_a_row_that_cannot_be_forecast_is_told_by_its_id(self) -> None:
-        outcome = told(row(), row(id="two", device="Abacus"))
+        outcome = forecast_of(row(), row(id="two", device="Abacus"))
         assert [one.row.id for one in outcome.found] == ["one"]
         assert "Abacus" in outcome.refused["two"]
 
@@ -126,7 +124,7 @@ class TestSubject:
         found = subject(row())
         assert (found.shape.family, found.shape.layers, found.shape.ffn, found.shape.length) == ("gpt", 8, 1024, 512)
         assert (str(found.plan), found.batch) == ("dp=8 micro=2 precision=fp16", 64)
-        assert (found.cluster.devices, found.habits.name) == (8, "megatron-2021")
+        assert (found.cluster.devices, found.preset.name) == (8, "megatron-2021")
 
     def test_optimizer_state_sharded_over_replicas_is_fsdp(self) -> None:
         plan = subject(row(zero="1")).plan
@@ -138,7 +136,7 @@ class TestSubject:
         assert subject(row(dp="2", pp="4")).plan.schedule == "1f1b"
 
     @pytest.mark.parametrize(
-        ("cells", "family", "habits"),
+        ("cells", "family", "preset"),
         [
             ({"gated": "1", "framework": "torchtitan"}, "llama", "torchtitan"),
             ({"model": "MPT-7b", "framework": "llm-foundry", "device": "H100-SXM"}, "mpt", "llm-foundry-hopper"),
@@ -146,9 +144,9 @@ class TestSubject:
             ({"kind": "resnet50", "framework": "PyTorch (NVIDIA examples)"}, "resnet50", "nvidia-examples"),
         ],
     )
-    def test_families_and_habits(self, cells: dict[str, str], family: str, habits: str) -> None:
+    def test_families_and_habits(self, cells: dict[str, str], family: str, preset: str) -> None:
         found = subject(row(**cells))
-        assert (found.shape.family, found.habits.name) == (family, habits)
+        assert (found.shape.family, found.preset.name) == (family, preset)
 
 
 class TestAccuracy:
@@ -197,12 +195,12 @@ class TestAccuracy:
 
 class TestGolden:
     def test_forecasts_are_no_further_off_than_they_were(self, golden: Outcome) -> None:
-        numbers: dict[str, float] = runpy.run_path(str(GOLDEN / "published.py"))["numbers"](golden)
-        before: dict[str, float] = json.loads((GOLDEN / "published.json").read_text(encoding="utf-8"))
-        assert numbers.keys() == before.keys(), "sources changed: python tests/golden/published.py"
-        worse = {name: f"{before[name]:.2%} -> {value:.2%}" for name, value in numbers.items()}
-        worse = {name: said for name, said in worse.items() if numbers[name] > before[name] + 0.005}
-        assert not worse, f"further off than before: {worse}; if that is meant: python tests/golden/published.py"
+        found = numbers(golden)
+        before: dict[str, float] = json.loads(NUMBERS.read_text(encoding="utf-8"))
+        assert found.keys() == before.keys(), "sources changed: python tools/golden.py"
+        worse = {name: f"{before[name]:.2%} -> {value:.2%}" for name, value in found.items()}
+        worse = {name: said for name, said in worse.items() if found[name] > before[name] + 0.005}
+        assert not worse, f"further off than before: {worse}; if that is meant: python tools/golden.py"
 
     def test_every_row_is_forecast(self, golden: Outcome) -> None:
         assert golden.refused == {}
@@ -210,7 +208,7 @@ class TestGolden:
         assert sum(one.row.ran_out for one in golden.found) >= 6
 
     def test_the_command_prints_the_same(self, golden: Outcome) -> None:
-        result = CliRunner().invoke(main, ["validate", str(GOLDEN / "published.csv"), "--json"])
+        result = CliRunner().invoke(command, [str(ROWS), "--json"])
         assert result.exit_code == 0, result.output
         found: dict[str, Any] = json.loads(result.stdout)
         assert [one["id"] for one in found["rows"]] == [one.row.id for one in golden.found]
@@ -243,6 +241,15 @@ class TestGolden:
             assert f"| all, by row | {spread[name]['runs']:,} |" in text
 
     def test_the_command_tells_of_rows_without_a_forecast(self) -> None:
-        result = CliRunner().invoke(main, ["validate", str(written(row(id="bad", device="Abacus")))])
+        result = CliRunner().invoke(command, [str(written(row(id="bad", device="Abacus")))])
         assert result.exit_code == 0
         assert "not forecast: bad" in result.output
+
+    def test_a_table_that_is_not_there_is_wrong_use(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr("sys.argv", ["validate.py", "none.csv", "--json"])
+        assert main() == 2
+        printed = capsys.readouterr()
+        assert "none.csv: No such file" in printed.err
+        assert json.loads(printed.out)["error"]["exit_code"] == 2

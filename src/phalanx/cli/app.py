@@ -27,7 +27,6 @@ VERBS = (
     "show",
     "devices",
     "calibrate",
-    "validate",
     "prove",
     "audit",
     "bench",

@@ -55,20 +55,20 @@ class Times:
 
 def compute(costs: Table, layouts: Layouts, setting: Setting) -> Times:
     """The times of every part under every candidate."""
-    rates, fabric, habits, precision = setting.rates, setting.fabric, setting.habits, setting.precision
+    rates, fabric, preset, precision = setting.rates, setting.fabric, setting.preset, setting.precision
     priced = price(costs, layouts.shapes, setting)
     count = len(costs.parts)
     late = costs.backward & costs.weights
     forward, inputs, weights = (
         _summed(priced.seconds, costs, rows, count) for rows in (~costs.backward, costs.backward & ~late, late)
     )
-    again = _again(costs, priced, layouts, habits, forward)
-    joined = _joins(costs, layouts, fabric, precision) * (1 - habits.overlap_tensor)
+    again = _again(costs, priced, layouts, preset, forward)
+    joined = _joins(costs, layouts, fabric, precision) * (1 - preset.overlap_tensor)
     around = _around(costs, layouts, fabric, precision, priced)
     anew = np.where(layouts.recompute == 2, 1.0, 0.0) * _blocks(costs)
     sent_forward = joined[0] + around[0]
     sent_backward = joined[1] + around[1] + anew * sent_forward
-    each = rates.kernels.host * habits.launches
+    each = rates.kernels.host * preset.launches
     ahead, back = (_launches(costs, rows, count)[:, None] * each for rows in (~costs.backward, costs.backward))
     rows = _summed(np.ones_like(priced.seconds), costs, costs.row & costs.matmul & ~costs.backward, count)
     apart = rates.wires.far * rows * (layouts.tp > fabric.socket)
@@ -102,17 +102,17 @@ def _launches(costs: Table, rows: npt.NDArray[np.bool_], count: int) -> Array:
     return np.bincount(costs.part[rows], minlength=count).astype(float)
 
 
-def _again(costs: Table, priced: Priced, layouts: Layouts, habits: Preset, forward: Array) -> Array:
+def _again(costs: Table, priced: Priced, layouts: Layouts, preset: Preset, forward: Array) -> Array:
     """What the backward computes anew, of the blocks."""
     count = len(costs.parts)
     blocks = _blocks(costs)
-    if habits.selective == "attention":
+    if preset.selective == "attention":
         some = _summed(priced.seconds, costs, costs.attention & ~costs.backward, count)
-    elif habits.selective == "alternate":
+    elif preset.selective == "alternate":
         some = forward / 2
     else:
         some = _summed(priced.seconds, costs, costs.memory & ~costs.backward, count)
-        if habits.selective == "second":
+        if preset.selective == "second":
             some = some + _summed(priced.seconds, costs, costs.matmul & ~costs.backward, count) / 2
     recompute = layouts.recompute
     return blocks * np.where(recompute == 2, forward, np.where(recompute == 1, some, 0.0))

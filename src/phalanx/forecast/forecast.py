@@ -136,12 +136,12 @@ class Sweep:
         return (self.memory.reserved <= self.room).astype(float)
 
 
-def sweep(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Preset = PHALANX) -> Sweep:
+def sweep(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset = PHALANX) -> Sweep:
     """The step and memory of every plan on ``cluster``, of which each uses as many devices as it needs."""
     at: dict[str, list[int]] = {}
     for index, plan in enumerate(plans):
         at.setdefault(plan.precision, []).append(index)
-    parts = [_of_one_precision(work, [plans[index] for index in indices], cluster, habits) for indices in at.values()]
+    parts = [_of_one_precision(work, [plans[index] for index in indices], cluster, preset) for indices in at.values()]
     order = np.argsort(np.concatenate([np.array(indices) for indices in at.values()])).astype(np.int64)
     return Sweep(
         plans=tuple(plans),
@@ -161,8 +161,8 @@ def _joined(parts: Sequence[Sweep | StepTime | Memory], name: str, order: Whole)
     return together[..., order]
 
 
-def _of_one_precision(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Preset) -> Sweep:
-    scene = ForecastInput(work=work, cluster=cluster, precision=plans[0].precision, habits=habits)
+def _of_one_precision(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset) -> Sweep:
+    scene = ForecastInput(work=work, cluster=cluster, precision=plans[0].precision, preset=preset)
     out = deal(scene, Layouts.of(plans, work.batch, work.tokens))
     needed, room = memory_of(scene, out)
     each = np.stack([one.samples * one.fsdp * one.ep for one in out.layouts])
@@ -176,29 +176,29 @@ def _of_one_precision(work: Work, plans: Sequence[Plan], cluster: Cluster, habit
 
 
 def times(
-    work: Work, layouts: Layouts, cluster: Cluster, precision: str, habits: Preset = PHALANX, events: bool = False
+    work: Work, layouts: Layouts, cluster: Cluster, precision: str, preset: Preset = PHALANX, events: bool = False
 ) -> StepTime:
     """The step of every candidate of ``layouts``, on the kind of device that takes longest.
 
     With ``events`` pipelines are run event by event, which takes milliseconds each; else they are priced by formula.
     """
-    scene = ForecastInput(work=work, cluster=cluster, precision=precision, habits=habits)
+    scene = ForecastInput(work=work, cluster=cluster, precision=precision, preset=preset)
     return step_of(scene, deal(scene, layouts), events)
 
 
-def forecast(work: Work, plan: Plan, cluster: Cluster, habits: Preset = PHALANX) -> Forecast:
+def forecast(work: Work, plan: Plan, cluster: Cluster, preset: Preset = PHALANX) -> Forecast:
     """One plan's future on ``cluster``."""
-    return forecasts(work, [plan], cluster, habits)[0]
+    return forecasts(work, [plan], cluster, preset)[0]
 
 
-def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Preset = PHALANX) -> tuple[Forecast, ...]:
+def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset = PHALANX) -> tuple[Forecast, ...]:
     """The future of each of ``plans`` on ``cluster``, in their order."""
-    found = sweep(work, plans, cluster, habits)
+    found = sweep(work, plans, cluster, preset)
     flops = work.profile.flops(1, work.tokens) * work.batch
-    made, hosts = list[Forecast](), on_hosts(work, plans, cluster, habits)
+    made, hosts = list[Forecast](), on_hosts(work, plans, cluster, preset)
     for index, plan in enumerate(plans):
         seconds = {one.name: float(getattr(found.step, one.name)[index]) for one in fields(StepTime)}
-        spans = [interval(seconds, group.device, habits, plan) for group in cluster.groups]
+        spans = [interval(seconds, group.device, preset, plan) for group in cluster.groups]
         made.append(
             Forecast(
                 plan=plan,

@@ -37,38 +37,38 @@ def replicas(costs: Table, times: Times, layouts: Layouts, setting: Setting) -> 
 def _reduced(costs: Table, lie: Stages, first: Array, last: Array, layouts: Layouts, setting: Setting) -> Array:
     """Gradients are reduced once a step (``zero`` 0 to 2), behind the last micro-batch's backward; then what was
     stepped in shards is gathered."""
-    habits = setting.habits
+    preset = setting.preset
     sent, gather = np.zeros_like(first), np.zeros_like(first)
     for experts in _KINDS:
         there, back = _there_and_back(held(costs, layouts, lie, experts=experts), layouts, setting, experts=experts)
         sent, gather = sent + back, gather + there
-    if habits.gathers_ahead:
-        gather = _beyond(gather, first, habits.overlap)
-    return _beyond(sent, last, habits.overlap) + np.where(layouts.fsdp > 1, gather, 0.0)
+    if preset.gathers_ahead:
+        gather = _beyond(gather, first, preset.overlap)
+    return _beyond(sent, last, preset.overlap) + np.where(layouts.fsdp > 1, gather, 0.0)
 
 
 def _compressed(count: Array, thin: Array, last: Array, layouts: Layouts, setting: Setting) -> Array:
     """What is sent hides behind backward, as whole gradients do; making it smaller takes the memory's time from it."""
     sent, made = averaging(count, thin, layouts, np.ones_like(count), setting)
-    found = _beyond(sent, last, setting.habits.overlap) + made
+    found = _beyond(sent, last, setting.preset.overlap) + made
     return np.where(layouts.alike > 1, found, 0.0)
 
 
 def _sharded(costs: Table, times: Times, layouts: Layouts, setting: Setting) -> Array:
     """Parameters are gathered, and gradients scattered, block by block behind the block before; of a model without
     repeated blocks all at once, behind nothing."""
-    habits = setting.habits
+    preset = setting.preset
     exposed = np.zeros_like(layouts.tp)
-    whole = habits.stages_whole & (layouts.pp > 1)  # then it is done once a step, before and after everything
+    whole = preset.stages_whole & (layouts.pp > 1)  # then it is done once a step, before and after everything
     if not costs.repeated:
         counts = [sum((part.count * _elements(part, layouts, one) for part in costs.parts), exposed) for one in _KINDS]
         gather, scatter = _all_there_and_back([one / np.maximum(layouts.pp, 1) for one in counts], layouts, setting)
         return np.where(whole, gather + scatter, layouts.micros * (2 * gather + scatter))
     for index, part in enumerate(costs.parts):
         gather, scatter = _all_there_and_back([_elements(part, layouts, one) for one in _KINDS], layouts, setting)
-        ahead = _beyond(gather, times.before[index], habits.overlap)
-        back = _beyond(gather + scatter, times.back[index], habits.overlap)
-        busy = habits.contention * np.minimum(2 * gather + scatter, times.before[index] + times.back[index])
+        ahead = _beyond(gather, times.before[index], preset.overlap)
+        back = _beyond(gather + scatter, times.back[index], preset.overlap)
+        busy = preset.contention * np.minimum(2 * gather + scatter, times.before[index] + times.back[index])
         share = np.where(part.role == "block", part.count / np.maximum(layouts.pp, 1), 1.0)
         exposed += share * np.where(whole, gather + scatter, layouts.micros * (ahead + back + busy))
     return exposed
@@ -87,19 +87,19 @@ def _all_there_and_back(counts: Sequence[Array], layouts: Layouts, setting: Sett
 
 def _there_and_back(count: Array, layouts: Layouts, setting: Setting, *, experts: bool) -> tuple[Array, Array]:
     """Seconds to gather so many elements, and to bring their gradients together; none where there are none."""
-    fabric, habits = setting.fabric, setting.habits
-    gathered = np.where(layouts.zero == 3, habits.gathered, habits.weights)
-    over_cp = layouts.cp if habits.shards_over_cp else np.ones_like(layouts.cp)
+    fabric, preset = setting.fabric, setting.preset
+    gathered = np.where(layouts.zero == 3, preset.gathered, preset.weights)
+    over_cp = layouts.cp if preset.shards_over_cp else np.ones_like(layouts.cp)
     shards, inner = layouts.fsdp * over_cp, layouts.tp * layouts.cp * layouts.ep / over_cp
     gather = collective("all-gather", count * gathered, shards, inner, fabric)
-    scatter = collective("reduce-scatter", count * habits.sent, shards, inner, fabric)
+    scatter = collective("reduce-scatter", count * preset.sent, shards, inner, fabric)
     copies = layouts.summed / over_cp / (layouts.ep if experts else 1.0)
     # neighbours are the ranks of cp and ep; those of dp stand a whole replica apart
     near = np.minimum(copies / layouts.alike, np.maximum(fabric.per_node / layouts.tp, 1.0))
     near = near * np.maximum(fabric.per_node / (inner * shards), 1.0)
-    scatter += collective("all-reduce", count / shards * habits.sent, copies, fabric.per_node / near, fabric)
+    scatter += collective("all-reduce", count / shards * preset.sent, copies, fabric.per_node / near, fabric)
     some = count > 0
-    return np.where(some, gather / habits.reach, 0.0), np.where(some, scatter / habits.reach, 0.0)
+    return np.where(some, gather / preset.reach, 0.0), np.where(some, scatter / preset.reach, 0.0)
 
 
 def _beyond(sent: Array, computing: Array, overlap: float) -> Array:
@@ -114,11 +114,11 @@ def update(costs: Table, layouts: Layouts, setting: Setting) -> Array:
     """
     lie = stages(costs, layouts)
     count = held(costs, layouts, lie) / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
-    stepped = count * setting.habits.update / (setting.rates.bandwidth * setting.rates.kernels.stream)
+    stepped = count * setting.preset.update / (setting.rates.bandwidth * setting.rates.kernels.stream)
     weighty = np.array([float(bool(part.weights)) for part in costs.parts])
     there = np.einsum("kpn,p->kn", lie.each, weighty).max(axis=0)
-    copied = count * (setting.habits.sent + setting.habits.weights) / setting.host + 2 * there * setting.bus
-    passed = 2 * layouts.micros * (count * setting.habits.weights / setting.host + there * setting.bus)
+    copied = count * (setting.preset.sent + setting.preset.weights) / setting.host + 2 * there * setting.bus
+    passed = 2 * layouts.micros * (count * setting.preset.weights / setting.host + there * setting.bus)
     stepped = np.where(layouts.server > 0, 0.0, stepped)  # servers do it
     return stepped + np.where(layouts.offload > 0, copied, 0.0) + np.where(layouts.offload == 2, passed, 0.0)
 
@@ -162,7 +162,7 @@ def averaging(count: Array, thin: Array, layouts: Layouts, inner: Array, setting
     summed = collective("all-reduce", np.where(kind == 3, thin, count) * _BYTES["none"], dp, inner, fabric)
     wire = np.select([kind == 1, kind == 2], [two, to_all], summed)
     moved = count * _each(layouts.compress, lambda one: _AVERAGED.get(one.codec, 0.0))
-    return wire / setting.habits.reach, moved / (setting.rates.bandwidth * setting.rates.kernels.stream)
+    return wire / setting.preset.reach, moved / (setting.rates.bandwidth * setting.rates.kernels.stream)
 
 
 def pushed(count: Array, layouts: Layouts, setting: Setting) -> tuple[Array, Array]:
@@ -252,11 +252,11 @@ def served(count: Array, computing: Array, layouts: Layouts, setting: Setting) -
     Source: Li et al., "Scaling distributed machine learning with the parameter server", 2014; Ho et al., "More
     effective distributed ML via a stale synchronous parallel parameter server", 2013.
     """
-    habits, ahead = setting.habits, layouts.staleness
-    size = np.where(compressed(layouts), message(layouts), habits.sent)
-    push, pull = _way(count * size, layouts, setting), _way(count * habits.weights, layouts, setting)
+    preset, ahead = setting.preset, layouts.staleness
+    size = np.where(compressed(layouts), message(layouts), preset.sent)
+    push, pull = _way(count * size, layouts, setting), _way(count * preset.weights, layouts, setting)
     encode, read = pushed(count, layouts, setting)
-    once = np.where(ahead > 0, habits.update * layouts.dp, habits.update + _ADDED * layouts.dp)
+    once = np.where(ahead > 0, preset.update * layouts.dp, preset.update + _ADDED * layouts.dp)
     hosts = np.minimum(np.maximum(layouts.server, 1.0), _nodes(layouts, setting))
     step = count * once / (setting.processor * hosts) + read / hosts
     busiest = np.maximum(np.maximum(push, pull), step)

@@ -19,7 +19,7 @@ class Setting:
     Attributes:
         rates: of the device.
         fabric: between devices.
-        habits: of the framework.
+        preset: of the framework.
         precision: computed in.
         host: bytes/s between a device and the memory of its host.
         bus: seconds until a copy between the two begins.
@@ -28,7 +28,7 @@ class Setting:
 
     rates: Rates
     fabric: Fabric
-    habits: Preset
+    preset: Preset
     precision: str
     host: float = 25e9
     bus: float = 0.0
@@ -81,7 +81,7 @@ def itemsize(precision: str) -> float:
 
 def price(costs: Table, shapes: Shapes, setting: Setting) -> Priced:
     """Every operation of ``costs`` under every candidate of ``shapes``."""
-    rates, habits, precision = setting.rates, setting.habits, setting.precision
+    rates, preset, precision = setting.rates, setting.preset, setting.precision
     dims = _dims(costs, shapes)
     flops = np.zeros_like(dims[0])
     seconds = np.zeros_like(dims[0])
@@ -95,11 +95,11 @@ def price(costs: Table, shapes: Shapes, setting: Setting) -> Priced:
     if precision != "fp32":
         seconds[costs.convolution] /= kernels.convolution
     at = costs.attention
-    flops[at], seconds[at] = _attention(costs, [one[at] for one in dims], rates, habits, precision)
+    flops[at], seconds[at] = _attention(costs, [one[at] for one in dims], rates, preset, precision)
     at = costs.memory
     moved = costs.traffic.at(shapes.samples, shapes.length)
-    if habits.joined:
-        moved += habits.joined * (costs.fused.at(shapes.samples, shapes.length) - moved)
+    if preset.joined:
+        moved += preset.joined * (costs.fused.at(shapes.samples, shapes.length) - moved)
     width = np.where(costs.wide, np.maximum(size, 4.0), size)[:, None]
     moved = (moved / _divided(costs, shapes) * width)[at]
     seconds[at] = moved / (rates.bandwidth * kernels.stream) + kernels.floor * (moved > 0)
@@ -195,16 +195,16 @@ def _products(batch: Array, m: Array, n: Array, k: Array, *, rates: Rates, preci
     return np.maximum(best, moved / (rates.bandwidth * kernels.stream)) + kernels.floor
 
 
-def _attention(costs: Table, dims: list[Array], rates: Rates, habits: Preset, precision: str) -> tuple[Array, Array]:
+def _attention(costs: Table, dims: list[Array], rates: Rates, preset: Preset, precision: str) -> tuple[Array, Array]:
     samples, heads, _, queries, keys, width = dims
     backward = costs.backward[costs.attention][:, None]
     pairs = samples * heads * queries * keys
     kernels = rates.kernels
     computed = "bf16" if precision == "fp8" else precision
-    if habits.attention == "fused":
+    if preset.attention == "fused":
         half = costs.half[costs.attention][:, None]
         flops = np.where(backward, 10.0, 4.0) * half * pairs * width
-        share = habits.speed * np.where(backward, kernels.attention_backward, kernels.attention)
+        share = preset.speed * np.where(backward, kernels.attention_backward, kernels.attention)
         narrow = width / (width + 32.0) * (160.0 / 128.0)  # a head of 64 leaves part of each product idle
         blocks = samples * heads * np.ceil(queries / 128.0)
         rounds = blocks / rates.units
@@ -213,6 +213,6 @@ def _attention(costs: Table, dims: list[Array], rates: Rates, habits: Preset, pr
     scores = _products(samples * heads, queries, keys, width, rates=rates, precision=computed)
     values = _products(samples * heads, queries, width, keys, rates=rates, precision=computed)
     products = np.where(backward, 2.0, 1.0) * (scores + values)
-    moved = np.where(backward, 1.5, 1.0) * habits.scores * pairs * itemsize(computed)
+    moved = np.where(backward, 1.5, 1.0) * preset.scores * pairs * itemsize(computed)
     flops = np.where(backward, 8.0, 4.0) * pairs * width
     return flops, products + moved / (rates.bandwidth * kernels.stream) + 3 * kernels.floor

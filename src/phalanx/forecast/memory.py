@@ -89,18 +89,18 @@ class Memory:
         }
 
 
-def memory(profile: Profile, layouts: Layouts, habits: Preset, precision: str, state: float) -> Memory:
+def memory(profile: Profile, layouts: Layouts, preset: Preset, precision: str, state: float) -> Memory:
     """The memory of every candidate; ``state`` is bytes of optimizer state a parameter."""
-    lie = ranks(profile.parts, layouts, habits.ahead)
-    fixed = _fixed(profile, layouts, habits, lie, state, precision)
-    active = kept(profile, layouts, habits, lie, precision)
-    gathered, reducing = _gathered(profile, layouts, habits, lie, precision)
-    reducing = reducing + _in_buckets(profile, layouts, habits, lie)
-    passing = _messages(profile, layouts, lie, precision) + _in_flight(profile, layouts, habits, lie)
-    gathered = gathered + _staying(profile, layouts, habits, lie, precision)
+    lie = ranks(profile.parts, layouts, preset.ahead)
+    fixed = _fixed(profile, layouts, preset, lie, state, precision)
+    active = kept(profile, layouts, preset, lie, precision)
+    gathered, reducing = _gathered(profile, layouts, preset, lie, precision)
+    reducing = reducing + _in_buckets(profile, layouts, preset, lie)
+    passing = _messages(profile, layouts, lie, precision) + _in_flight(profile, layouts, preset, lie)
+    gathered = gathered + _staying(profile, layouts, preset, lie, precision)
     moving = _Moving(gathered=gathered, reducing=reducing, passing=passing)
     there = np.where(lie.there > 0, 0.0, -np.inf)
-    every = [_together(active, fixed, moving, layouts, habits, at) for at in range(3)]
+    every = [_together(active, fixed, moving, layouts, preset, at) for at in range(3)]
     needed = np.stack([one.reserved for one in every]) + there
     worst = needed.argmax(axis=0)[None]
     return Memory(
@@ -132,14 +132,14 @@ class _Moving:
 
 
 def _together(
-    active: SavedActivations, fixed: _Fixed, moving: _Moving, layouts: Layouts, habits: Preset, at: int
+    active: SavedActivations, fixed: _Fixed, moving: _Moving, layouts: Layouts, preset: Preset, at: int
 ) -> Memory:
     """One rank: in the last forward or the first backward, or in the optimizer's step, whichever needs more."""
     gradients, activations, working = fixed.gradients[at], active.saved[at], active.working[at]
-    there = np.where(_gradients_stay(layouts, habits), gradients, 0.0)
+    there = np.where(_gradients_stay(layouts, preset), gradients, 0.0)
     collectives = moving.gathered[at] + moving.reducing[at]
     computing = activations + working + collectives + moving.passing[at] + there
-    stepping = gradients + np.maximum(fixed.update[at], collectives if habits.reducing_last else 0.0)
+    stepping = gradients + np.maximum(fixed.update[at], collectives if preset.reducing_last else 0.0)
     together = np.maximum(computing, stepping)
     apart = together - gradients - activations - working - collectives - moving.passing[at]
     allocated = fixed.parameters[at] + fixed.optimizer[at] + together
@@ -154,32 +154,32 @@ def _together(
         communication=moving.reducing[at] + moving.passing[at],
         apart=np.minimum(apart, 0.0),
         start=fixed.start[at],
-        reserve=np.ceil(most * (habits.reserved - 1) / BLOCK) * BLOCK + habits.beside,
+        reserve=np.ceil(most * (preset.reserved - 1) / BLOCK) * BLOCK + preset.beside,
     )
 
 
-def _gradients_stay(layouts: Layouts, habits: Preset) -> Array:
+def _gradients_stay(layouts: Layouts, preset: Preset) -> Array:
     """Whether gradients are there in a forward: kept from step to step, or of the micro-batch before."""
-    if habits.gradients_stay:
+    if preset.gradients_stay:
         return np.ones_like(layouts.pp, dtype=bool)
     buckets = (layouts.alike > 1) & (layouts.zero == 0) & (layouts.pp == 1)
     return (layouts.micros > 1) | buckets
 
 
-def _fixed(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks, state: float, precision: str) -> _Fixed:
+def _fixed(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, state: float, precision: str) -> _Fixed:
     learn, still = _counts(profile, layouts, lie)
-    shards = _shards(layouts, habits)
+    shards = _shards(layouts, preset)
     by = {stage: np.where(layouts.zero >= stage, shards, 1.0) for stage in (1, 2, 3)}
-    once = (layouts.zero == 1) & (layouts.micros == 1) & (layouts.pp == 1) & (not habits.gradients_stay)
+    once = (layouts.zero == 1) & (layouts.micros == 1) & (layouts.pp == 1) & (not preset.gradients_stay)
     split = np.where(once, shards, by[2])
-    half = 0.0 if precision == "fp32" else habits.master
+    half = 0.0 if precision == "fp32" else preset.master
     outer = learn * kept_apart(layouts) / by[1]
-    values, sums = (learn + still) * habits.weights / by[3], learn * habits.gradients / split
+    values, sums = (learn + still) * preset.weights / by[3], learn * preset.gradients / split
     stepped = learn * half / by[1]
-    copies, kept_state = learn * habits.weights / by[1], learn * state / by[1]
+    copies, kept_state = learn * preset.weights / by[1], learn * state / by[1]
     served, nothing = layouts.server > 0, np.zeros_like(learn)
     some, everything = layouts.offload == 1, layouts.offload == 2
-    here = habits.one_memory
+    here = preset.one_memory
     away = (layouts.offload > 0) & (not here)
     values_here = np.where(everything & away, 0.0, values)
     stepped = np.where(served | (layouts.offload > 0), np.where(some & here, copies, nothing), stepped)
@@ -187,21 +187,21 @@ def _fixed(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks, state
         parameters=values_here + stepped,
         gradients=np.where(everything & away, 0.0, sums) + learn * fed_back(layouts),
         optimizer=np.where(away | served, 0.0, kept_state) + (outer if here else nothing),
-        update=np.where(served, 0.0, learn * habits.stepping / by[1]),
-        start=values_here + _uncut(profile, layouts, habits, lie),
+        update=np.where(served, 0.0, learn * preset.stepping / by[1]),
+        start=values_here + _uncut(profile, layouts, preset, lie),
     )
 
 
-def _uncut(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks) -> Array:
+def _uncut(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks) -> Array:
     """What is there beyond a rank's parameters while they are made: a block before it is sharded, a tensor before cut.
 
     Tensors are made and cut on the host.
     """
     block, outer, _ = _units(profile, layouts, lie)
-    shared = (layouts.zero == 3) & (_shards(layouts, habits) > 1)
-    cut = (layouts.tp * layouts.ep > 1) & habits.one_memory
+    shared = (layouts.zero == 3) & (_shards(layouts, preset) > 1)
+    cut = (layouts.tp * layouts.ep > 1) & preset.one_memory
     one = np.where(cut, max((_largest(part) for part in profile.parts), default=0.0), 0.0)
-    return (np.where(shared, np.maximum(block, outer), 0.0) + one) * habits.weights
+    return (np.where(shared, np.maximum(block, outer), 0.0) + one) * preset.weights
 
 
 def _largest(part: Part) -> float:
@@ -209,15 +209,15 @@ def _largest(part: Part) -> float:
     return max((float(one.largest or one.elements + one.frozen) for one in part.weights), default=0.0)
 
 
-def _in_flight(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks) -> Array:
+def _in_flight(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks) -> Array:
     """Gradients on their way to servers, and parameters from them, while the next ones are computed."""
     learn, still = _counts(profile, layouts, lie)
     there = (layouts.server > 0) & (layouts.staleness > 0)
-    return np.where(there, learn * habits.sent + (learn + still) * habits.weights, 0.0)
+    return np.where(there, learn * preset.sent + (learn + still) * preset.weights, 0.0)
 
 
-def _shards(layouts: Layouts, habits: Preset) -> Array:
-    return layouts.fsdp * (layouts.cp if habits.shards_over_cp else 1.0)
+def _shards(layouts: Layouts, preset: Preset) -> Array:
+    return layouts.fsdp * (layouts.cp if preset.shards_over_cp else 1.0)
 
 
 def _counts(profile: Profile, layouts: Layouts, lie: Ranks) -> tuple[Array, Array]:
@@ -255,44 +255,44 @@ def _units(profile: Profile, layouts: Layouts, lie: Ranks) -> tuple[Array, Array
     return block, outer, largest
 
 
-def _gathered(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks, precision: str) -> tuple[Array, Array]:
+def _gathered(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, precision: str) -> tuple[Array, Array]:
     """Under ``zero=3``: parameters that are there whole, and buffers of them and of gradients not scattered yet."""
-    size = habits.gathered if precision == "fp32" else min(habits.gathered, itemsize(precision))
+    size = preset.gathered if precision == "fp32" else min(preset.gathered, itemsize(precision))
     block, outer, largest = _units(profile, layouts, lie)
-    around = outer if habits.root_gathered else largest
+    around = outer if preset.root_gathered else largest
     gradients = np.maximum(block, largest) * size
-    whole = (habits.blocks_gathered * block + around) * size
-    buffers = habits.buffered * block * size + habits.unscattered * gradients
-    there = (layouts.zero == 3) & (_shards(layouts, habits) > 1) & ~(habits.stages_whole & (layouts.pp > 1))
+    whole = (preset.blocks_gathered * block + around) * size
+    buffers = preset.buffered * block * size + preset.unscattered * gradients
+    there = (layouts.zero == 3) & (_shards(layouts, preset) > 1) & ~(preset.stages_whole & (layouts.pp > 1))
     return np.where(there, whole, 0.0), np.where(there, buffers, 0.0)
 
 
-def _in_buckets(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks) -> Array:
+def _in_buckets(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks) -> Array:
     """Under ``zero`` 1 and 2: whole gradients in the buckets that are under way, and what comes out of them."""
     learn, _ = _counts(profile, layouts, lie)
-    shards = _shards(layouts, habits)
-    whole = learn * habits.sent
-    largest = max((_largest(part) for part in profile.parts), default=0.0) / layouts.tp * habits.sent
+    shards = _shards(layouts, preset)
+    whole = learn * preset.sent
+    largest = max((_largest(part) for part in profile.parts), default=0.0) / layouts.tp * preset.sent
     full = np.floor(BUCKET_BYTES / np.maximum(largest, 1.0)) * largest
     one = np.minimum(np.maximum(full, largest), whole)
     # Where whole gradients are there before, a bucket takes the place of those that are in it.
     before = ((layouts.zero == 1) & (layouts.micros > 1)) | (layouts.pp > 1)
-    own = np.where(before, 1.0, habits.buckets)
-    copied = _COPIED if habits.one_memory else 0.0
+    own = np.where(before, 1.0, preset.buckets)
+    copied = _COPIED if preset.one_memory else 0.0
     buckets = np.ceil(whole / np.maximum(one, BUCKET_BYTES))
     count = np.minimum(own, buckets + 1) + np.minimum(copied, buckets)
-    there = ((layouts.zero == 1) | (layouts.zero == 2)) & (shards > 1) & (habits.buckets > 0)
+    there = ((layouts.zero == 1) | (layouts.zero == 2)) & (shards > 1) & (preset.buckets > 0)
     return np.where(there, one * (count + 1.0 / shards), 0.0)
 
 
-def _staying(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks, precision: str) -> Array:
+def _staying(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, precision: str) -> Array:
     """What is there whole from a step's first micro-batch to its last, where stages are not sharded in between."""
-    if not habits.stages_whole:
+    if not preset.stages_whole:
         return np.zeros_like(lie.there)
     learn, still = _counts(profile, layouts, lie)
-    size = habits.gathered if precision == "fp32" else min(habits.gathered, itemsize(precision))
-    whole = (layouts.zero == 3) & (layouts.pp > 1) & (_shards(layouts, habits) > 1)
-    return np.where(whole, (learn + still) * size + learn * habits.sent, 0.0)
+    size = preset.gathered if precision == "fp32" else min(preset.gathered, itemsize(precision))
+    whole = (layouts.zero == 3) & (layouts.pp > 1) & (_shards(layouts, preset) > 1)
+    return np.where(whole, (learn + still) * size + learn * preset.sent, 0.0)
 
 
 def _elements(part: Part, layouts: Layouts) -> Array:
@@ -323,7 +323,7 @@ class OnHosts:
     room: Array
 
 
-def on_hosts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Preset) -> OnHosts:
+def on_hosts(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset) -> OnHosts:
     """With ``offload`` a rank keeps values, gradients and the optimizer's state of what it steps on its host.
 
     On CPUs, whose memory is the host's, that comes to what they hold as devices, which is not counted here.
@@ -331,7 +331,7 @@ def on_hosts(work: Work, plans: Sequence[Plan], cluster: Cluster, habits: Preset
     layouts = Layouts.of(plans, work.batch, work.tokens)
     costs = table(work.profile)
     stepped = held(costs, layouts, stages(costs, layouts)) / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
-    each = np.where(layouts.offload > 0, stepped * (4.0 + habits.sent + work.state), 0.0)
+    each = np.where(layouts.offload > 0, stepped * (4.0 + preset.sent + work.state), 0.0)
     needed = np.stack([each * np.minimum(layouts.devices, group.per_node) for group in cluster.groups])
     room = np.stack([np.full_like(each, group.host.memory or np.inf) for group in cluster.groups])
     tightest = (room / np.maximum(needed, 1.0)).argmin(axis=0)[None]

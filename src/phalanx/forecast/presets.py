@@ -1,12 +1,12 @@
-"""A framework's habits, named: which kernels are joined, what is overlapped, what is kept in memory in which precision.
+"""A framework's preset: which kernels are joined, what is overlapped, what is kept in memory in which precision.
 
-``phalanx`` is what this package itself does. The others exist to check forecasts against what people have published.
+``PHALANX`` is what this package itself does. Those of other frameworks, by which forecasts are checked against what
+people have published, stand in ``tools/published/presets.toml``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -15,7 +15,7 @@ class Preset:
     """What a framework does beside the plan.
 
     Attributes:
-        name: of the habits.
+        name: of the preset.
         joined: share of the way from eager elementwise kernels (0) to those that a compiler joins (1).
         attention: ``fused`` (never holds the scores) or ``scores`` (holds them: two products and a softmax).
         scores: kernels' reads and writes of a score, forward, where they are held; the backward's are as many and half.
@@ -127,173 +127,3 @@ PHALANX = Preset(
     buckets=4.0,
     reducing_last=True,
 )
-
-_BESIDE = 0.5 * 2**30
-_HALF = Preset(name="half", weights=2.0, master=4.0, gradients=2.0, gradients_stay=True)
-"""Values and gradients in 16 bits; the optimizer steps a copy in 32."""
-
-_MEGATRON = replace(
-    _HALF,
-    name="megatron-2021",
-    joined=0.975,
-    scores=3.47,
-    sent=2.0,
-    update=38.0,
-    scatter=True,
-    reach=0.8,
-    contention=0.16,
-    attention="scores",
-    selective="attention",
-    logits=10.0,
-    reserved=1.05,
-    beside=_BESIDE,
-)
-_ALEPH = replace(
-    _HALF,
-    name="aa-megatron-flash",
-    joined=-1.475,
-    selective="attention",
-    scores=3.47,
-    update=38.0,
-    scatter=True,
-    network=14.7e9,
-    contention=0.16,
-    logits=15.5,
-    logits_whole=26.25,
-    scores_kept=25.6,
-    norms_kept=10.3,
-    reserved=1.02,
-    beside=_BESIDE,
-)
-_ZERO_BUBBLE = replace(
-    _HALF,
-    name="zero-bubble",
-    joined=0.975,
-    attention="scores",
-    scores=3.47,
-    update=38.0,
-    scatter=True,
-    logits=8.0,
-    reserved=1.0,
-)
-_TITAN = Preset(
-    name="torchtitan",
-    joined=-1.5,
-    overlap=0.383,
-    contention=0.16,
-    selective="second",
-    gathered=2.0,
-    gradients_stay=True,
-    root_gathered=False,
-    shards_over_cp=True,
-    stages_whole=True,
-    logits=13.0,
-    beside=_BESIDE,
-)
-_FOUNDRY = Preset(
-    name="llm-foundry",
-    joined=-0.44,
-    sent=2.0,
-    overlap=0.1,
-    contention=0.16,
-    gathered=2.0,
-    logits=6.0,
-    reserved=1.0,
-    beside=_BESIDE,
-    prints_reserved=False,
-)
-_EVERY = (
-    PHALANX,
-    _MEGATRON,
-    replace(_MEGATRON, name="megatron-deepspeed", launches=7.5, relay=0.75e-3, rest=1e-3, reach=1.0),
-    replace(
-        _MEGATRON,
-        name="megatron-core",
-        attention="fused",
-        gradients=4.0,
-        sent=2.0,
-        overlap=0.9,
-        overlap_tensor=0.5,
-        gathers_ahead=True,
-        reach=1.0,
-    ),
-    replace(
-        _MEGATRON,
-        name="nemo",
-        attention="fused",
-        launches=0.0,
-        gradients=4.0,
-        sent=2.0,
-        overlap=0.9,
-        overlap_tensor=0.5,
-        gathers_ahead=True,
-        reach=1.0,
-    ),
-    _ALEPH,
-    replace(_ALEPH, name="aa-megatron-flash-rms", norms_kept=3.3, joined=0.369),
-    replace(_ALEPH, name="aa-megatron-flash1", speed=0.79),
-    replace(_ALEPH, name="aa-megatron-scores", attention="scores"),
-    replace(_ALEPH, name="aa-megatron-eager", attention="scores", scores=9.2),
-    _FOUNDRY,
-    replace(_FOUNDRY, name="llm-foundry-hopper", speed=0.74),
-    _TITAN,
-    replace(_TITAN, name="torchtitan-compiled", logits=12.0, joined=0.0, launches=0.3),
-    replace(_TITAN, name="torchtitan-async", logits=12.0, joined=0.0, launches=0.3, overlap_tensor=0.35),
-    replace(
-        _HALF,
-        name="internevo",
-        joined=-1.475,
-        sent=2.0,
-        overlap=0.7,
-        update=38.0,
-        scatter=True,
-        contention=0.16,
-        logits=10.0,
-        reserved=1.05,
-        beside=_BESIDE,
-    ),
-    _ZERO_BUBBLE,
-    replace(_ZERO_BUBBLE, name="zero-bubble-2p", ahead=2.0),
-    replace(
-        _HALF,
-        name="nvidia-examples",
-        joined=0.98,
-        attention="scores",
-        scores=2.4,
-        sent=2.0,
-        overlap=0.8,
-        update=38.0,
-        contention=0.16,
-    ),
-    replace(
-        _MEGATRON,
-        name="deepspeed-zero3",
-        reach=0.21,
-        gathered=2.0,
-        root_gathered=False,
-        blocks_gathered=1.0,
-    ),
-)
-_DOUBT = {
-    "aa-megatron-eager": 0.86,
-    "aa-megatron-flash": 2.23,
-    "aa-megatron-flash-rms": 0.91,
-    "aa-megatron-flash1": 1.25,
-    "aa-megatron-scores": 0.89,
-    "deepspeed-zero3": 1.04,
-    "internevo": 0.82,
-    "llm-foundry": 0.97,
-    "llm-foundry-hopper": 0.97,
-    "megatron-2021": 0.67,
-    "megatron-core": 2.71,
-    "megatron-deepspeed": 1.05,
-    "nvidia-examples": 1.99,
-    "torchtitan": 1.15,
-    "torchtitan-async": 2.14,
-    "torchtitan-compiled": 2.77,
-    "zero-bubble": 3.58,
-}
-"""By how much the errors on the half that was fitted exceed those of the parts of a step."""
-
-NAMED: Mapping[str, Preset] = {one.name: replace(one, doubt=_DOUBT.get(one.name, one.doubt)) for one in _EVERY}
-"""Habits by name."""

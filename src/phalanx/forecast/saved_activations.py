@@ -52,10 +52,10 @@ class _Micro:
     wider: Array
 
     @classmethod
-    def of(cls, profile: Profile, layouts: Layouts, habits: Preset, precision: str) -> _Micro:
+    def of(cls, profile: Profile, layouts: Layouts, preset: Preset, precision: str) -> _Micro:
         tokens, one = layouts.length / layouts.cp, np.ones_like(layouts.micro)
         size = itemsize(precision)
-        cast = habits.autocast and precision != "fp32"
+        cast = preset.autocast and precision != "fp32"
         return cls(
             samples=layouts.micro,
             tokens=tokens if profile.lawful else one * profile.length,
@@ -70,12 +70,12 @@ class _Micro:
         return grown
 
 
-def kept(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks, precision: str) -> SavedActivations:
+def kept(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, precision: str) -> SavedActivations:
     """Activations of every candidate under its recomputation, when the part that needs most of them runs backward."""
-    micro = _Micro.of(profile, layouts, habits, precision)
-    every = [_bytes(part, micro, layouts, habits) for part in profile.parts]
+    micro = _Micro.of(profile, layouts, preset, precision)
+    every = [_bytes(part, micro, layouts, preset) for part in profile.parts]
     stays, anew = zip(
-        *(_recomputed(part, one, layouts, habits) for part, one in zip(profile.parts, every, strict=True)), strict=True
+        *(_recomputed(part, one, layouts, preset) for part, one in zip(profile.parts, every, strict=True)), strict=True
     )
     under_way = sum((lie.holds[:, at] * lie.flight[:, at] * one for at, one in enumerate(stays)), 0 * lie.there)
     of_one = [lie.holds[:, at] * one for at, one in enumerate(stays)]
@@ -90,14 +90,14 @@ def kept(profile: Profile, layouts: Layouts, habits: Preset, lie: Ranks, precisi
     return SavedActivations(saved=saved, working=np.maximum(together - saved, 0.0))
 
 
-def _recomputed(part: Part, one: _Bytes, layouts: Layouts, habits: Preset) -> tuple[Array, Array]:
+def _recomputed(part: Part, one: _Bytes, layouts: Layouts, preset: Preset) -> tuple[Array, Array]:
     """Bytes that stay, and bytes that a backward makes again."""
     everything = one.entry + one.saved + one.scores
     if part.role != "block":
         return everything, np.zeros_like(everything)
-    if habits.selective == "attention":
+    if preset.selective == "attention":
         some, again = one.entry + one.saved, one.scores
-    elif habits.selective == "alternate":
+    elif preset.selective == "alternate":
         some, again = (everything + one.entry) / 2, everything - one.entry
     else:
         some = one.entry + one.dear
@@ -106,46 +106,46 @@ def _recomputed(part: Part, one: _Bytes, layouts: Layouts, habits: Preset) -> tu
     return np.select(chosen, [one.entry, some], everything), np.select(chosen, [everything - one.entry, again], 0.0)
 
 
-def _bytes(part: Part, micro: _Micro, layouts: Layouts, habits: Preset) -> _Bytes:
+def _bytes(part: Part, micro: _Micro, layouts: Layouts, preset: Preset) -> _Bytes:
     stream = micro.count(part.entry)
     entry = stream * (micro.size + micro.wider) / _divided("tokens", layouts)
     saved, whole = np.zeros_like(stream), np.full_like(stream, 1e-9)
     for one in part.saved:
         plain = micro.count(one.elements) * (one.itemsize or micro.size)
-        times = _times(part, one, layouts, habits)
+        times = _times(part, one, layouts, preset)
         whole, saved = whole + plain, saved + plain * times / _divided(one.share, layouts)
     working = micro.count(part.working) * micro.size * np.where(whole > 1, saved / whole, 1.0)
-    if part.role == "after" and habits.logits:
+    if part.role == "after" and preset.logits:
         saved = saved - _cut(part, micro) / layouts.tp
-        gathered = (layouts.tp > 1) & (habits.logits_whole > 0)
-        working = _logits(part, micro) * np.where(gathered, habits.logits_whole, habits.logits / layouts.tp)
-    dear = _results(part, micro, layouts, 2 if habits.selective == "second" else 1) * micro.size
+        gathered = (layouts.tp > 1) & (preset.logits_whole > 0)
+        working = _logits(part, micro) * np.where(gathered, preset.logits_whole, preset.logits / layouts.tp)
+    dear = _results(part, micro, layouts, 2 if preset.selective == "second" else 1) * micro.size
     return _Bytes(
         entry=entry,
-        saved=saved + _by_norms(part, stream, micro, layouts, habits) + _by_casts(part, micro, layouts, habits),
+        saved=saved + _by_norms(part, stream, micro, layouts, preset) + _by_casts(part, micro, layouts, preset),
         dear=dear,
-        scores=_scores(part, micro, layouts, habits),
+        scores=_scores(part, micro, layouts, preset),
         working=working,
     )
 
 
-def _times(part: Part, one: Saved, layouts: Layouts, habits: Preset) -> Array:
+def _times(part: Part, one: Saved, layouts: Layouts, preset: Preset) -> Array:
     """How often something saved is there: a loss over classes that ``tp`` has cut may keep them once more."""
-    twice = habits.logits_twice and part.role == "after" and one.share == "inner"
+    twice = preset.logits_twice and part.role == "after" and one.share == "inner"
     return np.where((layouts.tp > 1) & twice, 2.0, 1.0)
 
 
-def _by_norms(part: Part, stream: Array, micro: _Micro, layouts: Layouts, habits: Preset) -> Array:
+def _by_norms(part: Part, stream: Array, micro: _Micro, layouts: Layouts, preset: Preset) -> Array:
     """Bytes that norms keep beyond the profile's, and what sequence parallelism gathers behind them."""
     norms = sum(any(name in operation.name for name in _STREAM_NORMS) for operation in part.forward)
-    each = habits.norms_kept + np.where(norms > 1, micro.wider * (norms - 1) / max(norms, 1), 0.0)
+    each = preset.norms_kept + np.where(norms > 1, micro.wider * (norms - 1) / max(norms, 1), 0.0)
     found = norms * stream * each / _divided("tokens", layouts)
-    if habits.gathers_kept:
+    if preset.gathers_kept:
         found = found + norms * stream * micro.size * (1 - 1 / _divided("tokens", layouts))
     return found
 
 
-def _by_casts(part: Part, micro: _Micro, layouts: Layouts, habits: Preset) -> Array:
+def _by_casts(part: Part, micro: _Micro, layouts: Layouts, preset: Preset) -> Array:
     """Under autocast: the loss in fp32, and weights in half precision until backward has read them."""
     found = np.zeros_like(micro.wider)
     if part.role == "before":
@@ -155,7 +155,7 @@ def _by_casts(part: Part, micro: _Micro, layouts: Layouts, habits: Preset) -> Ar
         found = found + np.where(micro.wider > 0, one.elements / cut * micro.size, 0.0)
     for one in part.saved:
         if part.role == "after" and one.share == "inner" and not one.itemsize:
-            found = found + micro.count(one.elements) * micro.wider * _times(part, one, layouts, habits) / layouts.tp
+            found = found + micro.count(one.elements) * micro.wider * _times(part, one, layouts, preset) / layouts.tp
     return found
 
 
@@ -184,16 +184,16 @@ def _divided(share: str, layouts: Layouts) -> Array:
     return np.ones_like(layouts.tp)
 
 
-def _scores(part: Part, micro: _Micro, layouts: Layouts, habits: Preset) -> Array:
+def _scores(part: Part, micro: _Micro, layouts: Layouts, preset: Preset) -> Array:
     """Bytes of attention's scores, softmax and its dropout (Korthikanti et al. 2022, section 4.1)."""
     found = np.zeros_like(layouts.tp)
-    if habits.attention == "fused":
+    if preset.attention == "fused":
         return found
     for operation in part.forward:
         if operation.kind == "attention":
             batch, heads, _, queries, keys, _ = (size.at(micro.samples, micro.tokens) for size in operation.dims)
             elements = batch * heads * queries * keys * layouts.cp * micro.scale
-            found = found + elements / layouts.tp * habits.scores_kept
+            found = found + elements / layouts.tp * preset.scores_kept
     return found
 
 

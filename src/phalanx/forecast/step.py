@@ -65,7 +65,7 @@ def step_time(costs: Table, times: Times, layouts: Layouts, setting: Setting, ev
     worst = np.where(lie.there > 0, forward + backward, 0.0).argmax(axis=0)
     send = _send(costs, layouts, setting)
     lanes = Lanes(forward=forward, backward=backward, weights=weights, there=lie.there, send=send)
-    whole = setting.habits.whole_backwards
+    whole = setting.preset.whole_backwards
     how = {"whole": whole, "recomputes": costs.recomputes}
     total = simulated(lanes, layouts, **how) if events else pipeline(lanes, layouts)
 
@@ -88,7 +88,7 @@ def step_time(costs: Table, times: Times, layouts: Layouts, setting: Setting, ev
         replicas=replicas(costs, times, layouts, setting),
         update=update(costs, layouts, setting),
         stragglers=_stragglers(split, again, layouts, setting.fabric),
-        rest=np.full_like(total, setting.habits.rest),
+        rest=np.full_like(total, setting.preset.rest),
     )
 
 
@@ -102,10 +102,10 @@ def _send(costs: Table, layouts: Layouts, setting: Setting) -> Array:
     """Seconds to hand one activation to the next stage."""
     entry = next((part.entry for part in costs.parts if part.role == "block"), costs.parts[0].entry)
     size = entry.at(layouts.micro, layouts.length) / layouts.cp * itemsize(setting.precision)
-    size = size / np.where((layouts.sequence > 0) | setting.habits.scatter, layouts.tp, 1.0)
+    size = size / np.where((layouts.sequence > 0) | setting.preset.scatter, layouts.tp, 1.0)
     stride = layouts.tp * layouts.cp * layouts.ep * layouts.fsdp * layouts.dp
     core = setting.rates.core
-    relay = setting.habits.relay + (core.relayed(layouts.devices) if core else 0.0)
+    relay = setting.preset.relay + (core.relayed(layouts.devices) if core else 0.0)
     sent = collective("send", size, np.full_like(size, 2.0), stride, setting.fabric) + relay
     return np.where(layouts.pp > 1, sent, 0.0)
 
@@ -203,13 +203,13 @@ class ForecastInput:
         work: in each step.
         cluster: on which.
         precision: computed in.
-        habits: of the framework.
+        preset: of the framework.
     """
 
     work: Work
     cluster: Cluster
     precision: str
-    habits: Preset = PHALANX
+    preset: Preset = PHALANX
 
 
 def alone(scene: ForecastInput, layouts: Layouts, group: Group, events: bool = False) -> StepTime:
@@ -239,13 +239,13 @@ def alone(scene: ForecastInput, layouts: Layouts, group: Group, events: bool = F
 
 
 def _setting(scene: ForecastInput, group: Group) -> Setting:
-    speeds, link, habits = rates(group.device), group.host.link, scene.habits
+    speeds, link, preset = rates(group.device), group.host.link, scene.preset
     return Setting(
         rates=speeds,
         bus=link.latency if link else 0.0,
         fabric=_fabric(group, scene.cluster, speeds),
         # on cores, what reduces takes them from what computes
-        habits=replace(habits, overlap=0.0) if speeds.core else habits,
+        preset=replace(preset, overlap=0.0) if speeds.core else preset,
         precision=scene.precision,
         host=link.bandwidth if link else speeds.bandwidth,
         processor=speeds.bandwidth if group.device.kind == "cpu" else _PROCESSOR,

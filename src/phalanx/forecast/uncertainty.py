@@ -22,7 +22,7 @@ FILE = Path(__file__).with_name("spread.toml")
 
 HEAD = """# By how much forecasts were off: of logarithms of measured over forecast the size that 4 of 5 are within.
 # Written by `python bench/forecast_here.py --write` (own, catalog) and by
-# `phalanx validate measured.csv --left-out --spread src/phalanx/forecast/spread.toml` (published, unknown).
+# `python tools/validate.py measured.csv --left-out --spread src/phalanx/forecast/spread.toml` (published, unknown).
 
 """
 
@@ -53,11 +53,11 @@ class Interval:
     basis: str
 
 
-def interval(seconds: Mapping[str, float], device: Device, habits: Preset, plan: Plan) -> Interval:
+def interval(seconds: Mapping[str, float], device: Device, preset: Preset, plan: Plan) -> Interval:
     """The interval of a step with these parts (see ``StepTime``)."""
     total = sum(seconds.values())
-    if habits.name != PHALANX.name and device.kind != "cpu":
-        spread, basis = fitted(seconds, device, habits), f"the published runs that {habits.name} was fitted on"
+    if preset.name != PHALANX.name and device.kind != "cpu":
+        spread, basis = fitted(seconds, device, preset), f"the published runs that {preset.name} was fitted on"
     else:
         evidence = evidence_of(device)
         spread, basis = quantile(measured()[evidence]["four_of_five"], technique(plan)), in_words(evidence)
@@ -130,14 +130,14 @@ def measured() -> Mapping[str, Any]:
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
-def fitted(seconds: Mapping[str, float], device: Device, habits: Preset) -> float:
+def fitted(seconds: Mapping[str, float], device: Device, preset: Preset) -> float:
     """The spread of published runs around the forecasts that were fitted on half of them.
 
     Doubt adds up as independent errors do: a base, and a share of each part that is hard to foretell.
     """
     total = sum(seconds.values())
     doubts = [_BASE, *(share * seconds[name] / total for name, share in _SHARES.items())]
-    spread = habits.doubt * math.sqrt(sum(doubt**2 for doubt in doubts))
+    spread = preset.doubt * math.sqrt(sum(doubt**2 for doubt in doubts))
     return spread if family(device) in _KNOWN else math.hypot(spread, 0.2)
 
 

@@ -84,9 +84,9 @@ def memory_of(scene: ForecastInput, dealt_out: DeviceShares) -> tuple[Memory, Ar
 
 def _memory(scene: ForecastInput, layouts: Layouts) -> Memory:
     here = any(group.device.kind == "cpu" for group in scene.cluster.groups)
-    habits = replace(scene.habits, one_memory=here)
+    preset = replace(scene.preset, one_memory=here)
     layouts = held(scene.work.unlike, layouts)
-    return memory(scene.work.profile, layouts, habits, scene.precision, scene.work.state)
+    return memory(scene.work.profile, layouts, preset, scene.precision, scene.work.state)
 
 
 def _picked(

@@ -109,7 +109,7 @@ def foretell(question: Question, plan: Plan | None = None) -> PlanForecast:
     chosen = plan or Plan(dp=question.cluster.devices, precision=question.precision)
     if wrong := refusals(chosen, question):
         raise RefusedError(wrong)
-    found = forecast(question.work, chosen, question.cluster, question.habits)
+    found = forecast(question.work, chosen, question.cluster, question.preset)
     return PlanForecast(
         question=question,
         forecast=found,

@@ -99,7 +99,7 @@ def explain(ranking: Ranking, because: Plan | None = None, *, keys: Sequence[str
     if best is None:
         return None
     near = list(neighbours(best.plan, question))
-    priced = forecasts(question.work, [plan for _, plan in near], question.cluster, question.habits) if near else ()
+    priced = forecasts(question.work, [plan for _, plan in near], question.cluster, question.preset) if near else ()
     found = [beside(best, one, change) for (change, _), one in zip(near, priced, strict=True)]
     found.sort(key=lambda one: (not one.forecast.fits, one.forecast.step))
     return Explanation(
@@ -214,7 +214,7 @@ def _argued(ranking: Ranking, because: Plan, keys: Sequence[str]) -> Neighbour:
         wrong = refusals(plan, question)
         if wrong:
             raise RefusedError(wrong)
-    there = forecast(question.work, plan, question.cluster, question.habits)
+    there = forecast(question.work, plan, question.cluster, question.preset)
     if there.plan == best.plan:
         return Neighbour(change=str(plan), forecast=there, slower=0.0, why="it is the first plan")
     return beside(best, there, str(plan))

@@ -69,7 +69,7 @@ def shortfall(question: Question, plan: Plan | None = None) -> Shortfall | None:
     given = plan or search(question).leanest
     if given is None:
         return None
-    there = forecast(question.work, given, question.cluster, question.habits)
+    there = forecast(question.work, given, question.cluster, question.preset)
     if there.fits:
         return None
     changes = [*(_of_plan(question, given) if plan else ()), *_of_question(question, given)]
@@ -142,7 +142,7 @@ def _best(question: Question, words: str) -> Change | None:
 
 
 def _priced(question: Question, plan: Plan, words: str) -> Change | None:
-    there = forecast(question.work, plan, question.cluster, question.habits)
+    there = forecast(question.work, plan, question.cluster, question.preset)
     if not there.fits:
         return None
     return Change(words=words, plan=plan, spare=-there.missing, step=there.step)

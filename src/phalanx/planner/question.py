@@ -23,7 +23,7 @@ class Question:
         precision: that plans compute in.
         steps: optimizer steps of the whole training; 0 where nobody knows.
         prices: what devices cost; none where nobody says.
-        habits: of the framework.
+        preset: of the framework.
         look: what keeps a plan from the job, by a look at its model; ``None`` where there is none to look at.
     """
 
@@ -32,7 +32,7 @@ class Question:
     precision: Precision
     steps: int = 0
     prices: Prices = field(default_factory=Prices)
-    habits: Preset = PHALANX
+    preset: Preset = PHALANX
     look: Callable[[Plan], list[Problem]] | None = field(default=None, compare=False)
 
     @property

@@ -155,11 +155,11 @@ def _first(question: Question, found: Search, most: int) -> list[Forecast]:
     one of these is faster yet, it is the first, and its own neighbours are looked at.
     """
     plans = found.by_mesh(most)
-    made = list(forecasts(question.work, plans, question.cluster, question.habits)) if plans else []
+    made = list(forecasts(question.work, plans, question.cluster, question.preset)) if plans else []
     for _ in range(_STEPS if made else 0):
         made.sort(key=lambda one: one.step)
         near = [plan for _, plan in neighbours(made[0].plan, question)]
-        each = forecasts(question.work, near, question.cluster, question.habits) if near else ()
+        each = forecasts(question.work, near, question.cluster, question.preset) if near else ()
         quicker = [one for one in each if (one.safe or not made[0].safe) and one.fits and one.step < made[0].step]
         if not quicker:
             break

@@ -155,7 +155,7 @@ def curve(question: Question, counts: Iterable[int]) -> tuple[tuple[Point, ...],
         if found.best is None:
             without[devices] = _why(found.least, found.considered, there)
             continue
-        points.append(point_of(there, forecast(there.work, found.best, there.cluster, there.habits), points))
+        points.append(point_of(there, forecast(there.work, found.best, there.cluster, there.preset), points))
     return compared(points), without
 
 

@@ -278,7 +278,7 @@ def search(question: Question, held: Mapping[str, Any] | None = None, *, most: i
     if held:
         whole = whole.take(whole.where(held))
     work, precision = question.work, question.precision
-    scene = ForecastInput(work=work, cluster=question.cluster, precision=precision, habits=question.habits)
+    scene = ForecastInput(work=work, cluster=question.cluster, precision=precision, preset=question.preset)
     needed, room = memory_of(scene, deal(scene, whole.layouts()))
     reserved = needed.reserved
     fits: npt.NDArray[np.bool_] = reserved <= room
@@ -310,8 +310,8 @@ def _priced(question: Question, found: Space, reserved: Array, most: int) -> tup
     """
     if not len(found):
         return np.zeros(0), np.zeros(0, dtype=np.intp)
-    work, precision, habits = question.work, question.precision, question.habits
-    seconds: Array = times(work, found.layouts(), question.cluster, precision, habits).total
+    work, precision, preset = question.work, question.precision, question.preset
+    seconds: Array = times(work, found.layouts(), question.cluster, precision, preset).total
     order = _order(found, seconds, reserved)
     near = order[:_NEAR]
     columns = found.columns
@@ -324,7 +324,7 @@ def _priced(question: Question, found: Space, reserved: Array, most: int) -> tup
         if not len(waiting):
             break
         layouts = found.take(waiting).layouts()
-        seconds[waiting] = times(work, layouts, question.cluster, precision, habits, events=True).total
+        seconds[waiting] = times(work, layouts, question.cluster, precision, preset, events=True).total
         run[waiting] = True
         near = near[_order(found.take(near), seconds[near], reserved[near])]
     return seconds, np.concatenate([near, order[_NEAR:]])

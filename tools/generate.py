@@ -1,6 +1,6 @@
 """Writes the tables of the reference that repeat what the code says, between their markers.
 
-``python docs/generate.py`` rewrites the pages; ``tests/unit/test_docs.py`` fails where one is behind the code.
+``python tools/generate.py`` rewrites the pages; ``tests/unit/test_docs.py`` fails where one is behind the code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.config import Plan, RunSpec, plan
 from phalanx.events import SCHEMA, SCHEMA_VERSION
 from phalanx.hardware.catalog import catalog_table
 
-DOCS = Path(__file__).resolve().parent
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 # Plans of each kind → what they are. Those of a row are equally exact.
 KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -173,6 +173,7 @@ def _markdown(text: str) -> str:
 
 
 def main() -> int:
+    """Rewrite the pages that are behind the code."""
     for name in TABLES:
         path, text = page(name)
         if path.read_text() != text:

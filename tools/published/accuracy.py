@@ -1,15 +1,130 @@
-"""How far off forecasts are: by source, of the choice of a plan, of memory, and of their own intervals."""
+"""Forecasts of published runs, and how far off: by source, in the choice of a plan, in memory, in their intervals."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
-from phalanx.verify.published.foretold import Foretold
-from phalanx.verify.published.rows import Row
+from phalanx.errors import PhalanxError
+from phalanx.forecast import Forecast, Preset, Work, forecasts
+from phalanx.trace import Profile, Shape
+from published.rows import Row
+from published.subject import Subject, subject
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A row and what was forecast for it.
+
+    Attributes:
+        row: with what was measured.
+        subject: what it is to Phalanx.
+        forecast: of it.
+    """
+
+    row: Row
+    subject: Subject
+    forecast: Forecast
+
+    @property
+    def error(self) -> float:
+        """Forecast over measured step time, less 1; only where a time was measured."""
+        return self.forecast.step / self.row.step - 1
+
+    @property
+    def log_error(self) -> float:
+        """Logarithm of measured over forecast."""
+        return math.log(self.row.step / self.forecast.step)
+
+    @property
+    def inside(self) -> bool:
+        """Whether the measured time lies in the interval that holds four of five."""
+        return self.forecast.low <= self.row.step <= self.forecast.high
+
+    @property
+    def memory_error(self) -> float:
+        """Forecast over measured peak memory, less 1; only where one was measured."""
+        found = self.forecast
+        return (found.reserved if self.subject.preset.prints_reserved else found.allocated) / self.row.peak - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """For machines."""
+        found = self.forecast
+        return {
+            "id": self.row.id,
+            "step_s": found.step,
+            "low_s": found.low,
+            "high_s": found.high,
+            "peak_gib": found.reserved / 2**30,
+            "allocated_gib": found.allocated / 2**30,
+            "fits": found.fits,
+            "limits": list(found.limits),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What came of the rows of a table.
+
+    Attributes:
+        found: rows with their forecasts, in order.
+        refused: rows that cannot be forecast, and why.
+    """
+
+    found: tuple[Comparison, ...]
+    refused: dict[str, str]
+
+
+@cache
+def traced(shape: Shape) -> Profile:
+    """The costs of a model; traced once."""
+    return shape.profile()
+
+
+def forecast_rows(
+    rows: Sequence[Row], profile: Callable[[Subject], Profile] | None = None, *, preset: Preset | None = None
+) -> Outcome:
+    """A forecast for every row.
+
+    Args:
+        rows: of a table.
+        profile: gives a model's costs where they are known already.
+        preset: in place of those of each row's framework; the network that these imply is not used then either.
+    """
+    subjects: dict[str, Subject] = {}
+    refused: dict[str, str] = {}
+    alike: dict[Any, list[Row]] = {}
+    for row in rows:
+        try:
+            one = subject(row, network=preset is None)
+            one = subjects[row.id] = replace(one, preset=preset) if preset else one
+        except PhalanxError as error:
+            refused[row.id] = str(error)
+            continue
+        key = (one.shape, str(one.cluster.groups), one.cluster.network, one.preset.name, one.batch)
+        alike.setdefault(key, []).append(row)
+    found: dict[str, Forecast] = {}
+    for some in alike.values():
+        first = subjects[some[0].id]
+        try:
+            costs = profile(first) if profile else traced(first.shape)
+            work = Work(profile=costs, batch=first.batch, length=first.length)
+            plans = [subjects[row.id].plan for row in some]
+            made = forecasts(work, plans, first.cluster, first.preset)
+        except PhalanxError as error:
+            refused |= {row.id: str(error) for row in some}
+            continue
+        found |= {row.id: forecast for row, forecast in zip(some, made, strict=True)}
+    return Outcome(
+        found=tuple(
+            Comparison(row=row, subject=subjects[row.id], forecast=found[row.id]) for row in rows if row.id in found
+        ),
+        refused=refused,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +216,7 @@ def source(row: Row) -> str:
     return "DeepSpeed ZeRO-3 (SC21 Table 2)" if framework == "DeepSpeed" else framework
 
 
-def accuracy(found: Iterable[Foretold]) -> Accuracy:
+def accuracy(found: Iterable[Comparison]) -> Accuracy:
     """The accuracy over ``found``."""
     every = list(found)
     timed = [one for one in every if one.row.step and not one.row.ran_out]
@@ -119,7 +234,7 @@ def accuracy(found: Iterable[Foretold]) -> Accuracy:
     )
 
 
-def choice(timed: Sequence[Foretold]) -> Choice:
+def choice(timed: Sequence[Comparison]) -> Choice:
     """What is lost by running the plan that is forecast to be fastest, in place of the fastest measured.
 
     Rows of one plan (of several runs, or of schedules that the source does not name) count as one, with their mean.
@@ -127,7 +242,7 @@ def choice(timed: Sequence[Foretold]) -> Choice:
     regrets: list[float] = []
     randoms: list[float] = []
     for some in _grouped(timed, _question).values():
-        plans = _grouped(some, lambda one: (one.subject.plan, one.subject.habits.name)).values()
+        plans = _grouped(some, lambda one: (one.subject.plan, one.subject.preset.name)).values()
         times = [statistics.fmean(one.row.step for one in same) for same in plans]
         if len(times) < 2:
             continue
@@ -143,13 +258,13 @@ def choice(timed: Sequence[Foretold]) -> Choice:
     )
 
 
-def _question(one: Foretold) -> tuple[object, ...]:
+def _question(one: Comparison) -> tuple[object, ...]:
     row = one.row
     return (source(row), one.subject.shape, row.text("device"), row.text("devices"), row.text("batch"))
 
 
-def _grouped(found: Iterable[Foretold], key: Callable[[Foretold], Hashable]) -> dict[Any, list[Foretold]]:
-    groups: dict[Any, list[Foretold]] = {}
+def _grouped(found: Iterable[Comparison], key: Callable[[Comparison], Hashable]) -> dict[Any, list[Comparison]]:
+    groups: dict[Any, list[Comparison]] = {}
     for one in found:
         groups.setdefault(key(one), []).append(one)
     return groups

@@ -1,4 +1,4 @@
-"""Draws the timelines of the page on pipelines, from the orders that the code runs: ``python docs/timelines.py``."""
+"""Draws the timelines of the page on pipelines, from the orders that the code runs: ``python tools/timelines.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phalanx.config.plan import Schedule
 from phalanx.placement.schedules import bubble, order, timed
 from phalanx.report.drawing import GREY, LEFT, ROW, svg_legend, svg_rows
 
-PICTURE = Path(__file__).resolve().parent / "explanation" / "pipeline.svg"
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "explanation" / "pipeline.svg"
 DRAWN: tuple[tuple[Schedule, int, int], ...] = (
     ("1f1b", 1, 1),
     ("gpipe", 1, 4),

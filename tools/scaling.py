@@ -1,17 +1,22 @@
-"""Published claims on scaling as a page of the explanation: as repeated, as measured, and as forecast."""
+"""Writes the page on scaling and its chart, from published claims and fresh forecasts: ``python tools/scaling.py``."""
 
 from __future__ import annotations
 
+import math
 import statistics
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from phalanx.verify.published.claims import CLAIMS, Claim, Speed
-from phalanx.verify.published.settings import Curve, Setting
+from published.claims import CLAIMS, Claim, Point, Speed
+from published.settings import Curve, Setting
+
+EXPLANATION = Path(__file__).resolve().parents[1] / "docs" / "explanation"
 
 _HEAD = """# Scaling
 
-<!-- Written by `python docs/scaling.py`; edits here are lost. -->
+<!-- Written by `python tools/scaling.py`; edits here are lost. -->
 
 Twice the devices are never quite twice as fast. Each step ends with an exchange of gradients that one device did not
 need; it grows with the parameters, not with the work, and crosses slower links as soon as a node is full. *Efficiency*
@@ -68,7 +73,7 @@ def _summary(own: Mapping[str, Sequence[Curve]]) -> str:
     lines = ["| as repeated | what holds | efficiency stated | efficiency forecast |", "| --- | --- | --- | --- |"]
     for claim in CLAIMS:
         stated: list[str] = []
-        foretold: list[str] = []
+        forecast: list[str] = []
         for curve in own[claim.title]:
             points = [point for point in claim.points if point.setting == curve.setting]
             most = max((point.devices for point in points), default=curve.setting.counts[-1])
@@ -76,8 +81,8 @@ def _summary(own: Mapping[str, Sequence[Curve]]) -> str:
             shares = sorted({f"{100 * point.efficiency:.0f} %" for point in points if point.devices == most})
             if shares:
                 stated.append(f"{where}: {' and '.join(shares)}")
-            foretold.append(f"{where}: {100 * curve.efficiency(most):.0f} %")
-        lines.append(f"| {claim.repeated} | {claim.verdict} | {'; '.join(stated)} | {'; '.join(foretold)} |")
+            forecast.append(f"{where}: {100 * curve.efficiency(most):.0f} %")
+        lines.append(f"| {claim.repeated} | {claim.verdict} | {'; '.join(stated)} | {'; '.join(forecast)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -92,7 +97,7 @@ def _verdict(found: Mapping[Setting, Curve]) -> str:
         for point in measured
         for low, high in [found[point.setting].range(point.devices)]
     ]
-    speeds = [(one, *_foretold(one)) for claim in CLAIMS for one in claim.speeds]
+    speeds = [(one, *_forecast_of(one)) for claim in CLAIMS for one in claim.speeds]
     held = sum(low <= one.value <= high for one, low, _, high in speeds)
     return "\n" + _wrapped(
         f"The {len(measured)} measured efficiencies and their forecasts are {mean:.0f} percentage points apart on"
@@ -134,17 +139,17 @@ def _speed_ups(claim: Claim, curves: Sequence[Curve]) -> str:
 def _speeds(speeds: Sequence[Speed]) -> str:
     lines = ["| model | devices | figure | measured | forecast | range |", "| --- | ---: | --- | ---: | ---: | ---: |"]
     for one in speeds:
-        low, middle, high = _foretold(one)
+        low, middle, high = _forecast_of(one)
         shown = f"{_three(middle)} | {_three(low)} to {_three(high)}"
         lines.append(f"| {one.setting.name} | {one.devices:,} | {one.word} | {one.stated} | {shown} |")
     return "\n".join(lines) + "\n"
 
 
-def _foretold(speed: Speed) -> tuple[float, float, float]:
+def _forecast_of(speed: Speed) -> tuple[float, float, float]:
     """The forecast of a speed, between both ends of its range."""
     found = speed.setting.forecast(speed.devices)
-    low, high = sorted((speed.foretold(found.low), speed.foretold(found.high)))
-    return low, speed.foretold(found.step), high
+    low, high = sorted((speed.of_step(found.low), speed.of_step(found.high)))
+    return low, speed.of_step(found.step), high
 
 
 def _wrapped(text: str) -> str:
@@ -158,3 +163,128 @@ def _seconds(seconds: float) -> str:
 def _three(value: float) -> str:
     """Three digits, without an exponent."""
     return f"{float(f'{value:.3g}'):,.10g}" if value < 1000 else f"{float(f'{value:.3g}'):,.0f}"
+
+
+_WIDTH, _COLUMNS = 720, 2
+_PANEL, _TALL = 360, 208  # of one panel
+_LEFT, _TOP, _ACROSS, _DOWN = 48, 46, 286, 124  # of the axes in it
+_MOST = 1.25  # efficiency at the top of an axis
+# Told apart on light and on dark pages.
+_COLOURS, _GREY = ("#3f6fb5", "#b5652f"), "#7d7d7d"
+
+
+def claims_chart(curves: Sequence[Curve]) -> str:
+    """One panel for each of ``CLAIMS``, in which all ``curves`` of its settings are drawn."""
+    parts: list[str] = []
+    for index, claim in enumerate(CLAIMS):
+        left, top = _PANEL * (index % _COLUMNS), _TALL * (index // _COLUMNS)
+        own = [curve for curve in curves if curve.setting in claim.settings]
+        parts += [f'<g transform="translate({left} {top})">', *_panel(claim, own), "</g>"]
+    rows = len(CLAIMS) // _COLUMNS + 1
+    left, top = _PANEL * (len(CLAIMS) % _COLUMNS), _TALL * (len(CLAIMS) // _COLUMNS)
+    body = "\n".join([*parts, f'<g transform="translate({left} {top})">', *_legend(), "</g>"])
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_TALL * rows}" font-size="12"'
+        f' font-family="Helvetica, Arial, sans-serif">\n{body}\n</svg>\n'
+    )
+
+
+def _panel(claim: Claim, curves: Sequence[Curve]) -> list[str]:
+    parts = [f'<text x="{_LEFT}" y="16" fill="{_GREY}" font-weight="bold">{claim.title}</text>']
+    at = _LEFT
+    for curve, colour in zip(curves, _COLOURS, strict=False):
+        name = f"{curve.setting.name}, {curve.setting.device}"
+        parts.append(f'<text x="{at}" y="32" fill="{colour}">{name}</text>')
+        at += 150
+    parts += _axes(curves[0].setting)
+    for curve, colour in zip(curves, _COLOURS, strict=False):
+        parts += _line(curve, colour)
+    for curve, colour in zip(curves, _COLOURS, strict=False):
+        parts += [_dot(point, colour) for point in claim.points if point.setting == curve.setting]
+    return parts
+
+
+def _legend() -> list[str]:
+    x, colour = _LEFT, _COLOURS[0]
+    marks = (
+        (f'<path d="M{x} %dh26" stroke="{colour}" stroke-width="2"/>', "efficiency, forecast"),
+        (f'<path d="M{x} %dh26" stroke="{colour}" stroke-width="12" stroke-opacity="0.16"/>', "four of five outcomes"),
+        (f'<circle cx="{x + 13}" cy="%d" r="4" fill="{colour}" stroke="{colour}"/>', "measured"),
+        (f'<circle cx="{x + 13}" cy="%d" r="4" fill="none" stroke="{colour}"/>', "repeated, not measured"),
+        (f'<path d="M{x} %dh26" stroke="{_GREY}" stroke-width="0.6" stroke-dasharray="4 3"/>', "linear"),
+    )
+    parts: list[str] = []
+    for index, (mark, meaning) in enumerate(marks):
+        y = _TOP + 24 * index
+        parts += [mark % y, f'<text x="{x + 38}" y="{y + 4}" fill="{_GREY}">{meaning}</text>']
+    return parts
+
+
+def _axes(setting: Setting) -> list[str]:
+    parts: list[str] = []
+    for share in (0.0, 0.5, 1.0):
+        y = _y(share)
+        dashes = ' stroke-dasharray="4 3"' if share == 1 else ""
+        parts.append(f'<path d="M{_LEFT} {y}h{_ACROSS}" stroke="{_GREY}" stroke-width="0.6"{dashes}/>')
+        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4}" fill="{_GREY}" text-anchor="end">{100 * share:.0f} %</text>')
+    for count in _ticks(setting.counts):
+        x = _x(count, setting)
+        parts.append(f'<text x="{x}" y="{_TOP + _DOWN + 16}" fill="{_GREY}" text-anchor="middle">{count:,}</text>')
+    return parts
+
+
+def _line(curve: Curve, colour: str) -> list[str]:
+    setting = curve.setting
+    ranges = [(1.0, 1.0), *(curve.range(count) for count in setting.counts[1:])]
+    across = [_x(count, setting) for count in setting.counts]
+    upper = [f"{x} {_y(high)}" for x, (_, high) in zip(across, ranges, strict=True)]
+    lower = [f"{x} {_y(low)}" for x, (low, _) in zip(across, ranges, strict=True)]
+    band = "L".join([*upper, *reversed(lower)])
+    line = "L".join(f"{x} {_y(curve.efficiency(count))}" for x, count in zip(across, setting.counts, strict=True))
+    return [
+        f'<path d="M{band}Z" fill="{colour}" fill-opacity="0.16"/>',
+        f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="2"/>',
+    ]
+
+
+def _dot(point: Point, colour: str) -> str:
+    x, y = _x(point.devices, point.setting), _y(point.efficiency)
+    fill = colour if point.measured else "none"
+    what = f"{point.source}: {point.speed_up:.3g} times on {point.devices:,}"
+    return f'<circle cx="{x}" cy="{y}" r="4" fill="{fill}" stroke="{colour}"><title>{what}</title></circle>'
+
+
+def _ticks(counts: Sequence[int]) -> list[int]:
+    """The last, and before it those that lie twice or more below the one after."""
+    shown: list[int] = []
+    for count in reversed(counts):
+        if not shown or 2 * count <= shown[-1]:
+            shown.append(count)
+    return shown
+
+
+def _x(devices: int, setting: Setting) -> float:
+    first, last = math.log2(setting.counts[0]), math.log2(setting.counts[-1])
+    return round(_LEFT + _ACROSS * (math.log2(devices) - first) / (last - first), 1)
+
+
+def _y(efficiency: float) -> float:
+    return round(_TOP + _DOWN * (1 - min(efficiency, _MOST) / _MOST), 1)
+
+
+def pages() -> dict[Path, str]:
+    """What belongs into each file."""
+    curves = forecast_claims()
+    return {EXPLANATION / "scaling.md": claims_page(curves), EXPLANATION / "scaling.svg": claims_chart(curves)}
+
+
+def main() -> int:
+    """Forecast every claim and write both files."""
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.relative_to(EXPLANATION.parents[1])}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -25,9 +25,9 @@ from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.rates import family
 from phalanx.forecast.uncertainty import SHARE
 from phalanx.trace import Profile
-from phalanx.verify.published.foretold import Foretold, foretell, traced
-from phalanx.verify.published.rows import Row
-from phalanx.verify.published.subject import Subject, subject
+from published.accuracy import Comparison, forecast_rows, traced
+from published.rows import Row
+from published.subject import Subject, subject
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -114,7 +114,7 @@ class Without:
     """
 
     source: str
-    found: tuple[Foretold, ...]
+    found: tuple[Comparison, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,10 +138,10 @@ def left_out(rows: Iterable[Row]) -> LeftOut:
     return LeftOut(sources=fit.without(framework), devices=fit.without(generation), constants=fit.values())
 
 
-def own_preset(rows: Iterable[Row]) -> tuple[Foretold, ...]:
+def own_preset(rows: Iterable[Row]) -> tuple[Comparison, ...]:
     """Forecasts of ``rows`` with Phalanx's own preset, as users get them."""
     timed = [row for row in rows if row.step and not row.ran_out]
-    return foretell(timed, habits=PHALANX).found
+    return forecast_rows(timed, preset=PHALANX).found
 
 
 def spread(groups: Sequence[Without], share: float = SHARE) -> float:
@@ -206,18 +206,18 @@ class Fit:
                 values[f"{name}.{one.name}"] = values[f"{_LIKE[name]}.{one.name}"]
             left = [(row, one) for row, one in self._all if key(row) == name]
             found = [replace_constants(one, values) for _, one in left]
-            made.append(Without(source=name, found=tuple(self._foretold([row for row, _ in left], found))))
+            made.append(Without(source=name, found=tuple(self._compared([row for row, _ in left], found))))
         return tuple(made)
 
-    def _foretold(self, rows: Sequence[Row], subjects: Sequence[Subject]) -> list[Foretold]:
+    def _compared(self, rows: Sequence[Row], subjects: Sequence[Subject]) -> list[Comparison]:
         made: dict[int, Forecast] = {}
         for indices in _alike(subjects).values():
             first = subjects[indices[0]]
             work = Work(profile=self._profile(first), batch=first.batch, length=first.length)
             plans = [subjects[index].plan for index in indices]
-            made |= dict(zip(indices, forecasts(work, plans, first.cluster, first.habits), strict=True))
+            made |= dict(zip(indices, forecasts(work, plans, first.cluster, first.preset), strict=True))
         return [
-            Foretold(row=row, subject=one, forecast=made[index])
+            Comparison(row=row, subject=one, forecast=made[index])
             for index, (row, one) in enumerate(zip(rows, subjects, strict=True))
         ]
 
@@ -278,7 +278,7 @@ class Fit:
                 continue
             work = Work(profile=self._profile(first), batch=first.batch, length=first.length)
             layouts = Layouts.of([subjects[index].plan for index in indices], work.batch, work.tokens)
-            total = times(work, layouts, first.cluster, first.plan.precision, first.habits).total
+            total = times(work, layouts, first.cluster, first.plan.precision, first.preset).total
             for place, index in enumerate(indices):
                 found[index] = np.log(total[place] / self._few[index][0].step)
         return found
@@ -288,7 +288,7 @@ def _alike(subjects: Sequence[Subject]) -> Mapping[object, list[int]]:
     groups: dict[object, list[int]] = {}
     for index, one in enumerate(subjects):
         network = (one.cluster.network.bandwidth, one.cluster.network.latency)
-        key = (one.shape, str(one.cluster.groups), network, one.habits.name, one.batch, one.plan.precision)
+        key = (one.shape, str(one.cluster.groups), network, one.preset.name, one.batch, one.plan.precision)
         groups.setdefault(key, []).append(index)
     return groups
 
@@ -311,21 +311,21 @@ def replace_constants(one: Subject, values: Mapping[str, float]) -> Subject:
     found = {name.removeprefix(mine): value for name, value in values.items() if name.startswith(mine)}
     found |= {name: value for name, value in values.items() if "." not in name and name not in _GENERIC}
     groups = tuple(replace(group, device=replace(group.device, measured=found)) for group in one.cluster.groups)
-    return replace(one, cluster=replace(one.cluster, groups=groups), habits=known(one.habits, values))
+    return replace(one, cluster=replace(one.cluster, groups=groups), preset=known(one.preset, values))
 
 
-def known(habits: Preset, values: Mapping[str, float]) -> Preset:
+def known(preset: Preset, values: Mapping[str, float]) -> Preset:
     """What is known of a framework, with ``values`` for how far it goes."""
-    joins = habits.name.startswith(_JOINS)
-    apart = habits.name == "aa-megatron-eager"
+    joins = preset.name.startswith(_JOINS)
+    apart = preset.name == "aa-megatron-eager"
     return replace(
-        habits,
+        preset,
         joined=values["fused"] if joins else values["eager"],
         scores=_SCORES_APART if apart else values["scores"],
-        launches=min(habits.launches, 1.0),
-        overlap=values["overlap"] if habits.overlap else 0.0,
-        overlap_tensor=values["overlap_tensor"] if habits.overlap_tensor else 0.0,
-        speed=_FIRST_FLASH if habits.name == "aa-megatron-flash1" else 1.0,
+        launches=min(preset.launches, 1.0),
+        overlap=values["overlap"] if preset.overlap else 0.0,
+        overlap_tensor=values["overlap_tensor"] if preset.overlap_tensor else 0.0,
+        speed=_FIRST_FLASH if preset.name == "aa-megatron-flash1" else 1.0,
         relay=0.0,
         network=0.0,
         contention=values["contention"],

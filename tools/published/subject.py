@@ -1,17 +1,34 @@
-"""What a published run is in our nouns: a model of standard modules, a plan, a cluster, and its framework's habits."""
+"""What a published run is to Phalanx: a model of standard modules, a plan, a cluster, and its framework's preset.
+
+Presets of frameworks stand in ``presets.toml``.
+"""
 
 from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from phalanx.config import Cluster, Plan
-from phalanx.forecast import Preset
-from phalanx.forecast.presets import NAMED
+from phalanx.forecast import PHALANX, Preset
 from phalanx.hardware import cluster
 from phalanx.trace import Family, Shape
-from phalanx.verify.published.rows import Row
+from published.rows import Row
+
+
+def _presets() -> dict[str, Preset]:
+    found = {PHALANX.name: PHALANX}
+    for name, stated in tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8")).items():
+        like = found[stated.pop("like")] if "like" in stated else Preset(name=name)
+        found[name] = replace(like, name=name, **stated)
+    return found
+
+
+NAMED: Mapping[str, Preset] = _presets()
+"""Presets by name, those of Phalanx among them."""
 
 _BINNED = {512: 340}
 """Mean tokens in a sample of BERT's second phase: its loader sorts samples into bins of like length, and pads to those.
@@ -28,7 +45,7 @@ class Subject:
         shape: of the model.
         plan: how it was split.
         cluster: on what.
-        habits: of the framework.
+        preset: of the framework.
         batch: samples in a step.
         length: tokens in a sample; 1 for images.
     """
@@ -36,23 +53,23 @@ class Subject:
     shape: Shape
     plan: Plan
     cluster: Cluster
-    habits: Preset
+    preset: Preset
     batch: int
     length: int
 
 
 def subject(row: Row, *, network: bool = True) -> Subject:
-    """``row`` in our nouns.
+    """``row`` as a model, a plan, a cluster and preset.
 
     ``network``: where the row states none, take the one that the framework's runs are thought to have had; else the
     catalog's.
     """
-    habits = NAMED[_habits(row)]
+    preset = NAMED[_habits(row)]
     return Subject(
         shape=_shape(row),
         plan=_plan(row),
-        cluster=_cluster(row, habits.network if network else 0.0),
-        habits=habits,
+        cluster=_cluster(row, preset.network if network else 0.0),
+        preset=preset,
         batch=row.whole("batch"),
         length=_length(row),
     )
@@ -165,7 +182,7 @@ _BY_FRAMEWORK = {
 
 
 def _habits(row: Row) -> str:
-    """The name of the habits that a row's framework had, with the kernels and options that its note names."""
+    """The name of the preset that a row's framework had, with the kernels and options that its note names."""
     name, note = _BY_FRAMEWORK.get(row.text("framework"), "phalanx"), row.text("note")
     hopper = _is_hopper(row)
     if name == "megatron-2021" and hopper:

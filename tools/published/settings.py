@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
+import torch
+import torch.nn.functional as F
+from torch import nn
+
 from phalanx.config import Plan
 from phalanx.forecast import PHALANX, Forecast, Work, forecast
-from phalanx.forecast.presets import NAMED
 from phalanx.hardware import cluster
-from phalanx.trace import Profile, Shape
+from phalanx.trace import ModelCall, Profile, Shape
+from published.subject import NAMED
 
 Model = Literal["alexnet", "vgg16", "resnet50", "resnet101", "bert-large"]
 
@@ -40,7 +44,7 @@ class Setting:
         precision: computed in.
         optimizer: in lower case.
         state: bytes of optimizer state for each parameter.
-        habits: name of the framework's habits; Phalanx's own where not given.
+        preset: name of the framework's preset; Phalanx's own where not given.
     """
 
     name: str
@@ -55,7 +59,7 @@ class Setting:
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     optimizer: str = "sgd"
     state: float = 4.0
-    habits: str = PHALANX.name
+    preset: str = PHALANX.name
 
     def samples(self, devices: int) -> int:
         """In one step of that many devices."""
@@ -73,7 +77,7 @@ class Setting:
             profile=profile(self.model), batch=self.samples(devices), state=self.state, optimizer=self.optimizer
         )
         plan = Plan(dp=devices, precision=self.precision, micro=self.micro or None)
-        return forecast(work, plan, cluster(self.place(devices)), NAMED[self.habits])
+        return forecast(work, plan, cluster(self.place(devices)), NAMED[self.preset])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,8 +119,6 @@ def profile(model: Model) -> Profile:
         return _STANDARD[model].profile()
     if model == "resnet101":
         return _deeper(profile("resnet50"), 17)
-    from phalanx.verify.published.networks import described  # brings torch
-
     return described(model).profile()
 
 
@@ -125,3 +127,56 @@ def _deeper(found: Profile, blocks: int) -> Profile:
     longest = max(found.parts, key=lambda part: part.count)
     parts = [replace(part, count=part.count + blocks) if part is longest else part for part in found.parts]
     return replace(found, parts=tuple(parts))
+
+
+_CLASSES = 1000
+_PIXELS = 224
+
+
+def alexnet() -> nn.Module:
+    """The one-column AlexNet of Krizhevsky, "One weird trick", 2014; 61.1 million parameters."""
+    return nn.Sequential(
+        *_convolution(3, 64, 11, stride=4, padding=2),
+        nn.MaxPool2d(3, 2),
+        *_convolution(64, 192, 5, padding=2),
+        nn.MaxPool2d(3, 2),
+        *_convolution(192, 384, 3, padding=1),
+        *_convolution(384, 256, 3, padding=1),
+        *_convolution(256, 256, 3, padding=1),
+        nn.MaxPool2d(3, 2),
+        *_classifier(256 * 6 * 6),
+    )
+
+
+def vgg16() -> nn.Module:
+    """VGG-16: Simonyan and Zisserman, 2014, table 1, column D; 138.4 million parameters."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for count, width in ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)):
+        for _ in range(count):
+            layers += _convolution(channels, width, 3, padding=1)
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, *_classifier(512 * 7 * 7))
+
+
+NETWORKS: Mapping[str, Callable[[], nn.Module]] = {"alexnet": alexnet, "vgg16": vgg16}
+"""How each is made."""
+
+
+def described(name: str) -> ModelCall:
+    """A network of ``NETWORKS`` on the meta device, with one image and its loss."""
+    with torch.device("meta"):
+        image, label = torch.empty(1, 3, _PIXELS, _PIXELS), torch.empty(1, dtype=torch.int64)
+        return ModelCall(module=NETWORKS[name](), args=(image,), batch=label, loss=F.cross_entropy)
+
+
+def _convolution(channels: int, width: int, kernel: int, *, stride: int = 1, padding: int = 0) -> list[nn.Module]:
+    return [nn.Conv2d(channels, width, kernel, stride, padding), nn.ReLU(inplace=True)]
+
+
+def _classifier(inputs: int) -> list[nn.Module]:
+    layers: list[nn.Module] = [nn.Flatten()]
+    for width in (inputs, 4096):
+        layers += [nn.Linear(width, 4096), nn.ReLU(inplace=True), nn.Dropout()]
+    return [*layers, nn.Linear(4096, _CLASSES)]

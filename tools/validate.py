@@ -1,17 +1,24 @@
-"""``phalanx validate``: forecasts beside published measurements."""
+"""Compares forecasts with a table of published runs: ``python tools/validate.py measured.csv``."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.output import json_option, print_json, show_error
+from phalanx.errors import PhalanxError
+from published import accuracy, forecast_rows, read
+from published.left_out import left_out as fit_without
+from published.left_out import own_preset
+from published.page import accuracy_view, left_out_page, left_out_summary, write_page, write_spread
 
 
-@click.command("validate", short_help="Forecasts beside published measurements: how far off they are.")
+@click.command("validate.py", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("rows", metavar="ROWS", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--page", type=click.Path(path_type=Path, dir_okay=False), help="Write the tables into this file.")
 @click.option("--left-out", is_flag=True, help="Forecast each framework, and family of devices, that no constant saw.")
@@ -28,15 +35,10 @@ def command(rows: Path, page: Path | None, left_out: bool, spread: Path | None, 
 
     \b
     Example:
-      phalanx validate measured.csv
+      python tools/validate.py measured.csv
     """
-    from phalanx.verify.published import accuracy, foretell, read
-    from phalanx.verify.published.left_out import left_out as fit_without
-    from phalanx.verify.published.left_out import own_preset
-    from phalanx.verify.published.left_out_page import left_out_page, left_out_summary, write_spread
-
     asked = read(rows)
-    outcome = foretell(asked)
+    outcome = forecast_rows(asked)
     unseen = fit_without(asked) if left_out or page or spread else None
     held, fitted = ([one for one in outcome.found if one.row.calibrated == half] for half in (False, True))
     if as_json:
@@ -46,10 +48,6 @@ def command(rows: Path, page: Path | None, left_out: bool, spread: Path | None, 
         refused = [{"id": row, "error": why} for row, why in outcome.refused.items()]
         print_json({"rows": [one.to_dict() for one in outcome.found], "refused": refused, "accuracy": kinds})
     else:
-        from rich.console import Console
-
-        from phalanx.verify.published.tables import accuracy_view
-
         Console().print(accuracy_view(accuracy(held), accuracy(fitted)), highlight=False)
         if unseen:
             click.echo(left_out_page(unseen, own_preset(asked)))
@@ -59,7 +57,19 @@ def command(rows: Path, page: Path | None, left_out: bool, spread: Path | None, 
         write_spread(spread, unseen)
         click.echo(f"wrote {spread}", err=True)
     if unseen and page:
-        from phalanx.verify.published.page import write_page
-
         write_page(page, outcome.found, unseen, own_preset(asked))
         click.echo(f"wrote {page}", err=True)
+
+
+def main() -> int:
+    """The command, with errors that were raised on purpose as text and an exit code."""
+    try:
+        command()
+    except PhalanxError as error:
+        show_error(error, as_json="--json" in sys.argv)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

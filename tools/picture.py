@@ -1,6 +1,6 @@
 """Draws the picture of the README: the table that ``phalanx demo`` ends with, as measured by one run of it.
 
-``phalanx demo --json > demo.json``, then ``python docs/picture.py demo.json`` writes ``docs/demo.svg``.
+``phalanx demo --json > demo.json``, then ``python tools/picture.py demo.json`` writes ``docs/demo.svg``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.demo.tour import Result, Stop, tour_table
 from phalanx.hardware import cluster
 from phalanx.report.tables import Scaled
 
-PICTURE = Path(__file__).resolve().parent / "demo.svg"
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "demo.svg"
 
 
 def result_of(answer: dict[str, Any]) -> Result:
@@ -39,6 +39,7 @@ def drawn(result: Result) -> str:
 
 
 def main() -> int:
+    """Draw what the file named on the command line says."""
     answer = json.loads(Path(sys.argv[1]).read_text())
     PICTURE.write_text(drawn(result_of(answer)))
     print(f"wrote {PICTURE}")

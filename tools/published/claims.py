@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.verify.published.settings import Setting
+from published.settings import Setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class Speed:
     unit: float = 1.0
     word: str
 
-    def foretold(self, step: float) -> float:
+    def of_step(self, step: float) -> float:
         """The same figure for a step of so many seconds, in ``word``."""
         if not self.samples:
             return self.setting.samples(self.devices) / step
@@ -241,7 +241,7 @@ _BERT = Setting(
     precision="fp16",
     optimizer="lamb",
     state=8.0,
-    habits="nvidia-examples",
+    preset="nvidia-examples",
 )
 _ABCI = Setting(
     name="ResNet-50, ABCI",
