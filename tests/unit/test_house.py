@@ -181,3 +181,31 @@ def _required(function: ast.FunctionDef) -> int:
 
 def _is_command(function: ast.FunctionDef) -> bool:
     return any("command(" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+@pytest.mark.quick
+def test_private_names_stay_in_their_file() -> None:
+    imports = [
+        (name_of(path), node.module, alias.name)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("phalanx")
+        for alias in node.names
+        if alias.name.startswith("_") and not alias.name.startswith("__")
+    ]
+    assert imports == []
+
+
+@pytest.mark.quick
+def test_a_name_stands_once_in_a_file() -> None:
+    for path in FILES:
+        names = [
+            node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else ast.unparse(target)
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign)
+            for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) or isinstance(target, ast.Name)
+        ]
+        assert len(names) == len(set(names)), (
+            f"{name_of(path)}: {sorted({one for one in names if names.count(one) > 1})}"
+        )

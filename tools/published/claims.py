@@ -271,7 +271,7 @@ BERT = Claim(
     ),
     differs=(
         "The forecast is for samples of 128 tokens, 65,536 a step on any number of GPUs, 64 in one forward, 16 V100 a"
-        " node with 8 x 100 Gbit/s (a network that the sources do not state), with the habits of NVIDIA's examples."
+        " node with 8 x 100 Gbit/s (a network that the sources do not state), with the preset of NVIDIA's examples."
         " NVIDIA's nodes were DGX-2H, whose V100 draw more power and are faster. DeepSpeed's times also hold a phase"
         " with samples of 512 tokens. For Yamazaki 2019 the forecast takes 40 images a GPU, 4 GPUs and 2 x 100 Gbit/s"
         " a node."

@@ -29,7 +29,7 @@ a user's own is, a plan and a cluster. None of them is a run of Phalanx: those t
 _FITTED = """
 ## With constants of each framework
 
-How well the model of cost can follow a framework once it has seen it: the habits of each were fitted, with the
+How well the model of cost can follow a framework once it has seen it: the presets of each were fitted, with the
 constants of devices and collectives, on one half of the rows, by a hash of their id. *Held out* is the other half. This
 tests interpolation only: {known:.0%} of the held-out rows that were timed have a fitted row of the same model and
 framework. What frameworks keep in memory was found with both halves in sight. Users' forecasts have the constants of
@@ -43,7 +43,7 @@ _CAUSES = """
 - **Rows that do not name their schedule** (ZeroBubble-Megatron): four schedules were measured for each configuration;
   the forecast is of the framework's own (zero bubble), so that 1F1B rows come out too fast.
 - **Megatron-LM on H100**: micro-batch, chunks and recomputation are not stated; two rows state a pipeline of one stage
-  for a model that does not fit on it. Its preset were set by hand with all eleven rows in sight.
+  for a model that does not fit on it. Its preset was set by hand with all eleven rows in sight.
 - **DeepSpeed ZeRO-3** on 384 to 2,240 GPUs: gathers parameter by parameter; one constant of its own stands for that.
 - **8-bit products with a scale for each row** (torchtitan) cost more than is known here; so do very long samples over
   `cp`.

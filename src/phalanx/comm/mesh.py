@@ -217,9 +217,6 @@ def _seen(plan: Plan, rank: int) -> tuple[int, int]:
     return at["dp"], inner
 
 
-_left: list[object] = []
-
-
 def own_group(timeout: timedelta = timedelta(minutes=10)) -> dist.ProcessGroup:
     """A new group of all ranks of the default one, with its backends. Collective."""
     group = dist.new_group(timeout=timeout)

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.hardware import return_freed_memory
 from phalanx.parallel.example import Example
-from phalanx.parallel.expert.find import _seen as called_as_experts
+from phalanx.parallel.expert.find import called_as_experts
 from phalanx.parallel.local_shards.axis import piece
 from phalanx.parallel.operation_tape import Step, Tape, TensorPlace
 from phalanx.parallel.tensor.find import dry

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Plan
 from phalanx.data import StepBatch
-from phalanx.parallel.expert.find import _as_experts, _count
+from phalanx.parallel.expert.find import expert_count, experts_call
 from phalanx.train.metrics import Totals
 from phalanx.train.observer import AssemblyScene, Observer, Scene
 from phalanx.train.step import Step
@@ -185,7 +185,7 @@ def auxiliary_gradients(step: Step, batch: StepBatch) -> dict[str, Tensor]:
 
 
 def _experts(module: nn.Module) -> dict[nn.Module, str]:
-    return {child: name for name, child in module.named_modules() if _count(child) > 1}
+    return {child: name for name, child in module.named_modules() if expert_count(child) > 1}
 
 
 def _routers(module: nn.Module) -> list[str]:
@@ -194,13 +194,13 @@ def _routers(module: nn.Module) -> list[str]:
     for child, name in _experts(module).items():
         beside = name.rpartition(".")[0]
         for inner, tensor in module.get_submodule(beside).named_parameters(prefix=beside):
-            if tensor.dim() == 2 and _count(child) in tensor.shape and not inner.startswith(f"{name}."):
+            if tensor.dim() == 2 and expert_count(child) in tensor.shape and not inner.startswith(f"{name}."):
                 found[inner] = None
     return list(found)
 
 
 def _close(_: nn.Module, args: Any, kwargs: Any) -> None:
-    call = _as_experts(args, kwargs)
+    call = experts_call(args, kwargs)
     if call is None:
         return
     weight = tree_leaves((args, kwargs))[call.leaves[2]]

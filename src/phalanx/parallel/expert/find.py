@@ -59,7 +59,7 @@ def find(module: nn.Module, example: Example, plan: Plan) -> list[Experts]:
     Raises:
         RefusedError: if the plan has ``ep`` and nothing can be dealt out over it.
     """
-    seen = _seen(module, example)
+    seen = called_as_experts(module, example)
     found, unlike = [], []
     known: dict[Any, Experts | None] = {}
     for name, child in module.named_modules():
@@ -113,25 +113,34 @@ def counting(module: nn.Module, experts: Experts, here: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class ExpertsCall:
+    """How experts are called.
+
+    Attributes:
+        leaves: which leaves of the arguments are hidden states, chosen experts and their weights.
+        shapes: of the first two.
+        dtypes: of all three.
+        call: the arguments without these leaves.
+    """
+
     leaves: tuple[int, int, int]
     shapes: tuple[torch.Size, torch.Size]
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     call: tuple[Any, Any]
 
 
-def _seen(module: nn.Module, example: Example) -> dict[nn.Module, _Seen]:
+def called_as_experts(module: nn.Module, example: Example) -> dict[nn.Module, ExpertsCall]:
     """Modules with weights for many experts that are called as experts are."""
-    candidates = [child for child in module.modules() if _count(child) > 1]
+    candidates = [child for child in module.modules() if expert_count(child) > 1]
     if not candidates:
         return {}
-    seen: dict[nn.Module, _Seen] = {}
+    seen: dict[nn.Module, ExpertsCall] = {}
 
     def watched(child: nn.Module) -> Callable[..., Any]:
         forward = child.forward
 
         def watching(*args: Any, **kwargs: Any) -> Any:
-            call = _as_experts(args, kwargs)
+            call = experts_call(args, kwargs)
             if call is None:
                 return forward(*args, **kwargs)
             seen.setdefault(child, call)
@@ -146,12 +155,14 @@ def _seen(module: nn.Module, example: Example) -> dict[nn.Module, _Seen]:
     return seen
 
 
-def _count(module: nn.Module) -> int:
+def expert_count(module: nn.Module) -> int:
+    """How many experts the module's own weights, of three dimensions each, are for; 0 where they do not agree."""
     counts = {tensor.shape[0] for tensor in module._parameters.values() if tensor is not None and tensor.dim() == 3}
     return counts.pop() if len(counts) == 1 else 0
 
 
-def _as_experts(args: Any, kwargs: Any) -> _Seen | None:
+def experts_call(args: Any, kwargs: Any) -> ExpertsCall | None:
+    """A call with hidden states, chosen experts and their weights; ``None`` if it is of another kind."""
     leaves, _ = tree_flatten((args, kwargs))
     tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     whole = [i for i, one in tensors.items() if one.dtype in (torch.int64, torch.int32) and one.dim() >= 2]
@@ -167,14 +178,14 @@ def _as_experts(args: Any, kwargs: Any) -> _Seen | None:
     if not (hidden.is_floating_point() and weight.is_floating_point()):
         return None
     blank = tree_unflatten([None if i in tensors else leaf for i, leaf in enumerate(leaves)], _)
-    return _Seen(
+    return ExpertsCall(
         (first, whole[0], second), (hidden.shape, chosen.shape), (hidden.dtype, chosen.dtype, weight.dtype), blank
     )
 
 
-def _tried(module: nn.Module, seen: _Seen, ranks: int) -> Experts | None:
+def _tried(module: nn.Module, seen: ExpertsCall, ranks: int) -> Experts | None:
     """How to make the module count only some experts, found by trying."""
-    count = _count(module)
+    count = expert_count(module)
     tables = [name for name, one in module._parameters.items() if one is not None and one.shape[:1] == (count,)]
     surely = [name for name in tables if module._parameters[name].dim() > 1]  # pyright: ignore[reportOptionalMemberAccess]
     numbers = [name for name, value in vars(module).items() if type(value) is int and value == count]
@@ -196,7 +207,7 @@ def _subsets(names: list[str]) -> Iterable[tuple[str, ...]]:
     return (chosen for size in range(len(names), -1, -1) for chosen in combinations(names, size))
 
 
-def _adds_up(module: nn.Module, experts: Experts, seen: _Seen, ranks: int) -> bool:
+def _adds_up(module: nn.Module, experts: Experts, seen: ExpertsCall, ranks: int) -> bool:
     """Whether some experts at a time, added up, give what a few more give together."""
     hidden_shape, chosen_shape = seen.shapes
     lead, each = (1,) * (len(chosen_shape) - 2), chosen_shape[-1]
@@ -256,7 +267,7 @@ def _with_values(module: nn.Module, experts: Experts, few: int, random: torch.Ge
             child.training = training
 
 
-def _run(module: nn.Module, experts: Experts, seen: _Seen, tensors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def _run(module: nn.Module, experts: Experts, seen: ExpertsCall, tensors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     _, with_others = whole_call(experts, *seen.call)
     args, kwargs = with_others(*tensors)
     return module.forward(*args, **kwargs)
@@ -286,7 +297,7 @@ def _refuse(module: nn.Module, plan: Plan, found: list[Experts], unlike: list[st
         what = f"experts that do not simply add up, one by one: {show_names(unlike)}"
     elif lists := _lists(module):
         what = f"experts that are modules of their own, called one by one: {show_names(lists)}"
-    elif others := [name for name, child in module.named_modules() if _own(child) and _count(child) > 1]:
+    elif others := [name for name, child in module.named_modules() if _own(child) and expert_count(child) > 1]:
         what = f"modules that are called in another way: {show_names(others)}"
     else:
         what = "a model without experts"
