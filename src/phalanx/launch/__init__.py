@@ -3,8 +3,8 @@
 from phalanx.launch.failure import record
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.local import launch
-from phalanx.launch.look_ahead import look_ahead
 from phalanx.launch.runfile import default_folder, prepare_run
+from phalanx.launch.side_process import look_ahead
 from phalanx.launch.torch_warmup import make_ready
 from phalanx.launch.torchrun import place_from_environment
 

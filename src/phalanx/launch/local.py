@@ -1,7 +1,7 @@
 """Workers on this machine, forked from a process that has already imported torch.
 
 Importing torch takes seconds and forking takes milliseconds, so the launcher pays for the import once and forks every
-worker from itself. ``crew.py`` says what makes that safe.
+worker from itself. ``worker_pool.py`` says what makes that safe.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from typing import Any
 import torch
 
 from phalanx.errors import RunError
-from phalanx.launch.failure import first, memory_kills, refusal, worker_error
-from phalanx.launch.forked_worker import Target
+from phalanx.launch.failure import first_failure, memory_kills, refusal, worker_error
+from phalanx.launch.forked_worker import WorkerFunction
 from phalanx.launch.reaper import Interrupts
-from phalanx.launch.worker_pool import Crew, Hosts
+from phalanx.launch.worker_pool import Hosts, WorkerPool
 
 _TICK = 0.05  # seconds between looks at the workers while nothing is heard of them
 _WATCH = 0.1  # seconds between calls of watch
 
 
 def launch(
-    target: Target,
+    function: WorkerFunction,
     world_size: int,
     *,
     watch: Callable[[], None] | None = None,
     hosts: Hosts | None = None,
     reserves: int = 0,
 ) -> list[Any]:
-    """Run ``target(place, report_step)`` in ``world_size`` forked workers and return their results in rank order.
+    """Run ``function(place, report_step)`` in ``world_size`` forked workers and return their results in rank order.
 
     The first failure ends all workers within 3 s. So do Ctrl-C and SIGTERM, which then go on as ``KeyboardInterrupt``
     and ``SystemExit``; even a launcher ended by ``kill -9`` leaves no process behind. What workers print comes out of
     this process's ``sys.stdout`` and ``sys.stderr``.
 
     Args:
-        target: called in each worker with its place and a function that takes the number of the optimizer step the
+        function: called in each worker with its place and a function that takes the number of the optimizer step the
             worker begins, which costs next to nothing. Its result must be JSON.
         world_size: workers; one is forked too, so that every fault looks alike.
         watch: called in this process about ten times a second, and once more when all workers are done.
@@ -52,27 +52,27 @@ def launch(
     _refuse_where_cuda_runs()
     kills_before = memory_kills()
     with Interrupts() as interrupts:
-        crew = Crew(target, world_size, hosts, reserves)
+        pool = WorkerPool(function, world_size, hosts, reserves)
         try:
-            crew.start()
+            pool.start()
             next_watch = 0.0
-            while not crew.done and not crew.failures:
-                crew.listen(_TICK)
+            while not pool.done and not pool.failures:
+                pool.listen(_TICK)
                 interrupts.check()
                 if watch and time.monotonic() >= next_watch:
                     watch()
                     next_watch = time.monotonic() + _WATCH
-            crew.settle()
+            pool.await_other_failures()
         finally:
             interrupts.ending = True
-            crew.end()
+            pool.end()
             interrupts.ending = False
-        if crew.failures:
-            failure = first(crew.failures)
+        if pool.failures:
+            failure = first_failure(pool.failures)
             raise refusal(failure) or worker_error(failure, world_size, memory_kills=memory_kills() - kills_before)
         if watch:
             watch()
-        return [worker.result for worker in crew.workers]
+        return [worker.result for worker in pool.workers]
 
 
 def _refuse_where_cuda_runs() -> None:

@@ -83,11 +83,11 @@ class Interrupts:
 
 
 @final
-class Guardian:
+class Reaper:
     """A tiny process that outlives a killed launcher just long enough to end what the workers had started.
 
     The kernel ends the workers with the launcher (PR_SET_PDEATHSIG), but not their children, such as data loading
-    processes. The guardian knows the workers' process groups and waits on a pipe that only the launcher holds open.
+    processes. The reaper knows the workers' process groups and waits on a pipe that only the launcher holds open.
     """
 
     def __init__(self) -> None:

@@ -17,10 +17,10 @@ from phalanx.comm import Place
 from phalanx.comm.process_group import meet
 from phalanx.config import Job, RunSpec
 from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecError, WorkerError
-from phalanx.launch.failure import Failure, describe, record, worker_error
+from phalanx.launch.failure import Failure, describe_error, record, worker_error
 from phalanx.launch.jobfile import load_job
-from phalanx.launch.look_ahead import look_ahead
 from phalanx.launch.runfile import prepare_run
+from phalanx.launch.side_process import look_ahead
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
 from phalanx.launch.torchrun import claim, place_from_environment
 from phalanx.train import overrides
@@ -49,7 +49,7 @@ class Witness:
 
     def tell(self, error: Exception) -> WorkerError | None:
         """The error as the launcher words it, also appended to the run's events; ``None`` where another worker does."""
-        failure = Failure(rank=self.place.rank, step=self._step, **describe(error))
+        failure = Failure(rank=self.place.rank, step=self._step, **describe_error(error))
         if self.place.store == "env://" and not _speaks_for_all(failure):
             return None
         told = worker_error(failure, self.place.world_size, memory_kills=0)
@@ -110,7 +110,7 @@ def main(runfile: Path) -> int:
     except Exception as error:
         if told := witness.tell(error):
             print(told, file=sys.stderr, flush=True)
-        return describe(error)["exit_code"]
+        return describe_error(error)["exit_code"]
     return 0
 
 
