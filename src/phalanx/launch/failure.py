@@ -96,6 +96,19 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     return fields
 
 
+def failure_of_exit(rank: int, step: int | None, code: int, traceback: str = "") -> Failure:
+    """How a worker failed that only its exit code tells of, negative where a signal ended it."""
+    return Failure(
+        rank=rank,
+        step=step,
+        kind=f"signal {-code}" if code < 0 else f"exit {code}",
+        message=signal_name(-code) if code < 0 else "the process ended without a result",
+        traceback=traceback,
+        time=time.monotonic(),
+        signal=max(0, -code),
+    )
+
+
 def _reports_lost_peer(error: BaseException) -> bool:
     """Whether the exception that began the chain only says that a peer is gone."""
     visited: set[int] = set()

@@ -13,15 +13,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any, NoReturn, TextIO
+from typing import IO, NoReturn, TextIO
 
 import torch
 
 from phalanx.comm import Place
 from phalanx.launch.failure import describe_error
+from phalanx.launch.launcher import WorkerFunction
 from phalanx.launch.torch_warmup import leave_compiler_out
-
-WorkerFunction = Callable[[Place, Callable[[int], None]], Any]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -48,7 +47,11 @@ class WorkerPipes:
 
 
 def run_worker(
-    function: WorkerFunction, take_place: Callable[[], Place], pipes: WorkerPipes, launcher: int
+    function: WorkerFunction,
+    take_place: Callable[[], Place],
+    pipes: WorkerPipes,
+    launcher: int,
+    threads: int | None = None,
 ) -> NoReturn:
     """Run ``function`` as this worker and end the process.
 
@@ -60,6 +63,7 @@ def run_worker(
         take_place: gives this worker's place, perhaps only after a while.
         pipes: to the launcher.
         launcher: the launcher's process id.
+        threads: to compute with; an even share of the cores where not given.
     """
     try:
         _detach(pipes, launcher)
@@ -67,7 +71,7 @@ def run_worker(
             place = take_place()
         except BaseException as error:
             _end(pipes, json.dumps({"error": describe_error(error)}), 1)
-        _set_threads(place.world_size)
+        _set_threads(place.world_size, threads)
         renew_autograd()
         # a store into shared memory: about 0.1 µs, no system call, so a loop may report every step
         report_step = partial(pipes.steps.__setitem__, place.rank)
@@ -151,6 +155,8 @@ def renew_autograd() -> None:
     one * one
 
 
-def _set_threads(world_size: int) -> None:
-    if "OMP_NUM_THREADS" not in os.environ:
+def _set_threads(world_size: int, threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_each(world_size))

@@ -31,14 +31,15 @@ import time
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from typing import Protocol, final
+from typing import Any, final
 
 import torch.distributed as dist
 
 from phalanx.comm import Place
 from phalanx.errors import RunError
-from phalanx.launch.failure import Failure
-from phalanx.launch.forked_worker import WorkerFunction, WorkerPipes, run_worker
+from phalanx.launch.failure import Failure, first_failure
+from phalanx.launch.forked_worker import WorkerPipes, run_worker
+from phalanx.launch.launcher import Launch, WorkerFunction, Workers
 from phalanx.launch.reaper import Reaper, fork, kill_group
 from phalanx.launch.worker_process import WorkerProcess, await_assignment
 
@@ -52,21 +53,8 @@ _SOON = 0.002  # between looks at a worker that has reported and is about to end
 _NO_STEP = -1
 
 
-class Hosts(Protocol):
-    """Machines, or what stands in for them, that workers are put on; the launcher stays where it is."""
-
-    @property
-    def meeting(self) -> str:
-        """The launcher's address, which every worker reaches."""
-        ...
-
-    def enter(self, rank: int) -> str:
-        """Called by the worker ``rank`` as the first thing it does: puts it on its machine. Returns its address."""
-        ...
-
-
 @final
-class WorkerPool:
+class WorkerPool(Workers):
     """All workers of one launch.
 
     Attributes:
@@ -74,16 +62,16 @@ class WorkerPool:
         failures: in the order they became known, up to the moment the launch began to end the workers.
     """
 
-    def __init__(
-        self, function: WorkerFunction, world_size: int, hosts: Hosts | None = None, reserves: int = 0
-    ) -> None:
+    def __init__(self, launch: Launch) -> None:
+        world_size, hosts = launch.world_size, launch.hosts
         self.workers: list[WorkerProcess] = []
         self._processes: list[WorkerProcess] = []  # whoever was forked, the reserves as well
         self._reserves: list[WorkerProcess] = []  # idle, for ranks whose process is killed
         self.failures: list[Failure] = []
-        self._function: WorkerFunction | None = function
+        self._function: WorkerFunction | None = launch.function
+        self._threads = launch.threads
         self._world_size = world_size
-        self._reserved = reserves
+        self._reserved = launch.reserves
         self._replaced = [0] * world_size
         self._steps = memoryview(mmap.mmap(-1, 8 * world_size)).cast("q")
         for rank in range(world_size):
@@ -101,8 +89,12 @@ class WorkerPool:
         self._fork_error: BaseException | None = None
 
     @property
-    def done(self) -> bool:
-        """Whether every worker has ended."""
+    def results(self) -> list[Any]:
+        """What each worker returned, in rank order; meaningful once all have ended without a failure."""
+        return [worker.result for worker in self.workers]
+
+    @property
+    def _done(self) -> bool:
         return all(worker.ended for worker in self.workers)
 
     @property
@@ -133,8 +125,18 @@ class WorkerPool:
             master_listen_fd=self._listener.detach(),
         )
 
-    def listen(self, timeout: float) -> None:
-        """Take in what the workers say and how they end, for at most ``timeout`` seconds."""
+    def follow(self, timeout: float) -> bool:
+        """Take in what the workers say and how they end, for at most ``timeout`` seconds. Whether there is more."""
+        self._listen(timeout)
+        if self.failures:
+            self._await_other_failures()
+        return not self._done and not self.failures
+
+    def failure(self) -> Failure | None:
+        """The failure that caused the others; ``None`` where there was none."""
+        return first_failure(self.failures) if self.failures else None
+
+    def _listen(self, timeout: float) -> None:
         if any(worker.reported and not worker.ended for worker in self.workers):
             timeout = min(timeout, _SOON)
         for key, _ in self._selector.select(timeout):
@@ -175,18 +177,16 @@ class WorkerPool:
         reserve.assign(rank, self._replaced[rank])
         return True
 
-    def await_other_failures(self) -> None:
-        """After a failure, wait a moment for the failures of other ranks: one of them may have come first."""
-        if not self.failures:
-            return
+    def _await_other_failures(self) -> None:
+        """One of them may have come first."""
         began = time.monotonic()
-        while not self.done:
+        while not self._done:
             cause_known = any(not failure.lost_peer for failure in self.failures)
             if time.monotonic() > began + (_SAME_TIME if cause_known else _SAME_TIME_LOST):
                 return
-            self.listen(_SOON)
+            self._listen(_SOON)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """End all workers and whatever they started, by force if need be, and let go of everything."""
         before = list(self.failures)
         self._reserves.clear()  # nobody is replaced any more
@@ -196,7 +196,7 @@ class WorkerPool:
                     kill_group(worker.pid, number)
             deadline = time.monotonic() + patience
             while not self._all_gone and time.monotonic() < deadline:
-                self.listen(_SOON)
+                self._listen(_SOON)
         self.failures = before  # what failed since then failed because it was being ended
         if self._reaper:
             self._reaper.dismiss()
@@ -257,7 +257,8 @@ class WorkerPool:
                     report=report, stdout=stdout, stderr=stderr, steps=self._steps, crash=crash, foreign=foreign
                 )
                 assert self._function is not None
-                run_worker(self._function, partial(self._place, number, assignments), pipes, launcher)
+                place = partial(self._place, number, assignments)
+                run_worker(self._function, place, pipes, launcher, self._threads)
             reaper.add(pid)
             launchers.pop_all()  # from here on the worker object's
             return WorkerProcess(number, pid, reading, assignment, crash)

@@ -8,11 +8,10 @@ import os
 import signal
 import struct
 import sys
-import time
 from contextlib import suppress
 from typing import IO, Any, Literal, final
 
-from phalanx.launch.failure import Failure, signal_name
+from phalanx.launch.failure import Failure, failure_of_exit
 from phalanx.launch.reaper import kill_group
 
 _CHUNK = 65536
@@ -110,17 +109,9 @@ class WorkerProcess:
         if self.failed or (self.reported and status == 0):
             return None
         self.failed = True
-        code = os.waitstatus_to_exitcode(status)
         self._crash.seek(0)
-        return Failure(
-            rank=self.rank,
-            step=step,
-            kind=f"signal {-code}" if code < 0 else f"exit {code}",
-            message=signal_name(-code) if code < 0 else "the process ended without a result",
-            traceback=self._crash.read().decode(errors="replace"),
-            time=time.monotonic(),
-            signal=max(0, -code),
-        )
+        traceback = self._crash.read().decode(errors="replace")
+        return failure_of_exit(self.rank, step, os.waitstatus_to_exitcode(status), traceback)
 
     def close(self) -> None:
         """Let go of its pipes and files."""
