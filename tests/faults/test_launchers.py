@@ -1,11 +1,12 @@
 """The law of launchers, for each in the table: what goes in, what comes back, and that nothing is left.
 
-A new launcher is held by it as soon as it has its line in ``LAUNCHERS``.
+A new launcher is held by it as soon as it has its line in ``LAUNCHERS``. So is the one that CONTRIBUTING.md shows.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,7 +69,22 @@ def job():
                   optimizer=lambda params: torch.optim.SGD(params, lr=0.1), batch=4, epochs=1)
 """
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.parametrize("name", LAUNCHERS)]
+EXAMPLE = "processes"
+NAMES = [*LAUNCHERS, EXAMPLE]
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.parametrize("name", NAMES)]
+
+
+@pytest.fixture(autouse=True)
+def _example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of the page, and its line in the table."""
+    found = re.search(rf'```python title="{EXAMPLE}.py"\n(.*?)```', (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert found
+    (tmp_path / f"{EXAMPLE}.py").write_text(found[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, EXAMPLE, raising=False)
+    monkeypatch.setitem(LAUNCHERS, EXAMPLE, f"{EXAMPLE}:ProcessesLauncher")
 
 
 @pytest.fixture(autouse=True)
@@ -96,13 +112,13 @@ def fit(run: RunSpec, name: str, watch: Callable[[], None] | None = None) -> px.
 
 
 def test_a_run_file_goes_through_and_every_rank_is_there(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = spec(tmp_path)
     done = fit(run, name)
     assert RunSpec.from_toml((run.folder / "run.toml").read_text()) == replace(run, folder=run.folder.absolute())
     assert len(done.losses) == 4
-    output, errors = capsys.readouterr()
+    output, errors = capfd.readouterr()
     lines = [line.removeprefix("[rank 1] ") for line in output.splitlines()]
     assert sorted(lines) == ["rank 0 of 2, local rank 0", "rank 1 of 2, local rank 1"]
     assert [f"warning of rank {rank}" in errors for rank in range(2)] == [True, True]
@@ -123,7 +139,7 @@ def test_the_result_is_that_of_every_other_launcher(name: str, tmp_path: Path) -
     ],
 )
 def test_the_worker_that_fails_is_named_with_its_cause(
-    name: str, fault: str, kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, fault: str, kind: str, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = spec(tmp_path, fault)
     with pytest.raises(WorkerError) as caught:
@@ -134,7 +150,7 @@ def test_the_worker_that_fails_is_named_with_its_cause(
     assert ("in strike" in caught.value.traceback) == (fault == "raise")
     errors = [event for event in read(run.folder / "events.jsonl") if event["event"] == "error"]
     assert [(event["rank"], event["step"], event["message"]) for event in errors] == [(1, 2, words)]
-    assert "the injected fault" not in capsys.readouterr().err  # whoever called says it, once
+    assert "the injected fault" not in capfd.readouterr().err  # whoever called says it, once
 
 
 def test_what_a_worker_refuses_is_refused(name: str, tmp_path: Path) -> None:
@@ -163,7 +179,8 @@ def test_stop_leaves_no_process_even_of_workers_that_ignore_signals(name: str, t
 def test_workers_end_with_a_killed_launcher(name: str, tmp_path: Path) -> None:
     run = spec(tmp_path, "hang")
     code = (
-        "import phalanx as px; from pathlib import Path; from phalanx.launch import load_job\n"
+        "import phalanx as px; from pathlib import Path; from phalanx.launch import LAUNCHERS, load_job\n"
+        f"LAUNCHERS[{name!r}] = {LAUNCHERS[name]!r}\n"
         f"run = px.RunSpec(job={run.job!r}, plan=px.Plan(dp=2), folder=Path({str(run.folder)!r}), forecast='none')\n"
         f"px.fit(load_job(run.job), run=run, launcher={name!r})"
     )
@@ -184,13 +201,10 @@ def test_workers_end_with_a_killed_launcher(name: str, tmp_path: Path) -> None:
 def test_what_cannot_be_started_is_refused_before_anything_is_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong: dict[str, tuple[type[Exception], str]] = {
-        "local": (RunError, "this process already uses CUDA"),
-        "torchrun": (SpecError, "torchrun, for a job that only this process has"),
-    }
+    kind, words = SpecError, f"{name}, for a job that only this process has"
     if name == "local":
+        kind, words = RunError, "this process already uses CUDA"
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    kind, words = wrong[name]
     run = spec(tmp_path)
     with pytest.raises(kind, match=words):
         px.fit(load_job(run.job), run.plan, folder=run.folder, launcher=name)
@@ -213,9 +227,9 @@ def test_one_that_does_not_exist_is_told_which_do(name: str, tmp_path: Path) -> 
     assert not run.folder.exists()
 
 
-def test_torchrun_says_everything_it_cannot_do(name: str) -> None:
-    if name != "torchrun":
-        pytest.skip("of torchrun")
+def test_a_launcher_that_does_not_fork_says_everything_it_cannot_do(name: str) -> None:
+    if name == "local":
+        pytest.skip("it forks")
 
     class Elsewhere:
         meeting = "127.0.0.1"

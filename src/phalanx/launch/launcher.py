@@ -19,6 +19,7 @@ from phalanx.comm import Place
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, SpecError
 from phalanx.launch.failure import Failure, memory_kills, refusal, worker_error
+from phalanx.launch.jobfile import load_job
 from phalanx.launch.reaper import Interrupts
 
 # A text each, so that what one launcher needs is imported only where that one is asked for.
@@ -159,6 +160,38 @@ def place_of_this_process() -> Place | None:
     """
     places = (find_launcher(name).place() for name in LAUNCHERS)
     return next((place for place in places if place is not None), None)
+
+
+def refuse_what_needs_a_fork(launch: Launch, launcher: str) -> None:
+    """For the ``prepare`` of a launcher, called ``launcher``, whose workers are programs of their own.
+
+    Raises:
+        SpecError: there are hosts, or a job that only this process has, or none where the run says it is.
+    """
+    problems: list[Problem] = []
+    if launch.hosts:
+        problems.append(
+            Problem(
+                where="hosts",
+                given=f"hosts, with the launcher {launcher}",
+                allowed="only with the launcher local, which moves workers onto them",
+                fix='launcher="local"',
+            )
+        )
+    if not launch.loadable:
+        call = 'px.fit(job(), run=px.RunSpec(job="train.py:job", plan=plan, folder=folder)'
+        problems.append(
+            Problem(
+                where="launcher",
+                given=f"{launcher}, for a job that only this process has",
+                allowed="a job that new processes can load: run= with the file or module it is in",
+                fix=f'{call}, launcher="{launcher}")',
+            )
+        )
+    if problems:
+        raise SpecError(problems)
+    if launch.run:
+        load_job(launch.run.job)
 
 
 _Started = TypeVar("_Started", bound=Workers)

@@ -26,8 +26,7 @@ from phalanx.comm import Place
 from phalanx.errors import Problem, RunError, SpecError
 from phalanx.launch.failure import Failure, failure_of_exit, first_failure
 from phalanx.launch.forked_worker import threads_each
-from phalanx.launch.jobfile import load_job
-from phalanx.launch.launcher import Launch, Launcher, Workers
+from phalanx.launch.launcher import Launch, Launcher, Workers, refuse_what_needs_a_fork
 from phalanx.launch.reaper import is_running, kill_group
 from phalanx.launch.worker_pool import WorkerPool
 from phalanx.launch.worker_reports import WorkerReports
@@ -56,30 +55,7 @@ class TorchrunLauncher(Launcher):
         Raises:
             SpecError: there are hosts, or a job that only this process has, or none where the run says it is.
         """
-        problems: list[Problem] = []
-        if launch.hosts:
-            problems.append(
-                Problem(
-                    where="hosts",
-                    given="hosts, with the launcher torchrun",
-                    allowed="only with the launcher local, which moves workers onto them",
-                    fix='launcher="local"',
-                )
-            )
-        if not launch.loadable:
-            problems.append(
-                Problem(
-                    where="launcher",
-                    given="torchrun, for a job that only this process has",
-                    allowed="a job that new processes can load: run= with the file or module it is in",
-                    fix='px.fit(job(), run=px.RunSpec(job="train.py:job", plan=plan, folder=folder), '
-                    'launcher="torchrun")',
-                )
-            )
-        if problems:
-            raise SpecError(problems)
-        if launch.run:
-            load_job(launch.run.job)
+        refuse_what_needs_a_fork(launch, "torchrun")
 
     def start(self, launch: Launch) -> TorchrunWorkers:
         """Start torchrun.
