@@ -176,21 +176,24 @@ def test_stop_leaves_no_process_even_of_workers_that_ignore_signals(name: str, t
     assert alive(noted(tmp_path)) == []
 
 
-def test_workers_end_with_a_killed_launcher(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, -2)])
+def test_workers_end_with_their_launcher(name: str, number: int, code: int, tmp_path: Path) -> None:
     run = spec(tmp_path, "hang")
-    code = (
+    script = (
         "import phalanx as px; from pathlib import Path; from phalanx.launch import LAUNCHERS, load_job\n"
         f"LAUNCHERS[{name!r}] = {LAUNCHERS[name]!r}\n"
         f"run = px.RunSpec(job={run.job!r}, plan=px.Plan(dp=2), folder=Path({str(run.folder)!r}), forecast='none')\n"
         f"px.fit(load_job(run.job), run=run, launcher={name!r})"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
+    process = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
         while len(noted(tmp_path)) < 2:
             assert process.poll() is None
             time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(LIMIT + 1) == code  # the interpreter's own end included
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
     deadline = time.monotonic() + LIMIT
     while alive(noted(tmp_path)) and time.monotonic() < deadline:

@@ -151,8 +151,8 @@ def renew_autograd() -> None:
     another in its place, without a lock (``PythonEngine::get_python_engine``, torch 2.13): of two threads that come to
     it together, as those of ``threads=2`` do in their first forward, one may use what the other is destroying.
     """
-    one = torch.zeros(1, requires_grad=True)
-    one * one
+    leaf = torch.zeros(1, requires_grad=True)
+    torch.mul(leaf, leaf)
 
 
 def _set_threads(world_size: int, threads: int | None) -> None:

@@ -135,9 +135,7 @@ def main(runfile: Path, reports: Path | None = None) -> int:
 def _belong_to_launcher() -> None:
     die_with(os.getppid())
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, TextIOWrapper
-        ):  # a pipe's would come in blocks, and what a killed worker said, not at all
+        if isinstance(stream, TextIOWrapper):  # into a pipe it would write in blocks, the last lost with the process
             stream.reconfigure(line_buffering=True)
 
 
