@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from phalanx.comm import Place
     from phalanx.data import Loader
     from phalanx.forecast import Forecast
+    from phalanx.launch import Launcher
     from phalanx.launch.hosts import Hosts
     from phalanx.planner import Advice, Question
     from phalanx.train.step import Step
@@ -64,12 +65,14 @@ def fit(
     watch: Callable[[], None] | None = None,
     cores: int | None = None,
     hosts: Hosts | None = None,
+    launcher: str = "local",
 ) -> Run:
     """Train ``job`` under ``plan`` and give back the run.
 
     A plan of several processes starts them on this machine, each on a device of its own; inside a worker that torchrun
-    started, this process takes its own part instead, in the folder that rank 0 takes. Without a plan: the best there is
-    for the CUDA devices here, or one process. The forecast of the run is made beside it and stored in its folder.
+    started, this process takes its own part instead, in the folder that rank 0 takes, whatever ``launcher`` says.
+    Without a plan: the best there is for the CUDA devices here, or one process. The forecast of the run is made beside
+    it and stored in its folder.
 
     Args:
         job: what to train.
@@ -79,57 +82,76 @@ def fit(
         watch: called about ten times a second while workers run; never inside a worker that torchrun started.
         cores: CPU cores that each replica computes with; its share of the machine's where not given.
         hosts: where workers are put; all on this machine's own network where not given.
+        launcher: what starts the workers: ``local`` forks them from this process. With ``torchrun`` they are new
+            processes that load the job from where ``run.job`` says, whatever ``job`` has been changed to here.
 
     Raises:
+        SpecError: if there is no such launcher, or it cannot start this run.
         RefusedError: if the plan cannot serve the job here, or is forecast not to fit (``RunSpec.forecast``).
         WorkerError: if a worker failed: the first one's rank, step and traceback. Inside a worker that torchrun
             started, this worker's own error comes as it is.
     """
-    from phalanx.launch import default_folder, place_from_environment
+    from phalanx.launch import default_folder, find_launcher, place_of_this_process
     from phalanx.train import overrides
 
-    place = place_from_environment()
+    chosen_launcher, place = find_launcher(launcher), place_of_this_process()
     chosen = _plan(plan if plan is not None or run is None else run.plan, job, place)
     where = Path(folder) if folder is not None else run.folder if run is not None else default_folder(job.name)
     spec = replace(run, plan=chosen, folder=where) if run else RunSpec(job=job.name, plan=chosen, folder=where)
     job = overrides.apply(job, spec)
     if place is not None:
         return _take_part(job, spec, place, cores)
-    return _start(job, spec, watch, cores, hosts)
+    there = _Where(launcher=chosen_launcher, hosts=hosts, loadable=run is not None)
+    return _start(job, spec, there, watch, cores)
 
 
-def _start(job: Job, spec: RunSpec, watch: Callable[[], None] | None, cores: int | None, hosts: Hosts | None) -> Run:
-    """``fit`` where it starts the workers itself."""
-    import torch
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Where:
+    """Who starts the workers and where, and whether ``RunSpec.job`` says where other processes find the job."""
 
-    from phalanx.launch import launch, look_ahead, make_ready, prepare_run, record
+    launcher: Launcher
+    hosts: Hosts | None
+    loadable: bool
+
+
+def _start(job: Job, spec: RunSpec, where: _Where, watch: Callable[[], None] | None, cores: int | None) -> Run:
+    """``fit`` where it has a launcher start the workers."""
+    from phalanx.launch import Launch, look_ahead, prepare_run, record, supervise
     from phalanx.preflight import RunForecaster, too_little
     from phalanx.train.assembly import refuse
     from phalanx.train.loop import train
 
-    plan, folder = spec.plan, spec.folder
+    plan, folder, hosts = spec.plan, spec.folder, where.hosts
+    causes: list[str] = []
+
+    def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
+        report_step = hosts.counted(place.rank, report) if hosts else report
+        return train(job, spec, place, report=report_step, causes=causes)
+
+    launch = Launch(
+        world_size=plan.processes,
+        function=work,
+        run=spec,
+        loadable=where.loadable,
+        threads=None if cores is None else cores * plan.threads,
+        hosts=hosts,
+        reserves=_RESERVES if plan.server else 0,
+    )
     refuse(job, plan, plan.world_size)
-    make_ready(plan)
-    causes = look_ahead(job, plan)
-
-    def work(there: Place, report: Callable[[int], None]) -> dict[str, Any]:
-        if cores is not None:
-            torch.set_num_threads(cores * plan.threads)
-        told = hosts.counted(there.rank, report) if hosts else report
-        return train(job, spec, there, report=told, causes=causes)
-
+    where.launcher.prepare(launch)
+    causes += look_ahead(job, plan)
     try:
         with RunForecaster(job, spec, threads=cores, watch=watch) as teller:
             prepare_run(spec)
-            launch(work, plan.processes, watch=teller, hosts=hosts, reserves=_RESERVES if plan.server else 0)
+            supervise(lambda: where.launcher.start(launch), launch.world_size, teller)
     except SpecError as error:  # what only a worker could see, or the forecast once the run had begun
         if folder.is_dir():
             record(error, folder)
         raise
     except WorkerError as error:
         record(error, folder)
-        if said := too_little(error, folder):
-            error.add_note(said)
+        if advice := too_little(error, folder):
+            error.add_note(advice)
         raise
     return Run(folder=folder)
 
@@ -138,15 +160,15 @@ def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None) -> Run:
     """``fit`` inside a worker of torchrun."""
     import torch
 
-    from phalanx.launch.worker import Witness, work
+    from phalanx.launch.worker import WorkerStatus, train_as_worker
 
     if cores is not None:
         torch.set_num_threads(cores * spec.plan.threads)
-    witness = Witness(place)
+    status = WorkerStatus(place)
     try:
-        return Run(folder=work(job, spec, witness).folder)
+        return Run(folder=train_as_worker(job, spec, status).folder)
     except Exception as error:
-        witness.tell(error)
+        status.report_failure(error)
         raise
 
 
@@ -161,12 +183,12 @@ def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
         RefusedError: if the plan cannot serve the job here, or its processes are not there.
     """
     from phalanx.comm import Place, device_for, joined, place_within
-    from phalanx.launch import place_from_environment
+    from phalanx.launch import place_of_this_process
     from phalanx.parallel import device_kind
     from phalanx.train.assembly import build as assemble
     from phalanx.train.assembly import refuse
 
-    place = place_from_environment()
+    place = place_of_this_process()
     chosen = _plan(plan, job, place)
     if place is None and chosen.world_size > 1:
         raise RefusedError([_alone(chosen)])

@@ -11,7 +11,7 @@ from case_table import CASES, Expected
 
 import phalanx as px
 from phalanx.errors import PhalanxError, SpecError, WorkerError
-from phalanx.launch.worker_pool import Crew
+from phalanx.launch.worker_pool import WorkerPool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,14 +90,14 @@ _HARMLESS = (
 def _starts() -> Iterator[list[bool]]:
     """An entry for each time that workers are started."""
     started: list[bool] = []
-    start: Callable[[Crew], None] = Crew.start
+    start: Callable[[WorkerPool], None] = WorkerPool.start
 
-    def noted(self: Crew) -> None:
+    def noted(self: WorkerPool) -> None:
         started.append(True)
         start(self)
 
-    Crew.start = noted
+    WorkerPool.start = noted
     try:
         yield started
     finally:
-        Crew.start = start
+        WorkerPool.start = start

@@ -18,7 +18,7 @@ import phalanx as px
 from phalanx.comm import Place
 from phalanx.comm.process_group import meet
 from phalanx.launch import launch
-from phalanx.launch.hosts.keeper import Quotas
+from phalanx.launch.hosts.host_process import Quotas
 from phalanx.launch.reaper import fork
 
 Make = Callable[..., px.Hosts]
@@ -155,17 +155,17 @@ def test_what_a_killed_launcher_leaves_goes(hosts: Make, delay: str) -> None:
     pid = fork()
     if pid == 0:
         with px.Hosts(2, rate="100mbit", delay=delay):
-            keepers = [child.pid for child in psutil.Process().children()]
-            os.write(writing, json.dumps([keepers, left(os.getpid())]).encode())
+            processes = [child.pid for child in psutil.Process().children()]
+            os.write(writing, json.dumps([processes, left(os.getpid())]).encode())
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
-    (keeper,), there = json.loads(os.read(reading, 4096))
+    (process,), there = json.loads(os.read(reading, 4096))
     os.close(reading)
     os.close(writing)
     assert there
     deadline = time.monotonic() + 10
-    while (psutil.pid_exists(keeper) or any("phx" in one for one in left(pid))) and time.monotonic() < deadline:
+    while (psutil.pid_exists(process) or any("phx" in one for one in left(pid))) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not psutil.pid_exists(keeper)
+    assert not psutil.pid_exists(process)
     hosts(1)  # control groups outlive processes: the next start removes them
     assert left(pid) == []

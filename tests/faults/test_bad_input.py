@@ -16,7 +16,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.errors import GradientError, LossError, PhalanxError, RefusedError, SpecError, WorkerError
-from phalanx.launch.worker_pool import Crew
+from phalanx.launch.worker_pool import WorkerPool
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from small import Net, fit, job, table
@@ -67,10 +67,10 @@ class TestBeforeAnyProcess:
 def no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes starting workers an error; a look at the job in a process beside this one is none."""
 
-    def refuse(crew: Crew) -> None:
+    def refuse(pool: WorkerPool) -> None:
         raise AssertionError("workers were started")
 
-    monkeypatch.setattr(Crew, "start", refuse)
+    monkeypatch.setattr(WorkerPool, "start", refuse)
 
 
 class Wrapped(Net):

@@ -217,7 +217,7 @@ def test_a_failed_worker_does_not_wait_for_the_others_to_leave_the_group(monkeyp
 
 
 def test_process_limit_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    forks = iter([os.fork, os.fork])  # the guardian and the first worker
+    forks = iter([os.fork, os.fork])  # the reaper and the first worker
 
     def fork() -> int:
         try:

@@ -14,7 +14,7 @@ from torch import nn
 import phalanx as px
 from phalanx.config import Plan
 from phalanx.hardware import cluster, cores, memory_bytes
-from phalanx.launch.side_process import Aside
+from phalanx.launch.side_process import SideProcess
 from phalanx.preflight import choose, cluster_for
 from phalanx.preflight import plan_choice as choices
 from phalanx.preflight.run_forecast import problem
@@ -44,31 +44,31 @@ def job(width: int, batch: int = 64, depth: int = 1) -> px.Job:
     )
 
 
-class TestAside:
+class TestSideProcess:
     def test_tells_line_by_line_and_is_done(self) -> None:
         def work(say: Callable[[dict[str, int]], None]) -> None:
             print("heard by nobody")
             say({"one": 1})
             say({"two": 2})
 
-        with Aside(work) as aside:
-            assert aside.next(10) == {"one": 1}
-            assert aside.next(10) == {"two": 2}
-            assert aside.next(10) is None
-            assert aside.done
+        with SideProcess(work) as side:
+            assert side.next(10) == {"one": 1}
+            assert side.next(10) == {"two": 2}
+            assert side.next(10) is None
+            assert side.done
 
     def test_ends_with_its_block_whatever_it_does(self) -> None:
-        with Aside(lambda say: (say({"pid": os.getpid()}), time.sleep(60))[1]) as aside:
-            pid = (aside.next(10) or {})["pid"]
-            assert aside.next(0.01) is None
-            assert not aside.done
+        with SideProcess(lambda say: (say({"pid": os.getpid()}), time.sleep(60))[1]) as side:
+            pid = (side.next(10) or {})["pid"]
+            assert side.next(0.01) is None
+            assert not side.done
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
     def test_one_that_dies_is_done(self) -> None:
-        with Aside(lambda say: os._exit(1)) as aside:
-            assert aside.next(10) is None
-            assert aside.done
+        with SideProcess(lambda say: os._exit(1)) as side:
+            assert side.next(10) is None
+            assert side.done
 
 
 class TestDevices:

@@ -9,7 +9,7 @@ import pytest
 import phalanx as px
 from phalanx.errors import SpecError
 from phalanx.launch.hosts import Link, link
-from phalanx.launch.hosts.keeper import Quotas
+from phalanx.launch.hosts.host_process import Quotas
 from phalanx.units import parse_bit_rate, parse_seconds, parse_share
 
 

@@ -36,11 +36,14 @@ if TYPE_CHECKING:
 @click.option("--log-every", type=int, help="Steps between lines in events.jsonl [1].")
 @click.option("--anyway", "forecast", flag_value="anyway", help="Train even if the plan is forecast not to fit.")
 @click.option("--no-forecast", "forecast", flag_value="none", help="Make no forecast.")
+@click.option("--launcher", default="local", show_default=True, help="What starts the workers: local or torchrun.")
 @click.option("--tensorboard", is_flag=True, help="Write TensorBoard files into the run folder, too.")
 @click.option("--quiet", is_flag=True, help="Show neither plan nor progress.")
 @click.option("--explain", is_flag=True, help="Show where each value came from.")
 @json_option
-def command(job: str, tensorboard: bool, quiet: bool, explain: bool, as_json: bool, **options: Any) -> None:
+def command(
+    job: str, launcher: str, tensorboard: bool, quiet: bool, explain: bool, as_json: bool, **options: Any
+) -> None:
     """Train JOB: a Python file with a function job(), file.py:name, or package.module:name.
 
     Without --plan and -n the planner chooses for the CUDA devices here; where there is none it is one process. A plan
@@ -56,8 +59,9 @@ def command(job: str, tensorboard: bool, quiet: bool, explain: bool, as_json: bo
     given = Given.of(job, options)
     earlier = earlier_run(given)
 
-    from phalanx.launch.jobfile import load_job
+    from phalanx.launch import find_launcher, load_job
 
+    find_launcher(launcher)  # before the planner takes its time
     loaded = load_job(job)
     run, settings = settle(given, earlier, loaded)
 
@@ -76,8 +80,8 @@ def command(job: str, tensorboard: bool, quiet: bool, explain: bool, as_json: bo
             output.say(f"{setting.why}\n")
     if explain and not as_json:
         output.say(settings_table(settings))
-    with _told_how_to_go_on(run), output.follow(tensorboard=tensorboard) as follower:
-        fit(loaded, run=run, watch=follower)
+    with _told_how_to_go_on(run, launcher), output.follow(tensorboard=tensorboard) as follower:
+        fit(loaded, run=run, watch=follower, launcher=launcher)
     summary, samples = summarise(run.folder), seen(run.folder)
     if as_json:
         explained = {"settings": [{"name": s.name, "value": s.value, "from": s.source} for s in settings]}
@@ -137,19 +141,19 @@ class _Output:
 
 
 @contextmanager
-def _told_how_to_go_on(run: RunSpec) -> Iterator[None]:
+def _told_how_to_go_on(run: RunSpec, launcher: str) -> Iterator[None]:
     """Where a run ends early: say where it is, and how to go on if there is something to go on from."""
     try:
         yield
     except RunError as error:
-        error.add_note(way_on(run))
+        error.add_note(way_on(run, launcher))
         raise
     except (KeyboardInterrupt, SystemExit) as stop:
-        click.echo(f"stopped. {way_on(run)}", err=True)
+        click.echo(f"stopped. {way_on(run, launcher)}", err=True)
         raise SystemExit(STOPPED if isinstance(stop, KeyboardInterrupt) else stop.code) from None
 
 
-def way_on(run: RunSpec) -> str:
+def way_on(run: RunSpec, launcher: str) -> str:
     """Where the folder of a run that ended early is, and the command that goes on with it."""
     from phalanx.checkpoint import latest
 
@@ -157,9 +161,10 @@ def way_on(run: RunSpec) -> str:
     newest = latest(run.folder / "checkpoints")
     if newest is None:
         return f"{where} (no checkpoint yet)"
-    return f"{where}, newest checkpoint: {newest.name}\n    try: {resume_command(run)}"
+    return f"{where}, newest checkpoint: {newest.name}\n    try: {resume_command(run, launcher)}"
 
 
-def resume_command(run: RunSpec) -> str:
+def resume_command(run: RunSpec, launcher: str) -> str:
     """The command that goes on with ``run``; what it does not say stands in the run file."""
-    return shlex.join(["phalanx", "train", run.job, "--run", str(run.folder), "--resume"])
+    started_by = [] if launcher == "local" else ["--launcher", launcher]
+    return shlex.join(["phalanx", "train", run.job, "--run", str(run.folder), "--resume", *started_by])

@@ -12,9 +12,14 @@ from phalanx.errors import SpecError
 
 @click.command("worker", short_help="Be one worker of a run; for torchrun.")
 @click.argument("runfile", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--reports",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Folder for this worker's progress and failure, for the launcher that started it and then says what failed.",
+)
 @json_option
 @click.pass_context
-def command(ctx: click.Context, runfile: Path, as_json: bool) -> None:
+def command(ctx: click.Context, runfile: Path, reports: Path | None, as_json: bool) -> None:
     """Be one worker of the run that RUNFILE describes.
 
     torchrun starts it once for each device, and says to each where it stands; alone, it is the only worker. The plan
@@ -27,7 +32,7 @@ def command(ctx: click.Context, runfile: Path, as_json: bool) -> None:
     """
     from phalanx.launch.worker import main
 
-    code = main(runfile)
+    code = main(runfile, reports)
     if as_json and _speaks():
         print_json({"runfile": str(runfile), "exit_code": code})
     ctx.exit(code)
@@ -35,10 +40,10 @@ def command(ctx: click.Context, runfile: Path, as_json: bool) -> None:
 
 def _speaks() -> bool:
     """Whether this is the first of all workers, or nobody knows which is."""
-    from phalanx.launch.torchrun import place_from_environment
+    from phalanx.launch import place_of_this_process
 
     try:
-        place = place_from_environment()
+        place = place_of_this_process()
     except SpecError:  # main has told of it
         return True
     return place is None or place.rank == 0

@@ -1,8 +1,8 @@
 """Which worker failed first, and what its user should do about it.
 
 When one worker dies, the others soon fail as well, because their peer is gone. Those failures are true and useless;
-this file tells them from the first one. A worker describes its own exception (``describe``), the launcher adds what it
-sees from outside (signals, silent exits), ``first`` picks and ``worker_error`` words it.
+this file tells them from the first one. A worker describes its own exception (``describe_error``), the launcher adds
+what it sees from outside (signals, silent exits), ``first_failure`` picks and ``worker_error`` words it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Failure:
     problems: Sequence[Mapping[str, str]] = ()
 
 
-def describe(error: BaseException) -> dict[str, Any]:
+def describe_error(error: BaseException) -> dict[str, Any]:
     """What a worker reports about its own exception: the fields of a Failure that only the worker knows, as JSON."""
     moment = time.monotonic()
     expected = isinstance(error, PhalanxError)
@@ -85,7 +85,7 @@ def describe(error: BaseException) -> dict[str, Any]:
         "lost_peer": _reports_lost_peer(error),
         "expected": expected,
         "exit_code": error.exit_code if isinstance(error, PhalanxError) else 3,
-        "problems": [asdict(one) for one in error.problems] if isinstance(error, _WRITTEN) else [],
+        "problems": [asdict(problem) for problem in error.problems] if isinstance(error, _WRITTEN) else [],
     }
     try:
         # the outermost frame is the launcher's own
@@ -96,11 +96,24 @@ def describe(error: BaseException) -> dict[str, Any]:
     return fields
 
 
+def failure_of_exit(rank: int, step: int | None, code: int, traceback: str = "") -> Failure:
+    """How a worker failed that only its exit code tells of, negative where a signal ended it."""
+    return Failure(
+        rank=rank,
+        step=step,
+        kind=f"signal {-code}" if code < 0 else f"exit {code}",
+        message=signal_name(-code) if code < 0 else "the process ended without a result",
+        traceback=traceback,
+        time=time.monotonic(),
+        signal=max(0, -code),
+    )
+
+
 def _reports_lost_peer(error: BaseException) -> bool:
     """Whether the exception that began the chain only says that a peer is gone."""
-    seen: set[int] = set()
-    while id(error) not in seen:
-        seen.add(id(error))
+    visited: set[int] = set()
+    while id(error) not in visited:
+        visited.add(id(error))
         earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         if earlier is None:
             break
@@ -110,7 +123,7 @@ def _reports_lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and bool(_LOST_PEER.search(str(error)))
 
 
-def first(failures: Sequence[Failure]) -> Failure:
+def first_failure(failures: Sequence[Failure]) -> Failure:
     """The failure that caused the others: the earliest that is not merely about a lost peer, else the earliest."""
     return min(failures, key=lambda failure: (failure.lost_peer, failure.time))
 
@@ -119,8 +132,8 @@ def refusal(failure: Failure) -> SpecError | None:
     """What a worker refused, as the launcher would have, had it known; ``None`` where it failed otherwise."""
     if not failure.problems:
         return None
-    kind = next((one for one in _WRITTEN if one.__name__ == failure.kind), SpecError)
-    return kind(Problem(**one) for one in failure.problems)
+    kind = next((error for error in _WRITTEN if error.__name__ == failure.kind), SpecError)
+    return kind(Problem(**fields) for fields in failure.problems)
 
 
 def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> WorkerError:

@@ -13,21 +13,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any, NoReturn, TextIO
+from typing import IO, NoReturn, TextIO
 
 import torch
 
 from phalanx.comm import Place
-from phalanx.launch.failure import describe
+from phalanx.launch.failure import describe_error
+from phalanx.launch.launcher import WorkerFunction
 from phalanx.launch.torch_warmup import leave_compiler_out
-
-Target = Callable[[Place, Callable[[int], None]], Any]
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wires:
+class WorkerPipes:
     """A worker's connections to its launcher.
 
     Attributes:
@@ -47,41 +46,48 @@ class Wires:
     foreign: tuple[int, ...]
 
 
-def live(target: Target, take_place: Callable[[], Place], wires: Wires, launcher: int) -> NoReturn:
-    """Run ``target`` as this worker and end the process.
+def run_worker(
+    function: WorkerFunction,
+    take_place: Callable[[], Place],
+    pipes: WorkerPipes,
+    launcher: int,
+    threads: int | None = None,
+) -> NoReturn:
+    """Run ``function`` as this worker and end the process.
 
     It ends by ``os._exit``, as forked processes of Python's multiprocessing do: exit handlers and destructors that came
     along from the launcher are the launcher's business.
 
     Args:
-        target: what to run.
+        function: what to run.
         take_place: gives this worker's place, perhaps only after a while.
-        wires: to the launcher.
+        pipes: to the launcher.
         launcher: the launcher's process id.
+        threads: to compute with; an even share of the cores where not given.
     """
     try:
-        _settle(wires, launcher)
+        _detach(pipes, launcher)
         try:
             place = take_place()
         except BaseException as error:
-            _end(wires, json.dumps({"error": describe(error)}), 1)
-        _set_threads(place.world_size)
+            _end(pipes, json.dumps({"error": describe_error(error)}), 1)
+        _set_threads(place.world_size, threads)
         renew_autograd()
         # a store into shared memory: about 0.1 µs, no system call, so a loop may report every step
-        report_step = partial(wires.steps.__setitem__, place.rank)
+        report_step = partial(pipes.steps.__setitem__, place.rank)
         try:
             leave_compiler_out()
-            report = json.dumps({"result": target(place, report_step)})
+            report = json.dumps({"result": function(place, report_step)})
         except BaseException as error:
             # while the error still holds its frames: destructors of what they hold may wait for a lost peer
-            _end(wires, json.dumps({"error": describe(error)}), 1)
-        _end(wires, report, 0)
+            _end(pipes, json.dumps({"error": describe_error(error)}), 1)
+        _end(pipes, report, 0)
     finally:
         os._exit(1)
 
 
-def _end(wires: Wires, report: str, code: int) -> NoReturn:
-    _send(wires.report, report)
+def _end(pipes: WorkerPipes, report: str, code: int) -> NoReturn:
+    _send(pipes.report, report)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed by whoever it belonged to
             stream.flush()
@@ -94,7 +100,7 @@ def _send(descriptor: int, report: str) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _settle(wires: Wires, launcher: int) -> None:
+def _detach(pipes: WorkerPipes, launcher: int) -> None:
     os.setsid()  # own process group: what this worker starts can be ended with it
     die_with(launcher)
     for number in signal.valid_signals():
@@ -103,17 +109,17 @@ def _settle(wires: Wires, launcher: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)
 
-    for descriptor in wires.foreign:
+    for descriptor in pipes.foreign:
         os.close(descriptor)
     silence = os.open(os.devnull, os.O_RDONLY)
-    for source, place in ((silence, 0), (wires.stdout, 1), (wires.stderr, 2)):
+    for source, place in ((silence, 0), (pipes.stdout, 1), (pipes.stderr, 2)):
         os.dup2(source, place)
         os.close(source)
     # the launcher's own stream objects may be a progress bar's, or a test's
     sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
     sys.stdout = sys.__stdout__ = _printer(1)
     sys.stderr = sys.__stderr__ = _printer(2)
-    faulthandler.enable(file=wires.crash.fileno(), all_threads=False)
+    faulthandler.enable(file=pipes.crash.fileno(), all_threads=False)
     # what the launcher had imported stays: out of the collector's rounds, which then neither walk nor copy those pages
     gc.freeze()
 
@@ -145,10 +151,12 @@ def renew_autograd() -> None:
     another in its place, without a lock (``PythonEngine::get_python_engine``, torch 2.13): of two threads that come to
     it together, as those of ``threads=2`` do in their first forward, one may use what the other is destroying.
     """
-    one = torch.zeros(1, requires_grad=True)
-    one * one
+    leaf = torch.zeros(1, requires_grad=True)
+    torch.mul(leaf, leaf)
 
 
-def _set_threads(world_size: int) -> None:
-    if "OMP_NUM_THREADS" not in os.environ:
+def _set_threads(world_size: int, threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_each(world_size))

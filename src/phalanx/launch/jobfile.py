@@ -140,8 +140,8 @@ def _explained(what: str, file: str | None, reference: str, *, then: str = "") -
     except PhalanxError:
         raise
     except (Exception, SystemExit) as error:
-        alone = f"python {file}" if file else f"python -c 'import {reference.partition(':')[0]}'"
-        fix = _fix(error) or (f"python -i {file}, and there {then}" if file and then else alone)
+        run_it = f"python {file}" if file else f"python -c 'import {reference.partition(':')[0]}'"
+        fix = _fix(error) or (f"python -i {file}, and there {then}" if file and then else run_it)
         raise _wrong(what, f"an error\n{_tail(error, file)}", "code that runs without one", fix) from error
 
 
@@ -152,7 +152,7 @@ def _fix(error: BaseException) -> str:
         return "pip install 'phalanx[transformers]'" if missing == "transformers" else f"pip install {missing}"
     unknown = re.match(r"Job\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
     if isinstance(error, TypeError) and unknown:
-        names = [one.name for one in dataclasses.fields(Job)]
+        names = [field.name for field in dataclasses.fields(Job)]
         (near,) = difflib.get_close_matches(unknown[1], names, n=1, cutoff=0.0)
         return f"{near}= in px.Job, whose fields are {', '.join(names)}"
     return ""
@@ -229,10 +229,10 @@ def _import_module(name: str, reference: str) -> ModuleType:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = bool(name) and importlib.util.find_spec(name) is not None
+        exists = bool(name) and importlib.util.find_spec(name) is not None
     except (ModuleNotFoundError, ValueError):
-        found = False
-    if not found:
+        exists = False
+    if not exists:
         raise _wrong(
             "job",
             f"{reference!r}, and there is no module {name!r} here",

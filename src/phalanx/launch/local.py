@@ -1,43 +1,74 @@
 """Workers on this machine, forked from a process that has already imported torch.
 
 Importing torch takes seconds and forking takes milliseconds, so the launcher pays for the import once and forks every
-worker from itself. ``crew.py`` says what makes that safe.
+worker from itself. ``worker_pool.py`` says what makes that safe.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from phalanx.errors import RunError
-from phalanx.launch.failure import first, memory_kills, refusal, worker_error
-from phalanx.launch.forked_worker import Target
-from phalanx.launch.reaper import Interrupts
-from phalanx.launch.worker_pool import Crew, Hosts
+from phalanx.launch.launcher import Launch, Launcher, WorkerFunction, WorkerHosts, supervise
+from phalanx.launch.torch_warmup import make_ready
+from phalanx.launch.worker_pool import WorkerPool
 
-_TICK = 0.05  # seconds between looks at the workers while nothing is heard of them
-_WATCH = 0.1  # seconds between calls of watch
+
+@final
+class LocalLauncher(Launcher):
+    """Forks the workers from this process; even one ended by ``kill -9`` leaves none behind."""
+
+    def place(self) -> None:
+        """A forked worker is handed its place."""
+        return
+
+    def prepare(self, launch: Launch) -> None:
+        """Refuse to fork a process that uses CUDA, and load what the plan needs once for all workers.
+
+        Raises:
+            RunError: this process uses CUDA.
+        """
+        if torch.cuda.is_initialized():
+            raise RunError(
+                "this process already uses CUDA, and workers forked from it could not\n"
+                "    try: phalanx train JOB from the command line, or move CUDA work (.cuda(), .to('cuda'), "
+                "torch.cuda.synchronize()) out of the module level of the job file and into model() and data()"
+            )
+        if launch.run:
+            make_ready(launch.run.plan)
+
+    def start(self, launch: Launch) -> WorkerPool:
+        """Fork the workers.
+
+        Raises:
+            RunError: the system allows no more processes or open files.
+        """
+        pool = WorkerPool(launch)
+        try:
+            pool.start()
+        except BaseException:
+            pool.stop()
+            raise
+        return pool
 
 
 def launch(
-    target: Target,
+    function: WorkerFunction,
     world_size: int,
     *,
     watch: Callable[[], None] | None = None,
-    hosts: Hosts | None = None,
+    hosts: WorkerHosts | None = None,
     reserves: int = 0,
 ) -> list[Any]:
-    """Run ``target(place, report_step)`` in ``world_size`` forked workers and return their results in rank order.
+    """Run ``function(place, report_step)`` in ``world_size`` forked workers and return their results in rank order.
 
-    The first failure ends all workers within 3 s. So do Ctrl-C and SIGTERM, which then go on as ``KeyboardInterrupt``
-    and ``SystemExit``; even a launcher ended by ``kill -9`` leaves no process behind. What workers print comes out of
-    this process's ``sys.stdout`` and ``sys.stderr``.
+    For what no run file can say, such as taking a proof's measurements; errors and ends are those of ``supervise``.
 
     Args:
-        target: called in each worker with its place and a function that takes the number of the optimizer step the
+        function: called in each worker with its place and a function that takes the number of the optimizer step the
             worker begins, which costs next to nothing. Its result must be JSON.
         world_size: workers; one is forked too, so that every fault looks alike.
         watch: called in this process about ten times a second, and once more when all workers are done.
@@ -49,36 +80,7 @@ def launch(
         WorkerError: a worker failed; the first that did is named, with its own traceback.
         RunError: workers cannot be forked from this process.
     """
-    _refuse_where_cuda_runs()
-    kills_before = memory_kills()
-    with Interrupts() as interrupts:
-        crew = Crew(target, world_size, hosts, reserves)
-        try:
-            crew.start()
-            next_watch = 0.0
-            while not crew.done and not crew.failures:
-                crew.listen(_TICK)
-                interrupts.check()
-                if watch and time.monotonic() >= next_watch:
-                    watch()
-                    next_watch = time.monotonic() + _WATCH
-            crew.settle()
-        finally:
-            interrupts.ending = True
-            crew.end()
-            interrupts.ending = False
-        if crew.failures:
-            failure = first(crew.failures)
-            raise refusal(failure) or worker_error(failure, world_size, memory_kills=memory_kills() - kills_before)
-        if watch:
-            watch()
-        return [worker.result for worker in crew.workers]
-
-
-def _refuse_where_cuda_runs() -> None:
-    if torch.cuda.is_initialized():
-        raise RunError(
-            "this process already uses CUDA, and workers forked from it could not\n"
-            "    try: phalanx train JOB from the command line, or move CUDA work (.cuda(), .to('cuda'), "
-            "torch.cuda.synchronize()) out of the module level of the job file and into model() and data()"
-        )
+    launcher = LocalLauncher()
+    wanted = Launch(world_size=world_size, function=function, hosts=hosts, reserves=reserves)
+    launcher.prepare(wanted)
+    return supervise(lambda: launcher.start(wanted), world_size, watch).results

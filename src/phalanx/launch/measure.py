@@ -25,14 +25,16 @@ def measure(cores: int, counts: Sequence[int], *, quick: bool = False) -> Sweeps
     """
     pace = QUICK if quick else Pace()
     hasty = replace(pace, rounds=max(2, pace.rounds // 2))
-    kept = [_swept(1, pace)[0]]
-    returned = kept[0] if quick else _swept(1, hasty, returned=True)[0]
-    beside = _swept(cores, hasty) if cores > 1 and not quick else ()
+    kept = [_sweep_in_workers(1, pace)[0]]
+    returned = kept[0] if quick else _sweep_in_workers(1, hasty, returned=True)[0]
+    beside = _sweep_in_workers(cores, hasty) if cores > 1 and not quick else ()
     groups: list[Exchange] = []
     for count in counts:
-        groups += _exchanged(count, quick)
+        groups += _exchange_in_workers(count, quick)
         if not quick:
-            kept.append(_swept(1, pace)[0])  # a shared machine is faster in one quarter of a minute than in the next
+            kept.append(
+                _sweep_in_workers(1, pace)[0]
+            )  # a shared machine is faster in one quarter of a minute than in the next
     return Sweeps(kept=_mean(kept), returned=returned, beside=beside, exchanges=tuple(groups), rest={}, relay={})
 
 
@@ -41,27 +43,27 @@ def _mean(sweeps: Sequence[Sequence[Point]]) -> tuple[Point, ...]:
     return tuple(replace(same[0], seconds=mean(one.seconds for one in same)) for same in zip(*sweeps, strict=True))
 
 
-def _swept(workers: int, pace: Pace, *, returned: bool = False) -> tuple[tuple[Point, ...], ...]:
+def _sweep_in_workers(workers: int, pace: Pace, *, returned: bool = False) -> tuple[tuple[Point, ...], ...]:
     """The sweep of so many workers at once."""
 
     def work(place: Place, report: Callable[[int], None]) -> list[dict[str, Any]]:
         if returned:
             return_freed_memory()
-        return [asdict(one) for one in sweep(pace)]
+        return [asdict(point) for point in sweep(pace)]
 
     return tuple(tuple(_point(row) for row in rows) for rows in launch(work, workers))
 
 
-def _exchanged(ranks: int, quick: bool) -> tuple[Exchange, ...]:
+def _exchange_in_workers(ranks: int, quick: bool) -> tuple[Exchange, ...]:
     def work(place: Place, report: Callable[[int], None]) -> list[dict[str, Any]]:
         import torch
 
         torch.set_num_threads(1)
         with joined(place, device_for(place, "cpu")):
-            found = exchanges(WHOLE, **few)
+            rows = exchanges(WHOLE, **few)
             return_freed_memory()  # as plans have it that shard or split, whose exchanges the others are
-            found += exchanges(tuple(kind for kind in KINDS if kind not in WHOLE), **few)
-        return [asdict(one) for one in found]
+            rows += exchanges(tuple(kind for kind in KINDS if kind not in WHOLE), **few)
+        return [asdict(row) for row in rows]
 
     few: dict[str, Any] = {"rounds": 2, "sizes": SIZES[:2]} if quick else {}
     return tuple(Exchange(**row) for row in launch(work, ranks)[0])

@@ -35,16 +35,27 @@ def kill_group(pid: int, number: int) -> None:
             os.kill(pid, number)
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is a process of that number, ended ones that nobody has asked about included."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 @final
 class Interrupts:
     """Ctrl-C and SIGTERM, remembered for the length of the block rather than raised in the middle of something.
 
     ``check`` raises them where that is safe. A second signal raises at once (the launcher may be stuck in a callback),
-    except while ``ending`` is set: nothing may cut the clean-up short.
+    except while ``held`` is set: nothing may cut a start or the clean-up short.
     """
 
     def __init__(self) -> None:
-        self.ending = False
+        self.held = False
         self._caught = 0
         self._before: dict[int, Any] = {}
 
@@ -78,16 +89,16 @@ class Interrupts:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self._caught != 0
         self._caught = self._caught or number
-        if again and not self.ending:
+        if again and not self.held:
             self.check()
 
 
 @final
-class Guardian:
+class Reaper:
     """A tiny process that outlives a killed launcher just long enough to end what the workers had started.
 
     The kernel ends the workers with the launcher (PR_SET_PDEATHSIG), but not their children, such as data loading
-    processes. The guardian knows the workers' process groups and waits on a pipe that only the launcher holds open.
+    processes. The reaper knows the workers' process groups and waits on a pipe that only the launcher holds open.
     """
 
     def __init__(self) -> None:

@@ -54,8 +54,8 @@ def prepare_run(run: RunSpec, *, given: Path | None = None) -> Path:
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         _write(run.folder / "plan.toml", run.plan.to_toml())
-        found = dataclasses.replace(run, job=str(Reference.parse(run.job)), folder=run.folder.absolute())
-        _write(runfile, found.to_toml())
+        absolute = dataclasses.replace(run, job=str(Reference.parse(run.job)), folder=run.folder.absolute())
+        _write(runfile, absolute.to_toml())
     except OSError as error:
         raise _wrong(f"{run.folder}: {error.strerror}", "a folder that can be written", "--run /tmp/run-1") from None
     return runfile
@@ -76,10 +76,10 @@ def _next_free(folder: Path) -> Path:
 
 
 def _check_same_job(run: RunSpec, runfile: Path) -> None:
-    held = _job_in(runfile)
-    if Reference.parse(held) != Reference.parse(run.job):
+    earlier = _job_in(runfile)
+    if Reference.parse(earlier) != Reference.parse(run.job):
         raise _wrong(
-            f"{run.folder}, which holds a run of {held}, for the job {run.job}",
+            f"{run.folder}, which holds a run of {earlier}, for the job {run.job}",
             "a folder of the same job, or a new one",
             f"--run {default_folder(Reference.parse(run.job).stem, run.folder.parent)}",
         )
@@ -102,8 +102,8 @@ def _last_step(folder: Path) -> int | None:
     from phalanx.checkpoint import latest  # needs torch
 
     newest = latest(folder / "checkpoints")
-    found = _STEP.fullmatch(newest.name) if newest else None
-    return int(found[1]) if found else None
+    number = _STEP.fullmatch(newest.name) if newest else None
+    return int(number[1]) if number else None
 
 
 def _write(path: Path, text: str) -> None:

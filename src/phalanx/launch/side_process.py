@@ -1,4 +1,9 @@
-"""A process beside the workers: works something out while they run, tells of it in lines, and never outlives them."""
+"""A forked process beside this one that works something out, sends what it finds, and never outlives it; and one use.
+
+``look_ahead`` finds in such a process what a job under a plan is refused for. Looking builds the model and runs it on a
+few samples; this process stays as it was: its random numbers, modules that the job shares with it, and CUDA, which
+workers are forked without.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +15,39 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, NoReturn, Self, final
 
 import torch
 
+from phalanx.config import Job, Plan
+from phalanx.errors import DataError, GradientError, LossError, Problem, RefusedError, SpecError
 from phalanx.launch.forked_worker import die_with, renew_autograd
 from phalanx.launch.reaper import fork, kill_group
+from phalanx.launch.torch_warmup import leave_compiler_out
+from phalanx.train.rehearsal import ahead
 
-Say = Callable[[dict[str, Any]], None]
+Send = Callable[[dict[str, Any]], None]
 
 _CHUNK = 65536
 _LESS_URGENT = 5
 
 
 @final
-class Aside:
-    """Runs ``work(say)`` in a forked process, a little less urgent than others, whose output goes nowhere.
+class SideProcess:
+    """Runs ``work(send)`` in a forked process, a little less urgent than others, whose output goes nowhere.
 
-    Leaving the block ends it. ``say`` takes what is to be told, as JSON. The process computes on one thread only and
-    ends with its launcher.
+    Leaving the block ends it. ``send`` takes a message, a dictionary that can be JSON. The process computes on one
+    thread only and ends with its launcher.
     """
 
-    def __init__(self, work: Callable[[Say], None]) -> None:
+    def __init__(self, work: Callable[[Send], None]) -> None:
         reading, writing = os.pipe()
         launcher = os.getpid()
         self._pid = fork()
         if self._pid == 0:
             os.close(reading)
-            _live(work, writing, launcher)
+            _run(work, writing, launcher)
         os.close(writing)
         self._reading: int | None = reading
         self._text = b""
@@ -50,11 +60,11 @@ class Aside:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will be told."""
+        """Whether no more messages will come."""
         return self._reading is None and b"\n" not in self._text
 
     def next(self, timeout: float = 0.0) -> dict[str, Any] | None:
-        """What it tells next; ``None`` where nothing comes within so many seconds, or any more."""
+        """Its next message; ``None`` where none comes within so many seconds, or any more."""
         until = time.monotonic() + timeout
         while b"\n" not in self._text and self._reading is not None:
             with selectors.DefaultSelector() as selector:
@@ -66,8 +76,8 @@ class Aside:
             if not data:
                 os.close(self._reading)
                 self._reading = None
-        line, found, rest = self._text.partition(b"\n")
-        if not found:
+        line, newline, rest = self._text.partition(b"\n")
+        if not newline:
             return None
         self._text = rest
         return json.loads(line)
@@ -84,7 +94,7 @@ class Aside:
             self._pid = 0
 
 
-def _live(work: Callable[[Say], None], writing: int, launcher: int) -> NoReturn:
+def _run(work: Callable[[Send], None], writing: int, launcher: int) -> NoReturn:
     try:
         os.setsid()
         die_with(launcher)
@@ -99,9 +109,52 @@ def _live(work: Callable[[Say], None], writing: int, launcher: int) -> NoReturn:
         torch.set_num_threads(1)  # the one number that is safe whatever the launcher has computed before
         renew_autograd()
 
-        def say(told: dict[str, Any]) -> None:
-            os.write(writing, json.dumps(told).encode() + b"\n")
+        def send(message: dict[str, Any]) -> None:
+            os.write(writing, json.dumps(message).encode() + b"\n")
 
-        work(say)
+        work(send)
     finally:
         os._exit(0)
+
+
+_REFUSED_IN_FIRST_STEP = (LossError, GradientError, DataError)
+_PATIENCE = (
+    60.0  # seconds that a run waits for the look; a model that takes longer to build is looked at by its workers
+)
+
+
+def look_ahead(job: Job, plan: Plan) -> list[str]:
+    """What ``job`` differs by from one device under ``plan``, with its causes.
+
+    Empty where it cannot be looked at, and with servers, who refuse what they cannot do by themselves.
+
+    Raises:
+        RefusedError: if the model, the optimizer or the data are such that the plan cannot serve the job.
+        SpecError: if the job's functions fail, or give something else than they must.
+        LossError: if the loss is of a wrong form.
+        GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
+    """
+    if plan.server:  # pieces of other sizes: what their sums differ by is for the proof to say
+        return []
+    with SideProcess(lambda send: _send_causes(job, plan, send)) as process:
+        answer = process.next(_PATIENCE) or {}
+    if problems := answer.get("problems"):
+        kind = RefusedError if answer["kind"] == RefusedError.__name__ else SpecError
+        raise kind(Problem(**problem) for problem in problems)
+    if "message" in answer:
+        raise next(kind for kind in _REFUSED_IN_FIRST_STEP if kind.__name__ == answer["kind"])(answer["message"])
+    return answer.get("causes", [])
+
+
+def _send_causes(job: Job, plan: Plan, send: Send) -> None:
+    leave_compiler_out()
+    answer: dict[str, Any] = {}
+    try:
+        answer["causes"] = ahead(job, plan)
+    except SpecError as error:
+        answer = {"kind": type(error).__name__, "problems": [asdict(problem) for problem in error.problems]}
+    except _REFUSED_IN_FIRST_STEP as error:
+        answer = {"kind": type(error).__name__, "message": str(error)}
+    except Exception:  # the job's own error, which a worker shows with its traceback
+        answer = {}
+    send(answer)

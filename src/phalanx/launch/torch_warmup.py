@@ -99,9 +99,9 @@ def _step_with_its_own_grad_mode(step: Callable[..., Any]) -> Callable[..., Any]
 class _Absent(ModuleType):
     """Stands for a module until more is asked of it than it holds; that loads the module, which takes its place."""
 
-    def __init__(self, name: str, **held: Any) -> None:
+    def __init__(self, name: str, **attributes: Any) -> None:
         super().__init__(name)
-        vars(self).update(held)
+        vars(self).update(attributes)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,13 +1,15 @@
-"""What one worker of a run does that torchrun started, or that is the only one; what rank 0 decides for all."""
+"""What one worker of a run does that is a program of its own, as torchrun starts it; what rank 0 decides for all."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from io import TextIOWrapper
 from itertools import count
 from pathlib import Path
 
@@ -17,12 +19,15 @@ from phalanx.comm import Place
 from phalanx.comm.process_group import meet
 from phalanx.config import Job, RunSpec
 from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecError, WorkerError
-from phalanx.launch.failure import Failure, describe, record, worker_error
+from phalanx.launch.failure import Failure, describe_error, record, worker_error
+from phalanx.launch.forked_worker import die_with
 from phalanx.launch.jobfile import load_job
-from phalanx.launch.look_ahead import look_ahead
+from phalanx.launch.launcher import place_of_this_process
 from phalanx.launch.runfile import prepare_run
+from phalanx.launch.side_process import look_ahead
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
-from phalanx.launch.torchrun import claim, place_from_environment
+from phalanx.launch.torchrun import claim
+from phalanx.launch.worker_reports import WorkerReports
 from phalanx.train import overrides
 from phalanx.train.assembly import refuse
 from phalanx.train.loop import train
@@ -30,41 +35,48 @@ from phalanx.train.loop import train
 _SECOND_THOUGHTS = 0.5  # seconds in which the worker that failed first may say so before one that only lost its peer
 
 
-class Witness:
-    """Sees how far one worker came, and tells of its error, which one worker does for all.
+class WorkerStatus:
+    """How far one worker came; whoever started it learns from here how it failed, by one worker for all.
 
     Attributes:
         place: of the worker.
         folder: the run folder, once it is this run's; ``None`` before.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, reports: WorkerReports | None = None) -> None:
+        """``reports``: where a launcher that started this worker looks; ``None`` where none does."""
         self.place = place
         self.folder: Path | None = None
         self._step: int | None = None
+        self._reports = reports
 
-    def report(self, step: int) -> None:
-        """Take in the number of the optimizer step that begins."""
+    def report_step(self, step: int | None) -> None:
+        """Take in the number of the optimizer step that begins; ``None`` as long as none has."""
         self._step = step
+        if self._reports:
+            self._reports.write_step(self.place.rank, step)
 
-    def tell(self, error: Exception) -> WorkerError | None:
-        """The error as the launcher words it, also appended to the run's events; ``None`` where another worker does."""
-        failure = Failure(rank=self.place.rank, step=self._step, **describe(error))
+    def report_failure(self, error: BaseException) -> WorkerError | None:
+        """The error as a launcher words it, appended to the run's events; ``None`` where a launcher or worker does."""
+        failure = Failure(rank=self.place.rank, step=self._step, **describe_error(error))
+        if self._reports:
+            self._reports.write_failure(failure)
+            return None
         if self.place.store == "env://" and not _speaks_for_all(failure):
             return None
-        told = worker_error(failure, self.place.world_size, memory_kills=0)
+        worded = worker_error(failure, self.place.world_size, memory_kills=0)
         if self.folder:
-            record(told, self.folder)
-        return told
+            record(worded, self.folder)
+        return worded
 
 
-def work(job: Job, run: RunSpec, witness: Witness, *, runfile: Path | None = None) -> RunSpec:
-    """Train ``job`` as the worker at the witness's place. Collective.
+def train_as_worker(job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Path | None = None) -> RunSpec:
+    """Train ``job`` as the worker whose status this is. Collective.
 
     Args:
         job: with the run's overrides applied.
         run: how, and where to.
-        witness: of this worker.
+        status: of this worker.
         runfile: the file that ``run`` was read from, if any.
 
     Returns:
@@ -74,13 +86,13 @@ def work(job: Job, run: RunSpec, witness: Witness, *, runfile: Path | None = Non
         RefusedError: if the plan cannot serve the job here.
         SpecError: if the run folder cannot be used.
     """
-    place = witness.place
+    place = status.place
     refuse(job, run.plan, place.world_size, place.workers_here * run.plan.threads)
     make_ready(run.plan)
     leave_compiler_out()
-    run = enter(run, place, runfile=runfile)
-    witness.folder = run.folder
-    train(job, run, place, report=witness.report, causes=_causes(job, run, place))
+    run = enter_folder(run, place, runfile=runfile)
+    status.folder = run.folder
+    train(job, run, place, report=status.report_step, causes=_causes(job, run, place))
     return run
 
 
@@ -93,25 +105,38 @@ def _causes(job: Job, run: RunSpec, place: Place) -> list[str]:
     return []
 
 
-def main(runfile: Path) -> int:
-    """Be one worker of the run in ``runfile``: one of torchrun's, or the only one.
+def main(runfile: Path, reports: Path | None = None) -> int:
+    """Be one worker of the run in ``runfile``: one of a launcher's, or the only one.
 
-    An error goes to stderr and to the run's events, once for all workers, with the rank and the step.
+    An error goes to stderr and to the run's events, once for all workers, with the rank and the step; or into
+    ``reports``, for the launcher that started this worker and then says it. Such a worker ends with its parent.
 
     Returns:
         The exit code for this process: 0, or that of the error.
     """
-    witness = Witness(Place())
+    status = WorkerStatus(Place(), WorkerReports(reports) if reports else None)
     try:
-        witness.place = place_from_environment() or witness.place
+        if reports:
+            _belong_to_launcher()
+        status.place = place_of_this_process() or status.place
+        status.report_step(None)
         run = _read(runfile)
-        _refuse_another_world(run, witness.place, runfile)
-        work(overrides.apply(load_job(run.job), run), run, witness, runfile=runfile)
-    except Exception as error:
-        if told := witness.tell(error):
-            print(told, file=sys.stderr, flush=True)
-        return describe(error)["exit_code"]
+        _refuse_another_world(run, status.place, runfile)
+        train_as_worker(overrides.apply(load_job(run.job), run), run, status, runfile=runfile)
+    except BaseException as error:
+        if not (reports or isinstance(error, Exception)):
+            raise
+        if worded := status.report_failure(error):
+            print(worded, file=sys.stderr, flush=True)
+        return describe_error(error)["exit_code"]
     return 0
+
+
+def _belong_to_launcher() -> None:
+    die_with(os.getppid())
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # into a pipe it would write in blocks, the last lost with the process
+            stream.reconfigure(line_buffering=True)
 
 
 def _speaks_for_all(failure: Failure) -> bool:
@@ -154,7 +179,7 @@ def _refuse_another_world(run: RunSpec, place: Place, runfile: Path) -> None:
 _decisions = count()
 
 
-def enter(run: RunSpec, place: Place, *, runfile: Path | None = None) -> RunSpec:
+def enter_folder(run: RunSpec, place: Place, *, runfile: Path | None = None) -> RunSpec:
     """Have rank 0 prepare the run folder, and give back the run with the folder it took. Collective.
 
     Args:
@@ -165,11 +190,11 @@ def enter(run: RunSpec, place: Place, *, runfile: Path | None = None) -> RunSpec
     Raises:
         SpecError: on every rank, if the folder cannot be used.
     """
-    folder = as_rank_0_decides(place, lambda: str(prepare_run(run, given=runfile).parent.absolute()))
+    folder = decided_by_rank_0(place, lambda: str(prepare_run(run, given=runfile).parent.absolute()))
     return replace(run, folder=Path(folder))
 
 
-def as_rank_0_decides(place: Place, decide: Callable[[], str]) -> str:
+def decided_by_rank_0(place: Place, decide: Callable[[], str]) -> str:
     """What ``decide`` gives on rank 0, where alone it is called; its error is every rank's. Collective."""
     if place.world_size == 1:
         return decide()
@@ -187,9 +212,9 @@ def as_rank_0_decides(place: Place, decide: Callable[[], str]) -> str:
         finally:
             store.set("answer", json.dumps(answer))
         return decision
-    heard = json.loads(store.get("answer"))
-    if "problems" in heard:
-        raise SpecError([Problem(**problem) for problem in heard["problems"]])
-    if "error" in heard:
-        raise RunError(f"rank 0 could not prepare the run: {heard['error']}")
-    return heard["decision"]
+    decided = json.loads(store.get("answer"))
+    if "problems" in decided:
+        raise SpecError([Problem(**problem) for problem in decided["problems"]])
+    if "error" in decided:
+        raise RunError(f"rank 0 could not prepare the run: {decided['error']}")
+    return decided["decision"]

@@ -31,20 +31,21 @@ import time
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from typing import Protocol, final
+from typing import Any, final
 
 import torch.distributed as dist
 
 from phalanx.comm import Place
 from phalanx.errors import RunError
-from phalanx.launch.failure import Failure
-from phalanx.launch.forked_worker import Target, Wires, live
-from phalanx.launch.reaper import Guardian, fork, kill_group
-from phalanx.launch.worker_process import Worker, summoned
+from phalanx.launch.failure import Failure, first_failure
+from phalanx.launch.forked_worker import WorkerPipes, run_worker
+from phalanx.launch.launcher import Launch, WorkerFunction, Workers
+from phalanx.launch.reaper import Reaper, fork, kill_group
+from phalanx.launch.worker_process import WorkerProcess, await_assignment
 
 # seconds; together they stay well under the 3 s in which everything has to be over
-_SETTLE = 0.3  # after a failure, for reports of ranks that failed at the same time
-_SETTLE_LOST = 1.0  # the same, while all that is known is that peers were lost
+_SAME_TIME = 0.3  # after a failure, for reports of ranks that failed at the same time
+_SAME_TIME_LOST = 1.0  # the same, while all that is known is that peers were lost
 _GRACE = 0.5  # between SIGTERM and SIGKILL
 _KILL = 1.0  # after SIGKILL
 _SOON = 0.002  # between looks at a worker that has reported and is about to end
@@ -52,21 +53,8 @@ _SOON = 0.002  # between looks at a worker that has reported and is about to end
 _NO_STEP = -1
 
 
-class Hosts(Protocol):
-    """Machines, or what stands in for them, that workers are put on; the launcher stays where it is."""
-
-    @property
-    def meeting(self) -> str:
-        """The launcher's address, which every worker reaches."""
-        ...
-
-    def enter(self, rank: int) -> str:
-        """Called by the worker ``rank`` as the first thing it does: puts it on its machine. Returns its address."""
-        ...
-
-
 @final
-class Crew:
+class WorkerPool(Workers):
     """All workers of one launch.
 
     Attributes:
@@ -74,14 +62,16 @@ class Crew:
         failures: in the order they became known, up to the moment the launch began to end the workers.
     """
 
-    def __init__(self, target: Target, world_size: int, hosts: Hosts | None = None, reserves: int = 0) -> None:
-        self.workers: list[Worker] = []
-        self._members: list[Worker] = []  # whoever was forked, the reserves as well
-        self._reserves: list[Worker] = []  # idle, for ranks whose process is killed
+    def __init__(self, launch: Launch) -> None:
+        world_size, hosts = launch.world_size, launch.hosts
+        self.workers: list[WorkerProcess] = []
+        self._processes: list[WorkerProcess] = []  # whoever was forked, the reserves as well
+        self._reserves: list[WorkerProcess] = []  # idle, for ranks whose process is killed
         self.failures: list[Failure] = []
-        self._target: Target | None = target
+        self._function: WorkerFunction | None = launch.function
+        self._threads = launch.threads
         self._world_size = world_size
-        self._reserved = reserves
+        self._reserved = launch.reserves
         self._replaced = [0] * world_size
         self._steps = memoryview(mmap.mmap(-1, 8 * world_size)).cast("q")
         for rank in range(world_size):
@@ -92,20 +82,24 @@ class Crew:
         self._listener = socket.create_server((self._address, 0), backlog=max(128, 2 * world_size))
         self._port: int = self._listener.getsockname()[1]
         self._store: object = None
-        self._guardian: Guardian | None = None
+        self._reaper: Reaper | None = None
         self._selector = selectors.DefaultSelector()
         self._forked = threading.Event()
-        self._over = threading.Event()
-        self._trouble: BaseException | None = None
+        self._ended = threading.Event()
+        self._fork_error: BaseException | None = None
 
     @property
-    def done(self) -> bool:
-        """Whether every worker has ended."""
+    def results(self) -> list[Any]:
+        """What each worker returned, in rank order; meaningful once all have ended without a failure."""
+        return [worker.result for worker in self.workers]
+
+    @property
+    def _done(self) -> bool:
         return all(worker.ended for worker in self.workers)
 
     @property
     def _all_gone(self) -> bool:
-        return all(worker.ended for worker in self._members)
+        return all(worker.ended for worker in self._processes)
 
     def start(self) -> None:
         """Fork the workers and serve the store they meet at."""
@@ -114,14 +108,14 @@ class Crew:
                 stream.flush()  # else what is buffered could be printed once more by each worker
         _thread.start_new_thread(self._fork_all, ())
         self._forked.wait()
-        for worker in self._members:
+        for worker in self._processes:
             for descriptor in worker.descriptors:
                 self._selector.register(descriptor, selectors.EVENT_READ, worker)
-        if self._trouble:
+        if self._fork_error:
             raise RunError(
-                f"could not start worker {len(self._members)} of {self._world_size}: {self._trouble}\n    try: "
+                f"could not start worker {len(self._processes)} of {self._world_size}: {self._fork_error}\n    try: "
                 "fewer ranks, such as -n 1; or a higher limit of processes (ulimit -u) or open files (ulimit -n)"
-            ) from self._trouble
+            ) from self._fork_error
         self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             self._address,
             self._port,
@@ -131,20 +125,30 @@ class Crew:
             master_listen_fd=self._listener.detach(),
         )
 
-    def listen(self, timeout: float) -> None:
-        """Take in what the workers say and how they end, for at most ``timeout`` seconds."""
+    def follow(self, timeout: float) -> bool:
+        """Take in what the workers say and how they end, for at most ``timeout`` seconds. Whether there is more."""
+        self._listen(timeout)
+        if self.failures:
+            self._await_other_failures()
+        return not self._done and not self.failures
+
+    def failure(self) -> Failure | None:
+        """The failure that caused the others; ``None`` where there was none."""
+        return first_failure(self.failures) if self.failures else None
+
+    def _listen(self, timeout: float) -> None:
         if any(worker.reported and not worker.ended for worker in self.workers):
             timeout = min(timeout, _SOON)
         for key, _ in self._selector.select(timeout):
-            worker: Worker = key.data
+            worker: WorkerProcess = key.data
             worker.read(key.fd)
             if key.fd not in worker.descriptors:
                 self._selector.unregister(key.fd)
-        for worker in self._members:
+        for worker in self._processes:
             if not worker.ended:
-                self._look_at(worker)
+                self._check(worker)
 
-    def _look_at(self, worker: Worker) -> None:
+    def _check(self, worker: WorkerProcess) -> None:
         open_before = tuple(worker.descriptors)
         status = worker.reap()
         if failure := worker.failure(self._step(worker)):
@@ -153,8 +157,8 @@ class Crew:
             return
         for descriptor in open_before:
             self._selector.unregister(descriptor)
-        if self._guardian:
-            self._guardian.remove(worker.pid)
+        if self._reaper:
+            self._reaper.remove(worker.pid)
         failure = worker.failure_of_exit(status, self._step(worker))
         worker.close()
         if worker in self._reserves:
@@ -170,35 +174,33 @@ class Crew:
         self._replaced[rank] += 1
         self._steps[rank] = _NO_STEP
         self.workers[rank] = reserve
-        reserve.call(rank, self._replaced[rank])
+        reserve.assign(rank, self._replaced[rank])
         return True
 
-    def settle(self) -> None:
-        """After a failure, wait a moment for the failures of other ranks: one of them may have come first."""
-        if not self.failures:
-            return
+    def _await_other_failures(self) -> None:
+        """One of them may have come first."""
         began = time.monotonic()
-        while not self.done:
+        while not self._done:
             cause_known = any(not failure.lost_peer for failure in self.failures)
-            if time.monotonic() > began + (_SETTLE if cause_known else _SETTLE_LOST):
+            if time.monotonic() > began + (_SAME_TIME if cause_known else _SAME_TIME_LOST):
                 return
-            self.listen(_SOON)
+            self._listen(_SOON)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """End all workers and whatever they started, by force if need be, and let go of everything."""
-        known = list(self.failures)
+        before = list(self.failures)
         self._reserves.clear()  # nobody is replaced any more
         for number, patience in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, _KILL)):
-            for worker in self._members:
+            for worker in self._processes:
                 if not worker.ended:
                     kill_group(worker.pid, number)
             deadline = time.monotonic() + patience
             while not self._all_gone and time.monotonic() < deadline:
-                self.listen(_SOON)
-        self.failures = known  # what failed since then failed because it was being ended
-        if self._guardian:
-            self._guardian.dismiss()
-        for worker in self._members:
+                self._listen(_SOON)
+        self.failures = before  # what failed since then failed because it was being ended
+        if self._reaper:
+            self._reaper.dismiss()
+        for worker in self._processes:
             if not worker.ended:
                 worker.close()
         self._selector.close()
@@ -206,26 +208,26 @@ class Crew:
         self._store = None
         # The forking thread must not be the last to hold the workers' work: it ends at any time, even with the
         # interpreter, and what that work holds (tensors) cannot be let go of then.
-        self._target = None
-        self._over.set()
+        self._function = None
+        self._ended.set()
 
-    def _step(self, worker: Worker) -> int | None:
+    def _step(self, worker: WorkerProcess) -> int | None:
         step = self._steps[worker.rank] if worker.rank < self._world_size else _NO_STEP
         return None if step == _NO_STEP else step
 
     def _fork_all(self) -> None:
         try:
-            self._guardian = guardian = Guardian()
+            self._reaper = reaper = Reaper()
             for number in range(self._world_size + self._reserved):
-                member = self._fork(number, guardian)
-                self._members.append(member)
-                (self.workers if number < self._world_size else self._reserves).append(member)
+                process = self._fork(number, reaper)
+                self._processes.append(process)
+                (self.workers if number < self._world_size else self._reserves).append(process)
         except BaseException as error:
-            self._trouble = error
+            self._fork_error = error
         self._forked.set()
-        self._over.wait()
+        self._ended.wait()
 
-    def _fork(self, number: int, guardian: Guardian) -> Worker:
+    def _fork(self, number: int, reaper: Reaper) -> WorkerProcess:
         """Fork the worker ``number``, or beyond the last rank a reserve."""
         with ExitStack() as launchers, ExitStack() as workers:
             reading: list[int] = []
@@ -237,32 +239,33 @@ class Crew:
                 os.set_blocking(ours, False)
                 reading.append(ours)
                 writing.append(theirs)
-            summons, summoning = (-1, -1)
+            assignments, assignment = (-1, -1)
             if number >= self._world_size:
-                summons, summoning = os.pipe()
-                workers.callback(os.close, summons)
-                launchers.callback(os.close, summoning)
+                assignments, assignment = os.pipe()
+                workers.callback(os.close, assignments)
+                launchers.callback(os.close, assignment)
             crash = launchers.enter_context(tempfile.TemporaryFile())
             launcher = os.getpid()
             pid = fork()
             if pid == 0:
-                guardian.forget()
-                others = (ours for member in self._members for ours in (*member.descriptors, member.summoning))
-                mine = (*reading, summoning, self._listener.detach(), *others)
+                reaper.forget()
+                others = (ours for process in self._processes for ours in (*process.descriptors, process.assignment))
+                mine = (*reading, assignment, self._listener.detach(), *others)
                 foreign = tuple(one for one in mine if one >= 0)
                 report, stdout, stderr = writing
-                wires = Wires(
+                pipes = WorkerPipes(
                     report=report, stdout=stdout, stderr=stderr, steps=self._steps, crash=crash, foreign=foreign
                 )
-                assert self._target is not None
-                live(self._target, partial(self._place, number, summons), wires, launcher)
-            guardian.add(pid)
+                assert self._function is not None
+                place = partial(self._place, number, assignments)
+                run_worker(self._function, place, pipes, launcher, self._threads)
+            reaper.add(pid)
             launchers.pop_all()  # from here on the worker object's
-            return Worker(number, pid, reading, summoning, crash)
+            return WorkerProcess(number, pid, reading, assignment, crash)
 
-    def _place(self, number: int, summons: int) -> Place:
+    def _place(self, number: int, assignments: int) -> Place:
         """Of a worker, in its own process; a reserve waits here until it has one."""
-        rank, generation = (number, 0) if number < self._world_size else summoned(summons)
+        rank, generation = (number, 0) if number < self._world_size else await_assignment(assignments)
         size, meeting = self._world_size, f"tcp://{self._address}:{self._port}"
         host = self._hosts.enter(rank) if self._hosts else self._address
         return Place(

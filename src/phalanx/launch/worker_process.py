@@ -8,52 +8,51 @@ import os
 import signal
 import struct
 import sys
-import time
 from contextlib import suppress
 from typing import IO, Any, Literal, final
 
-from phalanx.launch.failure import Failure, signal_name
+from phalanx.launch.failure import Failure, failure_of_exit
 from phalanx.launch.reaper import kill_group
 
 _CHUNK = 65536
-_SUMMONS = struct.Struct("=ii")
+_ASSIGNMENT = struct.Struct("=ii")
 
 
 @final
-class Worker:
+class WorkerProcess:
     """One worker process.
 
     Attributes:
         result: what it returned; meaningful once it has ended without a failure.
         ended: its process is gone and everything it said has been read.
         descriptors: the launcher's ends of its pipes that are still open.
-        summoning: the launcher's end of the pipe that gives a reserve its rank; -1 where there is none.
+        assignment: the launcher's end of the pipe that gives a reserve its rank; -1 where there is none.
     """
 
-    def __init__(self, rank: int, pid: int, pipes: list[int], summoning: int, crash: IO[bytes]) -> None:
+    def __init__(self, rank: int, pid: int, pipes: list[int], assignment: int, crash: IO[bytes]) -> None:
         self.pid = pid
         self.result: Any = None
         self.ended = False
         self.failed = False
         self.descriptors = set(pipes)
-        self.summoning = summoning
+        self.assignment = assignment
         self._report_pipe, self._stdout, self._stderr = pipes
-        self._relays: dict[int, Relay] = {}
+        self._relays: dict[int, OutputRelay] = {}
         self._crash = crash
         self._report = bytearray()
-        self._relay_as(rank)
+        self._take_rank(rank)
 
-    def call(self, rank: int, generation: int) -> None:
+    def assign(self, rank: int, generation: int) -> None:
         """Have this reserve be the worker ``rank``; ``generation`` counts its processes from 0."""
-        self._relay_as(rank)
+        self._take_rank(rank)
         with suppress(BrokenPipeError):  # it has just ended: who listens to it will see that
-            os.write(self.summoning, _SUMMONS.pack(rank, generation))
+            os.write(self.assignment, _ASSIGNMENT.pack(rank, generation))
 
-    def _relay_as(self, rank: int) -> None:
+    def _take_rank(self, rank: int) -> None:
         self.rank = rank
         for relay in self._relays.values():
             relay.close()
-        self._relays = {self._stdout: Relay(rank, "stdout"), self._stderr: Relay(rank, "stderr")}
+        self._relays = {self._stdout: OutputRelay(rank, "stdout"), self._stderr: OutputRelay(rank, "stderr")}
 
     @property
     def reported(self) -> bool:
@@ -110,36 +109,28 @@ class Worker:
         if self.failed or (self.reported and status == 0):
             return None
         self.failed = True
-        code = os.waitstatus_to_exitcode(status)
         self._crash.seek(0)
-        return Failure(
-            rank=self.rank,
-            step=step,
-            kind=f"signal {-code}" if code < 0 else f"exit {code}",
-            message=signal_name(-code) if code < 0 else "the process ended without a result",
-            traceback=self._crash.read().decode(errors="replace"),
-            time=time.monotonic(),
-            signal=max(0, -code),
-        )
+        traceback = self._crash.read().decode(errors="replace")
+        return failure_of_exit(self.rank, step, os.waitstatus_to_exitcode(status), traceback)
 
     def close(self) -> None:
         """Let go of its pipes and files."""
-        for descriptor in (*self.descriptors, self.summoning):
+        for descriptor in (*self.descriptors, self.assignment):
             if descriptor >= 0:
                 os.close(descriptor)
         self.descriptors.clear()
-        self.summoning = -1
+        self.assignment = -1
         for relay in self._relays.values():
             relay.close()
         self._crash.close()
 
 
-def summoned(reading: int) -> tuple[int, int]:
+def await_assignment(reading: int) -> tuple[int, int]:
     """In a reserve: wait for its rank, and which of that rank's processes it is. Ends it where none will come."""
-    message = os.read(reading, _SUMMONS.size)
-    if len(message) < _SUMMONS.size:
+    message = os.read(reading, _ASSIGNMENT.size)
+    if len(message) < _ASSIGNMENT.size:
         os._exit(0)
-    rank, generation = _SUMMONS.unpack(message)
+    rank, generation = _ASSIGNMENT.unpack(message)
     return rank, generation
 
 
@@ -147,7 +138,7 @@ _LONGEST_LINE = 65536
 
 
 @final
-class Relay:
+class OutputRelay:
     """One stream of one worker."""
 
     def __init__(self, rank: int, stream: Literal["stdout", "stderr"]) -> None:

@@ -16,7 +16,7 @@ from phalanx.hardware import cores, memory_bytes, this_machine
 from phalanx.hardware.calibrate import default_path
 from phalanx.hardware.probe import cpu_group
 from phalanx.launch.forked_worker import threads_each
-from phalanx.launch.side_process import Aside, Say
+from phalanx.launch.side_process import Send, SideProcess
 from phalanx.parallel import device_kind
 
 PATIENCE = 20.0
@@ -54,23 +54,23 @@ def choose(job: Job) -> Choice:
     given = plain(job.batch)
     if not cuda_devices():
         return Choice(plan=given, source="default")
-    with Aside(lambda say: _tell(job, given, say)) as aside:
-        heard = aside.next(PATIENCE)
-    if heard is None:
+    with SideProcess(lambda send: _send_best(job, given, send)) as side:
+        message = side.next(PATIENCE)
+    if message is None:
         why = f"planning took more than {PATIENCE:g} s"
-    elif "missing" in heard:
-        why = f"no plan was made: {heard['missing']}"
+    elif "missing" in message:
+        why = f"no plan was made: {message['missing']}"
     else:
-        plan = Plan.parse(heard["plan"])
-        return Choice(plan=plan, source="planner" if plan != given else "default", why=heard["why"])
+        plan = Plan.parse(message["plan"])
+        return Choice(plan=plan, source="planner" if plan != given else "default", why=message["why"])
     return Choice(plan=given, source="default", why=f"{why}; {given} is taken")
 
 
-def _tell(job: Job, given: Plan, say: Say) -> None:
+def _send_best(job: Job, given: Plan, send: Send) -> None:
     try:
-        say(_best(job, given))
+        send(_best(job, given))
     except Exception as error:  # a job of any make
-        say({"missing": one_line(error)})
+        send({"missing": one_line(error)})
 
 
 def _best(job: Job, given: Plan) -> dict[str, Any]:
@@ -111,15 +111,15 @@ _GPU = 4 * 2**30  # bytes that any CUDA device in use for training has
 _STATE = 16.0  # bytes of a parameter, its gradient and Adam's state in fp32
 
 
-def answer(job: Job, plan: Plan, threads: int | None, say: Say) -> None:
+def answer(job: Job, plan: Plan, threads: int | None, send: Send) -> None:
     """Tell ``light`` where the run may begin while this goes on, then the forecast or why there is none."""
     try:
         if _light(job, plan):
-            say({"light": True})
+            send({"light": True})
             _wait_for_cores(plan)
-        say(forecast_of(job, plan, threads))
+        send(forecast_of(job, plan, threads))
     except Exception as error:  # a job of any make: a run never fails for want of a forecast
-        say({"missing": one_line(error)})
+        send({"missing": one_line(error)})
 
 
 def one_line(error: Exception) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Self, final
 from phalanx.config import Job, RunSpec
 from phalanx.errors import Problem, RefusedError, WorkerError
 from phalanx.events import EventLog, read
-from phalanx.launch.side_process import Aside
+from phalanx.launch.side_process import SideProcess
 from phalanx.preflight.plan_choice import answer
 from phalanx.report.comparison import FORECAST, LATE, memory_beside, stored, under_forecast
 from phalanx.units import show_bytes
@@ -40,7 +40,7 @@ class RunForecaster:
         self._began = time.monotonic()
         self._size = 0
         plan = run.plan
-        self._aside = None if run.forecast == "none" else Aside(lambda say: answer(job, plan, threads, say))
+        self._side = None if run.forecast == "none" else SideProcess(lambda send: answer(job, plan, threads, send))
 
     def __enter__(self) -> Self:
         """Wait until the run may begin.
@@ -71,9 +71,9 @@ class RunForecaster:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if self._said is None and self._aside and (kind is None or issubclass(kind, Exception)):
-                self._take(self._aside.next(PATIENCE * (time.monotonic() - self._began)))
-            if self._aside and self._run.folder.is_dir() and (self._said or not stored(self._run.folder)):
+            if self._said is None and self._side and (kind is None or issubclass(kind, Exception)):
+                self._take(self._side.next(PATIENCE * (time.monotonic() - self._began)))
+            if self._side and self._run.folder.is_dir() and (self._said or not stored(self._run.folder)):
                 told = self._said or {"missing": LATE}
                 (self._run.folder / FORECAST).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
         finally:
@@ -85,11 +85,11 @@ class RunForecaster:
         return (self._said or {}).get("forecast")
 
     def _hear(self, patience: float) -> None:
-        if self._aside is None:
+        if self._side is None:
             return
-        heard = self._aside.next(patience)
+        heard = self._side.next(patience)
         if heard and heard.get("light"):
-            heard = self._aside.next()
+            heard = self._side.next()
         self._take(heard)
         found = self.forecast
         if found and not found["fits"] and self._run.forecast == "refuse":
@@ -98,7 +98,7 @@ class RunForecaster:
     def _take(self, heard: dict[str, Any] | None) -> None:
         if heard and not heard.get("light"):
             self._said = heard
-        elif heard is None and self._aside and self._aside.done:
+        elif heard is None and self._side and self._side.done:
             self._said = {"missing": "the process that makes forecasts ended"}
 
     def _write(self) -> None:
@@ -114,8 +114,8 @@ class RunForecaster:
             log.write("forecast", **{name: found[name] for name in names})
 
     def _end(self) -> None:
-        if self._aside:
-            self._aside.close()
+        if self._side:
+            self._side.close()
 
 
 def _over(log: Path) -> bool:

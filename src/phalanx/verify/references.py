@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from phalanx.comm import Place, device_for
 from phalanx.config import Job, Plan
 from phalanx.launch import launch
-from phalanx.launch.side_process import Aside, Say
+from phalanx.launch.side_process import Send, SideProcess
 from phalanx.parallel import batch_statistics, device_kind, dropouts
 from phalanx.train.assembly import build_model
 from phalanx.verify.capture import Watch, proven, switch_off_dropout
@@ -212,12 +212,12 @@ def facts_of(job: Job) -> ModelFacts:
     built, nothing: the run says why.
     """
 
-    def work(say: Say) -> None:
-        say(asdict(ModelFacts.of(build_model(job))))
+    def work(send: Send) -> None:
+        send(asdict(ModelFacts.of(build_model(job))))
 
-    with Aside(work) as aside:
-        told = aside.next(_PATIENCE)
-    return ModelFacts(**told) if told else ModelFacts()
+    with SideProcess(work) as process:
+        facts = process.next(_PATIENCE)
+    return ModelFacts(**facts) if facts else ModelFacts()
 
 
 def recurrent_dropouts(module: nn.Module) -> list[str]:

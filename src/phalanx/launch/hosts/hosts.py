@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self, final
 
 from phalanx.errors import Problem, RunError, SpecError
-from phalanx.launch.hosts.keeper import Quotas
+from phalanx.launch.hosts.host_process import Quotas
 from phalanx.launch.hosts.link import Link, refuse
 from phalanx.launch.hosts.network import Network, move_into
 
@@ -148,13 +148,13 @@ class Hosts:
         if rank != self.host_of(rank) * self.per_host:
             return report  # one of a host's workers notes for all
         first = self.host_of(rank) * _MARKS
-        seen = 0
+        steps = 0
 
         def count(step: int) -> None:
-            nonlocal seen
-            mark = first + 2 * min(seen, 2)
+            nonlocal steps
+            mark = first + 2 * min(steps, 2)
             self._marks[mark], self._marks[mark + 1] = step, _sent_here()
-            seen += 1
+            steps += 1
             report(step)
 
         for mark in range(first, first + _MARKS):

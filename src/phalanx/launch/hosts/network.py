@@ -18,7 +18,7 @@ from typing import Any, final
 from phalanx.errors import RunError
 from phalanx.launch.hosts.link import Link, has_netem, tool
 
-_KEEPER = Path(__file__).with_name("keeper.py")
+_PROGRAM = Path(__file__).with_name("host_process.py")
 _FIRST_HOST = 10  # last number of the first host's address; the launcher has 1
 _numbers = count()
 
@@ -29,7 +29,7 @@ class Network:
 
     Attributes:
         launcher: the launcher's address, which all hosts reach.
-        carried: the keeper carries the packets; else the kernel does.
+        carried: their process carries the packets; else the kernel does.
     """
 
     def __init__(self, hosts: int, link: Link) -> None:
@@ -38,10 +38,10 @@ class Network:
         self._name = f"phx{os.getpid()}.{next(_numbers)}"
         self._claim, self._subnet = _claim_subnet()
         self.launcher = f"{self._subnet}.1"
-        self._keeper = self._start_keeper()
+        self._process = self._start_process()
         try:
             _batch("ip", ["link set lo up"])  # in a namespace of the user's own it may not be yet
-            self._namespaces = self._hear_of_namespaces()
+            self._namespaces = self._read_namespaces()
             self._join_up() if self.carried else self._wire_up()
         except BaseException:
             self.close()
@@ -75,21 +75,21 @@ class Network:
             _run(["ip", "link", "set", f"host{host}", "master", "switch"], within=self._switch)
 
     def tell(self, line: str) -> None:
-        """Tell the keeper something it does not answer; also from a worker, until it lets go."""
-        assert self._keeper.stdin is not None
+        """Tell their process something it does not answer; also from a worker, until it lets go."""
+        assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            os.write(self._keeper.stdin.fileno(), f"{line}\n".encode())
+            os.write(self._process.stdin.fileno(), f"{line}\n".encode())
 
     def ask(self, line: str) -> None:
-        """Have the keeper do something, and wait until it is done."""
-        assert self._keeper.stdout is not None
+        """Have their process do something, and wait until it is done."""
+        assert self._process.stdout is not None
         self.tell(line)
-        if self._keeper.stdout.readline() != b"ok\n":
+        if self._process.stdout.readline() != b"ok\n":
             raise RunError("the process that keeps the hosts has ended")
 
     def let_go(self) -> None:
         """In a forked worker: close what is the launcher's."""
-        for stream in (self._keeper.stdin, self._keeper.stdout):
+        for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
         self._claim.close()
@@ -97,14 +97,14 @@ class Network:
     def close(self) -> None:
         """Take everything down."""
         self.tell("end")
-        for stream in (self._keeper.stdin, self._keeper.stdout):
+        for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
         try:
-            self._keeper.wait(2)
+            self._process.wait(2)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
+            self._process.kill()
+            self._process.wait()
         if not self.carried:
             with suppress(RunError):  # gone already with its other end, or never made
                 _run(["ip", "link", "delete", self._name])
@@ -114,25 +114,25 @@ class Network:
     def _switch(self) -> str:
         return self._namespaces[-1]
 
-    def _start_keeper(self) -> subprocess.Popen[bytes]:
+    def _start_process(self) -> subprocess.Popen[bytes]:
         link = self._link
         carrying = {"delay": link.delay, "loss": link.loss, "rate": link.rate, "room": link.room}
         given: dict[str, Any] = {"launcher": os.getpid(), "hosts": self._hosts, "tun": self._name}
         words = json.dumps({**given, "carrying": carrying if self.carried else None})
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_KEEPER), words],
+            [sys.executable, "-I", "-S", str(_PROGRAM), words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,  # Ctrl-C in the terminal is not meant for this one
         )
 
-    def _hear_of_namespaces(self) -> list[str]:
-        assert self._keeper.stdout is not None
-        said = json.loads(self._keeper.stdout.readline() or "{}")
-        if not isinstance(said, list):
-            raise RunError(f"hosts could not be made: {said.get('error', 'their keeper ended')}")
-        return [f"/proc/{self._keeper.pid}/fd/{number}" for number in said]
+    def _read_namespaces(self) -> list[str]:
+        assert self._process.stdout is not None
+        answer = json.loads(self._process.stdout.readline() or "{}")
+        if not isinstance(answer, list):
+            raise RunError(f"hosts could not be made: {answer.get('error', 'their process ended')}")
+        return [f"/proc/{self._process.pid}/fd/{number}" for number in answer]
 
     def _join_up(self) -> None:
         mtu = f"mtu {self._link.packet}"
@@ -195,15 +195,15 @@ def _claim_subnet() -> tuple[socket.socket, str]:
 
 def _batch(program: str, commands: list[str], within: str = "") -> None:
     if commands:
-        _run([program, "-batch", "-"], within=within, said="\n".join(commands))
+        _run([program, "-batch", "-"], within=within, text="\n".join(commands))
 
 
-def _run(argv: list[str], *, within: str = "", said: str = "") -> str:
+def _run(argv: list[str], *, within: str = "", text: str = "") -> str:
     program = [str(tool(argv[0])), *argv[1:]]
     entered = [str(tool("nsenter")), f"--net={within}", "--", *program] if within else program
-    done = subprocess.run(entered, input=said, capture_output=True, text=True, check=False)
+    done = subprocess.run(entered, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RunError(f"{' '.join(argv)} failed: {done.stderr.strip()}\n{said}".rstrip())
+        raise RunError(f"{' '.join(argv)} failed: {done.stderr.strip()}\n{text}".rstrip())
     return done.stdout
 
 

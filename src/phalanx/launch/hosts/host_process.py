@@ -129,7 +129,7 @@ class Brakes:
                 self._processes[host].discard(pid)
 
 
-class Keeper:
+class HostProcess:
     """All hosts of one launcher."""
 
     def __init__(self, launcher: int, hosts: int, tun: str, carrying: dict[str, float] | None) -> None:
@@ -205,10 +205,10 @@ def main(given: dict[str, Any]) -> None:
     """Make the hosts, say where they are, and keep them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the launcher, whose end is this one's
-    keeper = Keeper(**given)
-    print(json.dumps(keeper.namespaces), flush=True)
+    process = HostProcess(**given)
+    print(json.dumps(process.namespaces), flush=True)
     with suppress(BrokenPipeError):
-        keeper.run()
+        process.run()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,246 @@
+"""The law of launchers, for each in the table: what goes in, what comes back, and that nothing is left.
+
+A new launcher is held by it as soon as it has its line in ``LAUNCHERS``. So is the one that CONTRIBUTING.md shows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from inject import LIMIT, alive, noted
+
+import phalanx as px
+from phalanx.config import Plan, RunSpec
+from phalanx.errors import RefusedError, RunError, SpecError, WorkerError
+from phalanx.events import read
+from phalanx.launch import LAUNCHERS, Launch, find_launcher, launch, load_job
+
+JOB = """
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import phalanx.config as px
+from phalanx.errors import Problem, RefusedError
+
+FAULT = {fault!r}
+STEPS = []
+
+def strike():
+    if FAULT == "raise":
+        raise ValueError("the injected fault")
+    if FAULT == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if FAULT == "refuse":
+        raise RefusedError([Problem(where="job.data", given="nothing", allowed="something", fix="data=list")])
+
+def loss(output, batch):
+    if dist.is_initialized():  # in a worker
+        STEPS.append(1)
+        rank = dist.get_rank()
+        if len(STEPS) == 1:
+            Path(__file__).with_name(f"pid-{{os.getpid()}}").touch()
+            print(f"rank {{rank}} of {{dist.get_world_size()}}, local rank {{os.environ.get('LOCAL_RANK', rank)}}")
+            print(f"warning of rank {{rank}}", file=sys.stderr)
+        if FAULT == "hang":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(600)
+        if rank == 1 and len(STEPS) == 3:
+            strike()
+    return output.square().mean()
+
+def job():
+    return px.Job(model=lambda: torch.nn.Linear(4, 2), data=lambda: list(torch.ones(32, 4)), loss=loss,
+                  optimizer=lambda params: torch.optim.SGD(params, lr=0.1), batch=4, epochs=1)
+"""
+
+EXAMPLE = "processes"
+NAMES = [*LAUNCHERS, EXAMPLE]
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.parametrize("name", NAMES)]
+
+
+@pytest.fixture(autouse=True)
+def _example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of the page, and its line in the table."""
+    found = re.search(rf'```python title="{EXAMPLE}.py"\n(.*?)```', (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert found
+    (tmp_path / f"{EXAMPLE}.py").write_text(found[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, EXAMPLE, raising=False)
+    monkeypatch.setitem(LAUNCHERS, EXAMPLE, f"{EXAMPLE}:ProcessesLauncher")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    launch(lambda place, report: None, 1)  # the first store of a process opens a pipe that torch then keeps
+    descriptors = len(os.listdir("/proc/self/fd"))
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    yield
+    assert psutil.Process().children(recursive=True) == []
+    assert alive(noted(tmp_path)) == []
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert os.listdir(temporary) == []
+
+
+def spec(folder: Path, fault: str = "") -> RunSpec:
+    """Two workers, the second of which goes wrong as told."""
+    file = folder / f"law_{fault or 'well'}.py"
+    file.write_text(JOB.format(fault=fault))
+    return RunSpec(job=str(file), plan=Plan(dp=2), folder=folder / "run", steps=4, forecast="none")
+
+
+def fit(run: RunSpec, name: str, watch: Callable[[], None] | None = None) -> px.Run:
+    return px.fit(load_job(run.job), run=run, launcher=name, watch=watch)
+
+
+def test_a_run_file_goes_through_and_every_rank_is_there(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = spec(tmp_path)
+    done = fit(run, name)
+    assert RunSpec.from_toml((run.folder / "run.toml").read_text()) == replace(run, folder=run.folder.absolute())
+    assert len(done.losses) == 4
+    output, errors = capfd.readouterr()
+    lines = [line.removeprefix("[rank 1] ") for line in output.splitlines()]
+    assert sorted(lines) == ["rank 0 of 2, local rank 0", "rank 1 of 2, local rank 1"]
+    assert [f"warning of rank {rank}" in errors for rank in range(2)] == [True, True]
+
+
+def test_the_result_is_that_of_every_other_launcher(name: str, tmp_path: Path) -> None:
+    if name == "local":
+        pytest.skip("what the others are compared with")
+    first, second = spec(tmp_path), replace(spec(tmp_path), folder=tmp_path / "again")
+    assert fit(first, "local").losses == fit(second, name).losses
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("raise", "ValueError", "rank 1 of 2 failed in step 2: ValueError: the injected fault"),
+        ("kill", "signal 9", "rank 1 of 2 was ended in step 2 by SIGKILL"),
+    ],
+)
+def test_the_worker_that_fails_is_named_with_its_cause(
+    name: str, fault: str, kind: str, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = spec(tmp_path, fault)
+    with pytest.raises(WorkerError) as caught:
+        fit(run, name)
+    assert (caught.value.rank, caught.value.step, caught.value.kind, caught.value.exit_code) == (1, 2, kind, 3)
+    assert str(caught.value).startswith(words)
+    assert "what to do: " in str(caught.value)
+    assert ("in strike" in caught.value.traceback) == (fault == "raise")
+    errors = [event for event in read(run.folder / "events.jsonl") if event["event"] == "error"]
+    assert [(event["rank"], event["step"], event["message"]) for event in errors] == [(1, 2, words)]
+    assert "the injected fault" not in capfd.readouterr().err  # whoever called says it, once
+
+
+def test_what_a_worker_refuses_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"job\.data: given nothing") as caught:
+        fit(spec(tmp_path, "refuse"), name)
+    assert caught.value.exit_code == 2
+
+
+def test_stop_leaves_no_process_even_of_workers_that_ignore_signals(name: str, tmp_path: Path) -> None:
+    ended = 0.0
+
+    def watch() -> None:
+        nonlocal ended
+        if len(noted(tmp_path)) == 2:
+            time.sleep(0.1)  # until they ignore it
+            ended = time.monotonic()
+            raise LookupError("nobody to show it to")
+
+    with pytest.raises(LookupError):
+        fit(spec(tmp_path, "hang"), name, watch)
+    assert time.monotonic() - ended < LIMIT
+    assert len(noted(tmp_path)) == 2
+    assert alive(noted(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, -2)])
+def test_workers_end_with_their_launcher(name: str, number: int, code: int, tmp_path: Path) -> None:
+    run = spec(tmp_path, "hang")
+    script = (
+        "import phalanx as px; from pathlib import Path; from phalanx.launch import LAUNCHERS, load_job\n"
+        f"LAUNCHERS[{name!r}] = {LAUNCHERS[name]!r}\n"
+        f"run = px.RunSpec(job={run.job!r}, plan=px.Plan(dp=2), folder=Path({str(run.folder)!r}), forecast='none')\n"
+        f"px.fit(load_job(run.job), run=run, launcher={name!r})"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
+    try:
+        while len(noted(tmp_path)) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(LIMIT + 1) == code  # the interpreter's own end included
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + LIMIT
+    while alive(noted(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert alive(noted(tmp_path)) == []
+
+
+def test_what_cannot_be_started_is_refused_before_anything_is_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, words = SpecError, f"{name}, for a job that only this process has"
+    if name == "local":
+        kind, words = RunError, "this process already uses CUDA"
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    run = spec(tmp_path)
+    with pytest.raises(kind, match=words):
+        px.fit(load_job(run.job), run.plan, folder=run.folder, launcher=name)
+    assert not run.folder.exists()
+
+
+def test_a_launcher_has_no_state_and_this_process_is_no_worker(name: str) -> None:
+    launcher = find_launcher(name)
+    assert vars(launcher) == {}
+    assert launcher.place() is None
+
+
+def test_one_that_does_not_exist_is_told_which_do(name: str, tmp_path: Path) -> None:
+    run = spec(tmp_path)
+    with pytest.raises(SpecError) as caught:
+        fit(run, f"{name}x")
+    (problem,) = caught.value.problems
+    assert problem.allowed == ", ".join(LAUNCHERS)
+    assert problem.fix == f"--launcher {name}"
+    assert not run.folder.exists()
+
+
+def test_a_launcher_that_does_not_fork_says_everything_it_cannot_do(name: str) -> None:
+    if name == "local":
+        pytest.skip("it forks")
+
+    class Elsewhere:
+        meeting = "127.0.0.1"
+
+        def enter(self, rank: int) -> str:
+            return self.meeting
+
+    wanted = Launch(world_size=2, function=lambda place, report: None, hosts=Elsewhere())
+    with pytest.raises(SpecError) as caught:
+        find_launcher(name).prepare(wanted)
+    assert [problem.where for problem in caught.value.problems] == ["hosts", "launcher"]
