@@ -16,7 +16,7 @@ PYTHON ?= $(shell for name in python3 python3.11 python3.12 python3.13 python3.1
 help:
 	@echo 'make demo       install, then train, prove and report a small model on this machine'
 	@echo 'make test       the whole suite: lint, types, contracts, docs, tests'
-	@echo 'make check      style, import contracts and the tests that start no process: seconds'
+	@echo 'make check      style, types, import contracts and the tests that start no process: about a minute'
 	@echo 'make parity     every plan x model x ranks against one device -> docs/reference/parity.md'
 	@echo 'make cases      jobs as people write them x plans: equal, named, or refused before they run -> docs/reference/cases.md'
 	@echo 'make mutants    faults put into the code one by one, and what finds each -> docs/reference/mutants.md'
@@ -37,8 +37,8 @@ define stage
 	echo "== $(1): $$said in $$((SECONDS - start)) s"; exit $$status
 endef
 
-# Seconds, for between two edits: what is not about style starts no process.
-check: lint contracts
+# For between two edits: what is not about style starts no process.
+check: lint types contracts
 	@echo "== quick tests"; $(BIN)/pytest -m quick $$(grep -l 'pytest.mark.quick' tests/unit/*.py)
 
 # The suite comes last, so that the last line printed is pytest's.

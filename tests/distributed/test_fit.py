@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,19 @@ def test_resume_goes_on_under_any_plan(plan: str, halfway: tuple[Path, list[floa
     assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
     assert len(read_ledger(run.folder / "ledger")) == 8
     assert next(run.events("resume"))["step"] == 5
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2 server=1"])
+def test_a_length_that_moves_the_schedule_is_said(plan: str, tmp_path: Path) -> None:
+    decays = px.Schedule(decay="linear")
+    fit(plan, tmp_path / "run", epochs=None, steps=4, checkpoint_every=2, schedule=decays)
+    longer = fit(plan, tmp_path / "run", epochs=None, steps=8, resume=True, schedule=decays)
+    said = [note for note in list(longer.events("start"))[-1]["notes"] if "length of the run" in note]
+    assert len(said) == 1
+    assert "4 steps and is 8 now: step 4 is taken at 0.5 of the optimizer's rate, where 0 was to be" in said[0]
+    assert "px.Schedule(..., total_steps=4)" in said[0]
+    again = fit(plan, tmp_path / "run", epochs=None, steps=10, resume=True, schedule=replace(decays, total_steps=8))
+    assert not any("length of the run" in note for note in list(again.events("start"))[-1]["notes"])
 
 
 def test_fp16_resumes_with_its_loss_scale(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from phalanx.parallel import device_kind
 from phalanx.train.assembly import Assembly, build, refuse
 from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.evaluate import evaluate
+from phalanx.train.lr_schedule import resume_notes
 from phalanx.train.memory import Measured, Parts
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import AssemblyScene, Observer
@@ -62,6 +63,8 @@ def train(
         assembly.notes.extend(causes)
         if path:
             restore(path, job, assembly)
+            total = assembly.loader.total_steps
+            assembly.notes.extend(resume_notes(job, run.folder, step=first_step, total_steps=total))
         assembly.step.observer = observer
         observer.built(AssemblyScene(assembly))
         with _Recorder(job, run, place, assembly, path) as recorder:

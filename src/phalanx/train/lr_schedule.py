@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.config import Job, Plan, Schedule
 from phalanx.errors import Problem, RefusedError
+from phalanx.events import read
 
 
 class Rates:
@@ -61,6 +63,27 @@ class Rates:
                 )
             ]
         )
+
+
+def resume_notes(job: Job, folder: Path, *, step: int, total_steps: int | None) -> list[str]:
+    """What is to be said where a run that goes on at ``step`` has another length than before, and with it other rates.
+
+    ``folder`` is the run's, whose event log says what its length was.
+    """
+    if not total_steps or not (log := folder / "events.jsonl").exists():
+        return []
+    lengths = [event.get("total_steps") for event in read(log) if event["event"] == "start"]
+    before = lengths[-1] if lengths else None
+    if not before or before == total_steps:
+        return []
+    was, now = (job.schedule.factor(step=step, batch=job.batch, total_steps=length) for length in (before, total_steps))
+    if math.isclose(was, now, rel_tol=1e-6):
+        return []
+    return [
+        f"the schedule follows the length of the run, which was {before} steps and is {total_steps} now: step {step} is"
+        f" taken at {now:.3g} of the optimizer's rate, where {was:.3g} was to be. To go on as before, the job says how"
+        f" long its schedule is: px.Schedule(..., total_steps={before})."
+    ]
 
 
 _HOOKED = "optimizer.register_step_post_hook(lambda *_: scheduler.step())"

@@ -17,6 +17,7 @@ from phalanx.parallel import advice, device_kind, notes
 from phalanx.parallel.compression import Codec, codec
 from phalanx.parallel.parameter_server import Kind, StalenessBound, WorkQueue
 from phalanx.train.assembly import refuse
+from phalanx.train.lr_schedule import resume_notes
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.connections import Links
 from phalanx.train.parameter_server.coordinator import (
@@ -170,6 +171,9 @@ class _Serving:
     def _begin(self, office: CoordinatorContext, coordinator: Coordinator, resumed: Path | None, first: int) -> None:
         job, run, keeper = self._job, self._run, office.keeper
         device = device_kind(run.plan, workers_here(run, self._place))
+        said = list(office.scene.notes)
+        if resumed:
+            said += resume_notes(job, run.folder, step=first, total_steps=office.pieces.total_steps)
         office.recorder.write(
             "start",
             schema=SCHEMA_VERSION,
@@ -184,7 +188,7 @@ class _Serving:
             total_steps=office.pieces.total_steps,
             first_step=first,
             parameters=keeper.elements,
-            notes=office.scene.notes,
+            notes=said,
         )
         for message in advice(job, run.plan, device):
             office.recorder.write("warning", message=message)
