@@ -395,8 +395,8 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "--json": ("--json",),
     },
 }
-# a plan that does not fit is trained with --anyway: test_run_forecast; of hosts there are tests of their own
-SETS = {"train": {"--anyway"}, "prove": set[str](), "bench": {"--hosts"}}
+# a plan that does not fit is trained with --anyway: test_run_forecast; of launchers and hosts there are tests of their own
+SETS = {"train": {"--anyway", "--launcher"}, "prove": set[str](), "bench": {"--hosts"}}
 
 
 PLAIN = {
