@@ -395,7 +395,7 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "--json": ("--json",),
     },
 }
-# a plan that does not fit is trained with --anyway: test_run_forecast; of launchers and hosts there are tests of their own
+# a plan that does not fit is trained with --anyway: test_run_forecast; launchers and hosts have tests of their own
 SETS = {"train": {"--anyway", "--launcher"}, "prove": set[str](), "bench": {"--hosts"}}
 
 
