@@ -13,7 +13,7 @@ from torch import nn
 import phalanx as px
 from phalanx.comm import Place
 from phalanx.parallel import ddp
-from phalanx.train import assembly, step
+from phalanx.train import assembly, grad_accumulation, step
 
 
 def unequal(plan: str, model: str = "MLP") -> Any:
@@ -53,7 +53,7 @@ def test_a_mean_over_the_wrong_count(monkeypatch: pytest.MonkeyPatch) -> None:
             return 1.0
         return self._divided_by * self._step.layout.divisor / self._batch.samples
 
-    monkeypatch.setattr(step._Work, "correction", by_samples)
+    monkeypatch.setattr(grad_accumulation.GradAccumulation, "correction", by_samples)
     assert "weighted by the wrong count" in unequal("dp=2", "own GPT").cause
 
 

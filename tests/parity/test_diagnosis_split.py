@@ -15,7 +15,7 @@ import phalanx as px
 from phalanx.comm import Place
 from phalanx.parallel import split
 from phalanx.parallel.local_shards import axis, matmul_ops
-from phalanx.train import assembly, step
+from phalanx.train import assembly, grad_accumulation
 from phalanx.verify import OneDevice, Proof, diagnose_split, parity
 
 
@@ -242,7 +242,7 @@ def test_causes_of_every_plan_are_named_under_a_split_one(plan: str, monkeypatch
             return 1.0
         return 1.03 * self._divided_by * self._step.layout.divisor / self._batch.samples
 
-    monkeypatch.setattr(step._Work, "correction", by_samples)
+    monkeypatch.setattr(grad_accumulation.GradAccumulation, "correction", by_samples)
     given = residual()
     summed = replace(given, loss=lambda output, batch: px.cross_entropy(output, batch["y"]))
     assert "weighted by the wrong count" in unequal(plan, summed).cause
