@@ -93,8 +93,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "the schedule counts micro-batches",
         "train/lr_schedule.py",
-        "job.schedule.factor(step=step,",
-        "job.schedule.factor(step=step * 2,",
+        "self._scale * job.schedule.factor(step=step,",
+        "self._scale * job.schedule.factor(step=step * 2,",
         ("prove rich single",),
     ),
     Mutation(
