@@ -1,6 +1,11 @@
 """DCP's storage layer, with safetensors files and a JSON manifest in the place of pickles.
 
 DCP plans who writes which shard and, on loading, who reads which part of which shard; this is where the bytes go.
+
+Tensors of which this rank holds a slice: which blocks of the whole are here, told in DCP's words. A slice may be
+several ranges of a dimension that lie apart in the whole (a fused projection, a zigzag of tokens), may be cut along
+more than one dimension, and may itself be a DTensor whose rows are shared out once more. All of that comes to blocks of
+the whole, each with a view of the memory here. DCP writes and reads blocks, and so needs no more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""What a checkpoint's files hold: ``manifest.json``, and a rank's safetensors, written as a stream."""
+"""What a checkpoint's files hold: ``manifest.json``, and a rank's safetensors, written as a stream.
+
+One rank's safetensors file, written as a stream: one tensor at a time is copied to host memory, never all of them. The
+format (https://github.com/huggingface/safetensors#format): eight bytes with the length of the header, a JSON header
+with dtype, shape and byte range of every tensor, then the bytes of all tensors without gaps.
+"""
 
 from __future__ import annotations
 

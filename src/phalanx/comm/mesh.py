@@ -1,4 +1,9 @@
-"""The mesh: which ranks share which part of the work, as process groups and DeviceMesh; groups across replicas."""
+"""The mesh: which ranks share which part of the work, as process groups and DeviceMesh; groups across replicas.
+
+Replicas that step by themselves: each is a world of its own, and groups across them join who holds the same part.
+Within a replica everything talks over the default process group and knows of no other replica. So the ranks with the
+same place along ``dp`` join one, and whatever works in a run of theirs alone works here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Which samples each optimizer step holds: a pure function of the step, and of nothing that depends on devices."""
+"""Which samples each optimizer step holds: a pure function of the step, and of nothing that depends on devices.
+
+A keyed permutation of 0..length-1 of which any part can be computed by itself. A shuffled list of sample numbers costs
+memory and time in proportion to the data, and resuming in the middle costs it again. A permutation that is a *function*
+costs neither: position → sample number, with a key.
+
+It is a Feistel network over a rectangle (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, section 5):
+a number below ``rows * columns`` is a pair (row, column); each round adds a keyed hash of one to the other, modulo its
+range, which can be undone and so is a permutation of the rectangle. The rectangle is the tightest one around
+``length``; a number that lands outside 0..length-1 is sent through again until it lands inside ("cycle walking",
+section 4 there), which happens to at most one in about ``sqrt(length)``.
+"""
 
 from __future__ import annotations
 

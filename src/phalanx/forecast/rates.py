@@ -1,4 +1,8 @@
-"""How fast a device does what: its data sheet and how kernels fall short of it, or constants measured on a CPU core."""
+"""How fast a device does what: its data sheet and how kernels fall short of it, or constants measured on a CPU core.
+
+A core waits for nothing but itself: each operation costs its call, its arithmetic, its traffic through cache or memory,
+and the pages of what it makes where these are fresh from the kernel. GPUs follow other laws: see ``kernels``.
+"""
 
 from __future__ import annotations
 

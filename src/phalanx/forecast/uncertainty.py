@@ -1,4 +1,11 @@
-"""How far off a forecast may be, and what it takes for granted or does not price, in words."""
+"""How far off a forecast may be, and what it takes for granted or does not price, in words.
+
+The width of an interval is what forecasts were measured to be off by, never what a model of errors says: the quantile
+of the sizes of their errors, by technique, as split conformal prediction takes it (Vovk et al., "Algorithmic Learning
+in a Random World", 2005; by group: Vovk, "Conditional validity of inductive conformal predictors", 2012). Where nothing
+like the case was measured, the errors are those of cases that the constants had not seen: of a published framework, or
+family of devices, that was left out of the fit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What this machine has: what its operating system, its GPUs' driver and its allocator say."""
+"""What this machine has: what its operating system, its GPUs' driver and its allocator say.
+
+What the operating system says of this host: cores, memory, NUMA nodes and network adapters. Every function takes the
+root of the file system, so that another tree can stand in for it.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 ``look_ahead`` finds in such a process what a job under a plan is refused for. Looking builds the model and runs it on a
 few samples; this process stays as it was: its random numbers, modules that the job shares with it, and CUDA, which
 workers are forked without.
+
+Looking builds the model and runs it on a few samples. A forked process does that, so that this one stays as it was: its
+random numbers, modules that the job shares with it, and CUDA, which workers are forked without.
 """
 
 from __future__ import annotations

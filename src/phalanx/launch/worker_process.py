@@ -1,4 +1,9 @@
-"""One process of a launch, seen from the launcher: its pipes, its report, its end, and what it prints."""
+"""One process of a launch, seen from the launcher: its pipes, its report, its end, and what it prints.
+
+What workers print, passed on by the launcher. Everything goes through the launcher's ``sys.stdout`` and ``sys.stderr``,
+so that it never tears a progress bar that is drawn there. Rank 0 passes through as it is; the lines of the others begin
+with ``[rank 1]``.
+"""
 
 from __future__ import annotations
 

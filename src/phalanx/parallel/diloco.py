@@ -1,4 +1,9 @@
-"""DiLoCo: the outer step over averaged differences (Douillard et al. 2023), and a model's parameters in fragments."""
+"""DiLoCo: the outer step over averaged differences (Douillard et al. 2023), and a model's parameters in fragments.
+
+Source: Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023, algorithm 1, lines
+11 to 14. With rate 1 and no momentum the copy becomes the average of the replicas: local SGD (Stich, "Local SGD
+converges fast and communicates little", 2019, algorithm 1).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Gradients added over ranks, many in one message, sparse ones by their rows; when replicas are kept together."""
+"""Gradients added over ranks, many in one message, sparse ones by their rows; when replicas are kept together.
+
+Sparse gradients, as an embedding with ``sparse=True`` gives them: rows that a batch has used, and none of the rest.
+They are added up over replicas and stages as they are. Nothing cuts them into rows over ranks, or sends them to
+servers.
+"""
 
 from __future__ import annotations
 

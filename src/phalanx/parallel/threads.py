@@ -10,6 +10,11 @@ repeats exactly, and the model is moved to its devices here: it cannot be wrappe
 ``dp`` is usually better: Python runs one thread at a time, so threads wait for each other between operations, the first
 device carries the gathering and the optimizer for all, and nothing overlaps. With ``phalanx.build`` threads
 need no launcher and no second process; that is their use: a notebook, a debugger.
+
+Refuses random numbers in what a model recomputes by itself, where several threads draw from one stream.
+``torch.utils.checkpoint`` sets the stream of random numbers back to draw the same dropout again in backward. Where
+other threads have drawn from that stream in between, it draws other masks than forward did, and the gradient belongs to
+none of them; and what it sets back, the others draw a second time.
 """
 
 from __future__ import annotations

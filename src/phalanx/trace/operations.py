@@ -1,4 +1,9 @@
-"""What kind of work an operation is, and how much; functions that accelerators run as one kernel."""
+"""What kind of work an operation is, and how much; functions that accelerators run as one kernel.
+
+Functions that accelerators run as one kernel and the CPU does not, recorded as they run there. Inside
+``as_on_accelerators`` attention, dropout and RMS norm are one operation forward and one backward, and keep what their
+fused kernels keep: attention the sums of its softmax instead of its scores, dropout a mask of one byte.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Whether an optimizer treats each element by itself, and what it has to sum over slices where it does not."""
+"""Whether an optimizer treats each element by itself, and what it has to sum over slices where it does not.
+
+Under ``tp`` and ``ep`` a rank steps its slice of a weight as if it were a whole one, which is right where each element
+is treated by itself. Under ``fsdp`` it steps rows of a DTensor, whose operations may look over all ranks; not every
+optimizer is written so that they can. What cannot be tried is refused, too: nothing would show that it is wrong.
+
+Over which ranks an optimizer has to add up what it sums over a parameter of which this rank holds a slice. A sharded
+parameter says so itself: it is a DTensor. A slice along ``tp`` or ``ep`` is a plain tensor, and what an optimizer is
+given are tensors alone. So the step notes here, when the optimizer is built, which parameters are slices; LARS and LAMB
+look them up. Not as attributes: those would go along where a parameter is copied or pickled.
+"""
 
 from __future__ import annotations
 

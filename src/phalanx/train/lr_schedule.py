@@ -1,4 +1,10 @@
-"""The learning rate of each parameter group in each step: the job's schedule, or torch's scheduler on its optimizer."""
+"""The learning rate of each parameter group in each step: the job's schedule, or torch's scheduler on its optimizer.
+
+A learning-rate scheduler of torch's on a job's optimizer: honoured where it says all there is to say, else refused. It
+sets the rates of the optimizer it was made for. A job that makes one steps it by a hook of that optimizer, once an
+optimizer step under every plan; nobody else does. Where the job has a schedule of Phalanx's own as well, or a factor on
+its rates, two would write the same numbers. Its state is in no checkpoint: a run with one cannot be resumed.
+"""
 
 from __future__ import annotations
 

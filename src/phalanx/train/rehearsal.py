@@ -1,4 +1,10 @@
-"""What a plan would make of a job, told before a process starts; a backward on two samples."""
+"""What a plan would make of a job, told before a process starts; a backward on two samples.
+
+What would stop a run in its first step, found before any process starts: a backward on a few samples. A loss of a wrong
+form, a parameter that nothing uses, an optimizer over another model, a key that the batch does not have: each stops
+every rank at once, after all of them have been started. Two samples show it. What they show is then tried once more on
+exactly what rank 0 computes first, so that nothing is refused that would run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Uneven shares of a run: what they are, and with ``shares=auto`` how they follow each rank's speed and memory."""
+"""Uneven shares of a run: what they are, and with ``shares=auto`` how they follow each rank's speed and memory.
+
+Each rank times its own computing. Every few steps all tell each other, come to the same new shares, and let them hold
+from a step on that nobody has begun to read. What is computed stays the same: only the cut of a batch moves.
+
+How long a rank computes in a step by itself, without its waits for other replicas. Where nothing but the last
+gradients' sums is exchanged between replicas (``zero`` 0), that is from the begin of the first forward to the moment at
+which backward has the last gradient of this rank. Where backward itself waits for other replicas (``zero`` 1 to 3), it
+is the time of forward alone: it stands for the rest, being about the same part of it on every device. On CUDA moments
+are events on the stream that computes.
+"""
 
 from __future__ import annotations
 

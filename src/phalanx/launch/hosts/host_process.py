@@ -1,4 +1,17 @@
-"""The process that holds the hosts and carries their packets; CPU time by quota of the kernel's control groups."""
+"""The process that holds the hosts and carries their packets; CPU time by quota of the kernel's control groups.
+
+Run as a script with the standard library alone. A namespace, what is in it and both ends of its links vanish when the
+last process that holds it ends, so nothing has to be cleaned up: not after ``kill -9`` of the launcher, which this
+process watches, and not after its own.
+
+It takes lines on standard input, and answers ``cut``, ``restore`` and ``slow`` with a line:
+
+    cut HOST            drop every packet to and from the host
+    restore HOST        carry them again
+    slow HOST FACTOR    let the host's processes run 1/FACTOR of the time
+    join HOST PID       the process has entered the host
+    end                 let go of everything
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""A network of hosts inside this machine: namespaces, links between them, and how a process moves there."""
+"""A network of hosts inside this machine: namespaces, links between them, and how a process moves there.
+
+Every host is a network namespace with one interface, ``net0``. Where the kernel itself can do what is asked, that is
+one end of a veth pair whose other end is on a bridge, in a namespace of its own so that no firewall of the machine's
+meets the packets; ``tc`` holds both ends to the rate, and ``netem`` delays what leaves the host. Where there is no
+``netem`` and packets are to be delayed or lost, ``net0`` is a TUN device held to the rate by ``tc``, and the host
+process carries its packets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where exchanges run beside the computation, one after another, each counting the bytes that leave this rank."""
+"""Where exchanges run beside the computation, one after another, each counting the bytes that leave this rank.
+
+Ranks begin theirs in the same order, so that the collectives inside, of which each exchange has several, meet.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Scaled dot-product attention of local shards: cut between heads, or between tokens (context parallelism)."""
+"""Scaled dot-product attention of local shards: cut between heads, or between tokens (context parallelism).
+
+Cut between heads, each rank attends with its own heads and nothing is sent. Cut along the tokens, each rank has the
+queries of its own tokens and needs everybody's keys and values; the other functions here say how they come.
+
+Attention of tokens that are dealt out over ranks (context parallelism): how keys and values meet all queries.
+``gather``: every rank gathers all keys and values (Dubey et al. 2024, section 3.3.2). ``alltoall``: heads are swapped
+for tokens, so that each rank has some heads of all tokens, and swapped back (DeepSpeed-Ulysses; Jacobs et al. 2023);
+with fewer heads than ranks there are none to swap, and it is a ring. ``ring``: keys and values travel from rank to
+rank, each adding to a running softmax (Liu et al. 2023); no rank ever holds all of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Which server holds which part of the parameters, side by side in memory."""
+"""Which server holds which part of the parameters, side by side in memory.
+
+Tensors larger than a quarter of an even share are cut by rows, where the optimizer treats each element by itself; the
+others go whole, the largest first, to whoever holds least. The rows of the large ones then fill every server up to an
+even share. So no server holds more than 1.25 times an even share, or than an even share and a row of the largest
+tensor. Where the optimizer looks at whole tensors, nothing is cut, and no server holds more than an even share and the
+largest tensor.
+"""
 
 from __future__ import annotations
 

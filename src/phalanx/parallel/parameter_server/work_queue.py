@@ -1,4 +1,18 @@
-"""Which worker computes which piece of which global batch, and the kinds of frames in which it is said. No sockets."""
+"""Which worker computes which piece of which global batch, and the kinds of frames in which it is said. No sockets.
+
+Step k's global batch is cut into pieces. They are dealt to whoever asks, the oldest step first; a step is complete when
+all its pieces are in, and applied as one update. So every update is that of a whole global batch and every sample
+counts once, whoever computed it, and a fast worker computes more pieces than a slow one.
+
+Of step j a piece is dealt only while ``j - version <= staleness``, where ``version`` counts the updates so far; updates
+come in the order of steps, and the first ``after`` steps have a staleness of 0. So a gradient lacks at most
+``staleness`` updates when it is applied. Without a bound a step is applied as soon as it is complete.
+
+What workers, servers and the coordinator (server 0) say to each other: the kinds of frames. A worker asks the
+coordinator for a piece of a global batch, brings its parameters up to date at every server, computes the sum of the
+piece's gradients, pushes to each server what that one holds of it, and tells the coordinator that it is in when it asks
+for the next. The coordinator tells every server when a step is complete and what its gradient is to be multiplied by.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Messages between the ranks of a pipeline: who sends what to whom in which order; local shards on their way."""
+"""Messages between the ranks of a pipeline: who sends what to whom in which order; local shards on their way.
+
+Between two ranks messages pass in the order in which a simulation of the schedule makes them. NCCL, which knows no tags
+and works off one message after another, needs both ends to post them in one order; gloo has tags and does not, so there
+a receive whose size is not known yet is left for later. Receives are posted ahead, a few at a time.
+
+Sliced tensors on their way from stage to stage: their slices travel, and how they are cut is told once. A stage knows
+the shapes of whole values before they arrive, from its fakes, but not along which tokens they are sliced. The first
+time that values of some shapes pass a cut, a line of text goes ahead of them.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,12 @@
 """Follows, through a model's own code, the values that depend on parameters.
 
-Between units (the modules that run whole) a model does small work of its own."""
+Between units (the modules that run whole) a model does small work of its own.
+
+A stage runs that code on stand-ins for what other stages compute. A custom ``autograd.Function`` takes them as they
+are, and ``torch.utils.checkpoint`` keeps them for backward, when nothing swaps them any more. So both are told to the
+run: a function's arguments are swapped like an operation's, and what lies inside a checkpoint is recomputed unit by
+unit, from the values that the units are called with.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What one server holds of a job's parameters and running statistics, and how it is saved and comes back."""
+"""What one server holds of a job's parameters and running statistics, and how it is saved and comes back.
+
+Running statistics of normalisation layers, which servers keep beside the parameters. A worker brings those of a step's
+first piece; they are the next step's. So they go on as those of rank 0 do where replicas step together.
+"""
 
 from __future__ import annotations
 
