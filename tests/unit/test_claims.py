@@ -10,7 +10,7 @@ import pytest
 from phalanx.hardware import cluster
 from published.claims import BERT, CLAIMS, GOYAL, Claim, Point, Speed
 from published.settings import NETWORKS, Curve, Model, Setting, profile
-from scaling import claims_chart, pages
+from claims_page import claims_chart, pages
 
 SETTINGS = [setting for claim in CLAIMS for setting in claim.settings]
 SMALL = Setting(name="AlexNet", model="alexnet", device="P100-PCIe", per_node=4, counts=(1, 4, 8), share=64)
@@ -23,7 +23,7 @@ def curve() -> Curve:
 
 def test_page_and_chart_are_current() -> None:
     behind = [path.name for path, text in pages().items() if path.read_text(encoding="utf-8") != text]
-    assert behind == [], "behind the code, or forecasts have changed\n    try: python tools/scaling.py"
+    assert behind == [], "behind the code, or forecasts have changed\n    try: python tools/claims_page.py"
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.title)

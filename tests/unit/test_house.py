@@ -57,6 +57,12 @@ class TestImports:
         code = f"import sys, phalanx.{module}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
         assert in_fresh_python(code) == "[]"
 
+    def test_no_two_scripts_have_one_name(self) -> None:
+        """Benches, tools and tests are all found by their bare names: of two that are alike one would hide the other."""
+        folders = [ROOT / "bench", ROOT / "tools", *(path for path in (ROOT / "tests").iterdir() if path.is_dir())]
+        stems = [path.stem for folder in folders for path in folder.glob("*.py") if path.stem != "__init__"]
+        assert sorted(stem for stem in set(stems) if stems.count(stem) > 1) == []
+
     def test_public_names_are_there(self) -> None:
         code = "import phalanx\nfor name in phalanx.__all__: getattr(phalanx, name)\nprint(len(phalanx.__all__))"
         assert int(in_fresh_python(code)) > 5

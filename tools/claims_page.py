@@ -1,4 +1,4 @@
-"""Writes the page on scaling and its chart, from published claims and fresh forecasts: ``python tools/scaling.py``."""
+"""Writes the page on scaling and its chart, from published claims and fresh forecasts: ``python tools/claims_page.py``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPLANATION = Path(__file__).resolve().parents[1] / "docs" / "explanation"
 
 _HEAD = """# Scaling
 
-<!-- Written by `python tools/scaling.py`; edits here are lost. -->
+<!-- Written by `python tools/claims_page.py`; edits here are lost. -->
 
 Twice the devices are never quite twice as fast. Each step ends with an exchange of gradients that one device did not
 need; it grows with the parameters, not with the work, and crosses slower links as soon as a node is full. *Efficiency*
