@@ -1,4 +1,4 @@
-"""Writes the page on scaling and its chart, from published claims and fresh forecasts: ``python tools/claims_page.py``."""
+"""Writes the page on published claims and its chart, with fresh forecasts: ``python tools/claims_page.py``."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from claims_page import claims_chart, pages
 from phalanx.hardware import cluster
 from published.claims import BERT, CLAIMS, GOYAL, Claim, Point, Speed
 from published.settings import NETWORKS, Curve, Model, Setting, profile
-from claims_page import claims_chart, pages
 
 SETTINGS = [setting for claim in CLAIMS for setting in claim.settings]
 SMALL = Setting(name="AlexNet", model="alexnet", device="P100-PCIe", per_node=4, counts=(1, 4, 8), share=64)

@@ -58,7 +58,7 @@ class TestImports:
         assert in_fresh_python(code) == "[]"
 
     def test_no_two_scripts_have_one_name(self) -> None:
-        """Benches, tools and tests are all found by their bare names: of two that are alike one would hide the other."""
+        """Benches, tools and tests are found by bare names: of two that are alike one would hide the other."""
         folders = [ROOT / "bench", ROOT / "tools", *(path for path in (ROOT / "tests").iterdir() if path.is_dir())]
         stems = [path.stem for folder in folders for path in folder.glob("*.py") if path.stem != "__init__"]
         assert sorted(stem for stem in set(stems) if stems.count(stem) > 1) == []
