@@ -28,7 +28,7 @@ RANDOM: tuple[Mutation, ...] = (
     Mutation(
         "stages of a pipeline drop the same",
         "parallel/pipeline/stage.py",
-        "branch(values[0].device, self._stage.index)",
+        "branch(values[0].device, self.index)",
         "pass",
         ("prove drops pp=2",),
     ),

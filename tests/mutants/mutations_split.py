@@ -244,4 +244,25 @@ TECHNIQUES: tuple[Mutation, ...] = (
         "def _ratio(above: Tensor, below: Tensor, both: Tensor) -> Tensor:\n    return torch.ones_like(above)",
         ("test unit/test_optimizers.py",),
     ),
+    Mutation(
+        "a stage replays though what its model reads in Python has changed",
+        "parallel/pipeline/recording.py",
+        "(tape for tape in self._ready[key] if tape.state.unchanged())",
+        "self._ready[key]",
+        ("test unit/test_stage_replay.py",),
+    ),
+    Mutation(
+        "a stage replays though its model would decide otherwise",
+        "parallel/pipeline/replay.py",
+        "if not same(result, operation.guard):",
+        "if False:",
+        ("test unit/test_stage_replay.py",),
+    ),
+    Mutation(
+        "a stage that replays draws what the first one drew",
+        "parallel/pipeline/stage.py",
+        "tape.play(list(tensors((args, kwargs))), self._received)",
+        "tape.play(list(tensors((args, kwargs))), self.receive)",
+        ("test unit/test_stage_replay.py",),
+    ),
 )

@@ -13,6 +13,7 @@ from phalanx.config import Plan
 from phalanx.config.fields import Attention, Offload, Recompute, Schedule
 from phalanx.forecast.kernels import Shapes
 from phalanx.forecast.operation_arrays import Array
+from phalanx.placement.limits import returns_freed_memory
 from phalanx.placement.schedules import SCHEDULES as PIPELINE_SCHEDULES
 from phalanx.placement.schedules import PipelineSchedule
 
@@ -144,8 +145,8 @@ class Layouts:
 
     @property
     def returned(self) -> Array:
-        """1 where a CPU's freed memory goes back to the kernel: all that shards or splits the model; else 0."""
-        return (self.fsdp * self.tp * self.pp * self.cp * self.ep > 1).astype(float)
+        """1 where a CPU's freed memory goes back to the kernel; else 0."""
+        return returns_freed_memory(self.fsdp).astype(float)
 
     def take(self, rows: npt.NDArray[Any]) -> Layouts:
         """The candidates at ``rows``: indices, or a mask."""

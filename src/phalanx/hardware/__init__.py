@@ -2,7 +2,15 @@
 
 from phalanx.hardware.catalog import Entry, Source, device, entry, names
 from phalanx.hardware.cluster_text import cluster
-from phalanx.hardware.probe import cores, cuda_devices, memory_bytes, peak_memory, return_freed_memory, this_machine
+from phalanx.hardware.probe import (
+    cores,
+    cuda_devices,
+    keep_freed_memory,
+    memory_bytes,
+    peak_memory,
+    return_freed_memory,
+    this_machine,
+)
 
 __all__ = [
     "Entry",
@@ -12,6 +20,7 @@ __all__ = [
     "cuda_devices",
     "device",
     "entry",
+    "keep_freed_memory",
     "memory_bytes",
     "names",
     "peak_memory",

@@ -304,8 +304,8 @@ def affinity() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_M_MMAP_THRESHOLD = -3  # malloc.h
-_THRESHOLD = 2**20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_RETURNED, _KEPT = 2**20, 2**25  # 32 MiB is where glibc's own, growing threshold ends
 
 
 def return_freed_memory() -> None:
@@ -315,10 +315,20 @@ def return_freed_memory() -> None:
     would then leave holes in the heap, and the resident set would grow to several times what is held. Costs page
     faults; does nothing where the C library is another one.
     """
+    _set_thresholds(_RETURNED)
+
+
+def keep_freed_memory() -> None:
+    """Take ``return_freed_memory`` back: pieces up to 32 MiB stay in the heap, as glibc has it in the long run."""
+    _set_thresholds(_KEPT)
+
+
+def _set_thresholds(size: int) -> None:
     if sys.platform != "linux":
         return
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    mallopt(_M_MMAP_THRESHOLD, _THRESHOLD)
+    mallopt(_M_MMAP_THRESHOLD, size)
+    mallopt(_M_TRIM_THRESHOLD, 2 * size)

@@ -12,7 +12,7 @@ from phalanx.comm import Mesh, Place
 from phalanx.config import Job, Plan
 from phalanx.config.batch_rules import batch_problems, share_problems, stage_problems
 from phalanx.errors import Problem
-from phalanx.hardware import cuda_devices, return_freed_memory
+from phalanx.hardware import cuda_devices, keep_freed_memory, return_freed_memory
 from phalanx.parallel import activation_checkpointing, compression, threads, torch_compile
 from phalanx.parallel.ddp import DdpLayout
 from phalanx.parallel.example import Example
@@ -20,6 +20,7 @@ from phalanx.parallel.layout import Layout
 from phalanx.parallel.offload import OptimizerOnHost
 from phalanx.parallel.single import SingleLayout
 from phalanx.parallel.threads import ThreadsLayout
+from phalanx.placement.limits import returns_freed_memory
 
 
 def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
@@ -73,6 +74,8 @@ def assemble(
 
         assert seen is not None
         layout: Layout = SplitLayout(module, device, job, plan, Mesh(plan, place.rank), seen)
+        if not returns_freed_memory(plan.fsdp):
+            keep_freed_memory()  # building the model had it returned
     else:
         module = activation_checkpointing.apply(module, plan)
         module = torch_compile.apply(module, plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from phalanx.config import Cluster, Plan
 from phalanx.errors import Problem
@@ -134,3 +135,11 @@ def not_run_yet(plan: Plan, cluster: Cluster) -> str:
     if len({group.device.kind for group in cluster.groups}) > 1:
         return "devices of several kinds in one run"
     return ""
+
+
+def returns_freed_memory(fsdp: Any) -> Any:
+    """Whether a plan with so many shards has a CPU's freed memory go back to the kernel; of an array for each.
+
+    What sharding gathers and drops in each step would leave holes in the heap.
+    """
+    return fsdp > 1

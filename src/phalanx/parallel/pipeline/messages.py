@@ -95,7 +95,10 @@ class Traffic:
         self._in_order = group is not None and wants_order(group, device)
         self._lines = messages(order, rank)
         self._tags = {message: index for line in self._lines.values() for index, (message, _) in enumerate(line)}
-        self._todo = {other: list(line) for other, line in self._lines.items()}
+        self._todo = {
+            other: [one for one in line if self._in_order or not one[1]] for other, line in self._lines.items()
+        }
+        self._waiting = dict.fromkeys(self._lines, 0)
         self._ready: dict[Message, list[Tensor]] = {}
         self._lines_ahead: dict[Message, Tensor] = {}
         self._posted: dict[Message, list[tuple[dist.Work | None, Tensor]]] = {}
@@ -116,7 +119,10 @@ class Traffic:
         self._ready[message] = [tensor.contiguous() for tensor in tensors]
         if line is not None:
             self._lines_ahead[message] = line.to(self._device)
-        self._advance(other)
+        if self._in_order:
+            self._advance(other)
+        else:
+            self._post_send(message, other)
         self._sent = [(work, tensor) for work, tensor in self._sent if work is not None and not work.is_completed()]
 
     def receive(self, message: Message) -> list[Tensor]:
@@ -131,6 +137,7 @@ class Traffic:
             if work is not None:
                 work.wait()
             found.append(tensor)
+        self._waiting[other] -= 1
         self._advance(other)
         return found
 
@@ -153,26 +160,19 @@ class Traffic:
 
     def _advance(self, other: int, until: Message | None = None) -> None:
         """Post what can be posted between this rank and another, in order; ``until`` in any case."""
-        line, at = self._todo[other], 0
-        waiting = sum(message in self._posted for message, mine in self._lines[other] if not mine)
-        while at < len(line):
-            message, mine = line[at]
+        line = self._todo[other]
+        if until is not None and not self._in_order:  # tags tell messages apart: this one need not wait for others
+            self._post_receive(until, other, True)
+            line.remove((until, False))
+            until = None
+        while line:
+            message, mine = line[0]
+            enough = until is None and self._waiting[other] >= _AHEAD
             if mine and message in self._ready:
                 self._post_send(message, other)
-            elif (
-                not mine
-                and (until is not None or waiting < _AHEAD)
-                and self._post_receive(message, other, until is not None)
-            ):
-                waiting += 1
-            elif self._in_order:
+            elif mine or enough or not self._post_receive(message, other, until is not None):
                 return
-            else:
-                at += 1  # tags tell messages apart
-                if message == until:
-                    until = None
-                continue
-            line.pop(at)
+            line.pop(0)
             if message == until:
                 until = None
 
@@ -206,6 +206,7 @@ class Traffic:
             work = dist.irecv(tensor, self._peers[other], group=self._group, tag=self._tag(message, leaf))
             posted.append((work, tensor))
         self._posted[message] = posted
+        self._waiting[other] += 1
         return True
 
     def _take(self, tensor: Tensor, message: Message, other: int, leaf: int) -> None:

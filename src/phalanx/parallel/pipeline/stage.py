@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.buffer_sync import buffers_kept
-from phalanx.parallel.pipeline.program import Program, by_values, intercepted, quiet
+from phalanx.parallel.pipeline.program import Call, Program, by_values, intercepted, quiet
+from phalanx.parallel.pipeline.recording import Recorder, Tapes
+from phalanx.parallel.pipeline.replay import GuardError
 from phalanx.parallel.pipeline.stand_in import Outline, drawn, like_arguments, outline, signature
 from phalanx.parallel.pipeline.value_flow import Flow, Key, TensorMark, tensors, told_to
 from phalanx.parallel.rng_streams import branch
@@ -47,6 +49,7 @@ class Stage:
         self.result: Any = None
         self._units = dict.fromkeys(call.unit for call in program.calls)
         self._shapes: dict[Any, list[Tensor]] = {}
+        self._tapes = Tapes(program.module, self._units)
 
     @property
     def is_last(self) -> bool:
@@ -78,14 +81,35 @@ class Stage:
             before, self.receive = self.receive, receive
             try:
                 with buffers_kept(self.program.module):
-                    self._run(self.program.module.forward, *args, **kwargs)
+                    self._follow(_Run(self, self._forms), self.program.module.forward, args, kwargs)
             finally:
                 self.receive = before
             self._shapes[key] = found
         return self._shapes[key]
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        key = self._tapes.key(forward, args, kwargs)
+        for tape in self._tapes.ready(key):
+            with suppress(GuardError):
+                return tape.play(list(tensors((args, kwargs))), self._received)
         run = _Run(self, self._forms)
+        run.recorder = self._tapes.recorder(key, args, kwargs, real=run.real)
+        if run.recorder is None:
+            return self._follow(run, forward, args, kwargs)
+        with run.recorder.watching():
+            result = self._follow(run, forward, args, kwargs)
+        self._tapes.recorded(key, run.recorder, result)
+        return result
+
+    def _received(self, fakes: list[Tensor]) -> Sequence[Tensor]:
+        values = self.receive(fakes)
+        if self.program.module.training and values:
+            # Every stage begins with the same random stream; layers that drop out are to differ all the same.
+            branch(values[0].device, self.index)
+        return values
+
+    def _follow(self, run: _Run, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the model's own code."""
         try:
             with intercepted(self._units, run.called), told_to(run), quiet(), run:
                 output = tree_map(run.as_real, forward(*args, **kwargs))
@@ -192,6 +216,7 @@ class _Run(Flow):
     def __init__(self, stage: Stage, forms: Forms) -> None:
         super().__init__(stage.program.fakes)
         self.real = stage.regions.start == 0
+        self.recorder: Recorder | None = None
         self._stage, self._forms = stage, forms
         self._waits = dict.fromkeys(stage.arriving) if not self.real else {}
         self._leaves = dict.fromkeys(stage.leaving)
@@ -244,8 +269,7 @@ class _Run(Flow):
         try:
             with _pop_mode_temporarily() if self._on_top() and not (known.reads and self.real) else nullcontext():
                 if self.real:
-                    # What reads more than it is called with is not there any more in backward.
-                    output = (call if known.reads else self.recomputed(call))(*args, **kwargs)
+                    output = self._computed(known, call, args, kwargs)
                 else:
                     output = drawn(self._forms.of(index, args, kwargs), args, kwargs, self.fakes)
         finally:
@@ -255,6 +279,20 @@ class _Run(Flow):
             self.written(given[place], swapped[place], key)
         self._mark(known.keys, output, known.name)
         return output
+
+    def _computed(self, known: Call, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # What reads more than it is called with is not there any more in backward.
+        wrapped = call if known.reads else self.recomputed(call)
+        if self.recorder is None:
+            return wrapped(*args, **kwargs)
+        if known.reads or wrapped is not call:
+            self.recorder.refuse("a unit reads more than it is called with, or the model computes it again in backward")
+        return self.recorder.unit(known.unit, args, kwargs, lambda: wrapped(*args, **kwargs))
+
+    def between(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.recorder is None:
+            return func(*args, **kwargs)
+        return self.recorder.operation(func, args, kwargs)
 
     def _mark(self, keys: Sequence[Key | None], output: Any, name: str) -> None:
         leaves = tree_leaves(output)
@@ -274,16 +312,15 @@ class _Run(Flow):
             raise differs(f"has not made what it made before, after call {missing[0].call}")
         fakes = [self.as_fake(self._awaited[key][-1][1]) for key in self._waits]
         self.inside = True  # what the receiver does with tensors is none of the model's work
-        values = self._stage.receive(fakes)
+        values = self._stage._received(fakes)
         self.inside = False
+        if self.recorder is not None:
+            self.recorder.arrived(fakes, values)
         for key, value in zip(self._waits, values, strict=True):
             self._values[key] = value
             for mark, _ in self._awaited[key]:
                 mark.value = value
         self.real = True
-        if self._stage.program.module.training and values:
-            # Every stage begins with the same random stream; layers that drop out are to differ all the same.
-            branch(values[0].device, self._stage.index)
 
     def _left(self, key: Key) -> Tensor:
         if key not in self._values:

@@ -59,9 +59,7 @@ def told_to(run: FlowObserver) -> Iterator[None]:
     generator = checkpointing._checkpoint_without_reentrant_generator
 
     def applied(cls: Any, *args: Any) -> Any:
-        def call(*given: Any) -> Any:
-            return super(_SingleLevelFunction, cls).apply(*given)  # pyright: ignore[reportAttributeAccessIssue]
-
+        call = partial(_applied, cls)
         if cls is checkpointing.CheckpointFunction:
             return _reentrant(run, call, *args)
         return call(*args) if run.inside else run.function(call, args)
@@ -80,6 +78,10 @@ def told_to(run: FlowObserver) -> Iterator[None]:
         patch.object(checkpointing, "_checkpoint_without_reentrant_generator", checkpointed),
     ):
         yield
+
+
+def _applied(cls: Any, *args: Any) -> Any:
+    return super(_SingleLevelFunction, cls).apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _SETTINGS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
@@ -167,6 +169,10 @@ class Flow(TorchFunctionMode):
         """An operation inside a unit."""
         return func(*args, **kwargs)
 
+    def between(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """An operation outside units, with what it is to compute with."""
+        return func(*args, **kwargs)
+
     def came(self, mark: TensorMark, tensor: Tensor) -> None:
         """A value has come about."""
 
@@ -230,14 +236,7 @@ class Flow(TorchFunctionMode):
     def function(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """An autograd function, as one operation: what its forward does is none of the model's work."""
 
-        def alone(*given: Any) -> Any:
-            self._unseen = True
-            try:
-                return call(*given)
-            finally:
-                self._unseen = False
-
-        return call(*args) if self._unseen else self._operation(alone, "apply", args, {})
+        return call(*args) if self._unseen else self._operation(call, "apply", args, {}, unseen=True)
 
     @contextmanager
     def recomputing(self, how: Recompute) -> Generator[None]:
@@ -258,18 +257,18 @@ class Flow(TorchFunctionMode):
         """``call`` of a unit, as the checkpoint around it wants it."""
         return self._again[-1](call) if self._again else call
 
-    def _operation(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+    def _operation(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, *, unseen: bool = False) -> Any:
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and self.depends(leaf)]
         # What is drawn is drawn where this code belongs: other stages are at another place of the random stream.
         chance = not leaves and name in RANDOM
         if not leaves and not chance:
-            return func(*args, **kwargs)
+            return self._between(func, args, kwargs, unseen)
         self.used(leaves)
         swap = self.as_real if self.real else self.as_fake
         given, named = tree_map(swap, args), tree_map(swap, kwargs)
         if not self.real and leaves and _writes(name) and not self.depends(args[0]):
             given = (fake(self.fakes, args[0]), *given[1:])  # what is written into it makes it depend on parameters
-        result = func(*given, **named)
+        result = self._between(func, given, named, unseen)
         own = not chance and all((mark := self.mark_of(leaf)) is not None and mark.key is None for leaf in leaves)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if _writes(name) and args and isinstance(args[0], Tensor):
@@ -278,6 +277,13 @@ class Flow(TorchFunctionMode):
         for leaf in made:
             self.put(leaf, None if own else self._next())
         return result
+
+    def _between(self, func: Callable[..., Any], args: Any, kwargs: Any, unseen: bool) -> Any:
+        self._unseen, before = unseen, self._unseen
+        try:
+            return self.between(func, args, kwargs)
+        finally:
+            self._unseen = before
 
     def written(self, held: Tensor, written: Tensor, key: Key | None) -> None:
         """An operation has changed ``written``; the model may hold what stood in for it, or what it stands in for."""

@@ -1,0 +1,242 @@
+"""A stage's own operations, recorded while the model's code runs and replayed from then on.
+
+A stage computes its part of a model by running the model's own forward on stand-ins for what other stages compute.
+For arguments of the same form that code does the same each time: what the stage then computes itself is a list of
+calls of units and a few operations between them. Once two runs have made the same list, the next ones only replay it,
+and the code of other stages costs nothing.
+
+A list is not made, and the model's code runs each time, where the code decides by values of tensors after the stage has
+begun to compute, changes Python state, draws from Python's random streams, or puts units into contexts of its own (such
+as a checkpoint). Before each replay, what that code reads in Python is compared with what it read (``PythonState``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from phalanx.parallel.pipeline.python_state import PythonState
+
+
+class Slot(int):
+    """Where a value of a replay is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """A parameter or buffer, looked up when it is used: it may be another tensor then.
+
+    Attributes:
+        table: of the module that holds it.
+        name: in that table.
+    """
+
+    table: dict[str, Any]
+    name: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Attribute) and self.table is other.table and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash((id(self.table), self.name))
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Nested arguments or results: their leaves, each a ``Slot``, an ``Attribute`` or a constant."""
+
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+
+    def same(self, other: Form) -> bool:
+        """Whether it is put together from the same."""
+        return self.spec == other.spec and all(map(same, self.leaves, other.leaves))
+
+    def slots(self) -> Iterator[Slot]:
+        """Of the values that it needs."""
+        return (leaf for leaf in self.leaves if type(leaf) is Slot)
+
+    def filled(self, values: list[Any]) -> Any:
+        """With values in place of slots."""
+        return tree_unflatten([_value(leaf, values) for leaf in self.leaves], self.spec)
+
+
+@dataclass(slots=True)
+class Operation:
+    """A call of a unit or of one of torch's functions.
+
+    Attributes:
+        call: what is called.
+        given: its arguments.
+        makes: for each leaf of its result the slot of a new value, or ``None``.
+        guard: what it gave, where that was no tensor: another result means that the model's code would go another way.
+        context: of the call: gradients and autocast.
+        early: whether it depends on the arguments only; those come first.
+        keeps: whether it is called though nothing needs what it gives.
+        frees: slots that nothing needs any more.
+    """
+
+    call: Callable[..., Any]
+    given: Form
+    makes: tuple[Slot | None, ...]
+    guard: Any
+    context: tuple[Any, ...]
+    early: bool
+    keeps: bool
+    frees: tuple[Slot, ...] = ()
+
+    def same(self, other: Operation) -> bool:
+        """Whether it is the same call of the same."""
+        return (
+            same(self.call, other.call)
+            and self.given.same(other.given)
+            and self.makes == other.makes
+            and same(self.guard, other.guard)
+            and self.context == other.context
+        )
+
+
+class GuardError(Exception):
+    """A guard does not hold; nothing has been computed yet that counts."""
+
+
+@dataclass(slots=True)
+class Tape:
+    """What a stage does for arguments of one form.
+
+    Attributes:
+        operations: in order.
+        arrives: before which of them the values of the stage before arrive; -1 for never.
+        expected: fakes of those values.
+        arrivals: their slots.
+        result: what the stage gives.
+        given: how many tensors the model is called with.
+        slots: how many values there are.
+        context: around the stage.
+        state: Python values that the model's code reads.
+    """
+
+    operations: list[Operation]
+    arrives: int
+    expected: list[Tensor]
+    arrivals: tuple[Slot, ...]
+    result: Form
+    given: int
+    slots: int
+    context: tuple[Any, ...]
+    state: PythonState
+
+    def same(self, other: Tape) -> bool:
+        """Whether both do the same."""
+        return (
+            (self.arrives, self.arrivals, self.given, self.context)
+            == (other.arrives, other.arrivals, other.given, other.context)
+            and len(self.operations) == len(other.operations)
+            and all(one.same(two) for one, two in zip(self.operations, other.operations, strict=True))
+            and self.result.same(other.result)
+        )
+
+    def play(self, given: Sequence[Tensor], receive: Callable[[list[Tensor]], Sequence[Tensor]]) -> Any:
+        """Do it all for these tensors among the arguments; ``receive`` gives what arrives.
+
+        Raises:
+            GuardError: if the model's code would do something else; before anything arrives or a unit is called.
+        """
+        values: list[Any] = [None] * self.slots
+        values[: self.given] = given
+        for index, operation in enumerate(self.operations):
+            if index == self.arrives:
+                self._receive(values, receive)
+            with _in_context(operation.context, self.context):
+                args, kwargs = operation.given.filled(values)
+                result = operation.call(*args, **kwargs)
+            if operation.guard is not NO_GUARD:
+                if not same(result, operation.guard):
+                    raise GuardError
+                continue
+            leaves = [result] if isinstance(result, Tensor) else tree_flatten(result)[0]
+            for slot, leaf in zip(operation.makes, leaves, strict=True):
+                if slot is not None:
+                    values[slot] = leaf
+            del result, leaves, args, kwargs
+            for slot in operation.frees:
+                values[slot] = None
+        if self.arrives == len(self.operations):
+            self._receive(values, receive)
+        return self.result.filled(values)
+
+    def _receive(self, values: list[Any], receive: Callable[[list[Tensor]], Sequence[Tensor]]) -> None:
+        for slot, value in zip(self.arrivals, receive(self.expected), strict=True):
+            values[slot] = value
+
+    def prune(self) -> None:
+        """Leave out what only other stages need, and free each value after its last use."""
+        needed, kept = set(self.result.slots()), []
+        for index in reversed(range(len(self.operations))):
+            one = self.operations[index]
+            if (
+                (one.early or index < self.arrives)
+                and not one.keeps
+                and needed.isdisjoint(slot for slot in one.makes if slot is not None)
+            ):
+                self.arrives -= index < self.arrives
+                continue
+            needed |= set(one.given.slots())
+            kept.append(one)
+        self.operations = kept[::-1]
+        last = {slot: index for index, one in enumerate(self.operations) for slot in (*_made(one), *one.given.slots())}
+        for index, one in enumerate(self.operations):
+            one.frees = tuple(slot for slot, at in last.items() if at == index and slot not in set(self.result.slots()))
+
+
+def _made(one: Operation) -> Iterator[Slot]:
+    return (slot for slot in one.makes if slot is not None)
+
+
+@contextmanager
+def _in_context(wanted: tuple[Any, ...], ambient: tuple[Any, ...]) -> Iterator[None]:
+    if wanted == ambient:
+        yield
+        return
+    (grad, types), kinds = wanted, ("cpu", "cuda")
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(grad))
+        for kind, now, before in zip(kinds, types, ambient[1], strict=True):
+            if now != before:
+                stack.enter_context(torch.autocast(kind, dtype=now or before, enabled=now is not None))
+        yield
+
+
+CONSTANTS = (bool, int, float, complex, str, type(None))
+NO_GUARD = object()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two things that are called, given or found are the same to a replay."""
+    if a is b:
+        return True
+    if type(a) is not type(b) or isinstance(a, Tensor):
+        return False
+    if isinstance(a, partial):
+        return same(a.func, b.func) and len(a.args) == len(b.args) and all(map(same, a.args, b.args))
+    if isinstance(a, slice):
+        return (a.start, a.stop, a.step) == (b.start, b.stop, b.step)
+    if isinstance(a, float):
+        return a == b or (a != a and b != b)
+    return bool(a == b) if isinstance(a, (*_COMPARED, Slot, Attribute)) or callable(a) else False
+
+
+_COMPARED = (*CONSTANTS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, type(Ellipsis))
+
+
+def _value(leaf: Any, values: list[Any]) -> Any:
+    if type(leaf) is Slot:
+        return values[leaf]
+    return leaf.table[leaf.name] if type(leaf) is Attribute else leaf

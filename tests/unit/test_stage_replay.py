@@ -1,0 +1,288 @@
+"""Stages that replay their operations do what the model's own code would do, also where that code changes its mind."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.config import Plan
+from phalanx.parallel import Example
+from phalanx.parallel.pipeline import cut
+from phalanx.parallel.pipeline.stage import Stage
+
+CPU = torch.device("cpu")
+WIDTH, RUNS = 8, 6
+SCALES = {"all": 1.0}
+
+
+class Layers(nn.Module):
+    """Four layers with some code of the model's own between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = self.between(index, layer(x), mask)
+        return x
+
+    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+        return torch.relu(x)
+
+
+class Scaled(Layers):
+    scale = 1.0
+
+    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+        return x * self.scale
+
+
+class ScaledByGlobal(Layers):
+    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+        return x * SCALES["all"]
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.scales = [1.0, 1.0, 1.0, 1.0]
+
+
+class ScaledBySettings(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings()
+
+    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+        return x * self.settings.scales[index]
+
+
+class Counting(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+        self.count += index == 0
+        return x * self.count
+
+
+class ByChance(Layers):
+    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+        return x * random.random()
+
+
+class Masked(Layers):
+    """As transformers' models leave a mask out that hides nothing."""
+
+    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+        assert mask is not None
+        return torch.relu(x) if mask.all() else x * mask
+
+
+class Dropping(Layers):
+    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+        return F.dropout(x, 0.5, training=self.training)
+
+
+class InPlace(Layers):
+    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = x.clone()
+        x[:, 0] += 1.0
+        return x.mul_(2.0)
+
+
+class Remembering(Layers):
+    """Counts in a buffer, and scales by what it has counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+        if index == 3:
+            self.seen += 1
+        return x * (1 + self.seen)
+
+
+class Detached(Layers):
+    """Half of each value learns nothing, and is computed in half precision."""
+
+    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            y = x @ torch.eye(WIDTH)
+        return x + y.float()
+
+
+class Recomputed(Layers):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+class ShapedByValues(Layers):
+    """The last values are divided by the number of rows that the mask leaves."""
+
+    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+        if index < 3 or mask is None:
+            return x
+        return x / max(mask[mask[:, 0].bool()].shape[0], 1)
+
+
+CALLS = itertools.count()  # which nobody compares, as it is no value
+
+
+class Told(Layers):
+    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+        next(CALLS)
+        return torch.relu(x)
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class ScaledBySlot(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Slotted()
+
+    def between(self, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+        return x * self.settings.scale
+
+
+def stages(model: nn.Module, args: tuple[Any, ...], count: int) -> tuple[list[Stage], list[nn.Module]]:
+    """All stages of the model, each with a copy of it, in this one process."""
+    found, modules = [], []
+    for rank in range(count):
+        module = copy.deepcopy(model)
+        example = Example(args=args, kwargs={}, batch=None, loss=lambda output, _: output)
+        found += cut(module, example, Plan(pp=count)).keep(rank, CPU)
+        modules.append(module)
+    return found, modules
+
+
+def ran(found: list[Stage], args: tuple[Any, ...]) -> tuple[Tensor, list[Tensor]]:
+    """The output of one run over all stages, and the gradients of their parameters."""
+    values: Any = []
+    for stage in found:
+        torch.manual_seed(7)
+        stage.receive = lambda fakes, values=values: values
+        values = stage(*args)
+    for stage in found:
+        for tensor in stage.program.module.parameters():
+            tensor.grad = None
+    values.square().sum().backward()
+    return values.detach(), [
+        tensor.grad.clone()
+        for stage in found
+        for tensor in stage.program.module.parameters()
+        if tensor.grad is not None
+    ]
+
+
+def masks(run: int) -> Tensor:
+    mask = torch.ones(3, 1)
+    mask[run % 3] = float(run % 2)
+    return mask
+
+
+def replayed(found: list[Stage]) -> list[bool]:
+    return [bool(stage._tapes._ready) for stage in found]
+
+
+def plain(self: Layers, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.relu(x)
+
+
+def bounded(self: Layers, index: int, x: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.tanh(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "replays"),
+    [
+        (Layers, None, True),
+        (Scaled, lambda model, run: setattr(model, "scale", 1.0 + run // 3), True),
+        (Scaled, lambda model, run: setattr(Scaled, "scale", 1.0 + run // 3), True),
+        (ScaledByGlobal, lambda model, run: SCALES.update(all=1.0 + run // 3), True),
+        (ScaledBySettings, lambda model, run: model.settings.scales.__setitem__(3, 1.0 + run // 3), True),
+        (ScaledBySlot, lambda model, run: setattr(model.settings, "scale", 1.0 + run // 3), True),
+        (Layers, lambda model, run: setattr(Layers, "between", (plain, bounded)[run // 3 % 2]), True),
+        (Counting, None, False),
+        (ByChance, lambda model, run: random.seed(run), False),
+        (Masked, None, True),
+        (Dropping, None, True),
+        (Dropping, lambda model, run: model.train(run % 2 == 0), True),
+        (InPlace, None, True),
+        (Remembering, None, True),
+        (Detached, None, True),
+        (Recomputed, None, False),
+        (ShapedByValues, None, (True, False)),
+    ],
+)
+def test_replays_are_what_the_models_code_does(
+    kind: type[Layers],
+    change: Callable[[Any, int], object] | None,
+    replays: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Scaled, "scale", 1.0)
+    monkeypatch.setattr(Layers, "between", plain)
+    monkeypatch.setitem(SCALES, "all", 1.0)
+    torch.manual_seed(1)
+    model = kind()
+    inputs = [(torch.randn(3, WIDTH), masks(run)) for run in range(4 * RUNS)]
+    replaying, modules = stages(model, inputs[0], 2)
+    following, others = stages(model, inputs[0], 2)
+    for stage in following:  # which never records
+        monkeypatch.setattr(stage._tapes, "recorder", lambda *_, **__: None)
+    for run, args in enumerate(inputs):
+        for module in (*modules, *others):
+            if change is not None:
+                change(module, run)
+        state = random.getstate()
+        output, grads = ran(replaying, args)
+        random.setstate(state)
+        expected, its = ran(following, args)
+        assert torch.equal(output, expected), run
+        assert all(map(torch.equal, grads, its)), run
+    assert replayed(replaying) == list(replays if isinstance(replays, tuple) else (replays, replays))
+    assert replayed(following) == [False, False]
+
+
+def test_hooks_that_come_later_are_called() -> None:
+    model = Layers()
+    args = (torch.randn(3, WIDTH), None)
+    found, modules = stages(model, args, 2)
+    for _ in range(4):
+        ran(found, args)
+    assert replayed(found) == [True, True]
+    called: list[str] = []
+    modules[0].get_submodule("layers.0").register_forward_hook(lambda *_: called.append("unit"))
+    modules[0].register_forward_hook(lambda *_: called.append("model"))
+    ran(found, args)
+    assert called == ["unit", "model"]
+
+
+def test_the_models_code_is_not_run_again() -> None:
+    model, args = Told(), (torch.randn(3, WIDTH), None)
+    found, _ = stages(model, args, 2)
+    for _ in range(3):
+        ran(found, args)
+    before = next(CALLS)
+    ran(found, args)
+    assert next(CALLS) == before + 1
