@@ -17,7 +17,7 @@ from torch import nn
 from phalanx.comm import Mesh, found_by_first, local
 from phalanx.config import Job, Plan
 from phalanx.errors import RefusedError
-from phalanx.parallel import activation_checkpointing, expert
+from phalanx.parallel import activation_checkpointing, expert, torch_compile
 from phalanx.parallel.context.regions import Entrance, added_late, entrances, open_for_hooks, share_out_tokens
 from phalanx.parallel.deferred_init import fill, recipes
 from phalanx.parallel.example import Example
@@ -48,6 +48,7 @@ class SplitLayout(Layout):
             fill(module, known, cut.slices, device=device)
             module.to(device)
         activation_checkpointing.apply(module, plan, again if cut.stages is None else cut.stages.recomputed(again))
+        torch_compile.apply(module, plan, None if cut.stages is None else cut.stages.units(again))
         if plan.zero == 3:
             values = lambda part: fill(module, known, cut.slices, within=part)  # noqa: E731
             self._replicas: Replicas = Sharded(module, device, mesh, cut.dealt, values)

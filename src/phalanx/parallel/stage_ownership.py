@@ -14,7 +14,7 @@ from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.example import Example
 from phalanx.parallel.grad_reduce import add_up
-from phalanx.parallel.pipeline import Pipeline, PipelineRunner, cut
+from phalanx.parallel.pipeline import Call, Pipeline, PipelineRunner, cut
 from phalanx.parallel.replica_group import APART, COPIES
 from phalanx.parallel.tensor_shard import TensorShard
 from phalanx.placement.schedules import in_halves
@@ -46,22 +46,31 @@ class Stages:
         for ranks, names in together.items():
             self._tied.append((names, mesh.among("pp", ranks)))
         self._buffers = _elsewhere(module, pipeline, rank)
-        halves = in_halves(plan.recompute, plan.zero, recomputes=pipeline.program.recomputes)
+        halves = in_halves(
+            plan.recompute, plan.zero, compiles=plan.compile, recomputes=pipeline.program.recomputes
+        )
         self.runner = PipelineRunner(pipeline, mesh, device, halves=halves)
 
+    def units(self, parts: Sequence[nn.Module]) -> list[nn.Module]:
+        """What of ``parts`` runs here, in the pieces in which it does."""
+        inside = {child for part in parts for child in part.modules()}
+        return list({call.unit: None for call in self._calls() if call.unit in inside and _has_parameters(call.unit)})
+
     def recomputed(self, parts: Sequence[nn.Module]) -> list[nn.Module]:
-        """What of ``parts`` runs here, in the pieces in which it does: nothing may be recomputed across stages.
+        """The same, for activation checkpointing: nothing may be recomputed across stages.
 
         Raises:
             RefusedError: if a piece reads more than it is called with, which is not there any more in backward.
         """
-        pipeline, inside = self.runner.pipeline, {child for part in parts for child in part.modules()}
-        calls = [pipeline.program.calls[at] for stage in self.runner.stages_here for at in pipeline.regions[stage]]
-        found = {call.unit: None for call in calls if call.unit in inside and any(True for _ in call.unit.parameters())}
+        pipeline, found, calls = self.runner.pipeline, self.units(parts), self._calls()
         reading = [call.name for call in calls if call.unit in found and call.reads]
         if reading and pipeline.plan.recompute != "none":
             raise RefusedError([_reads(pipeline.plan, reading[0])])
-        return list(found)
+        return found
+
+    def _calls(self) -> list[Call]:
+        pipeline = self.runner.pipeline
+        return [pipeline.program.calls[at] for stage in self.runner.stages_here for at in pipeline.regions[stage]]
 
     def holdings(self, slices: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
         """``slices`` with what several stages hold, of which one copy counts."""
@@ -81,6 +90,10 @@ class Stages:
             if group is not None:
                 grads = [parameters[name].grad for name in names if name in parameters]  # frozen ones have none
                 add_up([None if grad is None else local(grad) for grad in grads], group)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 def _reads(plan: Plan, name: str) -> Problem:

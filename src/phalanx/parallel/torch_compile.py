@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import nn
@@ -14,12 +15,12 @@ from phalanx.trace.blocks import blocks
 
 def check(plan: Plan, kind: str) -> list[Problem]:
     """Compiling for CPUs needs a C++ compiler on the machine; slices are told by rules that a compiler does not see."""
-    if plan.compile and plan.splits_model:
+    if plan.compile and plan.tp * plan.cp * plan.ep > 1:
         return [
             Problem(
                 where="plan.compile",
-                given=f"compile=true and a model split over ranks ({replace(plan, compile=False)})",
-                allowed="compile=true where each rank runs the whole model: single, dp, fsdp",
+                given=f"compile=true and blocks split over ranks ({replace(plan, compile=False)})",
+                allowed="compile=true where a rank runs its blocks whole: single, dp, fsdp, pp",
                 fix=str(replace(plan, compile=False)),
             )
         ]
@@ -35,9 +36,9 @@ def check(plan: Plan, kind: str) -> list[Problem]:
     ]
 
 
-def apply(module: nn.Module, plan: Plan) -> nn.Module:
-    """Compile each repeated block in place, or the whole model where it has none."""
+def apply(module: nn.Module, plan: Plan, each: Iterable[nn.Module] | None = None) -> nn.Module:
+    """Compile ``each`` in place: the repeated blocks where it is not given, or the whole model where it has none."""
     if plan.compile:
-        for part in blocks(module) or [module]:
+        for part in blocks(module) or [module] if each is None else each:
             part.compile()
     return module

@@ -77,10 +77,12 @@ def needs(action: Action, stages: int) -> list[Action]:
     return [Action("F", stage, micro), *([Action("B", stage + 1, micro)] if stage + 1 < stages else [])]
 
 
-def in_halves(recompute: str, zero: int, *, recomputes: bool = False) -> bool:
-    """Whether a backward may be done in halves: hooks on parameters and what is recomputed (by the model itself:
-    ``recomputes``) want it whole."""
-    return recompute == "none" and zero in (0, 1) and not recomputes
+def in_halves(recompute: str, zero: int, *, compiles: bool = False, recomputes: bool = False) -> bool:
+    """Whether a backward may be done in halves.
+
+    Hooks on parameters, what is recomputed (by the model itself: ``recomputes``) and compiled blocks want it whole.
+    """
+    return recompute == "none" and zero in (0, 1) and not recomputes and not compiles
 
 
 def cost(action: Action, *, forward: float, inputs: float, weights: float, halves: bool) -> float:
@@ -101,7 +103,8 @@ def cost(action: Action, *, forward: float, inputs: float, weights: float, halve
 def work(plan: Plan, action: Action) -> float:
     """How long ``action`` takes under ``plan``, in forwards of its stage: a backward two, with recomputation three."""
     half = 1.5 if plan.recompute == "full" else 1.0
-    return cost(action, forward=1.0, inputs=half, weights=half, halves=in_halves(plan.recompute, plan.zero))
+    halves = in_halves(plan.recompute, plan.zero, compiles=plan.compile)
+    return cost(action, forward=1.0, inputs=half, weights=half, halves=halves)
 
 
 def timed(order: Order, cost: Callable[[Action], float] | None = None, send: float = 0.0) -> list[Timed]:
