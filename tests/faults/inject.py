@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-LIMIT = 20.0  # seconds in which everything has to be over after a fault; where a fault goes unseen, sleepers sleep longer
+LIMIT = 20.0  # seconds in which everything is over after a fault; one that goes unseen leaves sleepers for longer
 
 
 def raise_error() -> None:

@@ -161,6 +161,11 @@ class Plan:
         return prod(getattr(self, name) for name in DATA_AXES) * self.threads
 
     @property
+    def splits_blocks(self) -> bool:
+        """Whether ranks hold slices of a block, or compute with slices of what enters it."""
+        return self.tp * self.cp * self.ep > 1
+
+    @property
     def splits_model(self) -> bool:
         """Whether a replica of the model is more than one rank."""
         return max(self.tp, self.pp, self.cp, self.ep) > 1

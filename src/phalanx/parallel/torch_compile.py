@@ -15,7 +15,7 @@ from phalanx.trace.blocks import blocks
 
 def check(plan: Plan, kind: str) -> list[Problem]:
     """Compiling for CPUs needs a C++ compiler on the machine; slices are told by rules that a compiler does not see."""
-    if plan.compile and plan.tp * plan.cp * plan.ep > 1:
+    if plan.compile and plan.splits_blocks:
         return [
             Problem(
                 where="plan.compile",
