@@ -22,7 +22,7 @@ from phalanx.train.consistency import same_initial_values, same_length
 from phalanx.train.elementwise import Parameters, note_slices, refuse_rows, refuse_slices
 from phalanx.train.inputs import Inputs
 from phalanx.train.lr_schedule import scheduler_notes, scheduler_problems
-from phalanx.train.refusals import closure_problems, model_problems
+from phalanx.train.refusals import closure_problems, model_problems, server_problems
 from phalanx.train.rng import stream
 from phalanx.train.step import Step, StepPlan
 from phalanx.train.uneven_shares import Sharing
@@ -80,9 +80,7 @@ def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> No
             )
         )
     if plan.server and not problems:
-        from phalanx.train.parameter_server.limits import refusals
-
-        problems += refusals(job, plan)
+        problems += server_problems(job, plan)
     if problems:
         raise RefusedError(problems)
 
