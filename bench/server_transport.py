@@ -145,11 +145,11 @@ class _NoFront:
 def ours_worker(trial: Trial, rank: int) -> None:
     """The real links."""
     from phalanx.train.parameter_server.server_group import Patience
-    from phalanx.train.parameter_server.worker import Links
+    from phalanx.train.parameter_server.worker import ServerLinks
 
     while not trial.port.value:
         time.sleep(0.01)
-    links = Links(rank, 1, 1, _Fixed(trial.port.value), Patience(), None)  # type: ignore[arg-type]
+    links = ServerLinks(rank, 1, 1, _Fixed(trial.port.value), Patience(), None)  # type: ignore[arg-type]
     links.connect()
     gradient, values = torch.ones(trial.elements), torch.zeros(trial.elements)
 

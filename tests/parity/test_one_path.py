@@ -92,9 +92,9 @@ PLANS = (
 )
 OF_STEPS = (
     "train/loop.py:Loop",
-    "train/recorder.py:Recorder.stepped",
+    "train/recorder.py:RunRecorder.stepped",
     "train/step.py:Step.update",
-    "train/memory.py:Measured",
+    "train/memory.py:MeasuredStep",
     "train/evaluate.py:evaluate",
     "checkpoint/store.py:save",
 )

@@ -14,7 +14,7 @@ from phalanx.train.evaluate import Evaluation
 from phalanx.train.loop import Loop, Stepper, StepsLostError
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
-from phalanx.train.recorder import Lap, Recorder
+from phalanx.train.recorder import Lap, RunRecorder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from small import job
@@ -78,7 +78,7 @@ def looped(stepper: Counting, folder: Path, *, evaluate_every: int, save_every: 
     run = px.RunSpec(job="small", plan=px.Plan(), folder=folder, checkpoint_every=save_every, **how)
     folder.mkdir(exist_ok=True)
     given = job(evaluate_every=evaluate_every, evaluate=list)
-    with Recorder(run, ledger=None, writes=True, total_steps=TOTAL) as recorder:
+    with RunRecorder(run, ledger=None, writes=True, total_steps=TOTAL) as recorder:
         return Loop(given, run, stepper, recorder, Observer()).run()
 
 

@@ -14,7 +14,7 @@ from phalanx.data import StepBatch
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
-from phalanx.train.recorder import Lap, Recorder
+from phalanx.train.recorder import Lap, RunRecorder
 
 
 def train(
@@ -110,7 +110,7 @@ class Stepper(ABC):
 class Loop:
     """Steps with what happens between them."""
 
-    def __init__(self, job: Job, run: RunSpec, stepper: Stepper, recorder: Recorder, observer: Observer) -> None:
+    def __init__(self, job: Job, run: RunSpec, stepper: Stepper, recorder: RunRecorder, observer: Observer) -> None:
         self._job, self._run, self._stepper, self._recorder, self._observer = job, run, stepper, recorder, observer
         self._saved_at, self._evaluated_at = stepper.taken, -1
         self._evaluation: dict[str, Any] = {}

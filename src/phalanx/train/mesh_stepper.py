@@ -21,10 +21,10 @@ from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.loop import Stepper
 from phalanx.train.lr_schedule import resume_notes
-from phalanx.train.memory import Measured
+from phalanx.train.memory import MeasuredStep
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import AssemblyScene, Observer
-from phalanx.train.recorder import Lap, Recorder
+from phalanx.train.recorder import Lap, RunRecorder
 from phalanx.train.state import come_together, newest_checkpoint, restore, save, traffic
 from phalanx.train.timeline import Listener, only_step
 
@@ -32,7 +32,7 @@ from phalanx.train.timeline import Listener, only_step
 @contextmanager
 def rank_of_mesh(
     job: Job, run: RunSpec, place: Place, report: Callable[[int], None], *, observer: Observer, causes: Sequence[str]
-) -> Generator[tuple[MeshStepper, Recorder]]:
+) -> Generator[tuple[MeshStepper, RunRecorder]]:
     """Within, this process is the rank of the mesh that ``place.rank`` is, restored where the run resumes. Collective.
 
     Raises:
@@ -53,7 +53,7 @@ def rank_of_mesh(
         observer.built(AssemblyScene(assembly))
         late = assembly.device == "cuda"
         ledger, writes = _ledger(run, place, assembly.step.progress.step), place.rank == 0
-        with Recorder(run, ledger=ledger, writes=writes, total_steps=loader.total_steps, late=late) as recorder:
+        with RunRecorder(run, ledger=ledger, writes=writes, total_steps=loader.total_steps, late=late) as recorder:
             recorder.start(
                 job,
                 advice=assembly.advice,
@@ -90,7 +90,7 @@ class MeshStepper(Stepper):
         run: RunSpec,
         rank: int,
         assembly: Assembly,
-        recorder: Recorder,
+        recorder: RunRecorder,
         report: Callable[[int], None],
     ) -> None:
         self._job, self._run, self._rank, self._assembly = job, run, rank, assembly
@@ -99,7 +99,7 @@ class MeshStepper(Stepper):
         self._samples_before = progress.samples
         self._batches = iter(loader)
         self._evaluation_data = _evaluation_data(job)
-        self._measured = Measured(assembly.step, assembly.device)
+        self._measured = MeasuredStep(assembly.step, assembly.device)
         only = only_step(assembly.device, progress.step, loader.total_steps)
         in_mesh = rank if replicas is None else replicas.across.rank
         self._listener = Listener(assembly.layout.held, within(run.plan), in_mesh, only)

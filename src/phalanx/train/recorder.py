@@ -21,7 +21,7 @@ _LAPS, _WARM_UP = 1000, 3  # steps timed, and those at their beginning that do n
 
 
 @final
-class Recorder:
+class RunRecorder:
     """Writes the ledger of a process that has samples of its own, and in one process of the run the events."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Recorder:
         self._laps: deque[Lap] = deque(maxlen=_LAPS)
         self._first = self._last = time.perf_counter()
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> RunRecorder:
         return self
 
     def __exit__(self, *_: object) -> None:

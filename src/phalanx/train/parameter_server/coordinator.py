@@ -20,17 +20,17 @@ from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.data.loader import Pieces
 from phalanx.errors import RunError
 from phalanx.parallel.parameter_server import Kind, Report, StalenessBound, WorkQueue
-from phalanx.train.evaluate import Evaluation
+from phalanx.train.evaluate import Evaluation, Sums, add_up
 from phalanx.train.grad_clipping import clip_factor
 from phalanx.train.loop import Stepper, StepsLostError
-from phalanx.train.loss_form import check_totals
+from phalanx.train.loss import check_totals
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Directory, Patience, ServerGroup, ServerScene
 from phalanx.train.parameter_server.shard_store import ShardStore, put_together
-from phalanx.train.recorder import Lap, Recorder
+from phalanx.train.recorder import Lap, RunRecorder
 
 _LOOK = 0.2  # seconds between looks at who is there, while nothing comes in
 
@@ -45,7 +45,7 @@ class CoordinatorContext:
     server: Server
     group: ServerGroup
     requests: RequestHandler
-    recorder: Recorder
+    recorder: RunRecorder
     directory: Directory
     pieces: Pieces
     evaluation: Pieces | None
@@ -182,7 +182,7 @@ class Coordinator(Stepper):
         context, data, begun = self._context, self._context.evaluation, time.perf_counter()
         if data is None:
             return None
-        sums: dict[str, list[float]] = {}
+        sums: Sums = {}
         samples = 0
         queue = WorkQueue(data.sizes, first=0, limit=data.total_steps, pace=StalenessBound(staleness=math.inf))
         queue.version = self._queue.version
@@ -190,16 +190,11 @@ class Coordinator(Stepper):
         for step, reports in self._complete(queue):
             for report in reports.values():
                 samples += report.samples
-                for name, (total, count) in report.sums.items():
-                    entry = sums.setdefault(name, [0.0, 0.0])
-                    entry[0] += total
-                    entry[1] += count
+                add_up(sums, report.sums)
             with context.requests.news:
                 queue.applied(step)
         context.requests.turn_to("train", self._queue)
-        ratios = {name: total / count if count else math.nan for name, (total, count) in sorted(sums.items())}
-        loss, seconds = ratios.pop("loss"), time.perf_counter() - begun
-        return Evaluation(loss=loss, samples=samples, metrics=ratios, seconds=seconds)
+        return Evaluation.of(sums, samples, begun)
 
     def save(self, folder: Path, *, keep: int) -> Path:
         context = self._context

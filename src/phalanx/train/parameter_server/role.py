@@ -31,8 +31,8 @@ from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Address, Directory, Patience, ServerGroup, ServerScene
 from phalanx.train.parameter_server.shard_store import ShardStore
-from phalanx.train.parameter_server.worker import Links, Worker
-from phalanx.train.recorder import Recorder
+from phalanx.train.parameter_server.worker import ServerLinks, Worker
+from phalanx.train.recorder import RunRecorder
 from phalanx.train.state import newest_checkpoint, refuse_other_job
 
 
@@ -78,7 +78,7 @@ def _work(
     data = _data(job, run)
     worker = Worker(job, run.plan, device, divisor_of(job), data)
     worker.observer = observer
-    links = Links(place.rank, data[0].length, run.plan.server, Directory(place), patience, _codec(run))
+    links = ServerLinks(place.rank, data[0].length, run.plan.server, Directory(place), patience, _codec(run))
     links.start()
     try:
         worker.run(links, report)
@@ -149,7 +149,7 @@ class ServerProcess:
             server=server,
             group=group,
             requests=RequestHandler(queue, pieces.length, store.statistics.form, patience),
-            recorder=Recorder(run, ledger=segment(run, first), writes=True, total_steps=pieces.total_steps),
+            recorder=RunRecorder(run, ledger=segment(run, first), writes=True, total_steps=pieces.total_steps),
             directory=self._directory,
             pieces=pieces,
             evaluation=evaluation,

@@ -55,7 +55,7 @@ class Worker:
         self._arriving = self._statistics.take()
         self._divisor = divisor
 
-    def run(self, links: Links, report: Callable[[int], None]) -> None:
+    def run(self, links: ServerLinks, report: Callable[[int], None]) -> None:
         """Work until the coordinator says that all is done."""
         done: dict[str, Any] | None = None
         brought: Flat | None = None
@@ -73,7 +73,7 @@ class Worker:
                 links.lose(cut.index)
                 done = brought = None
 
-    def _work(self, links: Links, order: Frame) -> tuple[dict[str, Any] | None, Flat | None]:
+    def _work(self, links: ServerLinks, order: Frame) -> tuple[dict[str, Any] | None, Flat | None]:
         """Do what the coordinator ordered; returns what it is told, with the statistics if it wants them."""
         begun = time.perf_counter()
         what, step, part, term = (order.meta[name] for name in ("what", "step", "part", "term"))
@@ -140,7 +140,7 @@ class LinkLostError(Exception):
 
 
 @dataclass(slots=True)
-class Link:
+class ServerLink:
     """One server.
 
     Attributes:
@@ -175,21 +175,21 @@ class Link:
 
 
 @final
-class Links:
+class ServerLinks:
     """All servers, seen from a worker."""
 
     def __init__(
         self, rank: int, length: int, servers: int, directory: Directory, patience: Patience, codec: Codec | None
     ) -> None:
         self._rank, self._length, self._directory, self._patience = rank, length, directory, patience
-        self._links = [Link(index) for index in range(servers)]
+        self._links = [ServerLink(index) for index in range(servers)]
         self._codec = codec
         self._pool = ThreadPoolExecutor(servers) if servers > 1 else None
         self._gone = threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True)
 
     @property
-    def first(self) -> Link:
+    def first(self) -> ServerLink:
         """Server 0."""
         return self._links[0]
 
@@ -248,7 +248,7 @@ class Links:
             LinkLostError: if its connection has ended.
         """
 
-        def asked(link: Link) -> Frame:
+        def asked(link: ServerLink) -> Frame:
             assert link.connection is not None
             link.connection.send(Kind.ASK, {"done": done} if done else {}, brought)
             return link.receive()
@@ -269,7 +269,7 @@ class Links:
             LinkLostError: if a connection has ended.
         """
 
-        def pulled(link: Link) -> tuple[int, int]:
+        def pulled(link: ServerLink) -> tuple[int, int]:
             assert link.connection is not None
             link.connection.send(Kind.PULL, {"version": link.version, "term": link.term})
             frame = link.expect(Kind.VALUES)
@@ -294,7 +294,7 @@ class Links:
         none = [name for name, gradient in gradients.items() if gradient is None]
         whole = {name: torch.zeros_like(like[name]) if one is None else one for name, one in gradients.items()}
 
-        def pushed(link: Link) -> None:
+        def pushed(link: ServerLink) -> None:
             assert link.connection is not None
             parts = [cut_out(whole[part.name], part) for part in link.slices]
             without = [place for place, part in enumerate(link.slices) if part.name in none]
@@ -304,7 +304,7 @@ class Links:
 
         self._each(pushed)
 
-    def _each(self, call: Callable[[Link], T]) -> list[T]:
+    def _each(self, call: Callable[[ServerLink], T]) -> list[T]:
         if self._pool is None:
             return [self._guarded(self._links[0], call)]
         waiting = [self._pool.submit(self._guarded, link, call) for link in self._links]
@@ -314,7 +314,7 @@ class Links:
                 raise error
         return [one.result() for one in waiting]
 
-    def _guarded(self, link: Link, call: Callable[[Link], T]) -> T:
+    def _guarded(self, link: ServerLink, call: Callable[[ServerLink], T]) -> T:
         if link.connection is None:
             raise LinkLostError(link.index)
         try:
@@ -322,7 +322,7 @@ class Links:
         except LostError:
             raise LinkLostError(link.index) from None
 
-    def _introduce(self, link: Link, connection: Connection) -> None:
+    def _introduce(self, link: ServerLink, connection: Connection) -> None:
         connection.send(Kind.HELLO, {"rank": self._rank, "length": self._length})
         meta = connection.receive().meta
         slices = (Slice(name=name, start=start, stop=stop, whole=whole) for name, start, stop, whole in meta["held"])
@@ -338,7 +338,7 @@ class Links:
                     connection.send(Kind.BEAT)
 
 
-def _encoded(codec: Codec, link: Link, parts: list[torch.Tensor]) -> torch.Tensor:
+def _encoded(codec: Codec, link: ServerLink, parts: list[torch.Tensor]) -> torch.Tensor:
     """One message of all ``parts``, with what was left out of those before."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     if not codec.feeds_back:
