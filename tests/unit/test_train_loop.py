@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import phalanx as px
-from phalanx.data import MicroBatch, StepBatch
+from phalanx.data import Ledger, MicroBatch, StepBatch, read_ledger
 from phalanx.events import read
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.loop import Loop, Stepper, StepsLostError
@@ -43,8 +43,7 @@ class Counting(Stepper):
 
     def steps(self, pause: int | None) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
         while self._step < min(TOTAL, pause or TOTAL):
-            micro = MicroBatch(batch=None, ids=(self._step,), samples=1)
-            batch = StepBatch(step=self._step, epoch=0, samples=1, parts=((micro,),))
+            batch = batch_of(self._step)
             totals = float(self._step), 1.0
             self._step += 1
             yield (
@@ -80,6 +79,30 @@ def looped(stepper: Counting, folder: Path, *, evaluate_every: int, save_every: 
     given = job(evaluate_every=evaluate_every, evaluate=list)
     with RunRecorder(run, ledger=None, writes=True, total_steps=TOTAL) as recorder:
         return Loop(given, run, stepper, recorder, Observer()).run()
+
+
+def batch_of(step: int) -> StepBatch:
+    micro = MicroBatch(batch=None, ids=(step,), samples=1)
+    return StepBatch(step=step, epoch=0, samples=1, parts=((micro,),))
+
+
+def test_a_ledger_that_goes_back_notes_each_step_once(tmp_path: Path) -> None:
+    def segment() -> Ledger:
+        return Ledger(tmp_path / "ledger", rank=0, first_step=0)
+
+    run = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path)
+    metrics = Metrics(step=0, epoch=0, samples=1, lr=0.1, skipped=False, _totals=(1.0, 1.0), _norm=None)
+    with RunRecorder(run, ledger=segment(), writes=False, total_steps=TOTAL) as recorder:
+        for step in range(3):
+            recorder.stepped(batch_of(step), metrics, None)
+        recorder.go_back(segment, [batch_of(1)])
+        for step in (0, 2):
+            recorder.stepped(batch_of(step), metrics, None)
+    assert [(step, list(ids)) for step, (_, ids) in read_ledger(tmp_path / "ledger").items()] == [
+        (0, [0]),
+        (1, [1]),
+        (2, [2]),
+    ]
 
 
 def test_it_pauses_where_something_is_due_and_does_all_once_at_the_end(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -94,13 +94,13 @@ class RunRecorder:
         elif due:
             self._write_step(metrics, seconds)
 
-    def go_back(self, ledger: Ledger, done: Iterable[StepBatch]) -> None:
-        """Steps are taken anew, and noted in ``ledger``, which begins with those that are ``done``."""
+    def go_back(self, segment: Callable[[], Ledger], done: Iterable[StepBatch]) -> None:
+        """Steps are taken anew, and noted in a new segment of the ledger, which begins with those that are ``done``."""
         if self._ledger:
-            self._ledger.close()
-        self._ledger = ledger
+            self._ledger.close()  # before the new one, which may be the same file: what is buffered must not follow it
+        self._ledger = segment()
         for batch in done:
-            ledger.record(batch)
+            self._ledger.record(batch)
 
     def flush(self) -> None:
         """Bring everything recorded so far to disk."""

@@ -35,9 +35,17 @@ from phalanx.train.recorder import Lap, RunRecorder
 _LOOK = 0.2  # seconds between looks at who is there, while nothing comes in
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CoordinatorContext:
-    """Everything that the coordinator works with."""
+@final
+@dataclass(kw_only=True, eq=False)
+class Coordinator(Stepper):
+    """The steps of a run with servers, from where its work queue stands.
+
+    Attributes:
+        server: server 0, which is here; ``store`` is what it holds.
+        pieces, evaluation: the data to train and to evaluate on.
+        report: called with each step that begins.
+        samples_before: trained on before this run.
+    """
 
     job: Job
     run: RunSpec
@@ -52,18 +60,12 @@ class CoordinatorContext:
     patience: Patience
     observer: Observer
     scene: ServerScene
+    report: Callable[[int], None]
+    samples_before: int
 
-
-@final
-class Coordinator(Stepper):
-    """The steps of a run with servers, from where its work queue stands."""
-
-    def __init__(self, context: CoordinatorContext, samples: int, report: Callable[[int], None]) -> None:
-        """``samples`` were trained on before."""
-        self._context, self._report = context, report
-        self._queue, self._total = context.requests.queue, context.pieces.total_steps
-        self._divisor = divisor_of(context.job)
-        self._samples = self._samples_before = samples
+    def __post_init__(self) -> None:
+        self._queue, self._total, self._divisor = self.requests.queue, self.pieces.total_steps, divisor_of(self.job)
+        self._samples = self.samples_before
 
     @property
     def taken(self) -> int:
@@ -75,26 +77,25 @@ class Coordinator(Stepper):
 
     @property
     def samples(self) -> int:
-        return self._samples - self._samples_before
+        return self._samples - self.samples_before
 
     def steps(self, pause: int | None) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
-        context, queue = self._context, self._queue
-        requests, recorder, every = context.requests, context.recorder, context.run.snapshots
+        requests, queue, every = self.requests, self._queue, self.run.snapshots
         with requests.news:
             queue.limit = self._total if pause is None else min(pause, self._total)
         requests.turn_to("train", queue)
         for step, reports in self._complete(queue):
-            self._report(step)
+            self.report(step)
             batch, metrics = self._update(step, reports)
             with requests.news:
                 closed, dropped = queue.applied(step)
                 statistics = requests.statistics.pop(step, None)
             if statistics is not None:
-                context.store.statistics = statistics
+                self.store.statistics = statistics
             self._samples += metrics.samples
             version = queue.version
             yield batch, metrics, None
-            recorder.write(
+            self.recorder.write(
                 "update",
                 step=step,
                 version=version,
@@ -103,12 +104,12 @@ class Coordinator(Stepper):
                 dropped=dropped,
             )
             if every and version % every == 0 and version < self._total:
-                recorder.flush()
+                self.recorder.flush()
                 self.snapshot()
 
     def _complete(self, queue: WorkQueue) -> Iterator[tuple[int, Mapping[int, Report]]]:
         """Each step of ``queue`` whose pieces are in, with them; until all steps below its limit have been applied."""
-        requests = self._context.requests
+        requests = self.requests
         while True:
             with requests.news:
                 step = queue.ready()
@@ -125,27 +126,25 @@ class Coordinator(Stepper):
 
     def _look(self) -> None:
         """Find out who is gone, and what has gone wrong in other threads."""
-        context = self._context
-        context.requests.look()
+        self.requests.look()
         self._record_workers()
-        if trouble := context.requests.trouble or context.server.trouble:
+        if trouble := self.requests.trouble or self.server.trouble:
             raise trouble
-        if context.requests.nobody_for > context.patience.back:
+        if self.requests.nobody_for > self.patience.back:
             raise RunError(
-                f"no worker has been there for {context.patience.back:g} s, and none has come\n"
+                f"no worker has been there for {self.patience.back:g} s, and none has come\n"
                 "    try: --resume, which goes on from the last checkpoint"
             )
-        context.group.look()
+        self.group.look()
 
     def _update(self, step: int, reports: Mapping[int, Report]) -> tuple[StepBatch, Metrics]:
         """Have every server clip and step."""
-        context, job, parts = self._context, self._context.job, list(reports)
-        observer, group, scene = context.observer, context.group, context.scene
+        job, observer, group, scene, parts = self.job, self.observer, self.group, self.scene, list(reports)
         total, count = (sum(report.sums["loss"][index] for report in reports.values()) for index in range(2))
         check_totals(step, total, count)
-        rate = context.run.lr_scale * job.schedule.factor(step=step, batch=job.batch, total_steps=self._total)
+        rate = self.run.lr_scale * job.schedule.factor(step=step, batch=job.batch, total_steps=self._total)
         scale, norm, prepared = self._divisor / count, None, False
-        batch = batch_of(context.pieces, step, parts)
+        batch = batch_of(self.pieces, step, parts)
         if job.clip is not None or observer.listens:
             squares = group.tell(Kind.PREPARE, {"step": step, "parts": parts})
             prepared, scene.scale, scene.stepped_with = True, scale, False
@@ -154,7 +153,7 @@ class Coordinator(Stepper):
                 square = sum(answer["square"] for answer in squares)
                 norm = torch.tensor(math.sqrt(square) * scale, dtype=torch.float64)
                 scale *= float(clip_factor(norm, job.clip))
-        with context.requests.news:
+        with self.requests.news:
             oldest = self._queue.oldest
         order = {"step": step, "scale": scale, "rate": rate, "oldest": oldest, "watched": observer.listens}
         group.tell(Kind.APPLY, order if prepared else {**order, "parts": parts})
@@ -164,7 +163,7 @@ class Coordinator(Stepper):
             step=step,
             epoch=batch.epoch,
             samples=batch.samples,
-            lr=context.store.rates[0] * rate,
+            lr=self.store.rates[0] * rate,
             skipped=False,
             _totals=(total, count),
             _norm=norm,
@@ -173,72 +172,71 @@ class Coordinator(Stepper):
 
     def snapshot(self) -> None:
         """Have every server write one."""
-        with self._context.requests.news:
+        with self.requests.news:
             queue = {"floor": self._queue.floor, "done": sorted(self._queue.done)}
-        progress = {**queue, "samples": self._samples, "begun": self._samples_before}
-        self._context.group.tell(Kind.SNAPSHOT, {"progress": progress})
+        progress = {**queue, "samples": self._samples, "begun": self.samples_before}
+        self.group.tell(Kind.SNAPSHOT, {"progress": progress})
 
     def evaluate(self) -> Evaluation | None:
-        context, data, begun = self._context, self._context.evaluation, time.perf_counter()
+        data, begun = self.evaluation, time.perf_counter()
         if data is None:
             return None
         sums: Sums = {}
         samples = 0
         queue = WorkQueue(data.sizes, first=0, limit=data.total_steps, pace=StalenessBound(staleness=math.inf))
         queue.version = self._queue.version
-        context.requests.turn_to("evaluate", queue)
+        self.requests.turn_to("evaluate", queue)
         for step, reports in self._complete(queue):
             for report in reports.values():
                 samples += report.samples
                 add_up(sums, report.sums)
-            with context.requests.news:
+            with self.requests.news:
                 queue.applied(step)
-        context.requests.turn_to("train", self._queue)
+        self.requests.turn_to("train", self._queue)
         return Evaluation.of(sums, samples, begun)
 
     def save(self, folder: Path, *, keep: int) -> Path:
-        context = self._context
-        tensors, states = put_together(context.group.gather("everything"), context.store.layout.parameters)
+        tensors, states = put_together(self.group.gather("everything"), self.store.layout.parameters)
         progress = {"step": self.taken, "samples": self._samples, "divisor": self._divisor}
-        return context.store.save(folder, tensors, states, {**progress, "length": context.pieces.length}, keep)
+        return self.store.save(folder, tensors, states, {**progress, "length": self.pieces.length}, keep)
 
     def recover(self, lost: StepsLostError) -> None:
         """Bring every server to the newest version that all of them can go back to."""
-        context, queue = self._context, self._queue
-        find_others(context)
-        answers = context.group.tell(Kind.HELLO)
-        initial = {0} if not context.run.resume else set[int]()
+        queue = self._queue
+        self.find_others()
+        answers = self.group.tell(Kind.HELLO)
+        initial = {0} if not self.run.resume else set[int]()
         common = set.intersection(*({*answer["snapshots"]} | initial for answer in answers))
         if not common:
             raise RunError(
                 "a server is lost, and there is no snapshot that all servers have\n    try: --resume, from a checkpoint"
             )
-        version, term = max(common), max([context.requests.term, *(answer["term"] for answer in answers)]) + 1
-        progress = context.store.progress(version) or {"floor": 0, "done": [], "samples": 0, "begun": 0}
-        context.requests.restart(term)
-        context.group.tell(Kind.RESTORE, {"version": version, "term": term, "progress": progress})
-        with context.requests.news:
+        version, term = max(common), max([self.requests.term, *(answer["term"] for answer in answers)]) + 1
+        progress = self.store.progress(version) or {"floor": 0, "done": [], "samples": 0, "begun": 0}
+        self.requests.restart(term)
+        self.group.tell(Kind.RESTORE, {"version": version, "term": term, "progress": progress})
+        with self.requests.news:
             before = queue.version
             queue.restore(progress["floor"], progress["done"])
-        self._samples, self._samples_before = progress["samples"], progress["begun"]
-        done = (whole_batch(context.pieces, step) for step in progress["done"])
-        context.recorder.go_back(segment(context.run, progress["floor"]), done)
+        self._samples, self.samples_before = progress["samples"], progress["begun"]
+        done = (whole_batch(self.pieces, step) for step in progress["done"])
+        self.recorder.go_back(lambda: segment(self.run, progress["floor"]), done)
         undone = max(0, before - version)
-        context.recorder.write("server", index=lost.index, restarted=True, version=version, lost_updates=undone)
+        self.recorder.write("server", index=lost.index, restarted=True, version=version, lost_updates=undone)
 
     def finish(self) -> list[tuple[str, dict[str, Any]]]:
-        context, requests = self._context, self._context.requests
+        requests = self.requests
         requests.finish()
-        until = time.monotonic() + context.patience.parting
+        until = time.monotonic() + self.patience.parting
         with requests.news:
             while requests.present and time.monotonic() < until:
                 requests.news.wait(_LOOK)
-        context.directory.finish()
-        servers = [answer["memory"] for answer in context.group.tell(Kind.END)]
+        self.directory.finish()
+        servers = [answer["memory"] for answer in self.group.tell(Kind.END)]
         self._record_workers()
         workers = sorted(requests.workers.items())
         held = {rank: worker.memory for rank, worker in workers if worker.memory}
-        held |= {context.run.plan.dp + index: memory for index, memory in enumerate(servers)}
+        held |= {self.run.plan.dp + index: memory for index, memory in enumerate(servers)}
         computed = [
             {
                 "rank": rank,
@@ -251,32 +249,31 @@ class Coordinator(Stepper):
         events = [("memory", {"rank": rank, **memory}) for rank, memory in held.items()]
         return [*events, *(("worked", fields) for fields in computed)]
 
+    def find_others(self) -> None:
+        """Connect to every server that there is no connection to.
+
+        Raises:
+            RunError: if one cannot be found in time.
+        """
+        until = time.monotonic() + self.patience.back
+        while missing := self.group.missing:
+            for index in missing:
+                address = self.directory.find(index)
+                if address is None or not self.group.connect(index, address):
+                    if time.monotonic() > until:
+                        raise RunError(
+                            f"server {index} could not be reached for {self.patience.back:g} s\n"
+                            "    try: --resume, which goes on from the last checkpoint"
+                        )
+                    time.sleep(_LOOK / 4)
+
     def _record_workers(self) -> None:
         """Record what became of workers since the last look."""
-        requests = self._context.requests
+        requests = self.requests
         with requests.news:
             happened, requests.happened = requests.happened, []
         for fields in happened:
-            self._context.recorder.write("worker", **fields)
-
-
-def find_others(context: CoordinatorContext) -> None:
-    """Connect to every server that there is no connection to.
-
-    Raises:
-        RunError: if one cannot be found in time.
-    """
-    until = time.monotonic() + context.patience.back
-    while missing := context.group.missing:
-        for index in missing:
-            address = context.directory.find(index)
-            if address is None or not context.group.connect(index, address):
-                if time.monotonic() > until:
-                    raise RunError(
-                        f"server {index} could not be reached for {context.patience.back:g} s\n"
-                        "    try: --resume, which goes on from the last checkpoint"
-                    )
-                time.sleep(_LOOK / 4)
+            self.recorder.write("worker", **fields)
 
 
 def divisor_of(job: Job) -> float:

@@ -20,13 +20,7 @@ from phalanx.train.assembly import refuse
 from phalanx.train.loop import Loop, StepsLostError
 from phalanx.train.lr_schedule import resume_notes
 from phalanx.train.observer import Observer
-from phalanx.train.parameter_server.coordinator import (
-    Coordinator,
-    CoordinatorContext,
-    divisor_of,
-    find_others,
-    segment,
-)
+from phalanx.train.parameter_server.coordinator import Coordinator, divisor_of, segment
 from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Address, Directory, Patience, ServerGroup, ServerScene
@@ -112,8 +106,8 @@ class ServerProcess:
         server = Server(store, self._place.host, _codec(self._run))
         try:
             if self._index == 0:
-                context = self._context(store, server, state, resumed)
-                return self._lead(context, int(state.get("samples", 0)), resumed, report, causes)
+                coordinator = self._coordinator(store, server, state, resumed, report)
+                return self._lead(coordinator, resumed, causes)
             server.start()
             self._publish(server)
             return self._follow(server)
@@ -131,9 +125,14 @@ class ServerProcess:
                 )
         return {}
 
-    def _context(
-        self, store: ShardStore, server: Server, state: dict[str, Any], resumed: Path | None
-    ) -> CoordinatorContext:
+    def _coordinator(
+        self,
+        store: ShardStore,
+        server: Server,
+        state: dict[str, Any],
+        resumed: Path | None,
+        report: Callable[[int], None],
+    ) -> Coordinator:
         job, run, plan, patience = self._job, self._run, self._run.plan, self._patience
         pieces, evaluation = _data(job, run)
         if resumed:
@@ -142,7 +141,7 @@ class ServerProcess:
         pace = StalenessBound(staleness=plan.staleness or 0, backup=plan.backup, after=plan.after)
         queue = WorkQueue(pieces.sizes, first=first, limit=first, pace=pace)
         group = ServerGroup(server, plan.server, patience)
-        return CoordinatorContext(
+        return Coordinator(
             job=job,
             run=run,
             store=store,
@@ -156,38 +155,29 @@ class ServerProcess:
             patience=patience,
             observer=self._observer,
             scene=ServerScene(store, group, _notes(job, run, store)),
+            report=report,
+            samples_before=int(state.get("samples", 0)),
         )
 
-    def _lead(
-        self,
-        context: CoordinatorContext,
-        samples: int,
-        resumed: Path | None,
-        report: Callable[[int], None],
-        causes: Sequence[str],
-    ) -> dict[str, Any]:
-        coordinator, recorder, group = Coordinator(context, samples, report), context.recorder, context.group
-        loop = Loop(self._job, self._run, coordinator, recorder, self._observer)
+    def _lead(self, coordinator: Coordinator, resumed: Path | None, causes: Sequence[str]) -> dict[str, Any]:
         lost = StepsLostError(0, "this server was killed, and is here again") if self._again else None
-        with recorder:
+        with coordinator.recorder:
             try:
-                find_others(context)
+                coordinator.find_others()
                 if not self._again:
-                    self._start(context, coordinator, resumed, causes)
-                context.server.start(context.requests)
-                self._publish(context.server)
-                return loop.run(lost)
+                    self._start(coordinator, resumed, causes)
+                coordinator.server.start(coordinator.requests)
+                self._publish(coordinator.server)
+                return Loop(self._job, self._run, coordinator, coordinator.recorder, self._observer).run(lost)
             finally:
-                group.close()
+                coordinator.group.close()
 
-    def _start(
-        self, context: CoordinatorContext, coordinator: Coordinator, resumed: Path | None, causes: Sequence[str]
-    ) -> None:
+    def _start(self, coordinator: Coordinator, resumed: Path | None, causes: Sequence[str]) -> None:
         """Record that the run begins, and show it to the observer."""
-        job, run, first, pieces = self._job, self._run, coordinator.taken, context.pieces
+        job, run, first, pieces = self._job, self._run, coordinator.taken, coordinator.pieces
         device = device_kind(run.plan, workers_here(run, self._place))
         said = resume_notes(job, run.folder, step=first, total_steps=pieces.total_steps) if resumed else []
-        context.recorder.start(
+        coordinator.recorder.start(
             job,
             advice=advice(job, run.plan, device),
             resumed=resumed,
@@ -195,12 +185,12 @@ class ServerProcess:
             device=device,
             samples=pieces.length,
             first_step=first,
-            parameters=context.store.elements,
-            notes=[*context.scene.notes, *causes, *said],
+            parameters=coordinator.store.elements,
+            notes=[*coordinator.scene.notes, *causes, *said],
         )
         if resumed and run.snapshots:
             coordinator.snapshot()
-        self._observer.built(context.scene)
+        self._observer.built(coordinator.scene)
 
     def _publish(self, server: Server) -> None:
         self._directory.publish(self._index, Address(self._place.host, server.port, self._place.generation))

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -17,28 +17,11 @@ from phalanx.parallel.compression import Codec, read
 from phalanx.parallel.parameter_server import Kind, Pushed
 from phalanx.train.parameter_server.shard_store import ServerShare, ShardStore
 
+if TYPE_CHECKING:
+    from phalanx.train.parameter_server.requests import RequestHandler
+
 COORDINATOR = -1
 """The rank by which the coordinator introduces itself."""
-
-
-class WorkerRequests(Protocol):
-    """What the coordinator does for workers; each call in the thread of that worker's connection."""
-
-    def joined(self, rank: int, connection: Connection, length: int) -> None:
-        """A worker has connected, or come back."""
-        ...
-
-    def asked(self, rank: int, connection: Connection, frame: Frame) -> None:
-        """It brings what it has computed, and wants more."""
-        ...
-
-    def parted(self, rank: int, memory: dict[str, int]) -> None:
-        """It has heard that all is done, and goes."""
-        ...
-
-    def lost(self, rank: int, connection: Connection, reason: str) -> None:
-        """Its connection has ended."""
-        ...
 
 
 @final
@@ -59,13 +42,13 @@ class Server:
         self.over = threading.Event()
         self._leading: set[Connection] = set()
         self._led = time.monotonic()
-        self.front: WorkerRequests | None = None
+        self._requests: RequestHandler | None = None
         self._connections: set[Connection] = set()
         self._threads: list[threading.Thread] = []
 
-    def start(self, front: WorkerRequests | None = None) -> None:
+    def start(self, requests: RequestHandler | None = None) -> None:
         """Begin to answer; server 0 with what it does for workers."""
-        self.front = front
+        self._requests = requests
         self._run(self._accept)
 
     def close(self) -> None:
@@ -179,10 +162,10 @@ class Server:
             self._leading.discard(connection)
 
     def _serve(self, rank: int, connection: Connection, length: int) -> None:
-        front, reason = self.front, "its connection has ended"
+        requests, reason = self._requests, "its connection has ended"
         connection.send(Kind.WELCOME, self._introduction())
-        if front:
-            front.joined(rank, connection, length)
+        if requests:
+            requests.joined(rank, connection, length)
         try:
             while True:
                 frame = connection.receive()
@@ -193,10 +176,10 @@ class Server:
                         self._push(connection, frame)
                     case Kind.BEAT:
                         connection.send(Kind.BEAT)
-                    case Kind.ASK if front:
-                        front.asked(rank, connection, frame)
-                    case Kind.END if front:
-                        front.parted(rank, frame.meta["memory"])
+                    case Kind.ASK if requests:
+                        requests.asked(rank, connection, frame)
+                    case Kind.END if requests:
+                        requests.parted(rank, frame.meta["memory"])
                         return
                     case kind:
                         raise LostError(f"a {kind.name} from a worker")
@@ -204,8 +187,8 @@ class Server:
             reason = str(error)
             raise
         finally:
-            if front:
-                front.lost(rank, connection, reason)
+            if requests:
+                requests.lost(rank, connection, reason)
 
     def _pull(self, connection: Connection, frame: Frame) -> None:
         shard = self._store.shard
