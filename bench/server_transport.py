@@ -87,7 +87,7 @@ class _Fixed:
 
 @dataclass
 class _Kept:
-    """Stands in for the keeper: a shard without a job."""
+    """Stands in for the store: a shard without a job."""
 
     shard: Any
     statistics: Any
@@ -144,12 +144,12 @@ class _NoFront:
 
 def ours_worker(trial: Trial, rank: int) -> None:
     """The real links."""
-    from phalanx.train.parameter_server.connections import Links
     from phalanx.train.parameter_server.server_group import Patience
+    from phalanx.train.parameter_server.worker import ServerLinks
 
     while not trial.port.value:
         time.sleep(0.01)
-    links = Links(rank, 1, 1, _Fixed(trial.port.value), Patience(), None)  # type: ignore[arg-type]
+    links = ServerLinks(rank, 1, 1, _Fixed(trial.port.value), Patience(), None)  # type: ignore[arg-type]
     links.connect()
     gradient, values = torch.ones(trial.elements), torch.zeros(trial.elements)
 

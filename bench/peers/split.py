@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from stopwatch import Stopwatch
 from workloads import CLIP, WORKLOADS, loss
 
-SEED = 6017775124710473527  # phalanx.train.rng.stream(0, 0): the same initial values as ours
+SEED = 6017775124710473527  # phalanx.parallel.rng_streams.stream(0, 0): the same initial values as ours
 WORKLOAD = WORKLOADS["gpt-split"]
 
 

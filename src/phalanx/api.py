@@ -91,14 +91,14 @@ def fit(
         WorkerError: if a worker failed: the first one's rank, step and traceback. Inside a worker that torchrun
             started, this worker's own error comes as it is.
     """
+    from phalanx.config.run import override
     from phalanx.launch import default_folder, find_launcher, place_of_this_process
-    from phalanx.train import overrides
 
     chosen_launcher, place = find_launcher(launcher), place_of_this_process()
     chosen = _plan(plan if plan is not None or run is None else run.plan, job, place)
     where = Path(folder) if folder is not None else run.folder if run is not None else default_folder(job.name)
     spec = replace(run, plan=chosen, folder=where) if run else RunSpec(job=job.name, plan=chosen, folder=where)
-    job = overrides.apply(job, spec)
+    job = override(job, spec)
     if place is not None:
         return _take_part(job, spec, place, cores)
     there = _Where(launcher=chosen_launcher, hosts=hosts, loadable=run is not None)

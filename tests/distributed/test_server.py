@@ -89,6 +89,12 @@ def test_any_plan_goes_on_with_what_another_saved(first: str, then: str) -> None
     assert seen_once("run", 4)
 
 
+def test_another_jobs_checkpoint_is_refused() -> None:
+    fit("dp=2 server=1", "run")
+    with pytest.raises(WorkerError, match=r"another job.*seed: 0 there, 1 now"):
+        fit("dp=2 server=1", "run", seed=1, resume=True)
+
+
 def test_an_optimizer_of_whole_tensors_holds_them_whole() -> None:
     how: dict[str, Any] = {"optimizer": lambda params: px.LAMB(params, lr=1e-2)}
     assert fit("dp=2 server=2", "served", **how).losses == pytest.approx(fit("single", "alone", **how).losses, rel=1e-5)

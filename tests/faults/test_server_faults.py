@@ -22,10 +22,11 @@ from phalanx.comm import Place
 from phalanx.data import read_ledger
 from phalanx.errors import RunError
 from phalanx.launch.local import launch
+from phalanx.train.observer import Observer
 from phalanx.train.parameter_server import take_part
-from phalanx.train.parameter_server.connections import Links
-from phalanx.train.parameter_server.role import _Serving
+from phalanx.train.parameter_server.role import ServerProcess
 from phalanx.train.parameter_server.server_group import Address, Directory, Patience
+from phalanx.train.parameter_server.worker import ServerLinks
 
 SAMPLES, EPOCHS = 64, 6  # 4 steps an epoch
 QUICK = Patience(beat=0.05, silent=0.4, pieces=0.0, answer=5.0, back=5.0, parting=2.0)
@@ -167,7 +168,7 @@ def test_two_servers_of_one_shard_are_refused(place: Place) -> None:
     while Directory(place).find(0) is None:
         time.sleep(0.01)
     with pytest.raises(RunError, match="server 0 is running already, at 127"):
-        _Serving(job(), run, place, quick, None)
+        ServerProcess(job(), run, place, quick, Observer())
     thread.join()
     assert "no worker has been there for 1 s" in str(failed[0]), "and the first ends, since nobody comes"
 
@@ -175,7 +176,7 @@ def test_two_servers_of_one_shard_are_refused(place: Place) -> None:
 def test_a_server_that_is_not_there_is_named_with_the_time(place: Place) -> None:
     directory = Directory(place)
     directory.publish(0, Address("127.0.0.1", 1, 0))  # where nobody listens
-    links = Links(0, 1, 1, directory, replace(QUICK, back=0.2), None)
+    links = ServerLinks(0, 1, 1, directory, replace(QUICK, back=0.2), None)
     with pytest.raises(RunError, match=r"server 0 at 127\.0\.0\.1:1 could not be reached for 0\.2 s"):
         links.connect()
     links.close()

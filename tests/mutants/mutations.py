@@ -140,7 +140,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "parameters are not restored",
         "train/state.py",
-        "        checkpoint.load(path, model_tensors(assembly.layout))\n",
+        "        checkpoint.load(path, model_tensors(layout))\n",
         "",
         ("resume rich dp=2",),
     ),
@@ -153,7 +153,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "what a mean is weighted with is the same for every micro-batch",
-        "train/loss_form.py",
+        "train/loss.py",
         "return Reading(result, float(samples), samples, samples, True)",
         "return Reading(result, 1.0, 1, samples, True)",
         ("prove mean micro=4",),
@@ -217,8 +217,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "fillers count in the evaluation",
         "train/evaluate.py",
-        "                    if micro.samples:\n",
-        "                    if True:\n",
+        "found if micro.samples else dict.fromkeys(found, (0.0, 0.0))",
+        "found",
         ("prove rich dp=2",),
     ),
     Mutation(

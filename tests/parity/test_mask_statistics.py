@@ -19,8 +19,8 @@ from phalanx.parallel.context import attention, flash_block
 from phalanx.parallel.context.sdpa_args import SdpaArgs
 from phalanx.parallel.local_shards import elementwise_ops
 from phalanx.parallel.local_shards.tensor import RULES
+from phalanx.parallel.rng_streams import stream
 from phalanx.train import grad_accumulation
-from phalanx.train.rng import stream
 from phalanx.verify import OneDevice
 from phalanx.verify.mask_recording import Draw
 from phalanx.verify.mask_statistics import bound, statistics_of

@@ -91,15 +91,23 @@ PLANS = (
     "dp=2 server=1",
 )
 OF_STEPS = (
+    "train/loop.py:Loop",
+    "train/recorder.py:RunRecorder.stepped",
     "train/step.py:Step.update",
-    "train/memory.py:Measured",
+    "train/memory.py:MeasuredStep",
     "train/evaluate.py:evaluate",
     "checkpoint/store.py:save",
 )
 COMPUTED = ("compute", "coordinator")
-WITHOUT_CLOCK = ("parallel/", "checkpoint/", "data/", *(f"train/parameter_server/{name}.py" for name in COMPUTED))
+WITHOUT_CLOCK = (
+    *("parallel/", "checkpoint/", "data/", "train/loop.py", "train/recorder.py"),
+    *(f"train/parameter_server/{name}.py" for name in COMPUTED),
+)
 """Of servers and their workers; in other rooms they wait, beat and part by the clock, and what that calls is chance."""
-OF_SERVERS = ("train/parameter_server/coordinator.py", "parallel/parameter_server/update.py", "checkpoint/format.py")
+OF_SERVERS = (
+    *OF_STEPS[:2],
+    *("train/parameter_server/coordinator.py", "parallel/parameter_server/update.py", "checkpoint/format.py"),
+)
 
 
 @pytest.mark.parametrize("plan", PLANS)

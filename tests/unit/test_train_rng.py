@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.parallel.rng_streams import reseed
+from phalanx.parallel.rng_streams import reseed, stream
 from phalanx.train.assembly import build_model
-from phalanx.train.rng import stream
 
 pytestmark = pytest.mark.quick
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import tomli_w
 
 from phalanx.config.fields import Kind, is_number, is_whole, misfits
+from phalanx.config.job import Job
 from phalanx.config.plan import Plan
 from phalanx.errors import Problem, SpecError
 
@@ -162,3 +163,14 @@ class RunSpec:
         if problems:
             raise SpecError(problems)
         return run
+
+
+def override(job: Job, run: RunSpec) -> Job:
+    """``job`` with the batch, steps or epochs that ``run`` states."""
+    if run.batch is not None:
+        job = replace(job, batch=run.batch)
+    if run.steps is not None:
+        job = replace(job, steps=run.steps, epochs=None)
+    if run.epochs is not None:
+        job = replace(job, epochs=run.epochs, steps=None)
+    return job

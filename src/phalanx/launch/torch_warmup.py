@@ -31,8 +31,9 @@ _KNOWN = (2, 11), (2, 14)  # from the first, before the second
 def make_ready(plan: Plan) -> None:
     """Load what training under ``plan`` needs, in the launcher: once for all workers to be forked.
 
-    Sharded and fake tensors and compiled plans need the compiler's front end. For the others nothing is done here.
+    Sharded and fake tensors and compiled plans need the compiler's front end; for the others it is left alone.
     """
+    importlib.import_module("phalanx.train.parameter_server" if plan.server else "phalanx.train.mesh_stepper")
     if plan.compile or plan.kind in ("shard", "split"):
         importlib.import_module("torch._dynamo")
         importlib.import_module("phalanx.parallel.zero")

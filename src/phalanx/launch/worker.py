@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 from phalanx.comm import Place
 from phalanx.comm.process_group import meet
 from phalanx.config import Job, RunSpec
+from phalanx.config.run import override
 from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecError, WorkerError
 from phalanx.launch.failure import Failure, describe_error, record, worker_error
 from phalanx.launch.forked_worker import die_with
@@ -28,7 +29,6 @@ from phalanx.launch.side_process import look_ahead
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
 from phalanx.launch.torchrun import claim
 from phalanx.launch.worker_reports import WorkerReports
-from phalanx.train import overrides
 from phalanx.train.assembly import refuse
 from phalanx.train.loop import train
 
@@ -122,7 +122,7 @@ def main(runfile: Path, reports: Path | None = None) -> int:
         status.report_step(None)
         run = _read(runfile)
         _refuse_another_world(run, status.place, runfile)
-        train_as_worker(overrides.apply(load_job(run.job), run), run, status, runfile=runfile)
+        train_as_worker(override(load_job(run.job), run), run, status, runfile=runfile)
     except BaseException as error:
         if not (reports or isinstance(error, Exception)):
             raise

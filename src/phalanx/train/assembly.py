@@ -18,12 +18,12 @@ from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, check, device_kind, notes
 from phalanx.parallel.buffer_sync import buffers_kept
 from phalanx.parallel.compression import optimizer_problems
+from phalanx.parallel.rng_streams import stream
 from phalanx.train.consistency import same_initial_values, same_length
 from phalanx.train.elementwise import Parameters, note_slices, refuse_rows, refuse_slices
 from phalanx.train.inputs import Inputs
 from phalanx.train.lr_schedule import scheduler_notes, scheduler_problems
-from phalanx.train.refusals import closure_problems, model_problems
-from phalanx.train.rng import stream
+from phalanx.train.refusals import closure_problems, model_problems, server_problems
 from phalanx.train.step import Step, StepPlan
 from phalanx.train.uneven_shares import Sharing
 from phalanx.units import show_bytes
@@ -80,9 +80,7 @@ def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> No
             )
         )
     if plan.server and not problems:
-        from phalanx.train.parameter_server.limits import refusals
-
-        problems += refusals(job, plan)
+        problems += server_problems(job, plan)
     if problems:
         raise RefusedError(problems)
 

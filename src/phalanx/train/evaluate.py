@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,11 @@ from phalanx.data import evaluation_batches
 from phalanx.errors import LossError
 from phalanx.train.assembly import Assembly
 from phalanx.train.inputs import Inputs
-from phalanx.train.loss_form import read_loss
+from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
+
+Sums = dict[str, tuple[float, float]]
+"""Name → sum and count: of ``loss``, and of each metric."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +41,13 @@ class Evaluation:
     metrics: dict[str, float]
     seconds: float
 
+    @classmethod
+    def of(cls, sums: Sums, samples: int, began: float) -> Evaluation:
+        """What ``sums`` come to, of an evaluation that began at that ``time.perf_counter()``."""
+        ratios = {name: total / count if count else math.nan for name, (total, count) in sorted(sums.items())}
+        loss = ratios.pop("loss")
+        return cls(loss=loss, samples=samples, metrics=ratios, seconds=time.perf_counter() - began)
+
 
 def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluation:
     """Run the model over ``dataset`` without gradients. Collective; every rank gets the same result.
@@ -51,7 +61,7 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
     if device.type == "cpu" and assembly.device == "cuda":  # parameters offloaded between uses
         device = torch.device("cuda", torch.cuda.current_device())
     inputs = Inputs(job, layout.module)
-    sums: dict[str, list[float]] = {}
+    sums: Sums = {}
     samples = 0
     averaged = assembly.apart.averaged() if assembly.apart else nullcontext()
     with averaged, torch.no_grad(), evaluation_mode(layout.module):
@@ -64,11 +74,7 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
                     # Of a pipeline only the last rank has an output, and measures.
                     found = {} if output is None else measure(job, output, on_device, micro.samples)
                 samples += micro.samples
-                for name, (total, count) in found.items():
-                    entry = sums.setdefault(name, [0.0, 0.0])
-                    if micro.samples:
-                        entry[0] += float(total)
-                        entry[1] += float(count)
+                add_up(sums, found if micro.samples else dict.fromkeys(found, (0.0, 0.0)))
     names = sorted(sums)
     if layout.held.stages is not None:
         names = max(from_every_rank(names), key=len)
@@ -79,13 +85,16 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
     sum_over_ranks(totals)
     if assembly.apart:
         assembly.apart.across.sum(totals)
-    values = totals.tolist()
-    ratios = {
-        name: values[1 + 2 * index] / values[2 + 2 * index] if values[2 + 2 * index] else math.nan
-        for index, name in enumerate(names)
-    }
-    loss = ratios.pop("loss")
-    return Evaluation(loss=loss, samples=int(values[0]), metrics=ratios, seconds=time.perf_counter() - begun)
+    everywhere, *values = totals.tolist()
+    whole = dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
+    return Evaluation.of(whole, int(everywhere), begun)
+
+
+def add_up(sums: Sums, found: Mapping[str, tuple[Any, Any]]) -> None:
+    """Add what was ``found`` on further samples to ``sums``."""
+    for name, (total, count) in found.items():
+        before = sums.get(name, (0.0, 0.0))
+        sums[name] = before[0] + float(total), before[1] + float(count)
 
 
 @contextmanager

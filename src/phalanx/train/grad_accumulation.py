@@ -20,11 +20,10 @@ from torch import nn
 from phalanx.comm import active
 from phalanx.data import MicroBatch, StepBatch
 from phalanx.parallel import MicroBatchWork
-from phalanx.parallel.rng_streams import reseed
+from phalanx.parallel.rng_streams import reseed, stream
 from phalanx.train.inputs import to_device
-from phalanx.train.loss_form import Reading, read_loss
+from phalanx.train.loss import Reading, read_loss
 from phalanx.train.metrics import Totals
-from phalanx.train.rng import stream
 
 if TYPE_CHECKING:
     from phalanx.train.step import Step

@@ -78,7 +78,12 @@ def _groups(grad: torch.Tensor, holding: TensorShard | None) -> tuple[dist.Proce
 
 def clip(grads: list[torch.Tensor], norm: torch.Tensor, limit: float) -> None:
     """Scale gradients whose global norm is above ``limit`` down to it (Pascanu et al. 2013)."""
-    scale(grads, torch.clamp(limit / (norm + 1e-6), max=1.0))
+    scale(grads, clip_factor(norm, limit))
+
+
+def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """What gradients of this global norm are multiplied by: at most 1."""
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
 def _wide(device: torch.device) -> torch.dtype:

@@ -21,7 +21,7 @@ from phalanx.errors import Problem, RefusedError
 from phalanx.events import read
 
 
-class Rates:
+class LearningRates:
     """Sets an optimizer's learning rates before each step.
 
     A rate is what the optimizer began with, times the schedule's factor and ``scale``. Where neither changes anything,

@@ -58,7 +58,7 @@ class Parts:
         return asdict(self)
 
 
-class Measured:
+class MeasuredStep:
     """A step that measures memory the first times it is called, and then is the step itself.
 
     Attributes:
@@ -76,7 +76,7 @@ class Measured:
         if not self._left:
             return self._step(batch)
         self._left -= 1
-        step, saved = self._step, Saved(self._kind, self._fixed(), self.uncounted)
+        step, saved = self._step, SavedActivations(self._kind, self._fixed(), self.uncounted)
         step.watch = StepObserver(around=lambda context: self._around(saved, context), gradients=self._see_gradients)
         try:
             with saved.everywhere(step.layout.module, outside=not step.plan.compile):
@@ -97,7 +97,7 @@ class Measured:
         """What was found so far."""
         return self._parts if self._left < _MEASURED else self._see_fixed()
 
-    def _see_all(self, saved: Saved) -> None:
+    def _see_all(self, saved: SavedActivations) -> None:
         parts = self._see_fixed()
         parts.parameters = max(parts.parameters, self._bytes(self._values()) + saved.gathered)
         parts.activations = max(parts.activations, saved.peak)
@@ -110,7 +110,9 @@ class Measured:
         parts.optimizer = max(parts.optimizer, self._bytes(_tensors(dict(self._step.optimizer.state)), but=values))
         return parts
 
-    def _around(self, saved: Saved, context: AbstractContextManager[object]) -> AbstractContextManager[object]:
+    def _around(
+        self, saved: SavedActivations, context: AbstractContextManager[object]
+    ) -> AbstractContextManager[object]:
         self._see_gradients()  # those of the micro-batches before, which the last one's backward may scatter
         return saved.inside(context)
 
@@ -143,7 +145,7 @@ class Measured:
             yield from _storages(tensor, self.uncounted)
 
 
-class _Kept:
+class _SavedTensor:
     """A tensor that autograd has saved; says when it is let go."""
 
     __slots__ = ("_freed", "_keys", "tensor")
@@ -155,7 +157,7 @@ class _Kept:
         self._freed.extend(self._keys)
 
 
-class Saved:
+class SavedActivations:
     """Follows what autograd saves for backward.
 
     Inside its block, in each thread that enters it, every tensor that is saved counts until it is let go. What is saved
@@ -215,10 +217,10 @@ class Saved:
         with self._lock:
             for memory in counted:
                 self._hold(memory)
-        return _Kept(kept, [memory._cdata for memory in counted], self._freed)
+        return _SavedTensor(kept, [memory._cdata for memory in counted], self._freed)
 
     def _unpack(self, kept: Any) -> Tensor:
-        tensor: Tensor = kept.tensor if isinstance(kept, _Kept) else kept
+        tensor: Tensor = kept.tensor if isinstance(kept, _SavedTensor) else kept
         if self._whole and any(memory._cdata in self._whole for memory in _storages(tensor, self._uncounted)):
             self._see_whole()
         return tensor
@@ -313,7 +315,7 @@ class Saved:
 
 
 class _Hooks(graph.saved_tensors_hooks):
-    """Those of ``Saved``."""
+    """Those of ``SavedActivations``."""
 
 
 class _Seen:

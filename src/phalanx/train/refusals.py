@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from phalanx.config import Job, Plan
 from phalanx.errors import Problem
 from phalanx.parallel import compression
 from phalanx.parallel.grad_reduce import sparse_problems
-from phalanx.train.elementwise import Parameters, learning, rows_problem, slice_problems, small
+from phalanx.parallel.parameter_server import starved
+from phalanx.train.elementwise import Parameters, elementwise, learning, rows_problem, slice_problems, small
 from phalanx.train.lr_schedule import scheduler_problems
 
 
@@ -53,6 +55,25 @@ def optimizer_problems(job: Job, plan: Plan, parameters: Mapping[str, torch.Tens
             mesh = dist.device_mesh.init_device_mesh("cpu", (plan.fsdp,))
             problem = rows_problem(job, plan, optimizer, parameters, mesh, alone=True)
         problems += [problem] if problem else []
+    return problems
+
+
+def server_problems(job: Job, plan: Plan) -> list[Problem]:
+    """What keeps servers from serving ``job``, as far as it shows before any process starts."""
+    problems: list[Problem] = []
+    if plan.precision == "fp16":
+        given, fix = f"precision=fp16 with server={plan.server}", str(replace(plan, precision="bf16"))
+        why = "which loss scale overflows is known only when gradients of other scales are on their way"
+        problems.append(Problem(where="plan.precision", given=given, allowed=f"fp32 or bf16: {why}", fix=fix))
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            module = job.model()
+        parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    except Exception:  # some models need values; then the servers themselves find out
+        return problems
+    problems += sparse_problems(module, plan)
+    if plan.server > 1:
+        problems += starved(parameters, plan, cut=elementwise(job, parameters))
     return problems
 
 

@@ -28,7 +28,7 @@ from phalanx.train.assembly import begun, build_model, example_of, looked_at, op
 from phalanx.train.elementwise import half_steps
 from phalanx.train.evaluate import evaluation_mode, measure
 from phalanx.train.inputs import Inputs
-from phalanx.train.loss_form import read_loss
+from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
 from phalanx.train.refusals import model_problems, optimizer_problems, rank_0
 from phalanx.train.split_causes import LARGEST, causes

@@ -20,7 +20,7 @@ from phalanx.config import Job, Plan
 from phalanx.data import Loader
 from phalanx.parallel import batch_statistics, dropouts
 from phalanx.train.inputs import Inputs
-from phalanx.train.loss_form import Reading, read_loss
+from phalanx.train.loss import Reading, read_loss
 from phalanx.units import show_names
 
 _SAMPLES = 4

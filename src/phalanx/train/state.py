@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.comm import from_every_rank, local
-from phalanx.config import Job
+from phalanx.config import Job, RunSpec
 from phalanx.errors import CheckpointError
 from phalanx.parallel import Layout, LocalSgd, RankHoldings
 from phalanx.parallel.diloco import flattened, spread
@@ -19,6 +19,23 @@ from phalanx.train.loss_scaling import LossScale
 
 if TYPE_CHECKING:
     from phalanx.checkpoint import Part, Pieces
+
+
+def newest_checkpoint(run: RunSpec) -> tuple[Path, int]:
+    """The checkpoint that a run resumes from, and its step.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    from phalanx import checkpoint
+
+    folder = run.folder / "checkpoints"
+    path = checkpoint.latest(folder)
+    if path is None:
+        raise CheckpointError(
+            f"{folder} holds no complete checkpoint to resume from\n    try: without --resume, a new run"
+        )
+    return path, checkpoint.read_state(path)["step"]
 
 
 def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
@@ -46,34 +63,41 @@ def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
 
 
 def restore(path: Path, job: Job, assembly: Assembly) -> None:
-    """Bring a training back to where ``path`` was written. Collective.
-
-    Values, optimizer state and progress come from the checkpoint. Hyper-parameters (``lr``, ``weight_decay``,
-    ``betas``, ...) are the job's as it is now: who edits them and resumes trains on with the new ones. So what an
-    optimizer keeps in its parameter groups rather than in its state begins anew.
+    """Bring a training back to where ``path`` was written: values, optimizer state and progress. Collective.
 
     Raises:
         CheckpointError: if the checkpoint is of another model or another job.
     """
     from phalanx import checkpoint
 
-    state = checkpoint.read_state(path)
-    _same_job(state["identity"], identity(job, assembly.loader.length), path)
+    state, held = checkpoint.read_state(path), assembly.layout.held
+    refuse_other_job(state["identity"], job, assembly.loader.length, path)
+    restore_values(path, assembly.layout, assembly.optimizer)
     with torch.no_grad():
-        checkpoint.load(path, model_tensors(assembly.layout))
-        own = [_hyper_parameters(group) for group in assembly.optimizer.param_groups]
-        held = assembly.layout.held
-        checkpoint.restore_optimizer(assembly.optimizer, held.parameters, path, parts(held))
-        for group, values in zip(assembly.optimizer.param_groups, own, strict=True):
-            _reset(group, values)
-        if lost := restore_sender(path, held, state):
-            assembly.notes.append(lost)
+        lost = restore_sender(path, held, state)
+    assembly.notes.extend([lost] if lost else [])
     assembly.layout.stepped()
     restore_outer(assembly, path, state, parts(held))
     progress = assembly.step.progress
     progress.step, progress.samples, progress.divisor = state["step"], state["samples"], state["divisor"]
     if progress.loss_scale and state["loss_scale"]:
         progress.loss_scale = LossScale(**state["loss_scale"])
+
+
+def restore_values(path: Path, layout: Layout, optimizer: torch.optim.Optimizer) -> None:
+    """Bring the model's values and the optimizer's state back. Collective.
+
+    Hyper-parameters (``lr``, ``weight_decay``, ``betas``, ...) are the job's as it is now: who edits them and resumes
+    trains on with the new ones. So what an optimizer keeps in its parameter groups, not in its state, begins anew.
+    """
+    from phalanx import checkpoint
+
+    own = [_hyper_parameters(group) for group in optimizer.param_groups]
+    with torch.no_grad():
+        checkpoint.load(path, model_tensors(layout))
+        checkpoint.restore_optimizer(optimizer, layout.held.parameters, path, parts(layout.held))
+        for group, values in zip(optimizer.param_groups, own, strict=True):
+            _reset(group, values)
 
 
 def model_tensors(layout: Layout) -> dict[str, torch.Tensor | Pieces]:
@@ -145,7 +169,13 @@ def _reset(group: dict[str, Any], values: dict[str, Any]) -> None:
             group[key] = value
 
 
-def _same_job(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+def refuse_other_job(saved: dict[str, Any], job: Job, length: int | None, path: Path) -> None:
+    """Refuse the checkpoint ``path``, of the job whose identity was ``saved``, if that is not ``job``.
+
+    Raises:
+        CheckpointError: with what differs.
+    """
+    now = identity(job, length)
     other = [f"{key}: {saved.get(key)} there, {now[key]} now" for key in now if saved.get(key) != now[key]]
     if other:
         raise CheckpointError(

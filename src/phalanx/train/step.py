@@ -17,9 +17,9 @@ from phalanx.parallel import EveryStep, Layout, Sync, without_gradient
 from phalanx.train.grad_accumulation import GradAccumulation
 from phalanx.train.grad_clipping import add_up_rows, clip, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs
-from phalanx.train.loss_form import check_totals
+from phalanx.train.loss import check_totals
 from phalanx.train.loss_scaling import LossScale, compute_context
-from phalanx.train.lr_schedule import Rates
+from phalanx.train.lr_schedule import LearningRates
 from phalanx.train.metrics import Metrics, Totals, towards_host
 from phalanx.train.observer import Observer
 from phalanx.train.uneven_shares import Sharing
@@ -99,7 +99,7 @@ class Step:
             step=course.first_step, loss_scale=LossScale.for_batch(job.batch) if plan.precision == "fp16" else None
         )
         self.inputs = Inputs(job, layout.module)
-        self._rates = Rates(job, optimizer, total_steps=course.total_steps, scale=course.lr_scale)
+        self._rates = LearningRates(job, optimizer, total_steps=course.total_steps, scale=course.lr_scale)
         self.first_part = course.first_part
         self.whole_here = not active() and plan.devices == 1 and not self.sync.alone
         self._checked = False

@@ -23,7 +23,7 @@ from phalanx.trace import ModelCall, length_of, trace
 from phalanx.train.assembly import begun, example_of
 from phalanx.train.elementwise import Parameters
 from phalanx.train.inputs import Inputs
-from phalanx.train.loss_form import read_loss
+from phalanx.train.loss import read_loss
 from phalanx.units import show_names
 
 _ADAM = 8.0  # bytes a parameter

@@ -27,7 +27,7 @@ from torch.nn import functional
 from phalanx.config import Job, Plan
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.local_shards import is_sliced
-from phalanx.train.rng import stream
+from phalanx.parallel.rng_streams import stream
 from phalanx.train.split_causes import splits_batches
 from phalanx.verify.running_layers import RunningLayers
 

@@ -10,15 +10,11 @@ from phalanx.config import Job, Plan
 from phalanx.data.loader import Pieces
 from phalanx.parallel import without_gradient
 from phalanx.parallel.layout import Layout
-from phalanx.parallel.rng_streams import reseed
-from phalanx.train.evaluate import evaluation_mode, measure
+from phalanx.parallel.rng_streams import reseed, stream
+from phalanx.train.evaluate import Sums, add_up, evaluation_mode, measure
 from phalanx.train.inputs import Inputs
-from phalanx.train.loss_form import read_loss
+from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
-from phalanx.train.rng import stream
-
-Sums = dict[str, tuple[float, float]]
-"""Name → sum and count: of ``loss``, and in an evaluation of each metric."""
 
 
 @final
@@ -72,9 +68,7 @@ class Computer:
                     args, kwargs, batch = self._inputs(micro.batch, device)
                     measured = measure(self._job, module(*args, **kwargs), batch, micro.samples)
                 samples += micro.samples
-                for name, (total, count) in measured.items():
-                    before = found.get(name, (0.0, 0.0))
-                    found[name] = (before[0] + float(total), before[1] + float(count))
+                add_up(found, measured)
         return found, samples
 
     @property

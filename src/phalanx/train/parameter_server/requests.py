@@ -48,16 +48,16 @@ class RequestHandler:
 
     Attributes:
         news: held while anything here is changed or read; told when a piece has come in or a worker has gone.
-        dealer: of the steps, or of an evaluation.
+        queue: of the steps, or of an evaluation.
         term: of the pieces dealt now.
         workers: by rank.
         happened: what became of workers, to be written down by the main thread.
         statistics: step → those of normalisation layers that came with its first piece.
     """
 
-    def __init__(self, dealer: WorkQueue, length: int, form: Form, patience: Patience) -> None:
+    def __init__(self, queue: WorkQueue, length: int, form: Form, patience: Patience) -> None:
         self.news = threading.Condition()
-        self.dealer, self.term = dealer, 0
+        self.queue, self.term = queue, 0
         self.workers: dict[int, WorkerState] = {}
         self.happened: list[dict[str, Any]] = []
         self.statistics: dict[int, Flat] = {}
@@ -67,10 +67,10 @@ class RequestHandler:
         self._laps: deque[float] = deque(maxlen=64)
         self.trouble: Exception | None = None
 
-    def turn_to(self, what: str, dealer: WorkQueue) -> None:
-        """From now on deal pieces of ``dealer`` out, for ``train`` or ``evaluate``."""
+    def turn_to(self, what: str, queue: WorkQueue) -> None:
+        """From now on deal pieces of ``queue`` out, for ``train`` or ``evaluate``."""
         with self.news:
-            self._what, self.dealer = what, dealer
+            self._what, self.queue = what, queue
         self.deal()
 
     def deal(self) -> None:
@@ -112,13 +112,13 @@ class RequestHandler:
         with self.news:
             for rank, known in self.workers.items():
                 quiet = time.monotonic() - known.connection.heard if known.connection else 0.0
-                if not known.silent and quiet > limit and self.dealer.held(rank):
+                if not known.silent and quiet > limit and self.queue.held(rank):
                     known.silent = fallen = True
-                    self.dealer.silent(rank)
+                    self.queue.silent(rank)
                     self._note(rank, "silent", f"nothing heard for {quiet:.1f} s")
                 elif known.silent and quiet < limit and known.connection:
                     known.silent = False
-                    self.dealer.heard(rank)
+                    self.queue.heard(rank)
                     self._note(rank, "returned", "it is heard of again")
         if fallen:
             self.deal()
@@ -137,7 +137,7 @@ class RequestHandler:
                 self.workers[rank] = WorkerState(connection, time.monotonic())
             else:
                 before.connection, before.waiting, before.silent, before.away = connection, False, False, False
-                self.dealer.leave(rank)
+                self.queue.leave(rank)
             self._note(rank, "returned" if before else "joined", "")
             self.news.notify_all()
 
@@ -151,7 +151,7 @@ class RequestHandler:
             known = self.workers[rank]
             if done := frame.meta.get("done"):
                 self._take_in(rank, known, done, brought)
-            self.dealer.leave(rank)
+            self.queue.leave(rank)
             known.waiting = True
         self._answer(rank)
 
@@ -171,7 +171,7 @@ class RequestHandler:
             if known.memory is None:
                 known.away = True
                 self._note(rank, "lost", reason)
-                self.dealer.leave(rank)
+                self.queue.leave(rank)
             if not self.present:
                 self._nobody_since = time.monotonic()
             self.news.notify_all()
@@ -189,7 +189,7 @@ class RequestHandler:
             samples=done["samples"],
             seconds=done["seconds"],
         )
-        if not self.dealer.put(rank, piece, report):
+        if not self.queue.put(rank, piece, report):
             return
         if self._what == "train":
             known.pieces += 1
@@ -198,7 +198,7 @@ class RequestHandler:
             if brought is not None:
                 self.statistics[piece.step] = brought
         self._laps.append(report.seconds)
-        if self.dealer.ready() is not None:
+        if self.queue.ready() is not None:
             self.news.notify_all()
 
     def _answer(self, rank: int) -> None:
@@ -207,11 +207,11 @@ class RequestHandler:
             known = self.workers.get(rank)
             if known is None or not known.waiting or known.connection is None:
                 return
-            piece = None if self._finished else self.dealer.ask(rank)
+            piece = None if self._finished else self.queue.ask(rank)
             if piece is None and not self._finished:
                 return
             known.waiting, connection = False, known.connection
-            deal = {"what": self._what, "version": self.dealer.version, "term": self.term}
+            deal = {"what": self._what, "version": self.queue.version, "term": self.term}
         try:
             if piece is None:
                 connection.send(Kind.END)

@@ -1,8 +1,8 @@
-"""What each process of a run with servers does, by its rank: workers first, then servers."""
+"""What each process of a run with servers does, by its rank: workers first, then servers, the first of them leads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,28 +11,23 @@ from phalanx.comm import Place, device_for
 from phalanx.comm.frames import Connection, LostError
 from phalanx.config import Job, RunSpec
 from phalanx.data.loader import Pieces
-from phalanx.errors import CheckpointError, RunError
-from phalanx.events import SCHEMA_VERSION
+from phalanx.errors import RunError
+from phalanx.events import read
 from phalanx.parallel import advice, device_kind, notes
 from phalanx.parallel.compression import Codec, codec
 from phalanx.parallel.parameter_server import Kind, StalenessBound, WorkQueue
 from phalanx.train.assembly import refuse
+from phalanx.train.loop import Loop, StepsLostError
 from phalanx.train.lr_schedule import resume_notes
 from phalanx.train.observer import Observer
-from phalanx.train.parameter_server.connections import Links
-from phalanx.train.parameter_server.coordinator import (
-    Coordinator,
-    CoordinatorContext,
-    Progress,
-    divisor_of,
-    find_others,
-)
-from phalanx.train.parameter_server.recorder import Recorder, ServerScene, last_version
+from phalanx.train.parameter_server.coordinator import Coordinator, divisor_of, segment
 from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import Server
-from phalanx.train.parameter_server.server_group import Address, Directory, Group, Patience
+from phalanx.train.parameter_server.server_group import Address, Directory, Patience, ServerGroup, ServerScene
 from phalanx.train.parameter_server.shard_store import ShardStore
-from phalanx.train.parameter_server.worker import Worker
+from phalanx.train.parameter_server.worker import ServerLinks, Worker
+from phalanx.train.recorder import RunRecorder
+from phalanx.train.state import newest_checkpoint, refuse_other_job
 
 
 def take_part(
@@ -43,11 +38,12 @@ def take_part(
     *,
     patience: Patience | None = None,
     observer: Observer | None = None,
+    causes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Be the worker or the server that ``place.rank`` is, to the end of the run.
 
     Ranks 0 to dp - 1 are workers, the next are servers, the first of which coordinates. A process that takes the place
-    of one that was killed has ``place.generation`` above 0.
+    of one that was killed has ``place.generation`` above 0. ``causes`` stand among the run's notes.
 
     Returns on server 0 the run's summary, as ``train`` does, and nothing elsewhere.
 
@@ -60,7 +56,7 @@ def take_part(
     if place.rank < plan.dp:
         _work(job, run, place, report, waits, observer or Observer())
         return {}
-    return _Serving(job, run, place, waits, observer or Observer()).run(report)
+    return ServerProcess(job, run, place, waits, observer or Observer()).serve(report, causes)
 
 
 def workers_here(run: RunSpec, place: Place) -> int:
@@ -76,7 +72,7 @@ def _work(
     data = _data(job, run)
     worker = Worker(job, run.plan, device, divisor_of(job), data)
     worker.observer = observer
-    links = Links(place.rank, data[0].length, run.plan.server, Directory(place), patience, _codec(run))
+    links = ServerLinks(place.rank, data[0].length, run.plan.server, Directory(place), patience, _codec(run))
     links.start()
     try:
         worker.run(links, report)
@@ -84,125 +80,122 @@ def _work(
         links.close()
 
 
-class _Serving:
+class ServerProcess:
     """One server's process."""
 
     def __init__(self, job: Job, run: RunSpec, place: Place, patience: Patience, observer: Observer) -> None:
+        """Refuses to hold what a live server holds already.
+
+        Raises:
+            RunError: if there is one.
+        """
         self._job, self._run, self._place, self._patience, self._observer = job, run, place, patience, observer
         self._index = place.rank - run.plan.dp
         self._directory = Directory(place)
         self._again = place.generation > 0
-        self._alone()
+        self._refuse_second()
 
-    def run(self, report: Callable[[int], None]) -> dict[str, Any]:
-        """Serve to the end."""
-        keeper = ShardStore(self._job, self._run.plan, self._index, self._run.folder)
-        resumed = _newest(self._run) if self._run.resume and not self._again else None
-        state = keeper.resume(resumed) if resumed else {}
+    def serve(self, report: Callable[[int], None], causes: Sequence[str]) -> dict[str, Any]:
+        """Serve to the end; server 0 has the loop of the run."""
+        store = ShardStore(self._job, self._run.plan, self._index, self._run.folder)
+        resumed = newest_checkpoint(self._run)[0] if self._run.resume and not self._again else None
+        state = store.resume(resumed) if resumed else {}
         if not self._again:
-            keeper.clear()
-        keeper.settle()
-        servant = Server(keeper, self._place.host, _codec(self._run))
+            store.clear()
+        store.settle()
+        server = Server(store, self._place.host, _codec(self._run))
         try:
-            if self._index:
-                servant.start()
-                self._publish(servant)
-                return self._follow(servant)
-            return self._lead(keeper, servant, state, resumed, report)
+            if self._index == 0:
+                coordinator = self._coordinator(store, server, state, resumed, report)
+                return self._lead(coordinator, resumed, causes)
+            server.start()
+            self._publish(server)
+            return self._follow(server)
         finally:
-            servant.close()
+            server.close()
 
-    def _follow(self, servant: Server) -> dict[str, Any]:
-        while not servant.over.wait(0.2):
-            if servant.trouble:
-                raise servant.trouble
-            if servant.alone_for > self._patience.back + self._patience.parting:
+    def _follow(self, server: Server) -> dict[str, Any]:
+        while not server.over.wait(0.2):
+            if server.trouble:
+                raise server.trouble
+            if server.alone_for > self._patience.back + self._patience.parting:
                 raise RunError(
                     f"server 0, which coordinates the others, has not been there for {self._patience.back:g} s\n"
                     "    try: --resume, which goes on from the last checkpoint"
                 )
         return {}
 
-    def _lead(
+    def _coordinator(
         self,
-        keeper: ShardStore,
-        servant: Server,
+        store: ShardStore,
+        server: Server,
         state: dict[str, Any],
         resumed: Path | None,
         report: Callable[[int], None],
-    ) -> dict[str, Any]:
-        job, run, patience = self._job, self._run, self._patience
+    ) -> Coordinator:
+        job, run, plan, patience = self._job, self._run, self._run.plan, self._patience
         pieces, evaluation = _data(job, run)
-        first = last_version(run) if self._again else int(state.get("step", 0))
-        plan = run.plan
+        if resumed:
+            refuse_other_job(state["identity"], job, pieces.length, resumed)
+        first = _last_version(run) if self._again else int(state.get("step", 0))
         pace = StalenessBound(staleness=plan.staleness or 0, backup=plan.backup, after=plan.after)
-        dealer = WorkQueue(pieces.sizes, first=first, limit=first, pace=pace)
-        desk = RequestHandler(dealer, pieces.length, keeper.statistics.form, patience)
-        group = Group(servant, run.plan.server, patience)
-        recorder = Recorder(run, pieces, first)
-        office = CoordinatorContext(
+        queue = WorkQueue(pieces.sizes, first=first, limit=first, pace=pace)
+        group = ServerGroup(server, plan.server, patience)
+        return Coordinator(
             job=job,
             run=run,
-            keeper=keeper,
-            servant=servant,
+            store=store,
+            server=server,
             group=group,
-            desk=desk,
-            recorder=recorder,
+            requests=RequestHandler(queue, pieces.length, store.statistics.form, patience),
+            recorder=RunRecorder(run, ledger=segment(run, first), writes=True, total_steps=pieces.total_steps),
             directory=self._directory,
             pieces=pieces,
             evaluation=evaluation,
             patience=patience,
             observer=self._observer,
-            scene=ServerScene(keeper, group, _notes(job, run, keeper)),
+            scene=ServerScene(store, group, _notes(job, run, store)),
+            report=report,
+            samples_before=int(state.get("samples", 0)),
         )
-        samples = int(state.get("samples", 0))
-        coordinator = Coordinator(office, Progress(samples=samples, begun=samples, saved=first), report)
-        try:
-            find_others(office)
-            if not self._again:
-                self._begin(office, coordinator, resumed, first)
-            servant.start(desk)
-            self._publish(servant)
-            return coordinator.run(behind=self._again)
-        finally:
-            group.close()
-            recorder.close()
 
-    def _begin(self, office: CoordinatorContext, coordinator: Coordinator, resumed: Path | None, first: int) -> None:
-        job, run, keeper = self._job, self._run, office.keeper
+    def _lead(self, coordinator: Coordinator, resumed: Path | None, causes: Sequence[str]) -> dict[str, Any]:
+        lost = StepsLostError(0, "this server was killed, and is here again") if self._again else None
+        with coordinator.recorder:
+            try:
+                coordinator.find_others()
+                if not self._again:
+                    self._start(coordinator, resumed, causes)
+                coordinator.server.start(coordinator.requests)
+                self._publish(coordinator.server)
+                return Loop(self._job, self._run, coordinator, coordinator.recorder, self._observer).run(lost)
+            finally:
+                coordinator.group.close()
+
+    def _start(self, coordinator: Coordinator, resumed: Path | None, causes: Sequence[str]) -> None:
+        """Record that the run begins, and show it to the observer."""
+        job, run, first, pieces = self._job, self._run, coordinator.taken, coordinator.pieces
         device = device_kind(run.plan, workers_here(run, self._place))
-        said = list(office.scene.notes)
-        if resumed:
-            said += resume_notes(job, run.folder, step=first, total_steps=office.pieces.total_steps)
-        office.recorder.write(
-            "start",
-            schema=SCHEMA_VERSION,
-            job=job.name,
-            plan=str(run.plan),
-            exact=run.plan.exactness,
+        said = resume_notes(job, run.folder, step=first, total_steps=pieces.total_steps) if resumed else []
+        coordinator.recorder.start(
+            job,
+            advice=advice(job, run.plan, device),
+            resumed=resumed,
             world_size=self._place.world_size,
             device=device,
-            batch=job.batch,
-            samples=office.pieces.length,
-            drop_last=job.drop_last,
-            total_steps=office.pieces.total_steps,
+            samples=pieces.length,
             first_step=first,
-            parameters=keeper.elements,
-            notes=said,
+            parameters=coordinator.store.elements,
+            notes=[*coordinator.scene.notes, *causes, *said],
         )
-        for message in advice(job, run.plan, device):
-            office.recorder.write("warning", message=message)
-        if resumed:
-            office.recorder.write("resume", step=first, path=str(resumed.relative_to(run.folder)))
-            if run.snapshots:
-                coordinator.snapshot()
-        self._observer.built(office.scene)
+        if resumed and run.snapshots:
+            coordinator.snapshot()
+        self._observer.built(coordinator.scene)
 
-    def _publish(self, servant: Server) -> None:
-        self._directory.publish(self._index, Address(self._place.host, servant.port, self._place.generation))
+    def _publish(self, server: Server) -> None:
+        self._directory.publish(self._index, Address(self._place.host, server.port, self._place.generation))
 
-    def _alone(self) -> None:
-        """Refuse to hold what a live server holds already."""
+    def _refuse_second(self) -> None:
         address = self._directory.find(self._index)
         if address is None:
             return
@@ -220,6 +213,17 @@ class _Serving:
             )
 
 
+def _last_version(run: RunSpec) -> int:
+    """Updates that the run in this folder has made since it last began, as its events tell."""
+    version = 0
+    for event in read(run.folder / "events.jsonl"):
+        if event["event"] == "start":
+            version = int(event["first_step"])
+        elif event["event"] in ("update", "server"):
+            version = int(event["version"])
+    return version
+
+
 def _data(job: Job, run: RunSpec) -> tuple[Pieces, Pieces | None]:
     plan = run.plan
     pieces = Pieces(job.data(), job, plan.dp, micro=plan.micro)
@@ -228,9 +232,9 @@ def _data(job: Job, run: RunSpec) -> tuple[Pieces, Pieces | None]:
     return pieces, evaluation
 
 
-def _notes(job: Job, run: RunSpec, keeper: ShardStore) -> list[str]:
-    found = notes(keeper.layout.module, job, run.plan)
-    if keeper.statistics.named:
+def _notes(job: Job, run: RunSpec, store: ShardStore) -> list[str]:
+    found = notes(store.layout.module, job, run.plan)
+    if store.statistics.named:
         found.append("running statistics of normalisation are those that went through the first piece of each batch.")
     if job.workers:
         found.append("workers of servers read each piece when they are dealt it, none ahead: job.workers is not used.")
@@ -239,15 +243,3 @@ def _notes(job: Job, run: RunSpec, keeper: ShardStore) -> list[str]:
 
 def _codec(run: RunSpec) -> Codec | None:
     return None if run.plan.compress == "none" else codec(run.plan.compress)
-
-
-def _newest(run: RunSpec) -> Path:
-    from phalanx import checkpoint
-
-    folder = run.folder / "checkpoints"
-    path = checkpoint.latest(folder)
-    if path is None:
-        raise CheckpointError(
-            f"{folder} holds no complete checkpoint to resume from\n    try: without --resume, a new run"
-        )
-    return path

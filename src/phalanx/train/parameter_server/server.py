@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -17,28 +17,11 @@ from phalanx.parallel.compression import Codec, read
 from phalanx.parallel.parameter_server import Kind, Pushed
 from phalanx.train.parameter_server.shard_store import ServerShare, ShardStore
 
+if TYPE_CHECKING:
+    from phalanx.train.parameter_server.requests import RequestHandler
+
 COORDINATOR = -1
 """The rank by which the coordinator introduces itself."""
-
-
-class WorkerRequests(Protocol):
-    """What the coordinator does for workers; each call in the thread of that worker's connection."""
-
-    def joined(self, rank: int, connection: Connection, length: int) -> None:
-        """A worker has connected, or come back."""
-        ...
-
-    def asked(self, rank: int, connection: Connection, frame: Frame) -> None:
-        """It brings what it has computed, and wants more."""
-        ...
-
-    def parted(self, rank: int, memory: dict[str, int]) -> None:
-        """It has heard that all is done, and goes."""
-        ...
-
-    def lost(self, rank: int, connection: Connection, reason: str) -> None:
-        """Its connection has ended."""
-        ...
 
 
 @final
@@ -51,21 +34,21 @@ class Server:
         over: the coordinator has said that all is done.
     """
 
-    def __init__(self, keeper: ShardStore, host: str, codec: Codec | None = None) -> None:
-        self._keeper, self._codec = keeper, codec
+    def __init__(self, store: ShardStore, host: str, codec: Codec | None = None) -> None:
+        self._store, self._codec = store, codec
         self._listener = socket.create_server((host, 0), backlog=128)
         self.port: int = self._listener.getsockname()[1]
         self.trouble: BaseException | None = None
         self.over = threading.Event()
         self._leading: set[Connection] = set()
         self._led = time.monotonic()
-        self.front: WorkerRequests | None = None
+        self._requests: RequestHandler | None = None
         self._connections: set[Connection] = set()
         self._threads: list[threading.Thread] = []
 
-    def start(self, front: WorkerRequests | None = None) -> None:
+    def start(self, requests: RequestHandler | None = None) -> None:
         """Begin to answer; server 0 with what it does for workers."""
-        self.front = front
+        self._requests = requests
         self._run(self._accept)
 
     def close(self) -> None:
@@ -85,7 +68,7 @@ class Server:
 
     def obey(self, kind: Kind, meta: dict[str, Any]) -> dict[str, Any]:
         """Do what the coordinator says; returns what there is to answer."""
-        keeper, shard = self._keeper, self._keeper.shard
+        store, shard = self._store, self._store.shard
         match kind:
             case Kind.PREPARE:
                 return {"square": shard.prepare(meta["step"], meta["parts"])}
@@ -95,29 +78,29 @@ class Server:
                 named = {name: meta[name] for name in ("scale", "rate", "oldest")}
                 shard.apply(meta["step"], **named, watched=meta.get("watched", False))
             case Kind.SNAPSHOT:
-                keeper.snapshot(meta["progress"])
+                store.snapshot(meta["progress"])
             case Kind.RESTORE:
-                keeper.go_back(meta["version"], meta["term"], meta["progress"])
+                store.go_back(meta["version"], meta["term"], meta["progress"])
             case Kind.HELLO:
                 return self._introduction()
             case Kind.END:
-                return {"memory": memory_of(keeper)}
+                return {"memory": memory_of(store)}
             case _:
                 raise LostError(f"a {kind.name} from the coordinator")
         return {}
 
     def share(self, what: str) -> ServerShare:
         """See ``ShardStore.share``."""
-        return self._keeper.share(what)
+        return self._store.share(what)
 
     def _introduction(self) -> dict[str, Any]:
-        shard = self._keeper.shard
+        shard = self._store.shard
         return {
-            "index": self._keeper.index,
+            "index": self._store.index,
             "term": shard.term,
             "version": shard.version,
-            "snapshots": self._keeper.snapshots(),
-            "held": self._keeper.held,
+            "snapshots": self._store.snapshots(),
+            "held": self._store.held,
             "forms": [[list(shape), str(dtype)] for shape, dtype in shard.form.values()],
         }
 
@@ -150,7 +133,7 @@ class Server:
             if rank == COORDINATOR:
                 self._follow(connection)
             elif "probe" in hello.meta:
-                connection.send(Kind.WELCOME, {"index": self._keeper.index})
+                connection.send(Kind.WELCOME, {"index": self._store.index})
             else:
                 self._serve(rank, connection, int(hello.meta["length"]))
         except LostError:
@@ -179,10 +162,10 @@ class Server:
             self._leading.discard(connection)
 
     def _serve(self, rank: int, connection: Connection, length: int) -> None:
-        front, reason = self.front, "its connection has ended"
+        requests, reason = self._requests, "its connection has ended"
         connection.send(Kind.WELCOME, self._introduction())
-        if front:
-            front.joined(rank, connection, length)
+        if requests:
+            requests.joined(rank, connection, length)
         try:
             while True:
                 frame = connection.receive()
@@ -193,10 +176,10 @@ class Server:
                         self._push(connection, frame)
                     case Kind.BEAT:
                         connection.send(Kind.BEAT)
-                    case Kind.ASK if front:
-                        front.asked(rank, connection, frame)
-                    case Kind.END if front:
-                        front.parted(rank, frame.meta["memory"])
+                    case Kind.ASK if requests:
+                        requests.asked(rank, connection, frame)
+                    case Kind.END if requests:
+                        requests.parted(rank, frame.meta["memory"])
                         return
                     case kind:
                         raise LostError(f"a {kind.name} from a worker")
@@ -204,21 +187,21 @@ class Server:
             reason = str(error)
             raise
         finally:
-            if front:
-                front.lost(rank, connection, reason)
+            if requests:
+                requests.lost(rank, connection, reason)
 
     def _pull(self, connection: Connection, frame: Frame) -> None:
-        shard = self._keeper.shard
+        shard = self._store.shard
         with shard.values() as (version, flat):
             meta = {"version": version, "term": shard.term}
             if (frame.meta["version"], frame.meta["term"]) == (version, shard.term):
                 connection.send(Kind.VALUES, meta)
                 return
-            statistics = [one.clone() for one in self._keeper.statistics.whole] if self._keeper.index == 0 else []
+            statistics = [one.clone() for one in self._store.statistics.whole] if self._store.index == 0 else []
             connection.send(Kind.VALUES, meta, [*flat.wire, *views(statistics)])
 
     def _push(self, connection: Connection, frame: Frame) -> None:
-        shard = self._keeper.shard
+        shard = self._store.shard
         flat = shard.blank()
         try:
             if self._codec is None:
@@ -234,9 +217,9 @@ class Server:
         connection.send(Kind.TAKEN, {"new": shard.push(Pushed(**frame.meta), flat)})
 
 
-def memory_of(keeper: ShardStore) -> dict[str, int]:
+def memory_of(store: ShardStore) -> dict[str, int]:
     """A server's memory, as events tell it."""
-    return {"peak_bytes": peak_memory(), **keeper.shard.memory, "buffers": 0, "activations": 0}
+    return {"peak_bytes": peak_memory(), **store.shard.memory, "buffers": 0, "activations": 0}
 
 
 _NAMES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

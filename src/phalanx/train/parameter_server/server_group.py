@@ -1,38 +1,33 @@
-"""All servers as the coordinator speaks to them, how they are found, and how long anybody waits for anybody."""
+"""All servers: as the coordinator speaks to them, as an observer sees them, how they are found, how long who waits."""
 
 from __future__ import annotations
 
 import json
 import select
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
 
 from phalanx.comm import Place
 from phalanx.comm.frames import Connection, LostError
 from phalanx.comm.process_group import meet
+from phalanx.parallel import TensorShard
 from phalanx.parallel.parameter_server import Kind
+from phalanx.train.loop import StepsLostError
+from phalanx.train.observer import Scene, State, groups_of
 from phalanx.train.parameter_server.server import COORDINATOR, Server, receive_tensors
-from phalanx.train.parameter_server.shard_store import ServerShare
-
-
-class ServerLostError(Exception):
-    """A server is gone.
-
-    Attributes:
-        index: which.
-    """
-
-    def __init__(self, index: int, reason: str) -> None:
-        super().__init__(reason)
-        self.index = index
+from phalanx.train.parameter_server.shard_store import ServerShare, ShardStore, put_together
 
 
 @final
-class Group:
+class ServerGroup:
     """Server 0, which is here, and connections to the others."""
 
-    def __init__(self, servant: Server, servers: int, patience: Patience) -> None:
-        self._servant, self._patience = servant, patience
+    def __init__(self, server: Server, servers: int, patience: Patience) -> None:
+        self._server, self._patience = server, patience
         self._others: dict[int, Connection | None] = dict.fromkeys(range(1, servers))
         self._limit = patience.answer
 
@@ -62,25 +57,25 @@ class Group:
         """Find out whether a server is gone.
 
         Raises:
-            ServerLostError: if so.
+            StepsLostError: if so.
         """
         for index, connection in self._others.items():
             # It speaks only when spoken to: what can be read is the end.
             if connection is None or connection.fileno < 0 or select.select([connection.fileno], [], [], 0)[0]:
                 self.lose(index)
-                raise ServerLostError(index, "its connection has ended")
+                raise StepsLostError(index, "its connection has ended")
 
     def tell(self, kind: Kind, meta: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """Have every server do something, all at once; their answers in the order of servers.
 
         Raises:
-            ServerLostError: if one is gone.
+            StepsLostError: if one is gone.
         """
         meta = meta or {}
         self._wait(self._patience.task if kind in (Kind.SNAPSHOT, Kind.RESTORE) else self._patience.answer)
         for index in self._others:
             self._of(index, lambda connection: connection.send(kind, meta))
-        answers = [self._servant.obey(kind, meta)]
+        answers = [self._server.obey(kind, meta)]
         answers += [self._of(index, lambda connection: connection.receive()).meta for index in self._others]
         return answers
 
@@ -88,7 +83,7 @@ class Group:
         """What every server has; see ``ShardStore.share``.
 
         Raises:
-            ServerLostError: if one is gone.
+            StepsLostError: if one is gone.
         """
 
         def taken(connection: Connection) -> ServerShare:
@@ -98,7 +93,7 @@ class Group:
         self._wait(self._patience.task)
         for index in self._others:
             self._of(index, lambda connection: connection.send(Kind.GATHER, {"what": what}))
-        return [self._servant.share(what), *(self._of(index, taken) for index in self._others)]
+        return [self._server.share(what), *(self._of(index, taken) for index in self._others)]
 
     def close(self) -> None:
         """End all connections."""
@@ -116,12 +111,80 @@ class Group:
     def _of(self, index: int, call: Any) -> Any:
         connection = self._others[index]
         if connection is None:
-            raise ServerLostError(index, "it is not there")
+            raise StepsLostError(index, "it is not there")
         try:
             return call(connection)
         except LostError as error:
             self.lose(index)
-            raise ServerLostError(index, str(error)) from None
+            raise StepsLostError(index, str(error)) from None
+
+
+@final
+class ServerScene(Scene):
+    """What all servers hold. Workers, which are sent copies, are not seen."""
+
+    def __init__(self, store: ShardStore, group: ServerGroup, notes: list[str]) -> None:
+        self._store, self._group, self._notes = store, group, notes
+        self.scale = 1.0
+        """What the sums that servers hold are to be multiplied by, to be gradients."""
+        self.stepped_with = False
+        """Whether gradients are those that optimizers were given, and no longer those brought together."""
+
+    @property
+    def notes(self) -> list[str]:
+        return self._notes
+
+    @property
+    def replica(self) -> int:
+        return 0
+
+    @property
+    def slices(self) -> Mapping[str, TensorShard]:
+        return {}
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [self._store.layout.module]
+
+    def values(self) -> Mapping[str, torch.Tensor]:
+        module = self._store.layout.module
+        frozen = {name: tensor for name, tensor in module.named_parameters() if not tensor.requires_grad}
+        return {**frozen, **self._gathered("parameters")}
+
+    def stepped(self) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        return {**dict(self._store.layout.module.named_buffers()), **self._store.statistics.named}
+
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        if self.stepped_with:
+            return self._gathered("used")
+        return {name: tensor * self.scale for name, tensor in self._gathered("gradients").items()}
+
+    def state(self) -> State:
+        tensors, states = put_together(self._group.gather("everything"), self._store.layout.parameters)
+        return {name: _filled(state, tensors) for name, state in states.items()}
+
+    def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        """Those of server 0, with the parameters that it holds."""
+        shard = self._store.shard
+        return groups_of(shard.optimizer, shard.parameters)
+
+    def from_every_process(self, value: Any) -> list[Any]:
+        return [value]
+
+    def _gathered(self, what: str) -> dict[str, torch.Tensor]:
+        found, _ = put_together(self._group.gather(what), self._store.layout.parameters)
+        return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+
+
+def _filled(state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """A parameter's state with the tensors that its references name."""
+    return {
+        key: tensors[value["$tensor"]] if isinstance(value, dict) and "$tensor" in value else value
+        for key, value in state.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

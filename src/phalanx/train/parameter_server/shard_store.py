@@ -23,7 +23,7 @@ from phalanx.parallel.parameter_server import Flat, Rule, Shard, Slice, cut_out,
 from phalanx.parallel.single import SingleLayout
 from phalanx.train.assembly import build_model, build_optimizer
 from phalanx.train.elementwise import Parameters, elementwise
-from phalanx.train.state import identity, model_tensors
+from phalanx.train.state import identity, model_tensors, restore_values
 
 KEPT = 2
 """Snapshots of each server that are kept."""
@@ -97,13 +97,10 @@ class ShardStore:
         from phalanx import checkpoint
 
         state = checkpoint.read_state(path)
-        held = self.layout.held
-        with torch.no_grad():
-            checkpoint.load(path, model_tensors(self.layout))
-            checkpoint.restore_optimizer(self._whole, held.parameters, path)
+        restore_values(path, self.layout, self._whole)
         step = int(state["step"])
         with self.shard.restoring(step, 0, step):
-            self._set(held)
+            self._set(self.layout.held)
         self.statistics = self._buffers.take()
         return state
 

@@ -1,25 +1,33 @@
-"""A worker of parameter servers: asks, pulls, computes, pushes, until all is done."""
+"""A worker of parameter servers: asks, pulls, computes, pushes, until all is done; and its connections to servers."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
 
 import torch
 
-from phalanx.comm.frames import Frame
+from phalanx.comm.frames import Connection, Frame, LostError, views
 from phalanx.config import Job, Plan
 from phalanx.data.loader import Pieces
+from phalanx.errors import RunError
 from phalanx.hardware import peak_memory
 from phalanx.parallel import activation_checkpointing, torch_compile
-from phalanx.parallel.parameter_server import Flat, Kind
+from phalanx.parallel.compression import Codec, Feedback, message, read
+from phalanx.parallel.parameter_server import Flat, Kind, Slice, cut_out
 from phalanx.parallel.single import SingleLayout
 from phalanx.train.assembly import build_model
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.compute import Computer
-from phalanx.train.parameter_server.connections import LinkLostError, Links
+from phalanx.train.parameter_server.server_group import Directory, Patience
 from phalanx.train.parameter_server.shard_store import ServerStatistics
+
+T = TypeVar("T")
 
 
 @final
@@ -47,7 +55,7 @@ class Worker:
         self._arriving = self._statistics.take()
         self._divisor = divisor
 
-    def run(self, links: Links, report: Callable[[int], None]) -> None:
+    def run(self, links: ServerLinks, report: Callable[[int], None]) -> None:
         """Work until the coordinator says that all is done."""
         done: dict[str, Any] | None = None
         brought: Flat | None = None
@@ -65,7 +73,7 @@ class Worker:
                 links.lose(cut.index)
                 done = brought = None
 
-    def _work(self, links: Links, order: Frame) -> tuple[dict[str, Any] | None, Flat | None]:
+    def _work(self, links: ServerLinks, order: Frame) -> tuple[dict[str, Any] | None, Flat | None]:
         """Do what the coordinator ordered; returns what it is told, with the statistics if it wants them."""
         begun = time.perf_counter()
         what, step, part, term = (order.meta[name] for name in ("what", "step", "part", "term"))
@@ -117,3 +125,227 @@ def _on_host(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
     return {name: host(tensor) for name, tensor in parameters.items()}
+
+
+class LinkLostError(Exception):
+    """A connection has ended.
+
+    Attributes:
+        index: of the server.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.index = index
+
+
+@dataclass(slots=True)
+class ServerLink:
+    """One server.
+
+    Attributes:
+        index: which.
+        connection: to it; ``None`` while there is none.
+        slices: what it holds.
+        version: of the values that were last pulled from it.
+        term: of them.
+        feedback: what has been left out of gradients pushed to it.
+    """
+
+    index: int
+    connection: Connection | None = None
+    slices: tuple[Slice, ...] = ()
+    version: int = -1
+    term: int = -1
+    feedback: Feedback | None = None
+
+    def receive(self) -> Frame:
+        """The next frame that is not a sign of life."""
+        assert self.connection is not None
+        while (frame := self.connection.receive()).kind == Kind.BEAT:
+            pass
+        return frame
+
+    def expect(self, kind: Kind) -> Frame:
+        """The next frame, which must be of this kind."""
+        frame = self.receive()
+        if frame.kind != kind:
+            raise LostError(f"{Kind(frame.kind).name} came where {kind.name} was expected")
+        return frame
+
+
+@final
+class ServerLinks:
+    """All servers, seen from a worker."""
+
+    def __init__(
+        self, rank: int, length: int, servers: int, directory: Directory, patience: Patience, codec: Codec | None
+    ) -> None:
+        self._rank, self._length, self._directory, self._patience = rank, length, directory, patience
+        self._links = [ServerLink(index) for index in range(servers)]
+        self._codec = codec
+        self._pool = ThreadPoolExecutor(servers) if servers > 1 else None
+        self._gone = threading.Event()
+        self._beats = threading.Thread(target=self._beat, daemon=True)
+
+    @property
+    def first(self) -> ServerLink:
+        """Server 0."""
+        return self._links[0]
+
+    def start(self) -> None:
+        """Begin to send signs of life."""
+        self._beats.start()
+
+    def close(self) -> None:
+        """End every connection."""
+        self._gone.set()
+        for link in self._links:
+            if link.connection:
+                link.connection.close()
+        if self._pool:
+            self._pool.shutdown()
+        if self._beats.is_alive():
+            self._beats.join()
+
+    def connect(self) -> bool:
+        """Connect to every server that there is no connection to. Returns whether the run still goes on.
+
+        Raises:
+            RunError: if a server cannot be found in time.
+        """
+        until = time.monotonic() + self._patience.back
+        for link in self._links:
+            while link.connection is None:
+                if self._directory.over:
+                    return False
+                address = self._directory.find(link.index)
+                if address is not None:
+                    with suppress(OSError):
+                        self._introduce(link, Connection.to(address.host, address.port, patience=self._patience.answer))
+                        break
+                if time.monotonic() > until:
+                    where = f" at {address.host}:{address.port}" if address else ""
+                    raise RunError(
+                        f"server {link.index}{where} could not be reached for {self._patience.back:g} s\n"
+                        "    try: --resume, which goes on from the last checkpoint"
+                    )
+                time.sleep(0.05)
+        return True
+
+    def lose(self, index: int) -> None:
+        """Let go of the connection to a server."""
+        link = self._links[index]
+        connection, link.connection = link.connection, None
+        if connection:
+            connection.close()
+        link.version = link.term = -1
+
+    def ask(self, done: dict[str, Any] | None, brought: list[memoryview]) -> Frame:
+        """Tell the coordinator what was computed, and wait for what to do.
+
+        Raises:
+            LinkLostError: if its connection has ended.
+        """
+
+        def asked(link: ServerLink) -> Frame:
+            assert link.connection is not None
+            link.connection.send(Kind.ASK, {"done": done} if done else {}, brought)
+            return link.receive()
+
+        return self._guarded(self.first, asked)
+
+    def say_goodbye(self, memory: dict[str, Any]) -> None:
+        """Tell the coordinator what was held in memory."""
+        connection = self.first.connection
+        with suppress(LostError):
+            if connection:
+                connection.send(Kind.END, {"memory": memory})
+
+    def pull(self, into: Mapping[str, torch.Tensor], statistics: list[memoryview]) -> tuple[int, int]:
+        """Bring ``into`` (name → whole parameter, on the host) up to date. Returns the oldest version and the term.
+
+        Raises:
+            LinkLostError: if a connection has ended.
+        """
+
+        def pulled(link: ServerLink) -> tuple[int, int]:
+            assert link.connection is not None
+            link.connection.send(Kind.PULL, {"version": link.version, "term": link.term})
+            frame = link.expect(Kind.VALUES)
+            if frame.size:
+                targets = views(cut_out(into[part.name], part) for part in link.slices)
+                link.version = link.term = -1  # until all of it is here
+                link.connection.fill(frame, [*targets, *(statistics if link.index == 0 else [])])
+            link.version, link.term = frame.meta["version"], frame.meta["term"]
+            return link.version, link.term
+
+        found = self._each(pulled)
+        return min(version for version, _ in found), max(term for _, term in found)
+
+    def push(
+        self, gradients: Mapping[str, torch.Tensor | None], like: Mapping[str, torch.Tensor], meta: dict[str, Any]
+    ) -> None:
+        """Give every server its part of ``gradients`` (name → whole, on the host; ``None`` is zeros as of ``like``).
+
+        Raises:
+            LinkLostError: if a connection has ended.
+        """
+        none = [name for name, gradient in gradients.items() if gradient is None]
+        whole = {name: torch.zeros_like(like[name]) if one is None else one for name, one in gradients.items()}
+
+        def pushed(link: ServerLink) -> None:
+            assert link.connection is not None
+            parts = [cut_out(whole[part.name], part) for part in link.slices]
+            without = [place for place, part in enumerate(link.slices) if part.name in none]
+            payload = views(parts) if self._codec is None else views([_encoded(self._codec, link, parts)])
+            link.connection.send(Kind.PUSH, {**meta, "version": link.version, "without": without}, payload)
+            link.expect(Kind.TAKEN)
+
+        self._each(pushed)
+
+    def _each(self, call: Callable[[ServerLink], T]) -> list[T]:
+        if self._pool is None:
+            return [self._guarded(self._links[0], call)]
+        waiting = [self._pool.submit(self._guarded, link, call) for link in self._links]
+        errors = [one.exception() for one in waiting]
+        for error in errors:
+            if error is not None:
+                raise error
+        return [one.result() for one in waiting]
+
+    def _guarded(self, link: ServerLink, call: Callable[[ServerLink], T]) -> T:
+        if link.connection is None:
+            raise LinkLostError(link.index)
+        try:
+            return call(link)
+        except LostError:
+            raise LinkLostError(link.index) from None
+
+    def _introduce(self, link: ServerLink, connection: Connection) -> None:
+        connection.send(Kind.HELLO, {"rank": self._rank, "length": self._length})
+        meta = connection.receive().meta
+        slices = (Slice(name=name, start=start, stop=stop, whole=whole) for name, start, stop, whole in meta["held"])
+        link.slices = tuple(slices)
+        link.version = link.term = -1
+        link.connection = connection
+
+    def _beat(self) -> None:
+        while not self._gone.wait(self._patience.beat):
+            connection = self.first.connection
+            with suppress(LostError):
+                if connection:
+                    connection.send(Kind.BEAT)
+
+
+def _encoded(codec: Codec, link: ServerLink, parts: list[torch.Tensor]) -> torch.Tensor:
+    """One message of all ``parts``, with what was left out of those before."""
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    if not codec.feeds_back:
+        return message(codec, flat)
+    link.feedback = link.feedback or Feedback(codec)
+    whole = link.feedback.whole(flat)
+    sent, arrived = message(codec, whole), torch.empty_like(whole)
+    read(codec, sent, arrived)
+    link.feedback.keep(whole, arrived)
+    return sent

@@ -1,0 +1,131 @@
+"""The training loop with a stepper that only counts: when it evaluates, saves and records, and what lost steps do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import phalanx as px
+from phalanx.data import Ledger, MicroBatch, StepBatch, read_ledger
+from phalanx.events import read
+from phalanx.train.evaluate import Evaluation
+from phalanx.train.loop import Loop, Stepper, StepsLostError
+from phalanx.train.metrics import Metrics
+from phalanx.train.observer import Observer
+from phalanx.train.recorder import Lap, RunRecorder
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from small import job
+
+TOTAL = 10
+
+
+class Counting(Stepper):
+    """Takes ten steps of one sample; loses those after ``back`` once, when it is to save at step ``strikes``."""
+
+    def __init__(self, folder: Path, strikes: int = -1, back: int = 0) -> None:
+        self._folder, self._strikes, self._back, self._step = folder, strikes, back, 0
+        self.moments: list[tuple[str, int]] = []
+
+    @property
+    def taken(self) -> int:
+        return self._step
+
+    @property
+    def ended(self) -> bool:
+        return self._step == TOTAL
+
+    @property
+    def samples(self) -> int:
+        return self._step
+
+    def steps(self, pause: int | None) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
+        while self._step < min(TOTAL, pause or TOTAL):
+            batch = batch_of(self._step)
+            totals = float(self._step), 1.0
+            self._step += 1
+            yield (
+                batch,
+                Metrics(step=batch.step, epoch=0, samples=1, lr=0.1, skipped=False, _totals=totals, _norm=None),
+                (0.1, 0.2),
+            )
+
+    def evaluate(self) -> Evaluation:
+        self.moments.append(("evaluate", self._step))
+        return Evaluation(loss=0.5, samples=3, metrics={}, seconds=0.0)
+
+    def save(self, folder: Path, *, keep: int) -> Path:
+        self.moments.append(("save", self._step))
+        if self._step == self._strikes:
+            self._strikes = -1
+            raise StepsLostError(1, "its connection has ended")
+        path = folder / f"step-{self._step}"
+        path.mkdir(parents=True)
+        return path
+
+    def recover(self, lost: StepsLostError) -> None:
+        self.moments.append(("recover", lost.index))
+        self._step = self._back
+
+    def finish(self) -> list[tuple[str, dict[str, Any]]]:
+        return [("memory", {"rank": 0})]
+
+
+def looped(stepper: Counting, folder: Path, *, evaluate_every: int, save_every: int, **how: Any) -> dict[str, Any]:
+    run = px.RunSpec(job="small", plan=px.Plan(), folder=folder, checkpoint_every=save_every, **how)
+    folder.mkdir(exist_ok=True)
+    given = job(evaluate_every=evaluate_every, evaluate=list)
+    with RunRecorder(run, ledger=None, writes=True, total_steps=TOTAL) as recorder:
+        return Loop(given, run, stepper, recorder, Observer()).run()
+
+
+def batch_of(step: int) -> StepBatch:
+    micro = MicroBatch(batch=None, ids=(step,), samples=1)
+    return StepBatch(step=step, epoch=0, samples=1, parts=((micro,),))
+
+
+def test_a_ledger_that_goes_back_notes_each_step_once(tmp_path: Path) -> None:
+    def segment() -> Ledger:
+        return Ledger(tmp_path / "ledger", rank=0, first_step=0)
+
+    run = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path)
+    metrics = Metrics(step=0, epoch=0, samples=1, lr=0.1, skipped=False, _totals=(1.0, 1.0), _norm=None)
+    with RunRecorder(run, ledger=segment(), writes=False, total_steps=TOTAL) as recorder:
+        for step in range(3):
+            recorder.stepped(batch_of(step), metrics, None)
+        recorder.go_back(segment, [batch_of(1)])
+        for step in (0, 2):
+            recorder.stepped(batch_of(step), metrics, None)
+    assert [(step, list(ids)) for step, (_, ids) in read_ledger(tmp_path / "ledger").items()] == [
+        (0, [0]),
+        (1, [1]),
+        (2, [2]),
+    ]
+
+
+def test_it_pauses_where_something_is_due_and_does_all_once_at_the_end(tmp_path: Path) -> None:
+    stepper = Counting(tmp_path)
+    summary = looped(stepper, tmp_path, evaluate_every=4, save_every=5, log_every=3)
+    expected = [("evaluate", 4), ("save", 5), ("evaluate", 8), ("evaluate", 10), ("save", 10)]
+    assert stepper.moments == expected
+    assert {key: summary[key] for key in ("step", "samples", "loss")} == {"step": 10, "samples": 10, "loss": 9.0}
+    assert summary["evaluation"] == {"loss": 0.5, "samples": 3, "metrics": {}}
+    names = [(event["event"], event.get("step")) for event in read(tmp_path / "events.jsonl")]
+    assert [step for name, step in names if name == "step"] == [0, 3, 6, 9]
+    assert [name for name, _ in names][-3:] == ["timing", "memory", "end"]
+
+
+def test_without_pauses_it_evaluates_and_saves_at_the_end(tmp_path: Path) -> None:
+    stepper = Counting(tmp_path)
+    looped(stepper, tmp_path, evaluate_every=0, save_every=0)
+    assert stepper.moments == [("evaluate", 10), ("save", 10)]
+
+
+def test_after_steps_were_lost_what_they_led_to_is_done_again(tmp_path: Path) -> None:
+    stepper = Counting(tmp_path, strikes=8, back=6)
+    looped(stepper, tmp_path, evaluate_every=4, save_every=4)
+    expected = [("evaluate", 4), ("save", 4), ("evaluate", 8), ("save", 8), ("recover", 1)]
+    expected += [("evaluate", 8), ("save", 8), ("evaluate", 10), ("save", 10)]
+    assert stepper.moments == expected
