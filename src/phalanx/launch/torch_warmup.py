@@ -36,11 +36,17 @@ def make_ready(plan: Plan) -> None:
     """
     if plan.compile:
         importlib.import_module("torch._dynamo")
+    make_ready_to_look(plan)
     if plan.compile or plan.kind in ("shard", "split"):
-        importlib.import_module("torch.fx.experimental.symbolic_shapes")
         importlib.import_module("phalanx.parallel.zero")
         importlib.import_module("phalanx.parallel.fsdp")
         importlib.import_module("phalanx.checkpoint.store")
+
+
+def make_ready_to_look(plan: Plan) -> None:
+    """The part of ``make_ready`` that a look at a model needs, too: what fake tensors load."""
+    if plan.kind in ("shard", "split"):
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
     if plan.kind == "split":
         importlib.import_module("phalanx.parallel.split")
 

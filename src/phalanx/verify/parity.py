@@ -216,7 +216,7 @@ class OneDevice:
 
     def _cause(self, pair: Pair, checks: list[Check], watch: Watch) -> str:
         def look() -> list[str]:
-            return look_ahead(self.job, pair.plan)
+            return list(look_ahead(self.job, pair.plan).causes)
 
         return diagnose(self.evidence(pair, checks, watch), pair.tolerance, self.job, pair.plan, look)
 
@@ -272,7 +272,7 @@ def prove(
         refuse_compiled(plan)
     refuse(job, plan, plan.world_size)
     make_ready(plan)
-    causes = look_ahead(job, plan)
+    causes = look_ahead(job, plan).causes
     for note in (*facts_of(job).notes(dropout=dropout), *causes):
         if say:
             say(note)
