@@ -116,17 +116,18 @@ class _Where:
 
 def _start(job: Job, spec: RunSpec, where: _Where, watch: Callable[[], None] | None, cores: int | None) -> Run:
     """``fit`` where it has a launcher start the workers."""
-    from phalanx.launch import Launch, look_ahead, prepare_run, record, supervise
+    from phalanx.launch import Launch, LookAhead, prepare_run, record, supervise
     from phalanx.preflight import RunForecaster, too_little
-    from phalanx.train.assembly import refuse
+    from phalanx.train.assembly import refuse, with_facts
     from phalanx.train.loop import train
+    from phalanx.train.rehearsal import Findings
 
     plan, folder, hosts = spec.plan, spec.folder, where.hosts
-    causes: list[str] = []
+    found = Findings()
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
         report_step = hosts.counted(place.rank, report) if hosts else report
-        return train(job, spec, place, report=report_step, causes=causes)
+        return train(with_facts(job, found.facts), spec, place, report=report_step, causes=found.causes)
 
     launch = Launch(
         world_size=plan.processes,
@@ -138,8 +139,9 @@ def _start(job: Job, spec: RunSpec, where: _Where, watch: Callable[[], None] | N
         reserves=_RESERVES if plan.server else 0,
     )
     refuse(job, plan, plan.world_size)
-    where.launcher.prepare(launch)
-    causes += look_ahead(job, plan)
+    with LookAhead(job, plan) as look:
+        where.launcher.prepare(launch)  # loads what workers need, while the job is looked at
+        found = look.findings()
     try:
         with RunForecaster(job, spec, threads=cores, watch=watch) as teller:
             prepare_run(spec)

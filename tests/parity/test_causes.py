@@ -152,19 +152,19 @@ class Drawing(torch.utils.data.Dataset[Any]):
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_cause_is_named_before_the_run(name: str) -> None:
     planted, words = PLANTED[name]
-    (found,) = look_ahead(planted, Plan.parse("dp=2"))
+    (found,) = look_ahead(planted, Plan.parse("dp=2")).causes
     assert found.startswith(words.partition(".*")[0])
-    assert look_ahead(planted, Plan.parse("micro=2"))[0] == found
-    assert look_ahead(planted, Plan()) == []
+    assert look_ahead(planted, Plan.parse("micro=2")).causes[0] == found
+    assert look_ahead(planted, Plan()).causes == ()
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_nothing_is_said_of_a_job_that_can_be_split(name: str) -> None:
-    assert look_ahead(EXACT[name], Plan.parse("dp=2")) == []
+    assert look_ahead(EXACT[name], Plan.parse("dp=2")).causes == ()
 
 
 def test_a_counter_of_forwards_is_named_where_there_are_more_of_them() -> None:
-    (found,) = look_ahead(job(model=Ticking), Plan.parse("dp=2 micro=4"))
+    (found,) = look_ahead(job(model=Ticking), Plan.parse("dp=2 micro=4")).causes
     assert found.startswith("buffers updated in forward: calls changes once a micro-batch")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,12 @@ import torch
 from torch import nn
 
 import phalanx as px
+from phalanx.cli import bench
 from phalanx.config import Job, Plan
 from phalanx.demo.jobs import digits, gpt
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.launch import look_ahead
+from phalanx.launch.local import LocalLauncher
 from phalanx.planner import Question
 from phalanx.planner.advise import foretell
 from phalanx.preflight import cluster_for
@@ -177,6 +181,42 @@ def test_forecast_and_show_refuse_what_a_model_or_an_optimizer_is_refused_for(na
     found = of_forecast(name, plan)
     assert found
     assert found == of_show(name, plan) == refusals(job(name), plan) == of_train(name, plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("digits", "tp=2"),
+        ("digits", "tp=2 sequence=true"),
+        ("digits", "cp=2"),
+        ("gpt", "ep=2"),
+        ("digits", "pp=16"),
+        ("gpt", "pp=2 split=nonsense"),
+        ("gpt", "dp=300"),
+    ],
+)
+def test_every_verb_refuses_the_same_before_a_worker_starts(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: Any) -> Any:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(LocalLauncher, "start", started)
+    given, plan = job(name), Plan.parse(text)
+    found = refusals(given, plan)
+    assert found
+    verbs: dict[str, Callable[[], Any]] = {
+        "train": lambda: px.fit(given, plan, folder=tmp_path / "run"),
+        "prove": lambda: px.prove(given, plan, steps=1),
+        "bench": lambda: bench.refuse_plans(given, [Plan(), plan]),
+        "forecast": lambda: px.forecast(given, plan, cluster_for(plan)),
+        "show": lambda: of_job(given, plan),
+    }
+    for verb, asked in verbs.items():
+        with pytest.raises(RefusedError) as refused:
+            asked()
+        assert list(refused.value.problems) == found, verb
+    assert not (tmp_path / "run").exists()
 
 
 def of_train(name: str, plan: Plan) -> list[Problem]:

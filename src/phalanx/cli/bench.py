@@ -248,7 +248,7 @@ def command(
 
     loaded = replace(load_job(job), steps=steps, epochs=None, evaluate=None, metrics=None, evaluate_every=0)
     chosen = list(plans or [Plan(dp=asked.hosts)]) if asked.hosts is not None else _plans(counts, plans)
-    _refuse(loaded, chosen)
+    refuse_plans(loaded, chosen)
 
     from rich.console import Console
 
@@ -281,14 +281,16 @@ def _plans(counts: Sequence[int] | None, plans: Sequence[Plan]) -> list[Plan]:
     return list(dict.fromkeys([*(Plan(dp=count) for count in counts), *plans]))
 
 
-def _refuse(job: Job, plans: Sequence[Plan]) -> None:
+def refuse_plans(job: Job, plans: Sequence[Plan]) -> None:
     """Raise what is wrong with any of the plans before the first is measured."""
+    from phalanx.launch import look_ahead
     from phalanx.train.assembly import refuse
 
     problems: list[Problem] = []
     for plan in plans:
         try:
             refuse(job, plan, plan.world_size)
+            look_ahead(job, plan)
         except RefusedError as error:
             problems += error.problems
     if problems:

@@ -68,10 +68,7 @@ def command(
     from rich.console import Group
 
     from phalanx.api import fit
-    from phalanx.report.comparison_tables import beside_table
-    from phalanx.report.sample_audit import seen
-    from phalanx.report.summary import summarise
-    from phalanx.report.tables import settings_table, summary_table
+    from phalanx.report.tables import settings_table
 
     output = _Output(loaded, run, quiet=quiet)
     output.offer_scaling()
@@ -82,6 +79,12 @@ def command(
         output.say(settings_table(settings))
     with _told_how_to_go_on(run, launcher), output.follow(tensorboard=tensorboard) as follower:
         fit(loaded, run=run, watch=follower, launcher=launcher)
+
+    from phalanx.report.comparison_tables import beside_table
+    from phalanx.report.sample_audit import seen
+    from phalanx.report.summary import summarise
+    from phalanx.report.tables import summary_table
+
     summary, samples = summarise(run.folder), seen(run.folder)
     if as_json:
         explained = {"settings": [{"name": s.name, "value": s.value, "from": s.source} for s in settings]}

@@ -32,6 +32,7 @@ class Forecast:
         high: see ``low``.
         basis: what ``low`` and ``high`` rest on.
         memory: bytes at the peak on the rank that needs most, by what they are (see ``Memory``).
+        parts: the same, each at its own peak.
         allocated: bytes of tensors at the peak.
         reserved: bytes the allocator then holds.
         room: bytes a process can use.
@@ -54,6 +55,7 @@ class Forecast:
     high: float
     basis: str = ""
     memory: dict[str, float]
+    parts: dict[str, float]
     allocated: float
     reserved: float
     room: float
@@ -208,6 +210,7 @@ def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Prese
                 high=max(one.high for one in spans),
                 basis=max(spans, key=lambda one: one.high).basis,
                 memory={name: float(size[index]) for name, size in found.memory.at_peak().items()},
+                parts={one.name: float(getattr(found.memory, one.name)[index]) for one in fields(Memory)},
                 allocated=float(found.memory.allocated[index]),
                 reserved=float(found.memory.reserved[index]),
                 room=float(found.room[index]),

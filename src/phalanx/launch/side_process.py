@@ -1,9 +1,6 @@
 """A forked process beside this one that works something out, sends what it finds, and never outlives it; and one use.
 
-``look_ahead`` finds in such a process what a job under a plan is refused for. Looking builds the model and runs it on a
-few samples; this process stays as it was: its random numbers, modules that the job shares with it, and CUDA, which
-workers are forked without.
-
+``look_ahead`` finds in such a process what a job under a plan is refused for, and what workers need not look for again.
 Looking builds the model and runs it on a few samples. A forked process does that, so that this one stays as it was: its
 random numbers, modules that the job shares with it, and CUDA, which workers are forked without.
 """
@@ -27,8 +24,8 @@ from phalanx.config import Job, Plan
 from phalanx.errors import DataError, GradientError, LossError, Problem, RefusedError, SpecError
 from phalanx.launch.forked_worker import die_with, renew_autograd
 from phalanx.launch.reaper import fork, kill_group
-from phalanx.launch.torch_warmup import leave_compiler_out
-from phalanx.train.rehearsal import ahead
+from phalanx.launch.torch_warmup import leave_compiler_out, make_ready_to_look
+from phalanx.train.rehearsal import Findings, ahead
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -126,10 +123,10 @@ _PATIENCE = (
 )
 
 
-def look_ahead(job: Job, plan: Plan) -> list[str]:
-    """What ``job`` differs by from one device under ``plan``, with its causes.
+def look_ahead(job: Job, plan: Plan) -> Findings:
+    """What there is to be found of ``job`` under ``plan`` before it runs, such as causes of a difference.
 
-    Empty where it cannot be looked at, and with servers, who refuse what they cannot do by themselves.
+    Nothing where it cannot be looked at, and with servers, who refuse what they cannot do by themselves.
 
     Raises:
         RefusedError: if the model, the optimizer or the data are such that the plan cannot serve the job.
@@ -137,23 +134,49 @@ def look_ahead(job: Job, plan: Plan) -> list[str]:
         LossError: if the loss is of a wrong form.
         GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
     """
-    if plan.server:  # pieces of other sizes: what their sums differ by is for the proof to say
-        return []
-    with SideProcess(lambda send: _send_causes(job, plan, send)) as process:
-        answer = process.next(_PATIENCE) or {}
+    with LookAhead(job, plan) as look:
+        return look.findings()
+
+
+@final
+class LookAhead:
+    """``look_ahead`` while this process does something else; leaving the block ends it."""
+
+    def __init__(self, job: Job, plan: Plan) -> None:
+        make_ready_to_look(plan)
+        # with servers pieces are of other sizes: what their sums differ by is for the proof to say
+        self._side = None if plan.server else SideProcess(lambda send: _send_findings(job, plan, send))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._side:
+            self._side.close()
+
+    def findings(self) -> Findings:
+        """What was found; waits for it.
+
+        Raises:
+            SpecError, LossError, GradientError, DataError: as ``look_ahead`` does.
+        """
+        return _findings((self._side.next(_PATIENCE) or {}) if self._side else {})
+
+
+def _findings(answer: dict[str, Any]) -> Findings:
     if problems := answer.get("problems"):
         kind = RefusedError if answer["kind"] == RefusedError.__name__ else SpecError
         raise kind(Problem(**problem) for problem in problems)
     if "message" in answer:
         raise next(kind for kind in _REFUSED_IN_FIRST_STEP if kind.__name__ == answer["kind"])(answer["message"])
-    return answer.get("causes", [])
+    return Findings(causes=tuple(answer.get("causes", ())), facts=answer.get("facts"))
 
 
-def _send_causes(job: Job, plan: Plan, send: Send) -> None:
+def _send_findings(job: Job, plan: Plan, send: Send) -> None:
     leave_compiler_out()
     answer: dict[str, Any] = {}
     try:
-        answer["causes"] = ahead(job, plan)
+        answer = asdict(ahead(job, plan))
     except SpecError as error:
         answer = {"kind": type(error).__name__, "problems": [asdict(problem) for problem in error.problems]}
     except _REFUSED_IN_FIRST_STEP as error:

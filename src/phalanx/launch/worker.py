@@ -29,8 +29,9 @@ from phalanx.launch.side_process import look_ahead
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
 from phalanx.launch.torchrun import claim
 from phalanx.launch.worker_reports import WorkerReports
-from phalanx.train.assembly import refuse
+from phalanx.train.assembly import refuse, with_facts
 from phalanx.train.loop import train
+from phalanx.train.rehearsal import Findings
 
 _SECOND_THOUGHTS = 0.5  # seconds in which the worker that failed first may say so before one that only lost its peer
 
@@ -92,17 +93,18 @@ def train_as_worker(job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Pa
     leave_compiler_out()
     run = enter_folder(run, place, runfile=runfile)
     status.folder = run.folder
-    train(job, run, place, report=status.report_step, causes=_causes(job, run, place))
+    found = _findings(job, run, place)
+    train(with_facts(job, found.facts), run, place, report=status.report_step, causes=found.causes)
     return run
 
 
-def _causes(job: Job, run: RunSpec, place: Place) -> list[str]:
-    """For the log, which rank 0 writes. What is refused is refused by all ranks together, as they build."""
+def _findings(job: Job, run: RunSpec, place: Place) -> Findings:
+    """Rank 0's, which writes the log. What is refused is refused by all ranks together, as they build."""
     if place.rank:
-        return []
+        return Findings()
     with suppress(PhalanxError):
         return look_ahead(job, run.plan)
-    return []
+    return Findings()
 
 
 def main(runfile: Path, reports: Path | None = None) -> int:

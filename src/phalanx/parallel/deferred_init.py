@@ -198,10 +198,11 @@ class _Recorder(TorchDispatchMode):
         if len({place.memory for place in places.values()}) < len(places):
             raise UnrecordedError("two of its tensors share memory")
         made: dict[int, Any] = {}
+        of_fakes = {*vars(FakeTensor(self._fakes, torch.empty(0, device="meta"), torch.device("cpu"))), "_is_param"}
         for key, tensor in parameters.items():
             meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             made[key] = nn.Parameter(meta, requires_grad=tensor.requires_grad)
-            vars(made[key]).update({name: value for name, value in vars(tensor).items() if name not in _OF_FAKES})
+            vars(made[key]).update({name: value for name, value in vars(tensor).items() if name not in of_fakes})
             made[key].__dict__[_RECIPE] = Recipe(self._tape, places[key])
         keys = list(others)
 
@@ -276,9 +277,6 @@ class _Recorder(TorchDispatchMode):
         if isinstance(leaf, FakeTensor):
             return self._tape.place(leaf)
         return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf  # it may be written into later
-
-
-_OF_FAKES = {*vars(FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), torch.device("cpu"))), "_is_param"}
 
 
 def _name(func: Any) -> str:

@@ -8,7 +8,6 @@ tokens, once a step (``replicas``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from phalanx.parallel import activation_checkpointing, expert, torch_compile
 from phalanx.parallel.context.regions import Entrance, added_late, entrances, open_for_hooks, share_out_tokens
 from phalanx.parallel.deferred_init import fill, recipes
 from phalanx.parallel.example import Example
+from phalanx.parallel.found import SplitParts, carried
 from phalanx.parallel.grad_reduce import add_up
 from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch
 from phalanx.parallel.local_shards import Axis, Cut, Placed
@@ -124,7 +124,7 @@ class _Cut:
         self.places: Places = []
         tensors = Axis("tp", size=plan.tp, rank=mesh.at["tp"], group=mesh.group("tp"), tokens=plan.sequence)
         leave_cache_out(module)
-        found = found_by_first(lambda: look(module, plan, example))
+        found = found_by_first(lambda: _carried(module, plan) or look(module, plan, example))
         experts, cuts = found.experts, found.weights
         self.late, self.remarks = found.late, _remarks(found, plan)
         self.entrances = [*found.over_cp, *found.over_tp]
@@ -133,7 +133,7 @@ class _Cut:
         if plan.pp > 1:
             from phalanx.parallel.stage_ownership import Stages
 
-            self.stages = Stages(module, device, plan, mesh, example)
+            self.stages = Stages(module, device, plan, mesh, example, found.stages)
             here = {name for name, _ in module.named_parameters()}
             cuts = {name: how for name, how in cuts.items() if name in here}
             experts = [one for one in experts if one.whole_name(one.parameters[0]) in here]
@@ -154,25 +154,9 @@ class _Cut:
         self.late = [*(name for name in self.late if name not in self.dealt.inside), *self.dealt.late]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SplitParts:
-    """What can be shared out of a model, looked for in the whole of it, before any is taken out.
-
-    Attributes:
-        experts: modules that hold some.
-        weights: name → the dimension that ``tp`` cuts, and how.
-        over_cp: blocks that hidden states enter sliced along their tokens over ``cp``.
-        over_tp: the same over ``tp``, with sequence parallelism.
-        whole: names of weights of two or more dimensions that ``tp`` leaves on every rank.
-        late: names of parameters whose gradients are then added up over ``tp`` at the end of a step.
-    """
-
-    experts: list[expert.Experts]
-    weights: dict[str, tuple[int, Cut]]
-    whole: list[str]
-    over_cp: dict[str, Entrance]
-    over_tp: dict[str, Entrance]
-    late: list[str]
+def _carried(module: nn.Module, plan: Plan) -> SplitParts | None:
+    facts = carried(module, plan)
+    return facts.parts if facts else None
 
 
 def look(module: nn.Module, plan: Plan, example: Example) -> SplitParts:

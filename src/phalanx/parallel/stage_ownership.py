@@ -14,7 +14,7 @@ from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.example import Example
 from phalanx.parallel.grad_reduce import add_up
-from phalanx.parallel.pipeline import Call, Pipeline, PipelineRunner, cut
+from phalanx.parallel.pipeline import Call, Pipeline, PipelineRunner, StageCuts, cut
 from phalanx.parallel.replica_group import APART, COPIES
 from phalanx.parallel.tensor_shard import TensorShard
 from phalanx.placement.schedules import in_halves
@@ -27,13 +27,24 @@ class Stages:
         runner: runs them.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, plan: Plan, mesh: Mesh, example: Example) -> None:
-        """Cut ``module``, which is whole, and leave only this rank's parameters in it. Collective."""
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        plan: Plan,
+        mesh: Mesh,
+        example: Example,
+        known: StageCuts | None = None,
+    ) -> None:
+        """Cut ``module``, which is whole, and leave only this rank's parameters in it. Collective.
+
+        ``known``: where to cut it; looked for where that is not given.
+        """
         # Groups are made by all ranks together, and not every stage has what would ask for each of these.
         for names in (("tp",), ("cp",), ("ep",), ("ep", "tp"), ("fsdp", *COPIES), COPIES, ("fsdp", *APART), APART):
             mesh.group(*names)
         shapes = {name: tensor.shape for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-        pipeline = cut(module, example, plan)
+        pipeline = cut(module, example, plan, known)
         rank = mesh.at["pp"]
         self._shapes = shapes
         self._first = {name: pipeline.ranks_of(name)[0] == rank for name in pipeline.owned(rank)}

@@ -7,7 +7,7 @@ It asks what the techniques themselves ask: ``split.look`` for what can be cut, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
@@ -20,8 +20,8 @@ from phalanx.config import Plan
 from phalanx.parallel.example import Example
 
 if TYPE_CHECKING:  # loaded by plans that split a model
+    from phalanx.parallel.found import SplitParts
     from phalanx.parallel.pipeline import Pipeline
-    from phalanx.parallel.split import SplitParts
 
 Ranges = tuple[tuple[int, int], ...]
 """Elements [start, stop) of one dimension, in order, none empty."""
@@ -173,6 +173,7 @@ class Survey:
         stages: of the pipeline; none without one.
         tied: names of parameters that several stages use → these stages.
         whole: names of weights of two or more dimensions that ``tp`` had nothing to split for.
+        parts: of a model that is split, all that was found of it.
     """
 
     plan: Plan
@@ -181,6 +182,7 @@ class Survey:
     stages: tuple[Stage, ...] = ()
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     whole: tuple[str, ...] = ()
+    parts: SplitParts | None = None
     _shares: tuple[
         Mapping[str, DimensionShare], ...
     ] = ()  # for each rank along pp: name → how the splitting axes cut it
@@ -283,6 +285,7 @@ def survey(module: nn.Module, plan: Plan, example: Example | None = None) -> Sur
         stages=_stages(pipeline, sizes) if pipeline else (),
         tied={name: tuple(stages) for name, stages in pipeline.tied.items()} if pipeline else {},
         whole=tuple(found.whole),
+        parts=replace(found, stages=pipeline.cuts if pipeline else None),
         _shares=shares,
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.config import Cluster, Device, Group, Host, Job, Plan
@@ -164,16 +164,14 @@ def forecast_of(job: Job, plan: Plan, threads: int | None = None) -> dict[str, A
     Raises:
         ProfileError: if the model's operations or shapes depend on values.
     """
-    from phalanx.forecast import forecast, sweep
+    from phalanx.forecast import forecast
     from phalanx.planner import Question, shortfall
     from phalanx.planner.scale import told
     from phalanx.train.work import steps_of, work_of
 
     work, cluster = work_of(job), cluster_for(plan, threads)
     found = forecast(work, plan, cluster)
-    each = sweep(work, [plan], cluster).memory
-    parts = {one.name: float(getattr(each, one.name)[0]) for one in fields(each)}
-    answer: dict[str, Any] = {"forecast": {**told(found), "parts": parts}, "instead": ""}
+    answer: dict[str, Any] = {"forecast": {**told(found), "parts": found.parts}, "instead": ""}
     if not found.fits:
         question = Question(work=work, cluster=cluster, precision=plan.precision, steps=steps_of(job) or 0)
         missing = shortfall(question, plan)

@@ -114,7 +114,7 @@ def of_job(job: Job, plan: Plan) -> Shown:
         RefusedError: if the plan cannot serve the job.
     """
     found = outlook(without_values(job), plan)
-    causes = look_ahead(job, plan)
+    causes = look_ahead(job, plan).causes
     return Shown(
         name=job.name,
         plan=plan,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -110,8 +110,9 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     kind = device_kind(plan, here)
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
     same_length(loader.length, "job.data", everyone)
+
     with buffers_kept(module):
-        layout = assemble(module, job, own, there, lambda: looked_at(example_of(job, module, loader), module, found))
+        layout = assemble(module, job, own, there, lambda: _look_with(job, module, own, loader, found))
     refuse_slices(job, layout.held, own)
     optimizer = build_optimizer(job, layout)
     refuse_rows(job, optimizer, layout.held, own)
@@ -166,15 +167,39 @@ def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
     return Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
 
 
-def looked_at(example: Example, module: nn.Module, found: list[str]) -> Example:
-    """``example``; the model gets its values now if it cannot be looked at without, and ``found`` a note of that."""
-    from phalanx.parallel.deferred_init import fill, followed, recipes
+def _look_with(job: Job, module: nn.Module, plan: Plan, loader: Loader, found: list[str]) -> Example:
+    example = example_of(job, module, loader)
+    give_needed_values(module, example, plan, found)
+    return example
 
-    known = recipes(module)
-    if known and (why := followed(module, example)):
+
+def give_needed_values(module: nn.Module, example: Example, plan: Plan, found: list[str]) -> str:
+    """Give ``module`` its values now if it cannot be looked at without; why, or empty. ``found`` gets a note of it."""
+    from phalanx.parallel.deferred_init import fill, followed, recipes
+    from phalanx.parallel.found import carried
+
+    if not (known := recipes(module)):
+        return ""
+    facts = carried(module, plan)
+    if why := facts.values if facts else followed(module, example):
         fill(module, known)
         found.append(_WHOLE.format(why))
-    return example
+    return why
+
+
+def with_facts(job: Job, facts: Mapping[str, Any] | None) -> Job:
+    """``job``, whose model comes with what another process found of it: this one then does not look for it again."""
+    if facts is None:
+        return job
+
+    def made() -> nn.Module:
+        from phalanx.parallel.found import carry
+
+        module = job.model()
+        carry(module, facts)
+        return module
+
+    return replace(job, model=made)
 
 
 def begun(job: Job) -> tuple[nn.Module, list[str]]:

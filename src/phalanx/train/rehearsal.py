@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
 from phalanx.parallel import check, device_kind, notes, without_gradient
 from phalanx.parallel.survey import Survey, survey
-from phalanx.train.assembly import begun, build_model, example_of, looked_at, optimizer_over
+from phalanx.train.assembly import begun, build_model, example_of, give_needed_values, optimizer_over
 from phalanx.train.elementwise import half_steps
 from phalanx.train.evaluate import evaluation_mode, measure
 from phalanx.train.inputs import Inputs
@@ -41,16 +42,18 @@ class PlanPreview:
     Attributes:
         survey: what each rank would hold, and the stages of a pipeline.
         notes: what this plan does not keep of one device's result.
+        facts: what was found of the model, as JSON, for the processes that run it; ``None`` where nothing was.
     """
 
     survey: Survey
     notes: tuple[str, ...]
+    facts: dict[str, Any] | None = None
 
 
-def outlook(job: Job, plan: Plan) -> PlanPreview:
+def outlook(job: Job, plan: Plan, *, tried: bool = False) -> PlanPreview:
     """Build the model of ``job``, without values where that can be, and look at it as the plan's ranks would.
 
-    The devices need not be here.
+    The devices need not be here. ``tried``: whether model and optimizer have been asked by themselves already.
 
     Raises:
         RefusedError: with everything that keeps the plan from serving the job on the devices it is for.
@@ -61,15 +64,20 @@ def outlook(job: Job, plan: Plan) -> PlanPreview:
         raise RefusedError(problems)
     module, unbuilt = begun(job)
     trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
-    if problems := [*model_problems(module, plan), *optimizer_problems(job, plan, trainable)]:
+    if not tried and (problems := [*model_problems(module, plan), *optimizer_problems(job, plan, trainable)]):
         raise RefusedError(problems)
     found = notes(module, job, plan)
     if plan.kind != "split":
         return PlanPreview(survey=survey(module, plan), notes=tuple(found))
+    from phalanx.parallel.found import Facts, identity
+
     found += unbuilt
     loader = Loader(job.data(), job, Lane(), micro=plan.micro)
-    example = looked_at(example_of(job, module, loader), module, found)
-    return PlanPreview(survey=survey(module, plan, example), notes=tuple(found))
+    example = example_of(job, module, loader)
+    of, values = identity(module, plan), give_needed_values(module, example, plan, found)
+    laid_out = survey(module, plan, example)
+    facts = Facts(of=of, values=values, parts=laid_out.parts)
+    return PlanPreview(survey=laid_out, notes=tuple(found), facts=facts.to_dict())
 
 
 def refusals(job: Job, plan: Plan) -> list[Problem]:
@@ -92,8 +100,21 @@ def refusals(job: Job, plan: Plan) -> list[Problem]:
     return []
 
 
-def ahead(job: Job, plan: Plan) -> list[str]:
-    """What only a look at values shows of ``job`` under ``plan``: causes of a difference. It runs model and optimizer.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """What was found of a job under a plan before any process started.
+
+    Attributes:
+        causes: why it differs from one device, one sentence each.
+        facts: of its model, as JSON, for the processes that run it; ``None`` where nothing was looked for.
+    """
+
+    causes: tuple[str, ...] = ()
+    facts: dict[str, Any] | None = None
+
+
+def ahead(job: Job, plan: Plan) -> Findings:
+    """What a look at ``job`` under ``plan`` finds; where the model is small enough it runs model and optimizer.
 
     Raises:
         RefusedError: with what keeps the plan from serving the job.
@@ -103,20 +124,20 @@ def ahead(job: Job, plan: Plan) -> list[str]:
     """
     from phalanx.train.work import size_of, without_values
 
-    small = (size_of(job) or 0) <= LARGEST
-    module = None
-    if small and plan.processes > 1:
-        module = rehearse(job, plan)
+    size = size_of(job) or 0
+    small = size <= LARGEST
+    module = rehearse(job, plan) if small and plan.processes > 1 else None
+    facts = None
     if plan.kind == "split" or plan.zero == 3:
-        outlook(without_values(job), plan)
+        facts = outlook(without_values(job, size), plan, tried=module is not None).facts
     if not small or (module is None and plan.processes > 1):
-        return []
+        return Findings(facts=facts)
     module = module or build_model(job)
     trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
     found = causes(job, plan, module, Loader(job.data(), job, Lane(), micro=None))
     if plan.devices > 1 and (note := half_steps(job, trainable)):
         found.append(note)
-    return found
+    return Findings(causes=tuple(found), facts=facts)
 
 
 _HOST = torch.device("cpu")

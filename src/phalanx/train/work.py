@@ -113,9 +113,13 @@ def _unpriced(job: Job) -> Iterator[str]:
 _LARGE = 2e8  # elements: some seconds of random numbers
 
 
-def without_values(job: Job) -> Job:
-    """``job``; its model is made without values if drawing them would take long, and it can be made so."""
-    return replace(job, model=lambda: _on_meta(job)) if (size_of(job) or 0) > _LARGE else job
+def without_values(job: Job, size: int | None = None) -> Job:
+    """``job``; its model is made without values if drawing them would take long, and it can be made so.
+
+    ``size`` is the model's, where it is known.
+    """
+    size = size_of(job) if size is None else size
+    return replace(job, model=lambda: _on_meta(job)) if (size or 0) > _LARGE else job
 
 
 def size_of(job: Job) -> int | None:

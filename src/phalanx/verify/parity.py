@@ -11,7 +11,7 @@ from typing import Any
 from phalanx.config import Job, Plan
 from phalanx.config.plan import Device, Precision
 from phalanx.errors import Problem, RefusedError, WorkerError
-from phalanx.launch import look_ahead, make_ready
+from phalanx.launch import LookAhead, look_ahead, make_ready
 from phalanx.train.assembly import refuse
 from phalanx.verify import compare
 from phalanx.verify.capture import Dropout, Watch, capture, masks_of, proven, traced
@@ -216,7 +216,7 @@ class OneDevice:
 
     def _cause(self, pair: Pair, checks: list[Check], watch: Watch) -> str:
         def look() -> list[str]:
-            return look_ahead(self.job, pair.plan)
+            return list(look_ahead(self.job, pair.plan).causes)
 
         return diagnose(self.evidence(pair, checks, watch), pair.tolerance, self.job, pair.plan, look)
 
@@ -271,8 +271,9 @@ def prove(
     if dropout:
         refuse_compiled(plan)
     refuse(job, plan, plan.world_size)
-    make_ready(plan)
-    causes = look_ahead(job, plan)
+    with LookAhead(job, plan) as look:
+        make_ready(plan)
+        causes = look.findings().causes
     for note in (*facts_of(job).notes(dropout=dropout), *causes):
         if say:
             say(note)

@@ -18,6 +18,19 @@ from phalanx.placement.schedules import holders
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StageCuts:
+    """Where a pipeline is cut.
+
+    Attributes:
+        units: names of the modules that it runs whole, in the order of their first calls.
+        starts: of each stage, which call begins it.
+    """
+
+    units: tuple[str, ...]
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
     """A model cut into stages, the same on every rank.
 
@@ -52,6 +65,11 @@ class Pipeline:
         """The units that a stage runs, in order."""
         return [self.program.calls[region].name for region in self.regions[stage]]
 
+    @property
+    def cuts(self) -> StageCuts:
+        """Where it is cut, for other processes to cut it there."""
+        return StageCuts(units=_units(self.program), starts=tuple(regions.start for regions in self.regions))
+
     def keep(self, rank: int, device: torch.device) -> list[Stage]:
         """This rank's stages; of the model, only their parameters are left. To be called once."""
         mine = [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
@@ -63,19 +81,17 @@ class Pipeline:
         return [Stage(self.program, stage, self.regions[stage], forms) for stage in mine]
 
 
-def cut(module: nn.Module, example: Example, plan: Plan) -> Pipeline:
+def cut(module: nn.Module, example: Example, plan: Plan, known: StageCuts | None = None) -> Pipeline:
     """Cut ``module``, which holds all its parameters, into the stages of ``plan``.
 
     Raises:
         RefusedError: if it cannot be cut so.
     """
-    count = plan.pp * plan.stages
-    whole = units(module, count, plan.split.split("/") if plan.split else ())
-    found = program(module, whole, example)
-    while uncalled := found.uncalled(whole):  # the model calls what is inside them itself
-        whole = take_apart(module, whole, uncalled)
-        found = program(module, whole, example)
-    starts = chosen(found, plan)
+    found = program(module, {module.get_submodule(name): name for name in known.units}, example) if known else None
+    if found is not None and known is not None and _units(found) == known.units:
+        starts = list(known.starts)
+    else:
+        found, starts = _looked_for(module, example, plan)
     regions = tuple(range(a, b) for a, b in pairwise([*starts, len(found.calls)]))
     stage_of = {region: stage for stage, its in enumerate(regions) for region in its}
     stages_of = {
@@ -87,6 +103,20 @@ def cut(module: nn.Module, example: Example, plan: Plan) -> Pipeline:
         plan=plan,
         program=found,
         regions=regions,
-        rank_of=holders(plan.schedule, plan.pp, count),
+        rank_of=holders(plan.schedule, plan.pp, plan.pp * plan.stages),
         stages_of=stages_of,
     )
+
+
+def _looked_for(module: nn.Module, example: Example, plan: Plan) -> tuple[Program, list[int]]:
+    """What the model does, and which calls begin the stages."""
+    whole = units(module, plan.pp * plan.stages, plan.split.split("/") if plan.split else ())
+    found = program(module, whole, example)
+    while uncalled := found.uncalled(whole):  # the model calls what is inside them itself
+        whole = take_apart(module, whole, uncalled)
+        found = program(module, whole, example)
+    return found, chosen(found, plan)
+
+
+def _units(found: Program) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(call.name for call in found.calls))
