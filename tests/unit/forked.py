@@ -1,4 +1,4 @@
-"""Runs ``phalanx`` commands in forks of one process that has imported torch, which is most of what a command takes.
+"""Runs ``phalanx`` commands in forks of one process that has imported all there is, which is most of what they take.
 
 ``python forked.py`` reads a JSON line a command (``argv``, ``folder``, ``output``, ``patience``) and answers each with
 its exit code; 124 where it did not end in time. ``Forked`` is the other end.
@@ -7,8 +7,10 @@ its exit code; 124 where it did not end in time. ``Forked`` is the other end.
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -44,11 +46,10 @@ class Forked:
 
 def serve() -> None:
     """Answer one command after the other."""
+    import sklearn.datasets  # noqa: F401  what examples read
     import torch
 
-    import phalanx.cli
-    import phalanx.train.loop  # noqa: F401
-
+    load_all()
     torch.set_num_threads(1)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -56,6 +57,17 @@ def serve() -> None:
         if not child:
             _become(asked)
         print(_waited(child, asked["patience"]), flush=True)
+
+
+def load_all() -> None:
+    """Load what a run loads when it first needs it: in a process to fork from, once for all its forks."""
+    import torch._dynamo  # noqa: F401
+
+    import phalanx
+
+    for module in pkgutil.walk_packages(phalanx.__path__, "phalanx."):
+        if not module.name.startswith("phalanx.demo.jobs") and module.name != "phalanx.__main__":
+            importlib.import_module(module.name)
 
 
 def _waited(child: int, patience: float) -> int:
