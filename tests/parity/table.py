@@ -255,4 +255,5 @@ REFUSED: tuple[tuple[str, str, str], ...] = (
 
 PLAIN_BAR = 1e-6  # of a loss of one device of Phalanx, against the plain loop
 BAR = 1e-5  # relative: every step's loss, and each first gradient against its norm
-STEPS = 20
+STEPS = 20  # of `make parity`
+SHORT_STEPS = 8  # of every run of the tests: nearly three epochs, each with a last batch of its own size
