@@ -1,7 +1,7 @@
 """Runs ``phalanx`` commands in forks of one process that has imported all there is, which is most of what they take.
 
 ``python forked.py`` reads a JSON line a command (``argv``, ``folder``, ``output``, ``patience``) and answers each with
-its exit code; 124 where it did not end in time. ``Forked`` is the other end.
+its exit code; 124 where it did not end in time. ``-c`` and a text are Python's. ``Forked`` is the other end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Forked:
         )
 
     def run(self, argv: Sequence[str], folder: Path, *, patience: float) -> tuple[int, str]:
-        """Exit code and output of ``phalanx`` with these arguments in ``folder``."""
+        """Exit code and output of ``phalanx``, or of ``python -c``, with these arguments in ``folder``."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         output = folder / ".output"
@@ -94,9 +94,14 @@ def _become(asked: Mapping[str, Any]) -> None:
     sys.path[0] = str(Path(sys.executable).parent)
     code: Any = 1
     try:
-        from phalanx.cli import main
+        if asked["argv"][0] == "-c":
+            sys.argv, sys.path[0] = ["-c"], ""
+            exec(asked["argv"][1], {"__name__": "__main__"})
+            code = 0
+        else:
+            from phalanx.cli import main
 
-        code = main()
+            code = main()
     except SystemExit as end:
         code = end.code
     except BaseException:

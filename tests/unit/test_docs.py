@@ -4,8 +4,8 @@ A fenced ``console`` block holds commands after ``$``; a ``python`` block is run
 names (so is a ``toml`` block). A comment on the line before a block changes that: ``<!-- not run: reason -->`` leaves
 it out, ``<!-- exit 2 -->`` says which exit code is right.
 
-The first command of each verb in the README starts as a user's does; the others are forked from a process that has
-imported torch (``forked.py``).
+The first command of each verb in the README starts as a user's does, and so does its Python; the others are forked from
+a process that has imported torch (``forked.py``).
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def walked(page: Path, folder: Path, forked: Forked) -> str:
         if block.title:
             (folder / block.title).write_text(block.text)
         elif block.language == "python":
-            code, told = run([sys.executable, "-c", block.text], folder)
+            argv = ["-c", block.text]
+            code, told = run([sys.executable, *argv], folder) if fresh else forked.run(argv, folder, patience=_PATIENCE)
             if code:
                 return f"{name_of(page)}:{block.line}\n{block.text}\n{told}"
         elif block.language == "console":
