@@ -62,7 +62,7 @@ docs: .venv/.installed-dev
 SIDES ?= $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 2 || echo 1)
 suite: export PYTHONDONTWRITEBYTECODE :=  # workers and commands load hundreds of modules: compiled once
 suite: .venv/.installed-dev
-	@echo "== suite"; $(BIN)/pytest $(if $(filter-out 1,$(SIDES)),-n $(SIDES) --dist loadscope)
+	@echo "== suite"; $(BIN)/pytest $(if $(filter-out 1,$(SIDES)),-n $(SIDES) --dist loadscope --max-worker-restart 2)
 
 gpu: .venv/.installed-dev
 	$(BIN)/pytest -m gpu tests/gpu
