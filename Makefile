@@ -37,9 +37,11 @@ define stage
 	echo "== $(1): $$said in $$((SECONDS - start)) s"; exit $$status
 endef
 
-# For between two edits: what is not about style starts no process.
-check: lint types contracts
-	@echo "== quick tests"; $(BIN)/pytest -m quick $$(grep -l 'pytest.mark.quick' tests/unit/*.py)
+# For between two edits: what is not about style starts no process. Types take one core, tests the other.
+check: lint contracts
+	@said=$$(mktemp); $(MAKE) --no-print-directory types >"$$said" 2>&1 & pid=$$!; \
+	echo "== quick tests"; $(BIN)/pytest -m quick $$(grep -l 'pytest.mark.quick' tests/unit/*.py); tests=$$?; \
+	wait $$pid; types=$$?; cat "$$said"; rm "$$said"; exit $$((tests | types))
 
 # The suite comes last, so that the last line printed is pytest's.
 test: lint types contracts docs suite
@@ -56,10 +58,11 @@ contracts: .venv/.installed-dev
 docs: .venv/.installed-dev
 	$(call stage,docs,NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build --strict)
 
-# make SIDES=2 suite runs it in two halves side by side.
-SIDES ?= 1
+# In two processes where there are two cores: while one waits for workers to start, the other computes.
+SIDES ?= $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 2 || echo 1)
+suite: export PYTHONDONTWRITEBYTECODE :=  # workers and commands load hundreds of modules: compiled once
 suite: .venv/.installed-dev
-	@echo "== suite"; if [ $(SIDES) = 1 ]; then $(BIN)/pytest; else $(BIN)/python tests/side_by_side.py; fi
+	@echo "== suite"; $(BIN)/pytest $(if $(filter-out 1,$(SIDES)),-n $(SIDES) --dist loadscope --max-worker-restart 2)
 
 gpu: .venv/.installed-dev
 	$(BIN)/pytest -m gpu tests/gpu

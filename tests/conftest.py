@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -32,10 +33,10 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
     environment = dict(os.environ)
-    threads = set(threading.enumerate())
+    processes, threads = _children(), set(threading.enumerate())
     yield
     deadline = time.monotonic() + 3
-    while (left := _left(threads)) and time.monotonic() < deadline:
+    while (left := _left(processes, threads)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left, f"left behind: {left}"
     changed = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
@@ -54,8 +55,12 @@ def _refused(*given: Any, **how: Any) -> Any:
     raise AssertionError("a quick test starts a process: take pytest.mark.quick from its file")
 
 
-def _left(threads: set[threading.Thread]) -> list[str]:
-    processes = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _left(before: set[psutil.Process], threads: set[threading.Thread]) -> list[str]:
+    processes = [child for child in _children() - before if child.status() != psutil.STATUS_ZOMBIE]
     alive = [thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     return [str(process) for process in processes] + alive
 
@@ -72,6 +77,37 @@ def hosts() -> Iterator[Callable[..., px.Hosts]]:
             return up.enter_context(made)
 
         yield make
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Where several processes run the suite: a test that is ``alone`` runs while the others run none.
+
+    Around the whole protocol, so that waiting counts towards no test's timeout.
+    """
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    folder = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
+    kind = fcntl.LOCK_EX if "alone" in item.keywords else fcntl.LOCK_SH
+    with (folder / "door").open("w+") as door, (folder / "room").open("w+") as room:
+        # Locks of a process: not those of what it forks, and gone with it. Who waits for the room keeps the door.
+        fcntl.lockf(door, fcntl.LOCK_EX)
+        fcntl.lockf(room, kind)
+        fcntl.lockf(door, fcntl.LOCK_UN)
+        return (yield)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``-n 2 --dist loadscope``: each process takes the next file as soon as it is free."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if "test_what_the_page_shows_runs" in nodeid else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False  # small files come last, so that both end at nearly the same time
+    return Files(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -62,7 +62,13 @@ def job(**how: Any) -> px.Job:
 
 
 def fit(plan: str, folder: str | Path, *, resume: bool = False, checkpoint_every: int = 0, **how: Any) -> px.Run:
-    """Train the job under ``plan`` in ``folder``."""
-    chosen = px.Plan.parse(plan)
-    run = px.RunSpec(job="small", plan=chosen, folder=Path(folder), resume=resume, checkpoint_every=checkpoint_every)
+    """Train the job under ``plan`` in ``folder``, without a forecast: that takes longer than the run."""
+    run = px.RunSpec(
+        job="small",
+        plan=px.Plan.parse(plan),
+        folder=Path(folder),
+        resume=resume,
+        checkpoint_every=checkpoint_every,
+        forecast="none",
+    )
     return px.fit(job(**how), run=run)

@@ -177,6 +177,7 @@ class TestProve:
         assert "my own mistake" in result.stderr
 
 
+@pytest.mark.alone
 def test_bench(toy: Path) -> None:
     result = invoke("bench", f"{toy}:paced", "-n", "1,2", "--plan", "threads=2", "--steps", 6, "--json")
     assert result.exit_code == 0, result.output
@@ -233,6 +234,7 @@ def test_demo_from_an_empty_directory() -> None:
     assert "computes what one device computes" in done.stderr
 
 
+@pytest.mark.alone
 def test_ctrl_c(toy: Path) -> None:
     argv = ["train", f"{toy}:slow", "-n", "2", "--run", "out", "--checkpoint-every", "2"]
     process = subprocess.Popen([sys.executable, "-m", "phalanx", *argv], stderr=subprocess.PIPE, text=True)

@@ -248,7 +248,10 @@ def test_what_cannot_be_dealt_out_is_named(
 
 def test_training_goes_on_under_another_plan(tmp_path: Path) -> None:
     job = replace(tiny(), steps=6)
-    run = lambda plan, where, **how: px.RunSpec(job="moe", plan=Plan.parse(plan), folder=tmp_path / where, **how)  # noqa: E731
+
+    def run(plan: str, where: str, **how: Any) -> px.RunSpec:
+        return px.RunSpec(job="moe", plan=Plan.parse(plan), folder=tmp_path / where, forecast="none", **how)
+
     whole = px.fit(job, run=run("single", "whole"))
     px.fit(replace(job, steps=3), run=run("ep=2 tp=2", "part"))
     resumed = px.fit(job, run=run("ep=3", "part", resume=True))

@@ -58,6 +58,7 @@ def transfer(place: Place, report: Callable[[int], None]) -> dict[str, float] | 
 
 
 @pytest.mark.parametrize("delay", ["", "20ms"])
+@pytest.mark.alone
 def test_links_are_as_slow_as_asked(hosts: Make, delay: str) -> None:
     made = hosts(2, rate=f"{RATE / 1e6:g}mbit", delay=delay)
     seen = launch(transfer, 2, hosts=made)[0]
@@ -77,6 +78,7 @@ def spin(place: Place, report: Callable[[int], None]) -> float:
 
 
 @pytest.mark.parametrize("brake", ["quota", "stops"])
+@pytest.mark.alone
 def test_a_throttled_host_gets_its_share_of_a_core(hosts: Make, brake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if brake == "stops":
         monkeypatch.setattr(Quotas, "find", lambda count: None)
@@ -108,6 +110,7 @@ class Cut:
 
 
 @pytest.mark.parametrize(("seconds", "how"), [(1, {"rate": "1mbit"}), (2, {"delay": "5ms"})], ids=["kernel", "carried"])
+@pytest.mark.alone
 def test_a_cut_that_ends_changes_nothing_but_time(
     hosts: Make, seconds: int, how: dict[str, str], tmp_path: Path
 ) -> None:

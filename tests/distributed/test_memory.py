@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -27,8 +29,11 @@ def texts() -> px.Table:
     return px.Table(x=tokens[:, :-1].contiguous(), y=tokens[:, 1:].contiguous())
 
 
-def held(plan: str, folder: Path, **how: Any) -> list[dict[str, int]]:
-    """What each rank held under the plan."""
+Found = tuple[list[dict[str, int]], list[float]]
+"""What each rank held, and the losses."""
+
+
+def found(plan: str, **how: Any) -> Found:
     given: dict[str, Any] = {
         "model": lambda: GPT(SIZE),
         "data": texts,
@@ -37,9 +42,20 @@ def held(plan: str, folder: Path, **how: Any) -> list[dict[str, int]]:
         "epochs": 1,
         **how,
     }
-    run = fit(plan, folder / plan.replace(" ", "-"), **given)
-    assert [fault for event in run.events("memory") for fault in faults(event)] == []
-    return list(summarise(run.folder).memory)
+    with TemporaryDirectory() as folder:
+        run = fit(plan, folder, **given)
+        assert [fault for event in run.events("memory") for fault in faults(event)] == []
+        return list(summarise(run.folder).memory), run.losses
+
+
+@cache
+def of_texts(plan: str) -> Found:
+    return found(plan)
+
+
+def held(plan: str, **how: Any) -> list[dict[str, int]]:
+    """What each rank held under the plan."""
+    return (found(plan, **how) if how else of_texts(plan))[0]
 
 
 class Layers(nn.Module):
@@ -54,8 +70,8 @@ class Layers(nn.Module):
         return self.second(self.first(x).relu()) * self.get_buffer("scale")
 
 
-def test_an_mlp_by_hand(tmp_path: Path) -> None:
-    (parts,) = held("single", tmp_path, model=Layers, data=_rows, batch=32)
+def test_an_mlp_by_hand() -> None:
+    (parts,) = held("single", model=Layers, data=_rows, batch=32)
     numbers = (9 * 20 + 20) + (20 * 5 + 5)
     assert parts["parameters"] == parts["gradients"] == 4 * numbers
     assert parts["optimizer"] == 8 * numbers + 4 * 4
@@ -64,11 +80,9 @@ def test_an_mlp_by_hand(tmp_path: Path) -> None:
     assert parts["activations"] == 32 * 4 * (9 + 20 + 5) + 32 * 8 + 4
 
 
-def test_one_micro_batch_is_alive_at_a_time(tmp_path: Path) -> None:
-    whole = held("single", tmp_path, model=Layers, data=_rows, batch=32)[0]["activations"]
-    assert (
-        held("single micro=8", tmp_path, model=Layers, data=_rows, batch=32)[0]["activations"] == (whole - 4) // 4 + 4
-    )
+def test_one_micro_batch_is_alive_at_a_time() -> None:
+    whole = held("single", model=Layers, data=_rows, batch=32)[0]["activations"]
+    assert held("single micro=8", model=Layers, data=_rows, batch=32)[0]["activations"] == (whole - 4) // 4 + 4
 
 
 @pytest.mark.parametrize(
@@ -83,31 +97,31 @@ def test_one_micro_batch_is_alive_at_a_time(tmp_path: Path) -> None:
         ("dp=2 offload=optimizer", 0.5, 1, 1),  # the copies lie in the same memory, on a CPU
     ],
 )
-def test_replicas_and_shards(plan: str, parameters: float, gradients: int, state: int, tmp_path: Path) -> None:
-    for parts in held(plan, tmp_path):
+def test_replicas_and_shards(plan: str, parameters: float, gradients: int, state: int) -> None:
+    for parts in held(plan):
         assert parts["parameters"] == 4 * NUMBERS / parameters
         assert parts["gradients"] == 4 * NUMBERS // gradients
         assert parts["optimizer"] == 8 * NUMBERS // state + STEPS
 
 
-def test_parameters_that_are_gathered_count_while_they_are_there(tmp_path: Path) -> None:
+def test_parameters_that_are_gathered_count_while_they_are_there() -> None:
     model = GPT(SIZE)
     block = sum(tensor.numel() for tensor in model.blocks[0].parameters())
     outside = NUMBERS - SIZE.layers * block
-    for parts in held("fsdp=2 zero=3", tmp_path):
+    for parts in held("fsdp=2 zero=3"):
         assert parts["parameters"] == 4 * (NUMBERS // 2 + outside + block)
         assert parts["gradients"] == 4 * NUMBERS // 2
         assert parts["optimizer"] == 8 * NUMBERS // 2 + STEPS
 
 
-def test_data_parallel_ranks_share_out_activations(tmp_path: Path) -> None:
-    (alone,) = held("single", tmp_path)
-    shares = [parts["activations"] for parts in held("dp=2", tmp_path)]
+def test_data_parallel_ranks_share_out_activations() -> None:
+    (alone,) = held("single")
+    shares = [parts["activations"] for parts in held("dp=2")]
     assert shares == [pytest.approx(alone["activations"] / 2, rel=1e-3)] * 2
 
 
-def test_tensor_parallel_ranks_share_out_weights(tmp_path: Path) -> None:
-    (alone,), parts = held("single", tmp_path), held("tp=2", tmp_path)
+def test_tensor_parallel_ranks_share_out_weights() -> None:
+    (alone,), parts = held("single"), held("tp=2")
     norms = sum(
         tensor.numel() for name, tensor in GPT(SIZE).named_parameters() if tensor.ndim == 1 or "position" in name
     )
@@ -118,18 +132,16 @@ def test_tensor_parallel_ranks_share_out_weights(tmp_path: Path) -> None:
         assert alone["activations"] // 2 < one["activations"] < alone["activations"]
 
 
-def test_recompute_keeps_less(tmp_path: Path) -> None:
-    none, selective, full = (
-        held(f"single recompute={how}", tmp_path)[0]["activations"] for how in ("none", "selective", "full")
-    )
+def test_recompute_keeps_less() -> None:
+    none, selective, full = (held(f"single recompute={how}")[0]["activations"] for how in ("none", "selective", "full"))
     inputs = SIZE.layers * 16 * 16 * SIZE.width * 4
     block = none / SIZE.layers  # and a part of what is outside the blocks
     assert full < selective < none
     assert inputs < full < inputs + block + 2 * 16 * 16 * 256 * 4
 
 
-def test_a_pipeline_holds_what_its_schedule_has_under_way(tmp_path: Path) -> None:
-    gpipe, early = (held(f"pp=2 micro=2 schedule={schedule}", tmp_path) for schedule in ("gpipe", "1f1b"))
+def test_a_pipeline_holds_what_its_schedule_has_under_way() -> None:
+    gpipe, early = (held(f"pp=2 micro=2 schedule={schedule}") for schedule in ("gpipe", "1f1b"))
     assert gpipe[0]["activations"] == 8 * early[0]["activations"] // 2  # of 8 micro-batches, and of 2
     assert gpipe[1]["activations"] == 8 * early[1]["activations"]
     assert sum(parts["parameters"] for parts in early) == 4 * NUMBERS
@@ -145,28 +157,23 @@ PRODUCTS = (
 )
 
 
-def losses(plan: str, folder: Path) -> list[float]:
-    how: dict[str, Any] = {"model": lambda: GPT(SIZE), "inputs": lambda batch: batch["x"], "batch": 16, "epochs": 1}
-    return fit(plan, folder / plan.replace(" ", "-"), data=texts, **how).losses
-
-
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("plan", RECOMPUTED)
-def test_measuring_changes_nothing(plan: str, recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_changes_nothing(plan: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = f"{plan} recompute={recompute}"
-    measured = losses(plan, tmp_path / "measured")
+    measured = of_texts(plan)[1]
     monkeypatch.setattr("phalanx.train.memory._MEASURED", 0)
-    assert losses(plan, tmp_path / "not") == measured
+    assert found(plan)[1] == measured
 
 
 @pytest.mark.parametrize("plan", PRODUCTS)
-def test_products_with_recompute_are_measured_and_train(plan: str, tmp_path: Path) -> None:
-    assert losses(plan, tmp_path) == pytest.approx(losses("single", tmp_path), rel=1e-6)
+def test_products_with_recompute_are_measured_and_train(plan: str) -> None:
+    assert of_texts(plan)[1] == pytest.approx(of_texts("single")[1], rel=1e-6)
 
 
-def test_recomputed_slices_count(tmp_path: Path) -> None:
+def test_recomputed_slices_count() -> None:
     """What blocks keep of a slice is the slice: with ``cp=2`` half of what one device keeps, and a part of it twice."""
-    (alone,), slices = held("single recompute=full", tmp_path), held("cp=2 recompute=full", tmp_path)
+    (alone,), slices = held("single recompute=full"), held("cp=2 recompute=full")
     for one in slices:
         assert alone["activations"] / 2 <= one["activations"] < alone["activations"]
 
@@ -203,8 +210,8 @@ class Differentiates(Layers):
         return super().forward(slope)
 
 
-def test_a_model_that_differentiates_inside_can_be_measured(tmp_path: Path) -> None:
-    (parts,) = held("single", tmp_path, model=Differentiates, data=_rows, batch=32)
+def test_a_model_that_differentiates_inside_can_be_measured() -> None:
+    (parts,) = held("single", model=Differentiates, data=_rows, batch=32)
     assert parts["activations"] == 32 * 4 * (9 + 20 + 5) + 32 * 8 + 4
 
 

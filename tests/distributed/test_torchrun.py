@@ -16,22 +16,90 @@ import phalanx as px
 from phalanx.errors import RefusedError
 
 HEAD = f"""
-import json, os, sys, time
+import json, os, sys, time, traceback
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
-torch.set_num_threads(1)
 import torch.distributed as dist
 import phalanx as px
+from phalanx.errors import RunError, SpecError
 from small import job
 
+torch.set_num_threads(1)
 rank = int(os.environ["RANK"])
 
-def say(**what):
-    print(json.dumps({{"rank": rank, **what}}) + "\\n", end="", flush=True)
+def say(of, **what):
+    print(json.dumps({{"of": of, "rank": rank, **what}}) + "\\n", end="", flush=True)
 """
 
+# One script calls these one after the other, in one folder; those whose px.build leaves a group joined come last.
+PARTS = """
+def own_group(of):
+    dist.init_process_group("gloo")
+    run = px.fit(job(), "dp=2", folder="own")
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    say(of, steps=len(run.losses), sum=ones.item())
+    dist.destroy_process_group()
 
-def torchrun(script: str, folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
+def other_ranks(of):
+    dist.init_process_group("gloo")
+    try:
+        px.build(job(), "dp=2 sync=local every=4")
+    except RunError as error:
+        say(of, error=str(error))
+    dist.destroy_process_group()
+
+def taken(of):
+    px.fit(job(), "dp=2", folder="taken")
+    try:
+        px.fit(job(), "dp=2", folder="taken")
+    except SpecError as error:
+        say(of, problems=[problem.given for problem in error.problems])
+
+def chosen(of):
+    here = os.getcwd()
+    if rank == 1:
+        time.sleep(0.5)
+        os.makedirs("elsewhere")
+        os.chdir("elsewhere")
+    run = px.fit(job(name="chosen"), "dp=2", cores=2)
+    say(of, folder=str(run.folder), threads=torch.get_num_threads())
+    os.chdir(here)
+
+def fits_and_builds(of):
+    first = px.fit(job(), "dp=2", folder="a", cores=1)
+    second = px.fit(job(), "fsdp=2", folder="b")
+    between = dist.is_initialized()
+    losses = []
+    for _ in range(2):
+        step, loader = px.build(job(), "dp=2")
+        losses.append([step(batch).loss for batch in loader])
+    third = px.fit(job(), "dp=2", folder="c")
+    fits = [run.losses for run in (first, second, third)]
+    say(of, fits=fits, builds=losses, between=between, group=dist.is_initialized())
+
+def replicas(of):
+    dist.destroy_process_group()  # that of the builds
+    plan = "dp=2 sync=diloco every=3"
+    run = px.fit(job(), plan, folder="d")
+    step, loader = px.build(job(), plan)
+    losses = [step(batch).loss for batch in loader]
+    both = px.fit(job(), "dp=2", folder="e")  # each replica was a world of its own: no group is in the way
+    weights = [tensor.sum().item() for tensor in step.layout.parameters.values()]
+    say(of, fit=run.losses, build=losses, weights=weights, steps=len(both.losses))
+
+for part in (own_group, other_ranks, taken, chosen, fits_and_builds, replicas):
+    torch.set_num_threads(1)
+    try:
+        part(part.__name__)
+    except Exception:
+        say(part.__name__, failed=traceback.format_exc())
+"""
+
+Said = dict[str, Any]
+
+
+def torchrun(script: str, folder: Path, ranks: int = 2) -> list[Said]:
     """What all ranks said, in rank order."""
     (folder / "script.py").write_text(HEAD + script)
     command = [
@@ -49,67 +117,66 @@ def torchrun(script: str, folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
     return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda said: said["rank"])
 
 
-def test_fits_and_builds_one_after_the_other(tmp_path: Path) -> None:
-    script = """
-first = px.fit(job(), "dp=2", folder="a", cores=1)
-second = px.fit(job(), "fsdp=2", folder="b")
-between = dist.is_initialized()
-losses = []
-for _ in range(2):
-    step, loader = px.build(job(), "dp=2")
-    losses.append([step(batch).loss for batch in loader])
-third = px.fit(job(), "dp=2", folder="c")
-say(fits=[run.losses for run in (first, second, third)], builds=losses, between=between, group=dist.is_initialized())
-"""
-    for said in torchrun(script, tmp_path):
-        assert (said["between"], said["group"]) == (False, True)
-        (first, second, third), builds = said["fits"], said["builds"]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("torchrun")
+
+
+@pytest.fixture(scope="module")
+def all_said(folder: Path) -> list[Said]:
+    return torchrun(PARTS, folder)
+
+
+@pytest.fixture
+def said(request: pytest.FixtureRequest, all_said: list[Said]) -> list[Said]:
+    """What ranks said in the part that the test is named after."""
+    found = [one for one in all_said if one["of"] == request.node.originalname.removeprefix("test_")]
+    assert not [one["failed"] for one in found if "failed" in one]
+    assert [one["rank"] for one in found] == [0, 1]
+    return found
+
+
+def test_own_group(said: list[Said]) -> None:
+    """The user's own group is used, and stays."""
+    assert [(one["steps"], one["sum"]) for one in said] == [(8, 2.0)] * 2
+
+
+def test_other_ranks(said: list[Said]) -> None:
+    """A group of other ranks than a replica is refused."""
+    for one in said:
+        assert "joined a group of 2 ranks, and the plan needs one of 1" in one["error"]
+
+
+def test_taken(said: list[Said]) -> None:
+    """A folder that is taken is refused on every rank."""
+    first, second = said
+    assert "holds a run" in first["problems"][0]
+    assert first["problems"] == second["problems"]
+
+
+def test_chosen(said: list[Said], folder: Path) -> None:
+    """Rank 0 chooses the folder for all."""
+    assert [(one["folder"], one["threads"]) for one in said] == [(str(folder / "runs" / "chosen-1"), 2)] * 2
+    assert sorted(path.name for path in (folder / "runs").iterdir()) == ["chosen-1"]
+
+
+def test_fits_and_builds(said: list[Said]) -> None:
+    """One after the other, any number of times."""
+    for one in said:
+        assert (one["between"], one["group"]) == (False, True)
+        (first, second, third), builds = one["fits"], one["builds"]
         assert len(first) == 8
         assert first == third == builds[0] == builds[1]
         assert second == pytest.approx(first, rel=1e-6)
 
 
-def test_the_users_own_group_is_used_and_stays(tmp_path: Path) -> None:
-    script = """
-dist.init_process_group("gloo")
-run = px.fit(job(), "dp=2", folder="a")
-ones = torch.ones(1)
-dist.all_reduce(ones)
-say(steps=len(run.losses), sum=ones.item())
-dist.destroy_process_group()
-"""
-    assert [(said["steps"], said["sum"]) for said in torchrun(script, tmp_path)] == [(8, 2.0)] * 2
-
-
-def test_replicas_step_by_themselves_in_a_loop_of_ones_own(tmp_path: Path) -> None:
-    script = """
-plan = "dp=2 sync=diloco every=3"
-run = px.fit(job(), plan, folder="a")
-step, loader = px.build(job(), plan)
-losses = [step(batch).loss for batch in loader]
-both = px.fit(job(), "dp=2", folder="b")  # each replica was a world of its own: no group is in the way
-weights = [tensor.sum().item() for tensor in step.layout.parameters.values()]
-say(fit=run.losses, build=losses, weights=weights, steps=len(both.losses))
-"""
-    first, second = torchrun(script, tmp_path)
+def test_replicas(said: list[Said]) -> None:
+    """Replicas step by themselves in a loop of one's own, too."""
+    first, second = said
     assert first["fit"] == first["build"]  # the log is the first replica's
     assert second["build"] != first["build"]
     assert first["weights"] == second["weights"]
     assert (first["steps"], second["steps"]) == (8, 8)
-
-
-def test_a_group_of_other_ranks_than_a_replica_is_refused(tmp_path: Path) -> None:
-    script = """
-from phalanx.errors import RunError
-dist.init_process_group("gloo")
-try:
-    px.build(job(), "dp=2 sync=local every=4")
-except RunError as error:
-    say(error=str(error))
-dist.destroy_process_group()
-"""
-    for said in torchrun(script, tmp_path):
-        assert "joined a group of 2 ranks, and the plan needs one of 1" in said["error"]
 
 
 def test_a_script_that_ends_right_after_a_collective_ends_well(tmp_path: Path) -> None:
@@ -120,38 +187,9 @@ sys.setswitchinterval(20)  # from here on other threads get the interpreter's lo
 tensors = [torch.ones(1000) for _ in range(20)]
 for tensor in tensors:
     dist.all_reduce(tensor)
-say()
+say("end")
 """
     assert len(torchrun(script, tmp_path, 6)) == 6
-
-
-def test_rank_0_chooses_the_folder_for_all(tmp_path: Path) -> None:
-    script = """
-if rank == 1:
-    time.sleep(0.5)
-    os.makedirs("elsewhere")
-    os.chdir("elsewhere")
-torch.set_num_threads(1)
-run = px.fit(job(name="chosen"), "dp=2", cores=2)
-say(folder=str(run.folder), threads=torch.get_num_threads())
-"""
-    said = torchrun(script, tmp_path)
-    assert [(one["folder"], one["threads"]) for one in said] == [(str(tmp_path / "runs" / "chosen-1"), 2)] * 2
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["chosen-1"]
-
-
-def test_a_folder_that_is_taken_is_refused_on_every_rank(tmp_path: Path) -> None:
-    script = """
-from phalanx.errors import SpecError
-px.fit(job(), "dp=2", folder="a")
-try:
-    px.fit(job(), "dp=2", folder="a")
-except SpecError as error:
-    say(problems=[problem.given for problem in error.problems])
-"""
-    first, second = torchrun(script, tmp_path)
-    assert "holds a run" in first["problems"][0]
-    assert first["problems"] == second["problems"]
 
 
 def test_build_outside_torchrun_says_how(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -51,29 +52,35 @@ def _no_child_left() -> object:
     assert psutil.Process().children(recursive=True) == []
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
-    ids=lambda value: str(value),
-)
-def test_launcher_is_ended(number: int, code: int, tmp_path: Path) -> None:
-    text = SLEEPERS.format(here=str(Path(__file__).parent), folder=str(tmp_path))
-    launcher = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
-    try:
-        assert wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 60)
-        processes = psutil.Process(launcher.pid).children(recursive=True)
-        began = time.monotonic()
-        launcher.send_signal(number)
-        output, _ = launcher.communicate(timeout=LIMIT)
-        everyone = [*noted(tmp_path), *(process.pid for process in processes)]
-        assert len(noted(tmp_path)) == 4
-        assert wait_until(lambda: alive(everyone) == [], LIMIT)
-        assert time.monotonic() - began < LIMIT
-        assert launcher.returncode == code
-        assert output == ("interrupted\n" if number == signal.SIGINT else "")
-    finally:
-        launcher.kill()
-        launcher.communicate()
+@pytest.mark.alone
+def test_launcher_is_ended(tmp_path: Path) -> None:
+    """By each signal: three launchers that start side by side, and are ended one after the other."""
+    codes = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
+    launchers: dict[int, subprocess.Popen[str]] = {}
+    with ExitStack() as up:
+        for number in codes:
+            (folder := tmp_path / f"{number}").mkdir()
+            argv = [sys.executable, "-c", SLEEPERS.format(here=str(Path(__file__).parent), folder=str(folder))]
+            launchers[number] = up.enter_context(subprocess.Popen(argv, stdout=subprocess.PIPE, text=True))
+            up.callback(launchers[number].kill)
+        assert wait_until(lambda: len(list(tmp_path.glob("*/ready-*"))) == 2 * len(codes), 60)
+        for number, code in codes.items():
+            output = ended(launchers[number], number, tmp_path / f"{number}")
+            assert (launchers[number].returncode, number) == (code, number)
+            assert output == ("interrupted\n" if number == signal.SIGINT else "")
+
+
+def ended(launcher: subprocess.Popen[str], number: int, folder: Path) -> str:
+    """Its output; that it ends soon after the signal, with everyone it started."""
+    processes = psutil.Process(launcher.pid).children(recursive=True)
+    began = time.monotonic()
+    launcher.send_signal(number)
+    output, _ = launcher.communicate(timeout=LIMIT)
+    everyone = [*noted(folder), *(process.pid for process in processes)]
+    assert len(noted(folder)) == 4
+    assert wait_until(lambda: alive(everyone) == [], LIMIT)
+    assert time.monotonic() - began < LIMIT
+    return output
 
 
 def test_results_come_in_rank_order_and_workers_meet() -> None:
@@ -110,6 +117,7 @@ def test_standard_input_is_empty() -> None:
     assert launch(lambda place, report: sys.stdin.read(), 1) == [""]
 
 
+@pytest.mark.alone
 def test_watch_is_called_while_workers_run_and_once_more() -> None:
     calls: list[float] = []
     launch(lambda place, report: time.sleep(0.5), 1, watch=lambda: calls.append(time.monotonic()))
@@ -145,6 +153,7 @@ def test_data_loading_processes_work_in_a_worker() -> None:
     assert launch(target, 2) == [496.0, 496.0]
 
 
+@pytest.mark.alone
 def test_leaving_a_group_never_hangs() -> None:
     # every fourth run hung where DistributedDataParallel's reducer was the last owner of the group
     def target(place: Place, report: Callable[[int], None]) -> None:

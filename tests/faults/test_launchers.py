@@ -13,13 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from inject import LIMIT, alive, noted
+from inject import LIMIT, alive, noted, wait_until
 
 import phalanx as px
 from phalanx.config import Plan, RunSpec
@@ -102,6 +103,7 @@ def _nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 def spec(folder: Path, fault: str = "") -> RunSpec:
     """Two workers, the second of which goes wrong as told."""
+    folder.mkdir(exist_ok=True)
     file = folder / f"law_{fault or 'well'}.py"
     file.write_text(JOB.format(fault=fault))
     return RunSpec(job=str(file), plan=Plan(dp=2), folder=folder / "run", steps=4, forecast="none")
@@ -111,7 +113,7 @@ def fit(run: RunSpec, name: str, watch: Callable[[], None] | None = None) -> px.
     return px.fit(load_job(run.job), run=run, launcher=name, watch=watch)
 
 
-def test_a_run_file_goes_through_and_every_rank_is_there(
+def test_a_run_file_goes_through_every_rank_is_there_and_the_result_is_that_of_local(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = spec(tmp_path)
@@ -122,13 +124,8 @@ def test_a_run_file_goes_through_and_every_rank_is_there(
     lines = [line.removeprefix("[rank 1] ") for line in output.splitlines()]
     assert sorted(lines) == ["rank 0 of 2, local rank 0", "rank 1 of 2, local rank 1"]
     assert [f"warning of rank {rank}" in errors for rank in range(2)] == [True, True]
-
-
-def test_the_result_is_that_of_every_other_launcher(name: str, tmp_path: Path) -> None:
-    if name == "local":
-        pytest.skip("what the others are compared with")
-    first, second = spec(tmp_path), replace(spec(tmp_path), folder=tmp_path / "again")
-    assert fit(first, "local").losses == fit(second, name).losses
+    if name != "local":
+        assert done.losses == fit(replace(run, folder=tmp_path / "local"), "local").losses
 
 
 @pytest.mark.parametrize(
@@ -159,6 +156,7 @@ def test_what_a_worker_refuses_is_refused(name: str, tmp_path: Path) -> None:
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.alone
 def test_stop_leaves_no_process_even_of_workers_that_ignore_signals(name: str, tmp_path: Path) -> None:
     ended = 0.0
 
@@ -176,29 +174,33 @@ def test_stop_leaves_no_process_even_of_workers_that_ignore_signals(name: str, t
     assert alive(noted(tmp_path)) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, -2)])
-def test_workers_end_with_their_launcher(name: str, number: int, code: int, tmp_path: Path) -> None:
-    run = spec(tmp_path, "hang")
+@pytest.mark.alone
+def test_workers_end_with_their_launcher(name: str, tmp_path: Path) -> None:
+    """By whatever signal: three that start side by side, and are ended one after the other."""
+    codes = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: -2}
+    runs = {number: spec(tmp_path / f"{number}", "hang") for number in codes}
+    with ExitStack() as up:
+        processes: dict[int, subprocess.Popen[bytes]] = {}
+        for number, run in runs.items():
+            processes[number] = up.enter_context(started(run, name, tmp_path))
+            up.callback(processes[number].kill)
+        assert wait_until(lambda: all(len(noted(tmp_path / f"{number}")) == 2 for number in codes), 100)
+        for number, code in codes.items():
+            processes[number].send_signal(number)
+            assert processes[number].wait(LIMIT + 1) == code  # the interpreter's own end included
+            workers = noted(tmp_path / f"{number}")
+            assert wait_until(lambda workers=workers: alive(workers) == [], LIMIT)
+
+
+def started(run: RunSpec, name: str, temporary: Path) -> subprocess.Popen[bytes]:
+    """A process that trains by the launcher."""
     script = (
         "import phalanx as px; from pathlib import Path; from phalanx.launch import LAUNCHERS, load_job\n"
         f"LAUNCHERS[{name!r}] = {LAUNCHERS[name]!r}\n"
         f"run = px.RunSpec(job={run.job!r}, plan=px.Plan(dp=2), folder=Path({str(run.folder)!r}), forecast='none')\n"
         f"px.fit(load_job(run.job), run=run, launcher={name!r})"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)})
-    try:
-        while len(noted(tmp_path)) < 2:
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(number)
-        assert process.wait(LIMIT + 1) == code  # the interpreter's own end included
-    finally:
-        process.kill()
-        process.wait()
-    deadline = time.monotonic() + LIMIT
-    while alive(noted(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert alive(noted(tmp_path)) == []
+    return subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(temporary)})
 
 
 def test_what_cannot_be_started_is_refused_before_anything_is_written(

@@ -81,6 +81,7 @@ class Model(nn.Module):
         "pp=2 fsdp=2 micro=4",
     ],
 )
+@pytest.mark.alone
 def test_all_ranks_end_and_the_models_own_error_is_told(plan: str, where: str, at: int, tmp_path: Path) -> None:
     note = tmp_path / "note"
     with pytest.raises(WorkerError) as raised:

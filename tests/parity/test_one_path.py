@@ -116,7 +116,8 @@ def test_a_proof_takes_the_path_of_a_run(plan: str, monkeypatch: pytest.MonkeyPa
     given = replace(given, steps=4, epochs=None, evaluate=given.data, evaluate_every=2)
     with monkeypatch.context() as patched:
         recorded(patched, tmp_path / "fit")
-        px.fit(given, plan, folder=tmp_path / "run")
+        spec = px.RunSpec(job="", plan=px.Plan.parse(plan), folder=tmp_path / "run", forecast="none")
+        px.fit(given, run=spec)
     with monkeypatch.context() as patched:
         recorded(patched, tmp_path / "prove")
         assert px.prove(given, plan, steps=4).equal

@@ -43,6 +43,11 @@ def classify(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tens
     return nn.functional.cross_entropy(output, batch["y"])
 
 
+def trained(job: px.Job, plan: str) -> px.Run:
+    spec = px.RunSpec(job="", plan=px.Plan.parse(plan), folder=Path("run"), forecast="none")
+    return px.fit(job, run=spec)
+
+
 def linear(**how: Any) -> px.Job:
     model = how.pop("model", lambda: nn.Linear(16, 5))
     return job(model, rows(), classify, **{"inputs": lambda batch: batch["x"], **how})
@@ -50,7 +55,7 @@ def linear(**how: Any) -> px.Job:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_device_equals_the_plain_loop(model: str) -> None:
-    run = px.fit(MODELS[model](), "single")
+    run = trained(MODELS[model](), "single")
     witness = Witness.of(MODELS[model](), STEPS)
     assert len(run.losses) == STEPS
     assert apart(witness.losses, run.losses) <= PLAIN_BAR
@@ -65,7 +70,7 @@ def test_one_device_equals_the_plain_loop(model: str) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_equals_the_plain_loop(precision: str) -> None:
-    run = px.fit(MODELS["own GPT"](), f"precision={precision}")
+    run = trained(MODELS["own GPT"](), f"precision={precision}")
     witness = Witness.of(MODELS["own GPT"](), STEPS, precision=precision)  # pyright: ignore[reportArgumentType]
     assert apart(witness.losses, run.losses) <= 1e-4
     assert apart(Witness.of(MODELS["own GPT"](), 1).losses, run.losses[:1]) > 1e-6, "computed in fp32"
@@ -74,7 +79,7 @@ def test_half_precision_equals_the_plain_loop(precision: str) -> None:
 
 def test_an_fp16_overflow_is_skipped_and_the_schedule_goes_on() -> None:
     one = linear(steps=4, schedule=px.Schedule(warmup_steps=4), inputs=lambda batch: batch["x"] * 3e3, clip=None)
-    run, witness = px.fit(one, "precision=fp16"), Witness.of(one, 4, precision="fp16")
+    run, witness = trained(one, "precision=fp16"), Witness.of(one, 4, precision="fp16")
     steps = list(run.events("step"))
     assert any(witness.skipped)
     assert [event["skipped"] for event in steps] == witness.skipped
@@ -92,7 +97,7 @@ SCHEDULES = (
 def test_rates_are_those_of_the_plain_loop(schedule: px.Schedule) -> None:
     one = linear(schedule=schedule, steps=12)
     witness = Witness.of(one, 12)
-    given = [event["lr"] for event in px.fit(one, "single").events("step")]
+    given = [event["lr"] for event in trained(one, "single").events("step")]
     assert given == pytest.approx(rates_of(witness), rel=1e-12)
     assert len(set(given)) > 2
 
@@ -235,8 +240,8 @@ NOISY = {
 
 
 @pytest.mark.parametrize("case", NOISY)
-def test_everything_drawn_is_drawn_alike(case: str, tmp_path: Path) -> None:
-    run = px.fit(NOISY[case], "single", folder=tmp_path / "run")
+def test_everything_drawn_is_drawn_alike(case: str) -> None:
+    run = trained(NOISY[case], "single")
     witness = Witness.of(NOISY[case], 100)
     assert apart(witness.losses, run.losses) <= PLAIN_BAR
     assert witness.epochs == [event["epoch"] for event in run.events("step")]

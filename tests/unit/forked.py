@@ -1,14 +1,16 @@
-"""Runs ``phalanx`` commands in forks of one process that has imported torch, which is most of what a command takes.
+"""Runs ``phalanx`` commands in forks of one process that has imported all there is, which is most of what they take.
 
 ``python forked.py`` reads a JSON line a command (``argv``, ``folder``, ``output``, ``patience``) and answers each with
-its exit code; 124 where it did not end in time. ``Forked`` is the other end.
+its exit code; 124 where it did not end in time. ``-c`` and a text are Python's. ``Forked`` is the other end.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -28,7 +30,7 @@ class Forked:
         )
 
     def run(self, argv: Sequence[str], folder: Path, *, patience: float) -> tuple[int, str]:
-        """Exit code and output of ``phalanx`` with these arguments in ``folder``."""
+        """Exit code and output of ``phalanx``, or of ``python -c``, with these arguments in ``folder``."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         output = folder / ".output"
@@ -44,11 +46,10 @@ class Forked:
 
 def serve() -> None:
     """Answer one command after the other."""
+    import sklearn.datasets  # noqa: F401  what examples read
     import torch
 
-    import phalanx.cli
-    import phalanx.train.loop  # noqa: F401
-
+    load_all()
     torch.set_num_threads(1)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -56,6 +57,17 @@ def serve() -> None:
         if not child:
             _become(asked)
         print(_waited(child, asked["patience"]), flush=True)
+
+
+def load_all() -> None:
+    """Load what a run loads when it first needs it: in a process to fork from, once for all its forks."""
+    import torch._dynamo  # noqa: F401
+
+    import phalanx
+
+    for module in pkgutil.walk_packages(phalanx.__path__, "phalanx."):
+        if not module.name.startswith("phalanx.demo.jobs") and module.name != "phalanx.__main__":
+            importlib.import_module(module.name)
 
 
 def _waited(child: int, patience: float) -> int:
@@ -82,9 +94,14 @@ def _become(asked: Mapping[str, Any]) -> None:
     sys.path[0] = str(Path(sys.executable).parent)
     code: Any = 1
     try:
-        from phalanx.cli import main
+        if asked["argv"][0] == "-c":
+            sys.argv, sys.path[0] = ["-c"], ""
+            exec(asked["argv"][1], {"__name__": "__main__"})
+            code = 0
+        else:
+            from phalanx.cli import main
 
-        code = main()
+            code = main()
     except SystemExit as end:
         code = end.code
     except BaseException:

@@ -4,8 +4,8 @@ A fenced ``console`` block holds commands after ``$``; a ``python`` block is run
 names (so is a ``toml`` block). A comment on the line before a block changes that: ``<!-- not run: reason -->`` leaves
 it out, ``<!-- exit 2 -->`` says which exit code is right.
 
-The commands of the README start as a user's do; those of the other pages are forked from a process that has imported
-torch (``forked.py``).
+The first command of each verb in the README starts as a user's does, and so does its Python; the others are forked from
+a process that has imported torch (``forked.py``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import click
@@ -39,7 +37,6 @@ FENCE = re.compile(
     flags=re.MULTILINE | re.DOTALL,
 )
 _PATIENCE = 200  # seconds for a command
-_SIDE_BY_SIDE = 2  # pages wait for processes to start
 LANGUAGES = {"console", "python", "toml", "text", "mermaid"}
 
 
@@ -101,60 +98,48 @@ def run(argv: list[str], folder: Path) -> tuple[int, str]:
     return done.returncode, f"{done.stdout}{done.stderr}"
 
 
-def command(text: str, folder: Path, forked: Forked | None) -> tuple[int, str]:
-    """Run a command of a console block."""
-    if forked is None or not text.startswith("phalanx ") or re.search(r"[|&;<>$`]", text):
+def command(text: str, folder: Path, forked: Forked, fresh: set[str]) -> tuple[int, str]:
+    """Run a command of a console block; the first of each verb in ``fresh`` in an interpreter of its own."""
+    words = shlex.split(text)
+    if words[0] != "phalanx" or words[1] in fresh or re.search(r"[|&;<>$`]", text):
+        fresh -= set(words[1:2])
         return run(["bash", "-c", text], folder)
-    return forked.run(shlex.split(text)[1:], folder, patience=_PATIENCE)
+    return forked.run(words[1:], folder, patience=_PATIENCE)
 
 
-def walked(page: Path, folder: Path, forked: Forked | None) -> str:
+def walked(page: Path, folder: Path, forked: Forked) -> str:
     """What goes wrong when everything on the page is run in order; empty where nothing does."""
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    fresh = set(cli.list_commands(click.Context(cli))) if page.name == "README.md" else set()
     for block in blocks(page):
         if block.left_out:
             continue
         if block.title:
             (folder / block.title).write_text(block.text)
         elif block.language == "python":
-            code, told = run([sys.executable, "-c", block.text], folder)
+            argv = ["-c", block.text]
+            code, told = run([sys.executable, *argv], folder) if fresh else forked.run(argv, folder, patience=_PATIENCE)
             if code:
                 return f"{name_of(page)}:{block.line}\n{block.text}\n{told}"
         elif block.language == "console":
             for text in commands(block):
-                code, told = command(text, folder, forked)
+                code, told = command(text, folder, forked, fresh)
                 if code != block.exit_code:
                     return f"{name_of(page)}:{block.line}: exit {code}\n$ {text}\n{told}"
     return ""
 
 
 @pytest.fixture(scope="module")
-def walks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, str]:
-    """What goes wrong on each page that is asked for."""
-    asked = [
-        item.callspec.params["page"] for item in request.session.items if "walks" in getattr(item, "fixturenames", ())
-    ]
-    ready: SimpleQueue[Forked] = SimpleQueue()
-    with ExitStack() as up:
-        for _ in range(_SIDE_BY_SIDE):
-            ready.put(up.enter_context(closing(Forked(environment()))))
-
-        def walk(page: Path) -> str:
-            forked = ready.get()
-            try:
-                folder = tmp_path_factory.mktemp("page")
-                return walked(page, folder, None if page.parent == ROOT else forked)
-            finally:
-                ready.put(forked)
-
-        with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
-            return dict(zip(asked, pool.map(walk, asked), strict=True))
+def forked() -> Iterator[Forked]:
+    with closing(Forked(environment())) as process:
+        yield process
 
 
-@pytest.mark.timeout(400, func_only=True)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", [page for page in PAGES if has_something_to_run(page)], ids=name_of)
-def test_what_the_page_shows_runs(page: Path, walks: dict[Path, str]) -> None:
-    assert not walks[page], walks[page]
+def test_what_the_page_shows_runs(page: Path, forked: Forked, tmp_path: Path) -> None:
+    wrong = walked(page, tmp_path, forked)
+    assert not wrong, wrong
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -180,6 +180,7 @@ class TestLaws:
         assert profile.lawful
         assert profile.length == 12
 
+    @pytest.mark.alone
     def test_70_billion_parameters_in_seconds(self) -> None:
         began = time.perf_counter()
         profile = standard(LLAMA_70B).profile()
