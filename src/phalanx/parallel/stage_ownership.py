@@ -57,9 +57,7 @@ class Stages:
         for ranks, names in together.items():
             self._tied.append((names, mesh.among("pp", ranks)))
         self._buffers = _elsewhere(module, pipeline, rank)
-        halves = in_halves(
-            plan.recompute, plan.zero, compiles=plan.compile, recomputes=pipeline.program.recomputes
-        )
+        halves = in_halves(plan.recompute, plan.zero, compiles=plan.compile, recomputes=pipeline.program.recomputes)
         self.runner = PipelineRunner(pipeline, mesh, device, halves=halves)
 
     def units(self, parts: Sequence[nn.Module]) -> list[nn.Module]:
