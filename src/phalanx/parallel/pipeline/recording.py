@@ -26,8 +26,9 @@ class Recorder:
         trouble: why there can be none; empty where there can.
     """
 
-    def __init__(self, model: nn.Module, args: Any, kwargs: Any, *, real: bool) -> None:
+    def __init__(self, model: nn.Module, inside: Iterable[nn.Module], args: Any, kwargs: Any, *, real: bool) -> None:
         self.trouble = ""
+        self._inside = {id(module._buffers) for module in inside}
         self.state = PythonState()
         self._model, self._real = model, real
         self._operations: list[Operation] = []
@@ -146,9 +147,9 @@ class Recorder:
 
     def _is_early(self, leaf: Any) -> bool:
         """Whether it depends on the arguments only, so that it can be computed before anything else."""
-        if isinstance(leaf, Attribute):
-            return not isinstance(leaf.table[leaf.name], nn.Parameter)
-        return leaf in self._early if isinstance(leaf, Slot) else not isinstance(leaf, nn.Parameter)
+        if isinstance(leaf, Attribute):  # units may change their buffers
+            return not isinstance(leaf.table[leaf.name], nn.Parameter) and id(leaf.table) not in self._inside
+        return leaf in self._early if isinstance(leaf, Slot) else not isinstance(leaf, Tensor)
 
     @contextmanager
     def _late(self, given: list[Tensor], *, early: bool) -> Iterator[None]:
@@ -185,6 +186,8 @@ class Recorder:
                 for name, tensor in table.items():
                     if tensor is leaf:
                         return Attribute(table, name)
+        if leaf.requires_grad and not leaf.is_leaf:  # which a tape would keep, with its graph
+            self.refuse("it computes with a tensor that came about where nobody saw it")
         return leaf
 
 
@@ -229,7 +232,7 @@ class Tapes:
         if hooks or self._tries.get(key, 0) >= _MOST_TRIES or len(self._tries) > _MOST_FORMS:
             return None
         self._tries[key] = self._tries.get(key, 0) + 1
-        recorder = Recorder(self._model, args, kwargs, real=real)
+        recorder = Recorder(self._model, self._inside, args, kwargs, real=real)
         recorder.state.add_modules(self._outside, self._inside)
         return recorder
 
@@ -244,10 +247,10 @@ class Tapes:
             self._ready.setdefault(key, []).append(tape)
             self._once.pop(key)
         else:
-            once.append(tape)
+            self._once[key] = [*once[1 - _MOST_AT_ONCE :], tape]
 
 
-_MOST_TRIES, _MOST_FORMS = 12, 4096
+_MOST_TRIES, _MOST_FORMS, _MOST_AT_ONCE = 12, 4096, 4
 
 
 def _context() -> tuple[Any, ...]:
