@@ -76,7 +76,7 @@ def test_one_parameter_that_only_one_rank_changes(monkeypatch: pytest.MonkeyPatc
         return built
 
     build = assembly.build
-    monkeypatch.setattr("phalanx.train.loop.build", hooked)
+    monkeypatch.setattr("phalanx.train.mesh_stepper.build", hooked)
     assert "hold different values of gain" in unequal("dp=2").cause
 
 

@@ -156,7 +156,7 @@ def reborn(monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...]) -> None:
         return built
 
     build = assembly.build
-    monkeypatch.setattr("phalanx.train.loop.build", other)
+    monkeypatch.setattr("phalanx.train.mesh_stepper.build", other)
 
 
 @pytest.mark.parametrize(("plan", "ranks"), [("pp=2 micro=7", (1,)), ("pp=2 dp=2 micro=7", (2, 3))])
@@ -176,7 +176,7 @@ def test_a_slice_with_another_seed_is_named_with_its_place(monkeypatch: pytest.M
         return built
 
     build = assembly.build
-    monkeypatch.setattr("phalanx.train.loop.build", other)
+    monkeypatch.setattr("phalanx.train.mesh_stepper.build", other)
     proof = unequal("tp=2", residual())
     assert "blocks.1.up.weight in rows 32:64, which rank 1 holds" in proof.cause
 

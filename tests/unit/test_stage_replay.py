@@ -285,7 +285,8 @@ def test_replays_are_what_the_models_code_does(
         expected, its = ran(following, args)
         assert torch.equal(output, expected), run
         assert all(map(torch.equal, grads, its)), run
-    assert replayed(replaying) == list(replays if isinstance(replays, tuple) else (replays, replays))
+    wanted = list(replays if isinstance(replays, tuple) else (replays, replays))
+    assert replayed(replaying) == wanted, [stage._tapes.trouble for stage in replaying]
     assert replayed(following) == [False, False]
 
 
