@@ -6,6 +6,7 @@ changed since, or if the code changes something itself, the recording does not h
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -170,8 +171,11 @@ def _equal(a: Any, b: Any) -> bool:
 
 @contextmanager
 def calls_watched(called: Callable[[FrameType], None]) -> Iterator[None]:
-    """While inside, ``called`` with the frame of each Python function of no library that begins on this thread."""
-    before = sys.getprofile()
+    """While inside, ``called`` with the frame of each Python function of no library that begins on this thread.
+
+    Garbage is not collected meanwhile: what that calls back belongs to nobody's code.
+    """
+    before, collects = sys.getprofile(), gc.isenabled()
     seen: set[CodeType] = set()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
@@ -181,11 +185,14 @@ def calls_watched(called: Callable[[FrameType], None]) -> Iterator[None]:
             if not frame.f_code.co_freevars and "self" not in frame.f_code.co_varnames:
                 seen.add(frame.f_code)
 
+    gc.disable()
     sys.setprofile(profile)
     try:
         yield
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
 
 
 @contextmanager
