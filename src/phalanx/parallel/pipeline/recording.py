@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from phalanx.parallel.local_shards import is_sliced
 from phalanx.parallel.pipeline.python_state import PythonState, calls_not_watched, calls_watched, chance
 from phalanx.parallel.pipeline.replay import CONSTANTS, NO_GUARD, Attribute, Form, Operation, Slot, Tape
-from phalanx.parallel.pipeline.value_flow import RANDOM
+from phalanx.parallel.pipeline.value_flow import RANDOM, writes
 
 
 class Recorder:
@@ -80,10 +80,12 @@ class Recorder:
             self.refuse("it decides by values that the stage has computed")
         if read.found and not looked:
             self.refuse("shapes depend on values")
-        writes = _writes(_name(call))
-        if early and writes and _storage(given[0]) in self._read_late:
+        changes = writes(_name(call))
+        if early and changes and _storage(given[0]) in self._read_late:
             self.refuse("it changes a tensor in place after the stage has computed with it")
-        self._keep(call, form, made, result if looked else NO_GUARD, early=early, keeps=looked or writes or not tensors)
+        self._keep(
+            call, form, made, result if looked else NO_GUARD, early=early, keeps=looked or changes or not tensors
+        )
         return result
 
     def unit(self, unit: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
@@ -314,12 +316,6 @@ def _by_mask(func: Any, args: Any) -> bool:
 
 def _name(call: Any) -> str:
     return getattr(call, "__name__", "")
-
-
-def _writes(name: str) -> bool:
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
-    return name.endswith("_")
 
 
 def _storage(tensor: Tensor) -> int:

@@ -266,12 +266,12 @@ class Flow(TorchFunctionMode):
         self.used(leaves)
         swap = self.as_real if self.real else self.as_fake
         given, named = tree_map(swap, args), tree_map(swap, kwargs)
-        if not self.real and leaves and _writes(name) and not self.depends(args[0]):
+        if not self.real and leaves and writes(name) and not self.depends(args[0]):
             given = (fake(self.fakes, args[0]), *given[1:])  # what is written into it makes it depend on parameters
         result = self._between(func, given, named, unseen)
         own = not chance and all((mark := self.mark_of(leaf)) is not None and mark.key is None for leaf in leaves)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if _writes(name) and args and isinstance(args[0], Tensor):
+        if writes(name) and args and isinstance(args[0], Tensor):
             made = [leaf for leaf in made if leaf is not given[0]]
             self.written(args[0], given[0], None if own else self._next())
         for leaf in made:
@@ -314,7 +314,8 @@ RANDOM = frozenset(
 """Names of torch's functions that draw random numbers."""
 
 
-def _writes(name: str) -> bool:
+def writes(name: str) -> bool:
+    """Whether torch's function of this name changes its first argument."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
     return name.endswith("_")
