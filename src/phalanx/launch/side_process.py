@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NoReturn, Self, final
 
 import torch
@@ -30,24 +31,24 @@ from phalanx.train.rehearsal import Findings, ahead
 Send = Callable[[dict[str, Any]], None]
 
 _CHUNK = 65536
-_LESS_URGENT = 5
+_SPARE = 15  # niceness: about a thirtieth of a core that others want, too
 
 
 @final
 class SideProcess:
-    """Runs ``work(send)`` in a forked process, a little less urgent than others, whose output goes nowhere.
+    """Runs ``work(send)`` in a forked process whose output goes nowhere.
 
     Leaving the block ends it. ``send`` takes a message, a dictionary that can be JSON. The process computes on one
-    thread only and ends with its launcher.
+    thread only and ends with its launcher. With ``spare`` it takes hardly more time than others leave it.
     """
 
-    def __init__(self, work: Callable[[Send], None]) -> None:
+    def __init__(self, work: Callable[[Send], None], *, spare: bool = False) -> None:
         reading, writing = os.pipe()
         launcher = os.getpid()
         self._pid = fork()
         if self._pid == 0:
             os.close(reading)
-            _run(work, writing, launcher)
+            _run(work, writing, launcher, spare)
         os.close(writing)
         self._reading: int | None = reading
         self._text = b""
@@ -94,14 +95,15 @@ class SideProcess:
             self._pid = 0
 
 
-def _run(work: Callable[[Send], None], writing: int, launcher: int) -> NoReturn:
+def _run(work: Callable[[Send], None], writing: int, launcher: int, spare: bool) -> NoReturn:
     try:
         os.setsid()
         die_with(launcher)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        os.nice(_LESS_URGENT)
+        if spare:
+            _take_spare_time()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
@@ -115,6 +117,12 @@ def _run(work: Callable[[Send], None], writing: int, launcher: int) -> NoReturn:
         work(send)
     finally:
         os._exit(0)
+
+
+def _take_spare_time() -> None:
+    os.nice(_SPARE)
+    with suppress(OSError):  # Linux shares time out among sessions first, if it groups processes by them
+        Path("/proc/self/autogroup").write_text(str(_SPARE))
 
 
 _REFUSED_IN_FIRST_STEP = (LossError, GradientError, DataError)

@@ -5,8 +5,6 @@ One process computes with all cores of a CPU as it is, so that splitting gains l
 
 from __future__ import annotations
 
-import sys
-import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +15,7 @@ from phalanx.hardware.calibrate import default_path
 from phalanx.hardware.probe import cpu_group
 from phalanx.launch.forked_worker import threads_each
 from phalanx.launch.side_process import Send, SideProcess
+from phalanx.launch.torch_warmup import leave_compiler_out
 from phalanx.parallel import device_kind
 
 PATIENCE = 20.0
@@ -106,17 +105,16 @@ def _can_run(job: Job, plan: Plan) -> bool:
 
 
 _LIGHT = 0.05  # of the room: what a plan may hold without activations for its run to begin at once
-_DELAY = 3.0  # seconds after which a run on CPUs is one that will take a while
 _GPU = 4 * 2**30  # bytes that any CUDA device in use for training has
 _STATE = 16.0  # bytes of a parameter, its gradient and Adam's state in fp32
 
 
 def answer(job: Job, plan: Plan, threads: int | None, send: Send) -> None:
     """Tell ``light`` where the run may begin while this goes on, then the forecast or why there is none."""
+    leave_compiler_out()
     try:
         if _light(job, plan):
             send({"light": True})
-            _wait_for_cores(plan)
         send(forecast_of(job, plan, threads))
     except Exception as error:  # a job of any make: a run never fails for want of a forecast
         send({"missing": one_line(error)})
@@ -138,14 +136,6 @@ def _light(job: Job, plan: Plan) -> bool:
     size = size_of(job)
     room = _GPU if device_kind(plan) == "cuda" else memory_bytes() // plan.devices
     return size is not None and size * _STATE < _LIGHT * room
-
-
-def _wait_for_cores(plan: Plan) -> None:
-    """Leave the cores to a run that may be over in a moment: torch's compiler, which tracing loads, takes seconds."""
-    from phalanx.parallel import device_kind
-
-    if device_kind(plan) == "cpu" and "torch._dynamo" not in sys.modules:
-        time.sleep(_DELAY)
 
 
 def forecast_here(job: Job, plan: Plan) -> dict[str, Any]:

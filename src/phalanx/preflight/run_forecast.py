@@ -40,7 +40,8 @@ class RunForecaster:
         self._began = time.monotonic()
         self._size = 0
         plan = run.plan
-        self._side = None if run.forecast == "none" else SideProcess(lambda send: answer(job, plan, threads, send))
+        wanted = run.forecast != "none"
+        self._side = SideProcess(lambda send: answer(job, plan, threads, send), spare=True) if wanted else None
 
     def __enter__(self) -> Self:
         """Wait until the run may begin.
