@@ -71,9 +71,11 @@ DENSE = (
 EXPERTS = ("ep=2", "ep=4", "dp=2 ep=2", "fsdp=2 ep=2")
 
 
-def dense(layers: int = LAYERS, width: int = WIDTH, context: int = CONTEXT, batch: int = BATCH) -> tuple[px.Job, Model]:
+def dense(
+    layers: int = LAYERS, width: int = WIDTH, context: int = CONTEXT, batch: int = BATCH, steps: int = 2
+) -> tuple[px.Job, Model]:
     """A GPT and what a formula needs to know of it."""
-    job = gpt.gpt_job(layers=layers, width=width, heads=HEADS, context=context, batch=batch, steps=2)
+    job = gpt.gpt_job(layers=layers, width=width, heads=HEADS, context=context, batch=batch, steps=steps)
     sizes = {name: tensor.numel() * 4 for name, tensor in job.model().named_parameters()}
     cut = ("token.weight", "query_key_value.weight", "attention.output.weight", "up.weight", "up.bias", "down.weight")
     shared_out = sum(size for name, size in sizes.items() if name.endswith((*cut, "head.weight")))

@@ -7,11 +7,12 @@ reduce-scatter (Patarasu and Yuan 2009), one message for each pair otherwise.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,12 +24,15 @@ class Sent(TorchDispatchMode):
     Attributes:
         bytes_of: (kind of operation, ranks of its group) → bytes.
         calls_of: the same → calls.
+        exchanges: (kind of operation, ranks that take part, bytes of the whole) → times; of a message its two ranks,
+            where it is sent, and of an all-to-all what this rank hands in.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes_of: Counter[tuple[str, int]] = Counter()
+        self.bytes_of: defaultdict[tuple[str, int], float] = defaultdict(float)
         self.calls_of: Counter[tuple[str, int]] = Counter()
+        self.exchanges: Counter[tuple[str, tuple[int, ...], int]] = Counter()
 
     @property
     def total(self) -> float:
@@ -52,6 +56,11 @@ class Sent(TorchDispatchMode):
         key = kind, group.size()
         self.bytes_of[key] += sends(group, args)
         self.calls_of[key] += 1
+        ranks = dist.get_process_group_ranks(group)
+        if kind == "send":
+            ranks = sorted((dist.get_rank(), ranks[args[2]]))
+        whole = args[1] if kind in ("reduce_scatter", "all_to_all") else args[0]
+        self.exchanges[kind, tuple(ranks), _size(whole)] += 1
 
 
 def _size(what: Any) -> int:

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
 from phalanx.config import Plan
+from phalanx.config.model_costs import Part, flops
 from phalanx.forecast import forecast
 from phalanx.hardware import cluster
 from phalanx.trace import ModelCall, Profile, trace
-from phalanx.trace.costs import Part, flops
 from phalanx.trace.recorder import Recorder
 from phalanx.train.work import work_of
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.forecast.kernels import Priced, Setting, itemsize, price
-from phalanx.forecast.layouts import ATTENTIONS, Layouts
-from phalanx.forecast.network import Collective, Fabric, collective
+from phalanx.forecast.kernels import Priced, Setting, price, widths
+from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.network import seconds
 from phalanx.forecast.operation_arrays import Array, Table
 from phalanx.forecast.presets import Preset
+from phalanx.placement.collectives import Micro, Pass, context, experts, tensor
 
 KINDS = ("products", "attention", "memory")
 
@@ -55,7 +56,7 @@ class Times:
 
 def compute(costs: Table, layouts: Layouts, setting: Setting) -> Times:
     """The times of every part under every candidate."""
-    rates, fabric, preset, precision = setting.rates, setting.fabric, setting.preset, setting.precision
+    rates, fabric, preset = setting.rates, setting.fabric, setting.preset
     priced = price(costs, layouts.shapes, setting)
     count = len(costs.parts)
     late = costs.backward & costs.weights
@@ -63,11 +64,9 @@ def compute(costs: Table, layouts: Layouts, setting: Setting) -> Times:
         _summed(priced.seconds, costs, rows, count) for rows in (~costs.backward, costs.backward & ~late, late)
     )
     again = _again(costs, priced, layouts, preset, forward)
-    joined = _joins(costs, layouts, fabric, precision) * (1 - preset.overlap_tensor)
-    around = _around(costs, layouts, fabric, precision, priced)
     anew = np.where(layouts.recompute == 2, 1.0, 0.0) * _blocks(costs)
-    sent_forward = joined[0] + around[0]
-    sent_backward = joined[1] + around[1] + anew * sent_forward
+    sent_forward, sent_again, sent_backward = _exchanged(costs, layouts, setting, priced)
+    sent_backward = sent_backward + anew * (sent_again if preset.stops_early else sent_forward)
     each = rates.kernels.host * preset.launches
     ahead, back = (_launches(costs, rows, count)[:, None] * each for rows in (~costs.backward, costs.backward))
     rows = _summed(np.ones_like(priced.seconds), costs, costs.row & costs.matmul & ~costs.backward, count)
@@ -118,75 +117,34 @@ def _again(costs: Table, priced: Priced, layouts: Layouts, preset: Preset, forwa
     return blocks * np.where(recompute == 2, forward, np.where(recompute == 1, some, 0.0))
 
 
-_PAIR: tuple[Collective, Collective] = ("all-gather", "reduce-scatter")
+def _exchanged(costs: Table, layouts: Layouts, setting: Setting, priced: Priced) -> tuple[Array, Array, Array]:
+    """Seconds of exchanges over ``tp``, ``cp`` and ``ep`` that computing does not hide: shape (parts, N) each.
 
+    In the forward, in the forward that a backward does again, and in the backward.
 
-def _joins(costs: Table, layouts: Layouts, fabric: Fabric, precision: str) -> Array:
-    """Exchanges of ``tp``, forward and backward: one where the results of a row-parallel product are added up.
-
-    With the stream cut along the tokens an all-gather and a reduce-scatter take the place of each all-reduce: the same
-    bytes (Korthikanti et al., "Reducing Activation Recomputation", 2022, section 4.2.2), and the same time, unless
-    both were measured.
+    Only a ring is hidden: keys and values go around while attention computes (Liu et al., "Ring Attention", 2023).
     """
-    both: list[Array] = []
-    one = np.ones_like(layouts.tp)
-    for backward in (False, True):
-        parts: list[Array] = []
-        for index, part in enumerate(costs.parts):
-            mine = costs.part == index
-            rows = float((mine & costs.row & costs.matmul & ~costs.backward).sum())
-            if part.role == "before" and not backward:
-                rows += any(weights.share == "inner" for weights in part.weights)
-            if part.role == "after" and backward:
-                rows += bool((mine & costs.column & costs.matmul).any())
-            entry = part.entry if part.role != "before" else costs.parts[min(1, len(costs.parts) - 1)].entry
-            size = entry.at(layouts.micro, layouts.length) / layouts.cp * itemsize(precision)
-            joined = collective("all-reduce", size * one, layouts.tp, one, fabric)
-            if fabric.wires.measured:
-                pair = [collective(kind, size * one, layouts.tp, one, fabric) for kind in _PAIR]
-                joined = np.where(layouts.sequence > 0, pair[0] + pair[1], joined)
-            parts.append(rows * joined)
-        both.append(np.stack(parts))
-    return np.stack(both)
+    mesh, wide, fabric = layouts.mesh, widths(setting.preset, setting.precision, layouts.zero), setting.fabric
+    nothing = np.zeros_like(layouts.tp)
+    found: dict[Pass, list[Array]] = {"forward": [], "again": [], "backward": []}
+    computing = {
+        backward: _summed(priced.seconds, costs, costs.attention & (costs.backward == backward), len(costs.parts))
+        for backward in (False, True)
+    }
+    for index, part in enumerate(costs.parts):
+        after = costs.parts[min(1, len(costs.parts) - 1)]
+        entry = after.entry if part.role == "before" else part.entry
+        micro = Micro(part=part, entry=entry, samples=layouts.micro, length=layouts.length)
+        for way, each in found.items():
+            joined = sum((seconds(one, mesh, fabric) for one in tensor(micro, mesh, wide, way)), nothing)
+            ring, rest = nothing, nothing
+            for one in (*context(micro, mesh, wide, way), *experts(micro, mesh, wide, way)):
+                lasts = seconds(one, mesh, fabric)
+                ring, rest = (ring + lasts, rest) if one.kind == "ring" else (ring, rest + lasts)
+            ring = np.maximum(ring - computing[way == "backward"][index], _SHOWS * ring)
+            each.append(joined * (1 - setting.preset.overlap_tensor) + ring + rest)
+    forward, again, backward = (np.stack(each) for each in found.values())
+    return forward, again, backward
 
 
-def _around(costs: Table, layouts: Layouts, fabric: Fabric, precision: str, priced: Priced) -> Array:
-    """Exchanges of ``cp`` and ``ep``, forward and backward, as far as computing does not hide them.
-
-    Keys and values go around a ring while attention computes (Liu et al., "Ring Attention", 2023), or are gathered
-    before it; queries, keys, values and results change from tokens to heads and back (Jacobs et al., "DeepSpeed
-    Ulysses", 2023); experts' tokens go out and come back (Lepikhin et al., "GShard", 2020). Only a ring is hidden.
-    """
-    count, size = len(costs.parts), itemsize(precision)
-    shape = (2, count, len(layouts.tp))
-    found = np.zeros(shape)
-    shapes = layouts.shapes
-    stride = layouts.tp
-    for backward in (False, True):
-        at = costs.attention & (costs.backward == backward)
-        if at.any() and (layouts.cp > 1).any():
-            dims = [laws.at(shapes.samples, shapes.length) for laws in costs.dims]
-            cut = np.where(costs.inner[:, None], layouts.tp, 1.0)
-            kept = 2 * dims[0] * dims[2] * dims[4] * dims[5] * size / cut
-            asked = 2 * dims[0] * dims[1] * dims[3] * dims[5] * size / cut
-            moved = (2.0 if backward else 1.0) * _summed(kept, costs, at, count)
-            among = layouts.cp * np.ones((count, 1)), stride * np.ones((count, 1)), fabric
-            gathered = collective("all-gather", moved, *among)
-            turned = 4 * collective("all-to-all", _summed(kept + asked, costs, at, count) / 4 / layouts.cp, *among)
-            ring = np.maximum(gathered - _summed(priced.seconds, costs, at, count), 0.1 * gathered)
-            kinds = [layouts.attention == ATTENTIONS.index(name) for name in ("alltoall", "gather")]
-            found[int(backward)] += np.where(layouts.cp > 1, np.select(kinds, [turned, gathered], ring), 0.0)
-        experts = costs.expert & costs.matmul & ~costs.backward
-        if experts.any() and (layouts.ep > 1).any():
-            dims = [laws.at(shapes.samples, shapes.length) for laws in costs.dims]
-            tokens = dims[0] * dims[1] * dims[3] * experts[:, None] / layouts.cp
-            most = np.stack([tokens[costs.part == index].max(axis=0, initial=0.0) for index in range(count)])
-            ways = collective(
-                "all-to-all",
-                most * size,
-                layouts.ep * np.ones((count, 1)),
-                stride * layouts.cp * np.ones((count, 1)),
-                fabric,
-            )
-            found[int(backward)] += 2 * ways
-    return found
+_SHOWS = 0.1  # share of a ring's time that computing never hides

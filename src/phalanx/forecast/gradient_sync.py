@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from phalanx.config.sync import Codec, Compression
 from phalanx.forecast.compute import Times
-from phalanx.forecast.kernels import Setting
+from phalanx.forecast.kernels import Setting, widths
 from phalanx.forecast.layouts import DILOCO, NESTEROV, Layouts, Texts
-from phalanx.forecast.network import collective
+from phalanx.forecast.network import collective, seconds
 from phalanx.forecast.operation_arrays import Array, Table
-from phalanx.forecast.pipeline import Stages, divided, held, stages
-from phalanx.trace import Part
+from phalanx.forecast.pipeline import Stages, held, stages
+from phalanx.placement.collectives import Elements, add_up, elements, gather, reductions, scatter
 
 _KINDS = (False, True)
 """Whether parameters are of experts."""
@@ -35,16 +36,17 @@ def replicas(costs: Table, times: Times, layouts: Layouts, setting: Setting) -> 
 
 
 def _reduced(costs: Table, lie: Stages, first: Array, last: Array, layouts: Layouts, setting: Setting) -> Array:
-    """Gradients are reduced once a step (``zero`` 0 to 2), behind the last micro-batch's backward; then what was
+    """Gradients are reduced behind the last micro-batch's backward, with ``zero=2`` behind that of each; then what was
     stepped in shards is gathered."""
     preset = setting.preset
-    sent, gather = np.zeros_like(first), np.zeros_like(first)
-    for experts in _KINDS:
-        there, back = _there_and_back(held(costs, layouts, lie, experts=experts), layouts, setting, experts=experts)
-        sent, gather = sent + back, gather + there
+    sent, again = np.zeros_like(first), np.zeros_like(first)
+    for expert in _KINDS:
+        count = held(costs, layouts, lie, experts=expert)
+        there, back = _there_and_back(Elements(learn=count, expert=expert), layouts, setting)
+        sent, again = sent + back, again + there
     if preset.gathers_ahead:
-        gather = _beyond(gather, first, preset.overlap)
-    return _beyond(sent, last, preset.overlap) + np.where(layouts.fsdp > 1, gather, 0.0)
+        again = _beyond(again, first, preset.overlap)
+    return reductions(layouts.mesh) * _beyond(sent, last, preset.overlap) + again
 
 
 def _compressed(count: Array, thin: Array, last: Array, layouts: Layouts, setting: Setting) -> Array:
@@ -61,45 +63,49 @@ def _sharded(costs: Table, times: Times, layouts: Layouts, setting: Setting) -> 
     exposed = np.zeros_like(layouts.tp)
     whole = preset.stages_whole & (layouts.pp > 1)  # then it is done once a step, before and after everything
     if not costs.repeated:
-        counts = [sum((part.count * _elements(part, layouts, one) for part in costs.parts), exposed) for one in _KINDS]
-        gather, scatter = _all_there_and_back([one / np.maximum(layouts.pp, 1) for one in counts], layouts, setting)
-        return np.where(whole, gather + scatter, layouts.micros * (2 * gather + scatter))
+        units = [
+            replace(each, learn=part.count * each.learn, frozen=part.count * each.frozen)
+            for part in costs.parts
+            for each in elements(part.weights, layouts.mesh)
+        ]
+        every = [_together([one for one in units if one.expert is expert], expert) for expert in _KINDS]
+        there, back = _all_there_and_back([_over(one, layouts.pp) for one in every], layouts, setting)
+        return np.where(whole, there + back, layouts.micros * (2 * there + back))
     for index, part in enumerate(costs.parts):
-        gather, scatter = _all_there_and_back([_elements(part, layouts, one) for one in _KINDS], layouts, setting)
-        ahead = _beyond(gather, times.before[index], preset.overlap)
-        back = _beyond(gather + scatter, times.back[index], preset.overlap)
-        busy = preset.contention * np.minimum(2 * gather + scatter, times.before[index] + times.back[index])
+        there, back = _all_there_and_back(elements(part.weights, layouts.mesh), layouts, setting)
+        ahead = _beyond(there, times.before[index], preset.overlap)
+        after = _beyond(there + back, times.back[index], preset.overlap)
+        busy = preset.contention * np.minimum(2 * there + back, times.before[index] + times.back[index])
         share = np.where(part.role == "block", part.count / np.maximum(layouts.pp, 1), 1.0)
-        exposed += share * np.where(whole, gather + scatter, layouts.micros * (ahead + back + busy))
+        exposed += share * np.where(whole, there + back, layouts.micros * (ahead + after + busy))
     return exposed
 
 
-def _elements(part: Part, layouts: Layouts, experts: bool) -> Array:
-    """Of such a part's parameters on a rank, before sharding: those of experts, or the others."""
-    each = [(one.elements + one.frozen) / divided(one, layouts) for one in part.weights if one.expert is experts]
-    return sum(each, np.zeros_like(layouts.tp))
+def _together(units: Sequence[Elements], expert: bool) -> Elements:
+    learn, frozen = (sum((getattr(one, name) for one in units), 0.0) for name in ("learn", "frozen"))
+    return Elements(learn=learn, frozen=frozen, expert=expert)
 
 
-def _all_there_and_back(counts: Sequence[Array], layouts: Layouts, setting: Setting) -> tuple[Array, Array]:
-    each = [_there_and_back(one, layouts, setting, experts=two) for one, two in zip(counts, _KINDS, strict=True)]
-    return each[0][0] + each[1][0], each[0][1] + each[1][1]
+def _over(held: Elements, ranks: Array) -> Elements:
+    """An even share of them."""
+    return replace(held, learn=held.learn / np.maximum(ranks, 1), frozen=held.frozen / np.maximum(ranks, 1))
 
 
-def _there_and_back(count: Array, layouts: Layouts, setting: Setting, *, experts: bool) -> tuple[Array, Array]:
-    """Seconds to gather so many elements, and to bring their gradients together; none where there are none."""
-    fabric, preset = setting.fabric, setting.preset
-    gathered = np.where(layouts.zero == 3, preset.gathered, preset.weights)
-    over_cp = layouts.cp if preset.shards_over_cp else np.ones_like(layouts.cp)
-    shards, inner = layouts.fsdp * over_cp, layouts.tp * layouts.cp * layouts.ep / over_cp
-    gather = collective("all-gather", count * gathered, shards, inner, fabric)
-    scatter = collective("reduce-scatter", count * preset.sent, shards, inner, fabric)
-    copies = layouts.summed / over_cp / (layouts.ep if experts else 1.0)
-    # neighbours are the ranks of cp and ep; those of dp stand a whole replica apart
-    near = np.minimum(copies / layouts.alike, np.maximum(fabric.per_node / layouts.tp, 1.0))
-    near = near * np.maximum(fabric.per_node / (inner * shards), 1.0)
-    scatter += collective("all-reduce", count / shards * preset.sent, copies, fabric.per_node / near, fabric)
-    some = count > 0
-    return np.where(some, gather / preset.reach, 0.0), np.where(some, scatter / preset.reach, 0.0)
+def _all_there_and_back(units: Sequence[Elements], layouts: Layouts, setting: Setting) -> tuple[Array, Array]:
+    each = [_there_and_back(one, layouts, setting) for one in units]
+    nothing = np.zeros_like(layouts.tp)
+    return sum((there for there, _ in each), nothing), sum((back for _, back in each), nothing)
+
+
+def _there_and_back(held: Elements, layouts: Layouts, setting: Setting) -> tuple[Array, Array]:
+    """Seconds to gather these, and to bring their gradients together."""
+    mesh, preset = layouts.mesh, setting.preset
+    wide = widths(preset, setting.precision, layouts.zero)
+    shards = ("fsdp", "cp") if preset.shards_over_cp else ("fsdp",)
+    there, back, over = (
+        seconds(one(held, wide, mesh, shards), mesh, setting.fabric) for one in (gather, scatter, add_up)
+    )
+    return there / preset.reach, (back + over) / preset.reach
 
 
 def _beyond(sent: Array, computing: Array, overlap: float) -> Array:

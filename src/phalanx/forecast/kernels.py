@@ -10,6 +10,7 @@ from phalanx.forecast.network import Fabric
 from phalanx.forecast.operation_arrays import Array, Mask, Table
 from phalanx.forecast.presets import Preset
 from phalanx.forecast.rates import Rates
+from phalanx.placement.collectives import Widths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,3 +217,15 @@ def _attention(costs: Table, dims: list[Array], rates: Rates, preset: Preset, pr
     moved = np.where(backward, 1.5, 1.0) * preset.scores * pairs * itemsize(computed)
     flops = np.where(backward, 8.0, 4.0) * pairs * width
     return flops, products + moved / (rates.bandwidth * kernels.stream) + 3 * kernels.floor
+
+
+def widths(preset: Preset, precision: str, zero: Array) -> Widths:
+    """Bytes of what is sent: as the framework computes in ``precision``."""
+    half = itemsize(precision)
+    return Widths(
+        products=half,
+        stream=np.where(zero == 3, half, 4.0) if preset.autocast else half,
+        gathered=half if preset.autocast else preset.gathered,
+        weights=preset.weights,
+        sent=preset.sent,
+    )

@@ -13,6 +13,7 @@ from phalanx.config import Plan
 from phalanx.config.fields import Attention, Offload, Recompute, Schedule
 from phalanx.forecast.kernels import Shapes
 from phalanx.forecast.operation_arrays import Array
+from phalanx.placement.collectives import Mesh
 from phalanx.placement.limits import returns_freed_memory
 from phalanx.placement.schedules import SCHEDULES as PIPELINE_SCHEDULES
 from phalanx.placement.schedules import PipelineSchedule
@@ -129,6 +130,23 @@ class Layouts:
     def micros(self) -> Array:
         """Micro-batches of a rank in one step."""
         return np.ceil(self.samples / self.micro - 1e-9)
+
+    @property
+    def mesh(self) -> Mesh:
+        """What exchanges depend on."""
+        return Mesh(
+            dp=self.alike,
+            fsdp=self.fsdp,
+            tp=self.tp,
+            pp=self.pp,
+            cp=self.cp,
+            ep=self.ep,
+            zero=self.zero,
+            sequence=self.sequence,
+            attention={name: 1.0 * (self.attention == at) for at, name in enumerate(ATTENTIONS)},
+            again=1.0 * (self.recompute == RECOMPUTES.index("full")),
+            micros=self.micros,
+        )
 
     @property
     def shapes(self) -> Shapes:

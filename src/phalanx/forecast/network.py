@@ -8,9 +8,11 @@ from typing import Literal
 
 import numpy as np
 
+from phalanx.config.plan import AXES
 from phalanx.forecast.operation_arrays import Array
 from phalanx.forecast.rates import Wires
 from phalanx.hardware.exchanges import CACHED
+from phalanx.placement.collectives import Exchange, Mesh
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 
@@ -32,6 +34,25 @@ class Fabric:
     per_node: int
     wires: Wires
     socket: int = 4
+
+
+def seconds(exchange: Exchange, mesh: Mesh, fabric: Fabric) -> Array:
+    """Seconds of all that ``exchange`` is in a pass or a step: shape (N,).
+
+    Its ranks stand as ``AXES`` orders them: those of the last dimension are neighbours.
+    """
+    near, room = np.ones_like(mesh.tp), np.full_like(mesh.tp, float(fabric.per_node))
+    for axis in reversed(AXES):
+        size = getattr(mesh, axis)
+        if axis in exchange.over:
+            near = near * np.clip(np.floor(room), 1, size)
+        room = room / size
+    ranks, stride = mesh.ranks(exchange.over), fabric.per_node / near
+    size = exchange.size * np.ones_like(mesh.tp)
+    # a ring's messages take what a gather of the same takes, which goes around one
+    kind: Collective = "all-gather" if exchange.kind == "ring" else exchange.kind
+    ranks = np.full_like(mesh.tp, 2.0) if kind == "send" else ranks
+    return np.where(size > 0, exchange.times * collective(kind, size, ranks, stride, fabric), 0.0)
 
 
 def collective(kind: Collective, size: Array, ranks: Array, stride: Array, fabric: Fabric) -> Array:

@@ -10,14 +10,15 @@ from phalanx.config import Cluster, Group
 from phalanx.errors import Problem, RefusedError
 from phalanx.forecast.compute import KINDS, Times, compute
 from phalanx.forecast.gradient_sync import replicas, update
-from phalanx.forecast.kernels import Setting, itemsize
+from phalanx.forecast.kernels import Setting, widths
 from phalanx.forecast.layouts import Layouts, Whole
-from phalanx.forecast.network import Fabric, collective
+from phalanx.forecast.network import Fabric, seconds
 from phalanx.forecast.operation_arrays import Array, Table, table
 from phalanx.forecast.pipeline import Lanes, Stages, held, pipeline, simulated, stages
 from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.rates import Core, Rates, rates
 from phalanx.forecast.work import Work, timed
+from phalanx.placement.collectives import stages as handed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -101,12 +102,13 @@ def _stragglers(split: dict[str, Array], again: Array, layouts: Layouts, fabric:
 def _send(costs: Table, layouts: Layouts, setting: Setting) -> Array:
     """Seconds to hand one activation to the next stage."""
     entry = next((part.entry for part in costs.parts if part.role == "block"), costs.parts[0].entry)
-    size = entry.at(layouts.micro, layouts.length) / layouts.cp * itemsize(setting.precision)
-    size = size / np.where((layouts.sequence > 0) | setting.preset.scatter, layouts.tp, 1.0)
-    stride = layouts.tp * layouts.cp * layouts.ep * layouts.fsdp * layouts.dp
+    wide = widths(setting.preset, setting.precision, layouts.zero)
+    message = handed(entry, layouts.mesh, wide, layouts.micro, layouts.length)
+    if setting.preset.scatter:
+        message = replace(message, size=message.size / np.where(layouts.sequence > 0, 1.0, layouts.tp))
     core = setting.rates.core
     relay = setting.preset.relay + (core.relayed(layouts.devices) if core else 0.0)
-    sent = collective("send", size, np.full_like(size, 2.0), stride, setting.fabric) + relay
+    sent = seconds(message, layouts.mesh, setting.fabric) + relay
     return np.where(layouts.pp > 1, sent, 0.0)
 
 
@@ -271,7 +273,7 @@ def _fabric(group: Group, cluster: Cluster, speeds: Rates) -> Fabric:
 def _unlike(layouts: Layouts) -> tuple[Whole, Whole]:
     """One candidate of each kind that ``compute`` tells apart, and for each candidate its kind."""
     shared = (layouts.tp, layouts.sequence, layouts.cp, layouts.ep, layouts.returned)
-    keys = (layouts.micro, layouts.length, *shared, layouts.recompute, layouts.attention)
+    keys = (layouts.micro, layouts.length, *shared, layouts.recompute, layouts.attention, layouts.zero == 3)
     codes = np.zeros(len(layouts.tp), dtype=np.int64)
     for key in keys:
         values, found = np.unique(key, return_inverse=True)

@@ -42,9 +42,8 @@ from phalanx.errors import Problem
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.deferred_init import fill, recipes
 from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch, trainable
+from phalanx.parallel.mixed_precision import gathered_type
 from phalanx.trace.blocks import blocks
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FsdpLayout(Layout):
@@ -103,7 +102,7 @@ def apply(
     """
     # Outputs that are views (logits[:, 0], say) are read by the loss, not written to, and so are safe.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    dtype = _DTYPES.get(plan.precision)
+    dtype = gathered_type(plan)
     reduce = torch.float32 if dtype else None
     offload = OffloadPolicy()
     if plan.offload == "parameters":

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from phalanx.config.model_costs import Operation, Part, Profile, Saved, Share, Size
 from phalanx.errors import PhalanxError
 from phalanx.trace.blocks import blocks
-from phalanx.trace.costs import Operation, Part, Profile, Saved, Share, Size
 from phalanx.trace.fake_tensors import refusal
 from phalanx.trace.measured import Measured, Op, Piece, SavedBytes, Units, measured
 from phalanx.trace.tracer import Call, traced

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from phalanx.trace.costs import Share, Weights
+from phalanx.config.model_costs import Share, Weights
 from phalanx.trace.operations import KernelWork, Kind, fusible, works
 from phalanx.trace.tp_shares import Shares, Surroundings, experts_in, of_experts, shares
 from phalanx.trace.tracer import Trace, Traced

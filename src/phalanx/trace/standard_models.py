@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from phalanx.trace.costs import Profile
+from phalanx.config.model_costs import Profile
 from phalanx.trace.tracing import ModelCall
 
 Family = Literal["gpt", "llama", "mpt", "bert", "resnet50"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.trace.costs import Share
+from phalanx.config.model_costs import Share
 from phalanx.trace.operations import KernelWork
 from phalanx.trace.recorder import TensorUse
 from phalanx.trace.tracer import Trace

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.trace.costs import Profile
+from phalanx.config.model_costs import Profile
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.config import Plan
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from phalanx.parallel.mixed_precision import HALVES
 
 
 def compute_context(plan: Plan, device: torch.device) -> AbstractContextManager[object]:
     """Where forward and loss run: autocast to the plan's precision; nothing for fp32."""
     if plan.precision == "fp32":
         return nullcontext()
-    return torch.autocast(device.type, dtype=_DTYPES[plan.precision])
+    return torch.autocast(device.type, dtype=HALVES[plan.precision])
 
 
 _LEAST = 2.0**-24

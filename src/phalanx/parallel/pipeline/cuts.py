@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -12,6 +11,7 @@ from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.pipeline.program import Program
 from phalanx.placement.limits import few_parts
+from phalanx.placement.stages import balanced
 from phalanx.trace.blocks import blocks, can_be_called
 
 
@@ -96,39 +96,6 @@ def _size(module: nn.Module) -> int:
 
 def _once(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return list(dict.fromkeys(modules))
-
-
-def balanced(costs: Sequence[float], stages: int, allowed: Sequence[bool]) -> list[int] | None:
-    """The first region of each stage; ``None`` where there are too few places to cut at.
-
-    Of the ways with the least largest cost the one whose costs differ least. ``allowed[c]``: whether there can be a
-    cut before region ``c``.
-    """
-    sums = [0.0, *accumulate(costs)]
-    count = len(costs)
-    # best[s][c]: (largest cost, sum of squares, cut before) of s stages made of the regions before c
-    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
-    for stage in range(1, stages + 1):
-        row: dict[int, tuple[float, float, int]] = {}
-        for end in range(stage, count + 1):
-            if (end < count and not allowed[end]) or (stage == stages and end < count):
-                continue
-            ways = [
-                (max(largest, cost := sums[end] - sums[cut]), squares + cost * cost, cut)
-                for cut, (largest, squares, _) in best[-1].items()
-                if cut < end
-            ]
-            if ways:
-                row[end] = min(ways)
-        best.append(row)
-    if count not in best[stages]:
-        return None
-    cuts: list[int] = []
-    end = count
-    for stage in range(stages, 0, -1):
-        end = best[stage][end][2]
-        cuts.append(end)
-    return cuts[::-1]
 
 
 def chosen(program: Program, plan: Plan) -> list[int]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from phalanx.config import Plan
 from phalanx.parallel.example import Example
+from phalanx.parallel.mixed_precision import gathered_type
 from phalanx.parallel.pipeline.cuts import chosen, take_apart, units
 from phalanx.parallel.pipeline.program import Program, program
 from phalanx.parallel.pipeline.stage import Forms, Stage, strip
@@ -74,7 +75,7 @@ class Pipeline:
         """This rank's stages; of the model, only their parameters are left. To be called once."""
         mine = [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
         forms = Forms(self.program)
-        fakes = strip(self.program, set(self.owned(rank)), device)
+        fakes = strip(self.program, set(self.owned(rank)), device, gathered_type(self.plan))
         if len(mine) > 1:
             own = {self.program.calls[region].unit: None for stage in mine for region in self.regions[stage]}
             forms.copied(own, fakes)

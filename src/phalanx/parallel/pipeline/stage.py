@@ -164,14 +164,15 @@ class Forms:
         return self._known[key]
 
 
-def strip(program: Program, keep: set[str], device: torch.device) -> dict[int, Tensor]:
+def strip(program: Program, keep: set[str], device: torch.device, dtype: torch.dtype | None) -> dict[int, Tensor]:
     """Leave only the parameters named in ``keep`` in the model; fakes stand where the others were.
 
-    Gives id of a parameter → a fake of it, for all of them.
+    ``dtype``: in which parameters of fp32 are computed with where they are. Gives id of a parameter → a fake of it, for
+    all of them.
     """
     module = program.module
     kept = {id(tensor) for name, tensor in module.named_parameters() if name in keep}
-    fakes = {id(tensor): fake(program.fakes, tensor, device) for tensor in module.parameters()}
+    fakes = {id(tensor): fake(program.fakes, tensor, device, dtype) for tensor in module.parameters()}
     for child in module.modules():
         gone = {name: tensor for name, tensor in child._parameters.items() if tensor is not None}
         gone = {name: tensor for name, tensor in gone.items() if id(tensor) not in kept}

@@ -1,0 +1,330 @@
+"""What ranks send one another in an optimizer step: kinds of exchange, over which ranks, how many bytes, how often.
+
+Written once, for numbers and for arrays with one for each of many plans: forecasts price these exchanges, and a test
+counts that these run and no others. Elements are told by whoever has a model's ``Part``; bytes of each come from
+``Widths``. Plans whose replicas step by themselves, compress what they send or use servers send other messages, which
+they count as they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
+
+from phalanx.config import Plan
+from phalanx.config.model_costs import Part, Size, Weights
+from phalanx.config.plan import AXES
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send", "ring"]
+"""``ring``: each rank passes on what came to it until every rank has had all: ranks - 1 messages of an equal share."""
+
+Number = Any
+"""A number, or an array with one for each plan."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """One exchange that a rank takes part in.
+
+    Attributes:
+        why: what it is for.
+        kind: of it.
+        over: dimensions of the mesh along which its ranks stand.
+        size: bytes of the whole: what an all-reduce adds up, an all-gather or a ring ends with on every rank, a
+            reduce-scatter begins with, an all-to-all hands in, a message holds.
+        times: how often; 0 where a plan has none.
+    """
+
+    why: str
+    kind: Kind
+    over: tuple[str, ...]
+    size: Number
+    times: Number = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    """What of a plan exchanges depend on.
+
+    Attributes:
+        dp: replicas whose gradients are added up in every step.
+        fsdp: ranks over which a replica's state is sharded.
+        tp: that share each layer's weights.
+        pp: that hold a run of layers each.
+        cp: that share each sample's tokens.
+        ep: that share the experts.
+        zero: 0 to 3.
+        sequence: 1 where tokens are cut over ``tp`` between blocks.
+        attention: for each way to attend over ``cp``, 1 where it is taken.
+        again: 1 where blocks are computed a second time, in the backward.
+        micros: micro-batches of a rank in a step.
+    """
+
+    dp: Number = 1
+    fsdp: Number = 1
+    tp: Number = 1
+    pp: Number = 1
+    cp: Number = 1
+    ep: Number = 1
+    zero: Number = 0
+    sequence: Number = 0
+    attention: Mapping[str, Number]
+    again: Number = 0
+    micros: Number = 1
+
+    def ranks(self, over: Sequence[str]) -> Number:
+        """In one group of an exchange."""
+        return prod(getattr(self, axis) for axis in over)
+
+    @classmethod
+    def of(cls, plan: Plan, batch: int) -> Mesh:
+        """That of ``plan`` for a global batch that its replicas share evenly."""
+        share = batch // plan.replicas
+        return cls(
+            **{axis: getattr(plan, axis) for axis in AXES},
+            zero=plan.zero,
+            sequence=int(plan.sequence),
+            attention={plan.attention: 1},
+            again=int(plan.recompute == "full"),
+            micros=-(-share // (plan.micro or share)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Widths:
+    """Bytes of one element.
+
+    Attributes:
+        products: of what matrix products give, and attention reads.
+        stream: of hidden states between blocks, and of their gradients.
+        gathered: of a sharded parameter when it is gathered to compute with.
+        weights: of a parameter that was stepped in shards and is gathered then.
+        sent: of a gradient.
+    """
+
+    products: Number = 4
+    stream: Number = 4
+    gathered: Number = 4
+    weights: Number = 4
+    sent: Number = 4
+
+    @classmethod
+    def of(cls, precision: str, zero: int) -> Widths:
+        """Those of parameters in fp32, computed with in ``precision``: autocast leaves the stream between products in
+        fp32, but ``zero=3`` gathers parameters in half precision, of which all else is made."""
+        half = 4 if precision == "fp32" else 2
+        return cls(products=half, stream=half if zero == 3 else 4, gathered=half)
+
+
+_CLASSES = 4  # bytes of a number in the loss, whatever the model computes in
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Micro:
+    """One micro-batch in one part of a model, on one rank.
+
+    Attributes:
+        part: of the model.
+        entry: hidden states: of this part, or of the next where it makes them from tokens.
+        samples: in it.
+        length: tokens of each, before ``cp`` cuts them.
+    """
+
+    part: Part
+    entry: Size
+    samples: Number
+    length: Number
+
+    @property
+    def stream(self) -> Number:
+        """Elements of the hidden states of all tokens."""
+        return self.entry.at(self.samples, self.length)
+
+
+Pass = Literal["forward", "again", "backward"]
+"""``again``: the forward of a block once more, in its backward, up to what it saved last, without its result."""
+
+
+def tensor(micro: Micro, mesh: Mesh, widths: Widths, way: Pass = "forward") -> list[Exchange]:
+    """Over ``tp``, in one pass of one micro-batch through one part.
+
+    Results of row-parallel products are added up, and so are the gradients of what entered the column-parallel ones
+    (Shoeybi et al. 2019, section 3); with tokens cut, a gather and a scatter take the place of each sum (Korthikanti et
+    al. 2022, section 4.2.2). An embedding's rows are looked up where they are and added up; of classes that are cut the
+    loss adds up three numbers a token: their largest, the sum of their exponentials, the target's own.
+    """
+    part, some, backward = micro.part, 1 * (mesh.tp > 1), way == "backward"
+    here = micro.stream / mesh.cp
+    joins = sum(one.share == "row" and one.kind in _PRODUCTS for one in part.forward)
+    width = widths.stream if backward else widths.products
+    found = [*_joined(joins, joins - (way == "again"), here * width, mesh)] if joins else []
+    if part.role == "before" and any(one.share == "inner" and not one.expert for one in part.weights):
+        if backward:
+            found.append(_gathered("tokens' gradients of an embedding", mesh.sequence, here * widths.stream))
+        else:
+            found.append(Exchange(why="embeddings", kind="all-reduce", over=("tp",), size=micro.stream * widths.stream))
+    if part.role == "after" and any(one.share == "column" and one.kind in _PRODUCTS for one in part.forward):
+        if backward:
+            ways: dict[Kind, Number] = {"all-reduce": 1 - mesh.sequence, "reduce-scatter": mesh.sequence}
+            for kind, times in ways.items():
+                size = here * widths.stream
+                found.append(
+                    Exchange(why="gradients of a head's inputs", kind=kind, over=("tp",), size=size, times=times)
+                )
+        else:
+            found.append(_gathered("a head's inputs", mesh.sequence, here * widths.stream))
+            size = micro.samples * micro.length / mesh.cp * _CLASSES
+            found.append(Exchange(why="classes in the loss", kind="all-reduce", over=("tp",), size=size, times=3))
+    return [replace(one, times=one.times * some) for one in found]
+
+
+_PRODUCTS = ("matmul", "convolution")
+
+
+def _joined(gathers: int, sums: int, size: Number, mesh: Mesh) -> Iterator[Exchange]:
+    why = "row-parallel products"
+    yield Exchange(why=why, kind="all-reduce", over=("tp",), size=size, times=sums * (1 - mesh.sequence))
+    yield _gathered(why, gathers * mesh.sequence, size)
+    yield Exchange(why=why, kind="reduce-scatter", over=("tp",), size=size, times=sums * mesh.sequence)
+
+
+def _gathered(why: str, times: Number, size: Number) -> Exchange:
+    return Exchange(why=why, kind="all-gather", over=("tp",), size=size, times=times)
+
+
+def context(micro: Micro, mesh: Mesh, widths: Widths, way: Pass = "forward") -> list[Exchange]:
+    """Over ``cp``, in one pass of one micro-batch through one part.
+
+    Keys and values go around a ring, and in the backward once more with their gradients behind them (Liu et al. 2023);
+    or they are gathered and their gradients scattered (Dubey et al. 2024, section 3.3.2); or queries, keys, values and
+    results change from tokens to heads and back (Jacobs et al. 2023, section 3.2).
+    """
+    found: list[Exchange] = []
+    some, backward = 1 * (mesh.cp > 1), way == "backward"
+    for one in micro.part.forward:
+        if one.kind != "attention":
+            continue
+        samples, heads, key_heads, queries, keys, width = (dim.at(micro.samples, micro.length) for dim in one.dims)
+        cut = mesh.tp if one.share == "inner" else 1
+        asked = samples * heads * queries * width * widths.products / cut
+        kept = samples * key_heads * keys * width * widths.products / cut
+        ring, gather, turned = (some * mesh.attention.get(name, 0) for name in ("ring", "gather", "alltoall"))
+        gathers: Kind = "reduce-scatter" if backward else "all-gather"
+        summed = 2 * kept / widths.products * _SUMS
+        found += [
+            _over_cp("keys and values", "ring", 2 * kept, ring),
+            _over_cp("sums of their gradients", "ring", summed, ring * backward),
+            _over_cp("keys and values", gathers, kept, 2 * gather),
+            _over_cp("queries, keys and values", "all-to-all", (asked + 2 * kept) / mesh.cp, turned),
+            _over_cp("attention's results", "all-to-all", asked / mesh.cp, turned),
+        ]
+    return found
+
+
+_SUMS = 4  # bytes of a gradient that is added to on its way around the ring
+
+
+def _over_cp(why: str, kind: Kind, size: Number, times: Number) -> Exchange:
+    return Exchange(why=why, kind=kind, over=("cp",), size=size, times=times)
+
+
+def experts(micro: Micro, mesh: Mesh, widths: Widths, way: Pass = "forward") -> list[Exchange]:
+    """Over ``ep``, in one pass of one micro-batch through one part.
+
+    A row for every expert that a token chose goes to it with a factor and comes back; gradients go the same ways
+    (Lepikhin et al. 2021, section 3.2). Ranks first tell one another how many rows are for each of their experts.
+    """
+    first = next((one for one in micro.part.forward if one.expert and one.kind == "matmul"), None)
+    if first is None:
+        return []
+    groups, rows, _, width = (dim.at(micro.samples, micro.length) for dim in first.dims)
+    rows = groups * rows / mesh.cp / mesh.tp
+    some = 1 * (mesh.ep > 1)
+    found = [
+        Exchange(why="experts' tokens", kind="all-to-all", over=("ep",), size=rows * width * widths.stream, times=2),
+        Exchange(why="experts' factors", kind="all-to-all", over=("ep",), size=rows * widths.stream),
+    ]
+    return [replace(one, times=one.times * some) for one in found]
+
+
+def stages(entry: Size, mesh: Mesh, widths: Widths, samples: Number, length: Number) -> Exchange:
+    """What one stage of a pipeline hands to the next, or its gradient back, of one micro-batch."""
+    share = 1 + (mesh.tp - 1) * mesh.sequence
+    size = entry.at(samples, length) / mesh.cp / share * widths.stream
+    return Exchange(why="a stage's outputs", kind="send", over=("pp",), size=size, times=1 * (mesh.pp > 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Elements:
+    """Parameters on one rank before ``fsdp`` shards them.
+
+    Attributes:
+        learn: that get gradients.
+        frozen: that do not.
+        expert: whether they are of experts.
+    """
+
+    learn: Number = 0
+    frozen: Number = 0
+    expert: bool = False
+
+
+def copies(expert: bool) -> tuple[str, ...]:
+    """Dimensions along which ranks hold the same shards, and see other samples or tokens."""
+    return ("dp", "cp") if expert else ("dp", "ep", "cp")
+
+
+def gather(held: Elements, widths: Widths, mesh: Mesh, shards: tuple[str, ...] = ("fsdp",)) -> Exchange:
+    """Sharded parameters made whole: to compute with (``zero=3``), or after they were stepped.
+
+    ``shards``: along what they are sharded.
+    """
+    full = 1 * (mesh.zero == 3)
+    size = (held.learn + full * held.frozen) * (full * widths.gathered + (1 - full) * widths.weights)
+    return Exchange(why="sharded parameters", kind="all-gather", over=shards, size=size, times=1 * (mesh.zero > 0))
+
+
+def scatter(held: Elements, widths: Widths, mesh: Mesh, shards: tuple[str, ...] = ("fsdp",)) -> Exchange:
+    """Gradients added up over shards, each rank keeping its own (Rajbhandari et al. 2020, section 7)."""
+    size = held.learn * widths.sent
+    return Exchange(why="gradients", kind="reduce-scatter", over=shards, size=size, times=1 * (mesh.zero > 0))
+
+
+def add_up(held: Elements, widths: Widths, mesh: Mesh, shards: tuple[str, ...] = ("fsdp",)) -> Exchange:
+    """Gradients, or shards of them, added up over copies (Zhao et al. 2023, section 3.2.2)."""
+    over = tuple(axis for axis in copies(held.expert) if axis not in shards)
+    size = held.learn / mesh.ranks(shards) * widths.sent
+    return Exchange(why="copies' gradients", kind="all-reduce", over=over, size=size, times=1 * (mesh.ranks(over) > 1))
+
+
+def replicas(units: Sequence[Elements], widths: Widths, mesh: Mesh) -> list[Exchange]:
+    """Everything that keeps replicas together in a step, for parameters in ``units`` that are gathered one by one.
+
+    ``zero=3`` gathers each for forward and for backward of every micro-batch; 2 and 3 scatter the gradients of each
+    micro-batch as they come, and add them up over copies then.
+    """
+    gathers = 1 + (mesh.zero == 3) * (2 * mesh.micros - 1)
+    sums = reductions(mesh)
+    found: list[Exchange] = []
+    for held in units:
+        for times, one in ((gathers, gather), (sums, scatter), (sums, add_up)):
+            made = one(held, widths, mesh)
+            found.append(replace(made, times=times * made.times))
+    return found
+
+
+def reductions(mesh: Mesh) -> Number:
+    """How often gradients are added up in a step."""
+    return 1 + (mesh.zero > 1) * (mesh.micros - 1)
+
+
+def elements(weights: Sequence[Weights], mesh: Mesh) -> list[Elements]:
+    """What a rank holds of these: of the experts, and of the rest."""
+    found: dict[bool, Elements] = {}
+    for one in weights:
+        cut = (mesh.tp if one.share == "inner" else 1) * (mesh.ep if one.expert else 1)
+        had = found.get(one.expert, Elements(expert=one.expert))
+        found[one.expert] = replace(had, learn=had.learn + one.elements / cut, frozen=had.frozen + one.frozen / cut)
+    return list(found.values())

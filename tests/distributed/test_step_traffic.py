@@ -1,0 +1,119 @@
+"""What placement lists is what ranks send: every exchange, between whom, its bytes and how often, and no other."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import phalanx as px
+from phalanx.comm import Place, joined
+from phalanx.config import Plan
+from phalanx.config.model_costs import Profile
+from phalanx.launch import launch
+from phalanx.placement.collectives import Exchange, Widths
+from phalanx.placement.step_traffic import peers, step_traffic
+from phalanx.train.assembly import build
+from phalanx.train.work import work_of
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+
+from bytes_sent import dense
+from counting import Sent
+
+Counted = Counter[tuple[str, tuple[int, ...], int]]
+
+
+def counted(job: px.Job, plan: Plan) -> Callable[..., Any]:
+    """A worker's work: the exchanges of its third step, when everything that is told once has been told."""
+
+    def work(place: Place, report: Any) -> list[Any]:
+        torch.set_num_threads(1)
+        with joined(place, torch.device("cpu")):
+            assembly = build(job, plan, place)
+            batches = iter(assembly.loader)
+            for _ in range(2):
+                assembly.step(next(batches))
+            batch = next(batches)
+            with Sent() as sent:
+                assembly.step(batch)
+            return [[*key, times] for key, times in sent.exchanges.items()]
+
+    return work
+
+
+def listed(found: list[Exchange], plan: Plan, rank: int) -> Counted:
+    """What placement lists, as it is counted: a ring is messages, a message to either neighbour is one of a size."""
+    every: Counted = Counter()
+    for one in found:
+        ranks = peers(plan, rank, one.over)
+        kind, size, times = one.kind.replace("-", "_"), one.size, one.times
+        if kind == "ring":
+            kind, size, times = "send", size / len(ranks), times * (len(ranks) - 1)
+        every[kind, () if kind == "send" else ranks, round(size)] += round(times)
+    return every
+
+
+def apart_from_peers(rows: list[Any], plan: Plan, rank: int) -> Counted:
+    """The same of what was counted; who gets a message has to stand along a dimension that sends some."""
+    every: Counted = Counter()
+    for kind, ranks, size, times in rows:
+        if kind == "send":
+            assert any(set(ranks) <= set(peers(plan, rank, (axis,))) for axis in ("pp", "cp"))
+        every[kind, () if kind == "send" else tuple(ranks), size] += times
+    return every
+
+
+def compared(job: px.Job, plan: Plan) -> None:
+    profile: Profile = work_of(job).profile
+    widths = Widths.of(plan.precision, plan.zero)
+    for rank, rows in enumerate(launch(counted(job, plan), plan.world_size)):
+        clips = job.clip is not None
+        said = listed(step_traffic(profile, plan, job.batch, rank, widths, clips=clips), plan, rank)
+        real = apart_from_peers(rows, plan, rank)
+        assert said == real, f"rank {rank}: listed alone {said - real}, counted alone {real - said}"
+
+
+PLANS = [
+    "dp=2",
+    "dp=2 micro=2",
+    "fsdp=2 zero=1 micro=2",
+    "fsdp=2 zero=2 micro=2",
+    "fsdp=2 micro=2",
+    "dp=2 fsdp=2 micro=2",
+    "dp=2 fsdp=2 zero=2 micro=2",
+    "tp=2 sequence=true recompute=full",
+    "pp=2 tp=2 fsdp=2 micro=4 precision=bf16",
+    "pp=2 micro=4 precision=bf16",
+    "cp=2 micro=8 precision=bf16",
+    "tp=2 sequence=true precision=bf16",
+    "tp=2 micro=4",
+    "tp=2 sequence=true",
+    "pp=2 micro=2",
+    "pp=2 micro=2 schedule=interleaved",
+    "pp=2 micro=2 schedule=zbv",
+    "pp=4 micro=2",
+    "cp=2 micro=4",
+    "cp=2 attention=alltoall",
+    "cp=2 attention=gather",
+    "fsdp=2 precision=bf16",
+    "tp=2 precision=bf16",
+    "pp=2 tp=2 micro=2 sequence=true",
+    "fsdp=2 cp=2",
+    "fsdp=2 tp=2 recompute=full",
+    "cp=2 tp=2 recompute=full",
+    "pp=2 fsdp=2 micro=2",
+    "pp=2 fsdp=2 zero=1 micro=2",
+    "cp=2 pp=2 micro=4",
+]
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_ranks_exchange_what_placement_lists(text: str) -> None:
+    job, _ = dense(layers=4 if "pp=4" in text or "interleaved" in text else 2, width=32, context=16, batch=16, steps=4)
+    compared(job, Plan.parse(text))
