@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +30,45 @@ from counting import Sent
 Counted = Counter[tuple[str, tuple[int, ...], int]]
 
 
-def counted(job: px.Job, plan: Plan) -> Callable[..., Any]:
-    """A worker's work: the exchanges of its third step, when everything that is told once has been told."""
+def counted(plans: Sequence[str]) -> Callable[..., Any]:
+    """A worker's work: the exchanges of the third step under each plan, when everything that is told once was told."""
 
-    def work(place: Place, report: Any) -> list[Any]:
+    def work(place: Place, report: Any) -> list[list[Any]]:
         torch.set_num_threads(1)
-        with joined(place, torch.device("cpu")):
-            assembly = build(job, plan, place)
-            batches = iter(assembly.loader)
-            for _ in range(2):
-                assembly.step(next(batches))
-            batch = next(batches)
-            with Sent() as sent:
-                assembly.step(batch)
-            return [[*key, times] for key, times in sent.exchanges.items()]
+        found: list[list[Any]] = []
+        for text in plans:
+            with joined(place, torch.device("cpu")):
+                assembly = build(job_for(text), Plan.parse(text), place)
+                batches = iter(assembly.loader)
+                for _ in range(2):
+                    assembly.step(next(batches))
+                batch = next(batches)
+                with Sent() as sent:
+                    assembly.step(batch)
+                found.append([[*key, times] for key, times in sent.exchanges.items()])
+        return found
 
     return work
+
+
+def job_for(text: str) -> px.Job:
+    """A small GPT with layers enough for the plan."""
+    layers = 4 if "pp=4" in text or "interleaved" in text else 2
+    return dense(layers=layers, width=32, context=16, batch=16, steps=4)[0]
+
+
+@cache
+def profile(layers: int) -> Profile:
+    """What a forecast knows of it."""
+    return work_of(dense(layers=layers, width=32, context=16, batch=16, steps=4)[0]).profile
+
+
+@cache
+def exchanges(ranks: int) -> dict[str, list[list[Any]]]:
+    """Plan of so many ranks → what each rank was counted to do, from processes started once."""
+    plans = [text for text in PLANS if Plan.parse(text).world_size == ranks]
+    each = launch(counted(plans), ranks)
+    return {text: [rank[at] for rank in each] for at, text in enumerate(plans)}
 
 
 def listed(found: list[Exchange], plan: Plan, rank: int) -> Counted:
@@ -59,7 +83,7 @@ def listed(found: list[Exchange], plan: Plan, rank: int) -> Counted:
     return every
 
 
-def apart_from_peers(rows: list[Any], plan: Plan, rank: int) -> Counted:
+def seen(rows: list[Any], plan: Plan, rank: int) -> Counted:
     """The same of what was counted; who gets a message has to stand along a dimension that sends some."""
     every: Counted = Counter()
     for kind, ranks, size, times in rows:
@@ -67,16 +91,6 @@ def apart_from_peers(rows: list[Any], plan: Plan, rank: int) -> Counted:
             assert any(set(ranks) <= set(peers(plan, rank, (axis,))) for axis in ("pp", "cp"))
         every[kind, () if kind == "send" else tuple(ranks), size] += times
     return every
-
-
-def compared(job: px.Job, plan: Plan) -> None:
-    profile: Profile = work_of(job).profile
-    widths = Widths.of(plan.precision, plan.zero)
-    for rank, rows in enumerate(launch(counted(job, plan), plan.world_size)):
-        clips = job.clip is not None
-        said = listed(step_traffic(profile, plan, job.batch, rank, widths, clips=clips), plan, rank)
-        real = apart_from_peers(rows, plan, rank)
-        assert said == real, f"rank {rank}: listed alone {said - real}, counted alone {real - said}"
 
 
 PLANS = [
@@ -115,5 +129,10 @@ PLANS = [
 
 @pytest.mark.parametrize("text", PLANS)
 def test_ranks_exchange_what_placement_lists(text: str) -> None:
-    job, _ = dense(layers=4 if "pp=4" in text or "interleaved" in text else 2, width=32, context=16, batch=16, steps=4)
-    compared(job, Plan.parse(text))
+    plan, job = Plan.parse(text), job_for(text)
+    widths = Widths.of(plan.precision, plan.zero)
+    known = profile(4 if "pp=4" in text or "interleaved" in text else 2)
+    for rank, rows in enumerate(exchanges(plan.world_size)[text]):
+        said = listed(step_traffic(known, plan, job.batch, rank, widths, clips=job.clip is not None), plan, rank)
+        real = seen(rows, plan, rank)
+        assert said == real, f"rank {rank}: listed alone {said - real}, counted alone {real - said}"

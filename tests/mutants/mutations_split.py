@@ -265,4 +265,19 @@ TECHNIQUES: tuple[Mutation, ...] = (
         "tape.play(list(tensors((args, kwargs))), self.receive)",
         ("test unit/test_stage_replay.py",),
     ),
+    Mutation(
+        "gradients that are added up over ranks travel in twice the bytes",
+        "parallel/grad_reduce.py",
+        "        pieces = flat.split([grad.numel() for grad in bucket])\n",
+        "        dist.all_reduce(torch.zeros_like(flat), group=group)\n"
+        "        pieces = flat.split([grad.numel() for grad in bucket])\n",
+        ("test distributed/test_step_traffic.py cp",),
+    ),
+    Mutation(
+        "forecasts take gradients of row-parallel products for free",
+        "placement/collectives.py",
+        "    width = widths.stream if backward else widths.products\n",
+        "    width = 0 if backward else widths.products\n",
+        ("test distributed/test_step_traffic.py tp",),
+    ),
 )
