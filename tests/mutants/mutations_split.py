@@ -275,7 +275,7 @@ TECHNIQUES: tuple[Mutation, ...] = (
     ),
     Mutation(
         "forecasts take gradients of row-parallel products for free",
-        "placement/collectives.py",
+        "placement/collective_bytes.py",
         "    width = widths.stream if backward else widths.products\n",
         "    width = 0 if backward else widths.products\n",
         ("test distributed/test_step_traffic.py tp",),

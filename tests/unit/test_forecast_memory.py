@@ -171,7 +171,21 @@ def test_full_recompute_keeps_entries_and_makes_one_block_again() -> None:
 def test_blocks_that_do_not_divide_are_fewer_where_the_ends_are() -> None:
     profile = replace(STACK, parts=(replace(STACK.parts[0], count=30),))
     layouts = Layouts.of([Plan.parse("pp=8 micro=1")], 8, 1)
-    assert ranks(profile.parts, layouts).holds[:, 0, 0].tolist() == [3, 4, 3]
+    assert ranks(profile, layouts, PAPER).holds[:, 0, 0].tolist() == [3, 4, 3]
+
+
+def test_a_heavy_head_leaves_its_rank_fewer_blocks() -> None:
+    block, head = (
+        replace(STACK.parts[0], role=role, count=count, forward=(product_of(width),))
+        for role, count, width in (("block", 12, 1.0), ("after", 1, 2.0))
+    )
+    profile, layouts = replace(STACK, parts=(block, head)), Layouts.of([Plan.parse("pp=4 micro=1")], 8, 1)
+    assert ranks(profile, layouts, PHALANX).holds[:, 0, 0].tolist() == [3, 3, 2]  # and the third four
+    assert ranks(profile, layouts, PAPER).holds[:, 0, 0].tolist() == [3, 3, 3]
+
+
+def product_of(width: float) -> Operation:
+    return Operation(kind="matmul", name="mm", dims=(Size(1.0), Size(1.0, 1.0), Size(width), Size(1.0)))
 
 
 GPT = Shape(family="gpt", layers=2, hidden=6144, heads=64, vocabulary=51200, length=2048, dropout=0.1)

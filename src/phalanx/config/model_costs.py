@@ -191,10 +191,6 @@ class Profile:
             for operation in (*part.forward, *part.backward):
                 yield part, operation
 
-    def forward_flops(self, part: Part) -> float:
-        """FLOP of the forward of one sample in ``part``: what stages of a pipeline are balanced by."""
-        return sum(flops(one, 1.0, self.length) for one in part.forward if not one.again)
-
     def flops(self, samples: float, length: float | None = None) -> float:
         """Model FLOP of one forward and backward of ``samples``: products and attention, without recomputation."""
         tokens = self.length if length is None else length

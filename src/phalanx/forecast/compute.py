@@ -12,7 +12,7 @@ from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.network import seconds
 from phalanx.forecast.operation_arrays import Array, Table
 from phalanx.forecast.presets import Preset
-from phalanx.placement.collectives import Micro, Pass, context, experts, tensor
+from phalanx.placement.collective_bytes import Micro, Pass, context, experts, tensor
 
 KINDS = ("products", "attention", "memory")
 

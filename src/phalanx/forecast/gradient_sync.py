@@ -14,7 +14,7 @@ from phalanx.forecast.layouts import DILOCO, NESTEROV, Layouts, Texts
 from phalanx.forecast.network import collective, seconds
 from phalanx.forecast.operation_arrays import Array, Table
 from phalanx.forecast.pipeline import Stages, held, stages
-from phalanx.placement.collectives import Elements, add_up, elements, gather, reductions, scatter
+from phalanx.placement.collective_bytes import Elements, add_up, elements, gather, reductions, scatter
 
 _KINDS = (False, True)
 """Whether parameters are of experts."""

@@ -10,7 +10,7 @@ from phalanx.forecast.network import Fabric
 from phalanx.forecast.operation_arrays import Array, Mask, Table
 from phalanx.forecast.presets import Preset
 from phalanx.forecast.rates import Rates
-from phalanx.placement.collectives import Widths
+from phalanx.placement.collective_bytes import Widths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

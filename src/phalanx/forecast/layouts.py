@@ -13,7 +13,7 @@ from phalanx.config import Plan
 from phalanx.config.fields import Attention, Offload, Recompute, Schedule
 from phalanx.forecast.kernels import Shapes
 from phalanx.forecast.operation_arrays import Array
-from phalanx.placement.collectives import Mesh
+from phalanx.placement.collective_bytes import Mesh
 from phalanx.placement.limits import returns_freed_memory
 from phalanx.placement.schedules import SCHEDULES as PIPELINE_SCHEDULES
 from phalanx.placement.schedules import PipelineSchedule

@@ -91,7 +91,7 @@ class Memory:
 
 def memory(profile: Profile, layouts: Layouts, preset: Preset, precision: str, state: float) -> Memory:
     """The memory of every candidate; ``state`` is bytes of optimizer state a parameter."""
-    lie = ranks(profile.parts, layouts, preset.ahead)
+    lie = ranks(profile, layouts, preset)
     fixed = _fixed(profile, layouts, preset, lie, state, precision)
     active = kept(profile, layouts, preset, lie, precision)
     gathered, reducing = _gathered(profile, layouts, preset, lie, precision)
@@ -329,7 +329,7 @@ def on_hosts(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset
     On CPUs, whose memory is the host's, that comes to what they hold as devices, which is not counted here.
     """
     layouts = Layouts.of(plans, work.batch, work.tokens)
-    costs = table(work.profile)
+    costs = table(work.profile, preset.balances)
     stepped = held(costs, layouts, stages(costs, layouts)) / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
     each = np.where(layouts.offload > 0, stepped * (4.0 + preset.sent + work.state), 0.0)
     needed = np.stack([each * np.minimum(layouts.devices, group.per_node) for group in cluster.groups])

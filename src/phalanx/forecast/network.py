@@ -12,7 +12,7 @@ from phalanx.config.plan import AXES
 from phalanx.forecast.operation_arrays import Array
 from phalanx.forecast.rates import Wires
 from phalanx.hardware.exchanges import CACHED
-from phalanx.placement.collectives import Exchange, Mesh
+from phalanx.placement.collective_bytes import Exchange, Mesh
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 

@@ -68,6 +68,8 @@ class Table:
         fused: elements moved where it is joined with its neighbours.
         names: of the operations.
         parts: the profile's.
+        length: tokens in one sample of the job.
+        balanced: whether stages of a pipeline are cut by cost, else by number.
         recomputes: whether the model recomputes activations by itself.
         repeated: whether its blocks are repeated ones, which ``zero=3`` shards one by one.
     """
@@ -91,6 +93,8 @@ class Table:
     fused: Laws
     names: tuple[str, ...]
     parts: tuple[Part, ...]
+    length: int = 1
+    balanced: bool = True
     recomputes: bool = False
     repeated: bool = True
 
@@ -99,7 +103,7 @@ _WIDE = ("log_softmax", "nll_loss", "cross_entropy")
 
 
 @lru_cache(maxsize=512)
-def table(profile: Profile) -> Table:
+def table(profile: Profile, balanced: bool = True) -> Table:
     """The operations of ``profile``, forward and backward of each part in turn."""
     rows: list[tuple[int, bool, Operation]] = []
     for index, part in enumerate(profile.parts):
@@ -134,6 +138,8 @@ def table(profile: Profile) -> Table:
         fused=Laws.of([operation.fused for operation in operations]),
         names=tuple(operation.name for operation in operations),
         parts=profile.parts,
+        length=profile.length,
+        balanced=balanced,
         recomputes=profile.recomputes,
         repeated=profile.repeated,
     )

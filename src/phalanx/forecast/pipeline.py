@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
+from phalanx.config.model_costs import Part, Weights, flops
 from phalanx.config.plan import Schedule
 from phalanx.forecast.layouts import RECOMPUTES, SCHEDULES, Layouts
 from phalanx.forecast.operation_arrays import Array, Table
-from phalanx.placement.schedules import Action, Filling, cost, in_halves, makespan, order
-from phalanx.trace import Weights
+from phalanx.placement.schedules import Action, Filling, cost, holders, in_halves, makespan, order
+from phalanx.placement.stages import on_ranks as placed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -100,22 +102,55 @@ class Stages:
 
 
 def stages(costs: Table, layouts: Layouts) -> Stages:
-    """Blocks are dealt evenly; what comes before them lies on the first rank, what comes after on the last."""
-    pp, parts = layouts.pp, costs.parts
-    each = np.zeros((3, len(parts), len(pp)))
-    blocks = sum(part.count for part in parts if part.role == "block")
-    share = np.where(pp > 1, np.ceil(blocks / np.maximum(pp, 1) - 1e-9) / max(blocks, 1), 1.0)
-    for index, part in enumerate(parts):
-        if part.role == "block":
-            each[:, index] = part.count * share
-        elif part.role == "before":
-            each[0, index] = part.count
-            each[2, index] = np.where(pp == 1, part.count, 0)
-        else:
-            each[2, index] = part.count
-            each[0, index] = np.where(pp == 1, part.count, 0)
+    """The first rank, the busiest between, and the last one."""
+    pp = layouts.pp
     there = np.stack([np.ones_like(pp), np.maximum(pp - 2, 0), np.where(pp > 1, 1.0, 0.0)])
+    work = np.array([sum(flops(one, 1.0, costs.length) for one in part.forward) for part in costs.parts])
+    each = on_ranks(costs.parts, costs.length, layouts, costs.balanced, lambda ranks: max(ranks, key=work.__matmul__))
+    if not costs.balanced:  # others' runs with fewer blocks at the ends take as long as if these were full
+        blocks = [part.role == "block" for part in costs.parts]
+        each[:, blocks] = each[:, blocks].max(axis=0)
     return Stages(each=each, there=there)
+
+
+Rank = tuple[float, ...]
+"""How many of each part a rank of a pipeline holds."""
+
+
+def on_ranks(
+    parts: Sequence[Part], length: int, layouts: Layouts, balanced: bool, pick: Callable[[Sequence[Rank]], Rank]
+) -> Array:
+    """How many of each part the first rank holds, the one that is picked of those between, and the last: (3, parts, N).
+
+    ``balanced``: by cost, as ``placement`` cuts; else blocks are dealt out evenly, fewer to the ends, what comes before
+    them to the first stage and what comes after to the last.
+    """
+    keys = np.stack([layouts.schedule, layouts.pp, np.maximum(layouts.stages, 1)]).astype(int)
+    unlike, which = np.unique(keys, axis=1, return_inverse=True)
+    found = np.empty((3, len(parts), unlike.shape[1]))
+    for at in range(unlike.shape[1]):
+        schedule, ranks, chunks = (int(one) for one in unlike[:, at])
+        way = placed if balanced else _evenly
+        each: Sequence[Rank] = way(parts, length, SCHEDULES[schedule], ranks, chunks if ranks > 1 else 1)
+        found[..., at] = each[0], pick(each[1:-1] or each), each[-1]
+    return found[..., which.reshape(-1)]
+
+
+def _evenly(parts: Sequence[Part], length: int, schedule: Schedule, ranks: int, chunks: int) -> tuple[Rank, ...]:
+    blocks = sum(part.count for part in parts if part.role == "block")
+    full = -(-blocks // ranks)
+    last = holders(schedule, ranks, ranks * chunks)[-1]
+    fewer = {ranks - 1: 1, 0: 2}  # of the ends, the last one first
+    missing = full * ranks - blocks
+    return tuple(
+        tuple(
+            (full - (missing >= fewer.get(rank, ranks))) * part.count / max(blocks, 1)
+            if part.role == "block"
+            else part.count * (rank == (0 if part.role == "before" else last))
+            for part in parts
+        )
+        for rank in range(ranks)
+    )
 
 
 def held(costs: Table, layouts: Layouts, lie: Stages, *, experts: bool | None = None) -> Array:

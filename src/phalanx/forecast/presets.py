@@ -59,6 +59,7 @@ class Preset:
         autocast: whether half precision casts weights where they are read, and leaves the stream in fp32 (not where
             ``zero=3`` gathers them in it).
         stops_early: whether computing a block again ends at what it saved last, before its results are added up.
+        balances: whether stages of a pipeline are cut by what they cost, else by their number of blocks.
         one_memory: whether what is kept on the host is in the memory that is looked at: on CPUs.
         buffered: blocks that are there once more, in the buffers that they are gathered in.
         buckets: buckets of whole gradients under way at one time where ``zero`` is 1 or 2; 0 where that is not known.
@@ -116,6 +117,7 @@ class Preset:
     logits_twice: bool = False
     autocast: bool = False
     stops_early: bool = False
+    balances: bool = False
 
 
 PHALANX = Preset(
@@ -124,6 +126,7 @@ PHALANX = Preset(
     logits_twice=True,
     autocast=True,
     stops_early=True,
+    balances=True,
     whole_backwards=True,
     blocks_gathered=1.0,
     buffered=1.0,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from phalanx.forecast.kernels import itemsize
 from phalanx.forecast.layouts import SCHEDULES, Layouts
-from phalanx.forecast.operation_arrays import Array, Mask
+from phalanx.forecast.operation_arrays import Array
+from phalanx.forecast.pipeline import on_ranks
 from phalanx.forecast.presets import Preset
 from phalanx.placement.schedules import SCHEDULES as PIPELINE_SCHEDULES
 from phalanx.trace import Part, Profile, Saved, Size
@@ -231,10 +231,10 @@ class Ranks:
     there: Array
 
 
-def ranks(parts: Sequence[Part], layouts: Layouts, ahead: float = 1.0) -> Ranks:
-    """What lies on the ranks; ``ahead`` is how far zero-bubble schedules run ahead of 1F1B (2: Qi et al., ZB-H2)."""
-    pp = layouts.pp
-    holds = np.stack([_held(part, parts, layouts) for part in parts], axis=1)
+def ranks(profile: Profile, layouts: Layouts, preset: Preset) -> Ranks:
+    """What lies on the ranks; zero-bubble schedules run ahead of 1F1B as the preset says (2: Qi et al., ZB-H2)."""
+    pp, parts, ahead = layouts.pp, profile.parts, preset.ahead
+    holds = on_ranks(parts, profile.length, layouts, preset.balances, lambda between: between[0])
     place = np.stack([np.zeros_like(pp), np.minimum(1.0, pp - 1), pp - 1])
     under_way = _under_way(place, layouts, ahead)
     flight = np.repeat(under_way[:, None, :], len(parts), axis=1)
@@ -243,28 +243,6 @@ def ranks(parts: Sequence[Part], layouts: Layouts, ahead: float = 1.0) -> Ranks:
         if part.role == "after":
             flight[:, index] = np.where(all_forwards_first, flight[:, index], 1.0)
     return Ranks(holds=holds, flight=flight, there=np.stack([np.ones_like(pp), pp > 2, pp > 1]).astype(float))
-
-
-def _held(part: Part, parts: Sequence[Part], layouts: Layouts) -> Array:
-    """How many of ``part`` the first, second and last rank hold; uneven blocks are fewer where the ends are."""
-    pp = layouts.pp
-    none = np.zeros_like(pp)
-    if part.role == "before":
-        return np.stack([np.full_like(pp, part.count), none, none])
-    if part.role == "after":
-        bent = _bent(layouts)
-        return np.stack([np.where(bent | (pp == 1), part.count, 0.0), none, np.where(bent, 0.0, part.count)])
-    blocks = sum(one.count for one in parts if one.role == "block")
-    full = np.ceil(blocks / pp - 1e-9)
-    missing = full * pp - blocks
-    last = np.where(missing > 0, full - 1, full)
-    first = np.where(missing > 1, full - 1, full)
-    return np.stack([first, full, last]) * part.count / max(blocks, 1)
-
-
-def _bent(layouts: Layouts) -> Mask:
-    """Whether the way through the stages is a V, which ends on the rank where it began."""
-    return layouts.scheduled(lambda one: one.v_shaped) & (layouts.pp > 1)
 
 
 def _under_way(place: Array, layouts: Layouts, ahead: float) -> Array:

@@ -18,7 +18,7 @@ from phalanx.forecast.pipeline import Lanes, Stages, held, pipeline, simulated, 
 from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.rates import Core, Rates, rates
 from phalanx.forecast.work import Work, timed
-from phalanx.placement.collectives import stages as handed
+from phalanx.placement.collective_bytes import stages as handed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -226,7 +226,7 @@ def alone(scene: ForecastInput, layouts: Layouts, group: Group, events: bool = F
         given = f"precision={scene.precision} on {group.device.name}"
         allowed = ", ".join(group.device.peak)
         raise RefusedError([Problem(where="plan.precision", given=given, allowed=allowed, fix="precision=fp32")])
-    costs, setting = table(scene.work.profile), _setting(scene, group)
+    costs, setting = table(scene.work.profile, scene.preset.balances), _setting(scene, group)
     layouts = timed(scene.work.unlike, layouts)
     unlike, alike = _unlike(layouts)
     few = compute(costs, layouts.take(unlike), setting)

@@ -1,9 +1,14 @@
-"""Where a pipeline is cut: so that the stage with most to do has as little as can be."""
+"""Where a pipeline is cut: so that the stage with most to do has as little as can be; and what its ranks hold then."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+from phalanx.config.fields import Schedule
+from phalanx.config.model_costs import Part, flops
+from phalanx.placement.schedules import holders
 
 
 def balanced(costs: Sequence[float], stages: int, allowed: Sequence[bool]) -> list[int] | None:
@@ -37,3 +42,29 @@ def balanced(costs: Sequence[float], stages: int, allowed: Sequence[bool]) -> li
         end = best[stage][end][2]
         cuts.append(end)
     return cuts[::-1]
+
+
+def on_ranks(
+    parts: Sequence[Part], length: int, schedule: Schedule, ranks: int, stages: int
+) -> tuple[tuple[int, ...], ...]:
+    """For each rank of a pipeline with so many ``stages`` on each, how many of each part it holds.
+
+    Parts are as far apart as cuts can be; a model with fewer of them than stages leaves some empty.
+    """
+    costs = tuple(sum(flops(one, 1.0, length) for one in part.forward if not one.again) for part in parts)
+    return _on_ranks(tuple(part.count for part in parts), costs, holders(schedule, ranks, ranks * stages))
+
+
+@lru_cache(maxsize=1024)
+def _on_ranks(
+    counts: tuple[int, ...], costs: tuple[float, ...], rank_of: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    row = [at for at, count in enumerate(counts) for _ in range(count)]
+    stages = len(rank_of)
+    starts = balanced([costs[at] for at in row], stages, [True] * len(row))
+    starts = starts or [len(row) * stage // stages for stage in range(stages)]
+    every = [[0] * len(counts) for _ in range(max(rank_of) + 1)]
+    for stage, (first, end) in enumerate(pairwise([*starts, len(row)])):
+        for at in row[first:end]:
+            every[rank_of[stage]][at] += 1
+    return tuple(tuple(rank) for rank in every)

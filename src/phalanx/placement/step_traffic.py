@@ -9,7 +9,7 @@ from math import prod
 from phalanx.config import Plan
 from phalanx.config.model_costs import Part, Profile, Size
 from phalanx.config.plan import AXES
-from phalanx.placement.collectives import (
+from phalanx.placement.collective_bytes import (
     Elements,
     Exchange,
     Mesh,
@@ -24,7 +24,7 @@ from phalanx.placement.collectives import (
     tensor,
 )
 from phalanx.placement.schedules import holders
-from phalanx.placement.stages import balanced
+from phalanx.placement.stages import on_ranks
 
 _TOTALS, _NORM, _LOSS = 24, 8, 4
 """Bytes of what a step adds up over ranks to know itself: its loss's sum, its count and how it was divided; the squares
@@ -50,6 +50,12 @@ def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Wi
     return [one for one in _together(found) if one.times and one.size and mesh.ranks(one.over) > 1]
 
 
+def parameters_held(profile: Profile, plan: Plan, rank: int) -> float:
+    """Elements of parameters on ``rank``, frozen ones among them; with ``zero=3`` of its shards alone."""
+    units = _Here.of(profile, plan, rank).units(profile, Mesh.of(plan, plan.replicas))
+    return sum(one.learn + one.frozen for one in units) / (plan.fsdp if plan.zero == 3 else 1)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Here:
     """The stages of one rank.
@@ -70,8 +76,8 @@ class _Here:
         count = plan.pp * plan.stages
         place = plan.coordinate(rank)["pp"]
         mine = [stage for stage, holder in enumerate(holders(plan.schedule, plan.pp, count)) if holder == place]
-        each = dealt(profile, count)
-        kept = [(part, sum(each[stage][at] for stage in mine)) for at, part in enumerate(profile.parts)]
+        each = on_ranks(profile.parts, profile.length, plan.schedule, plan.pp, plan.stages)[place]
+        kept = zip(profile.parts, each, strict=True)
         parts = tuple((part, number) for part, number in kept if number)
         return cls(stages=tuple(mine), parts=parts, last=count - 1 in mine)
 
@@ -82,17 +88,6 @@ class _Here:
         if mesh.zero < 3 or not profile.repeated or len(blocks) < 2:
             return elements([*outside, *(one for block in blocks for one in block)], mesh)
         return [one for unit in (outside, *blocks) for one in elements(unit, mesh)]
-
-
-def dealt(profile: Profile, stages: int) -> list[list[int]]:
-    """For each stage how many of each part it has: cut between blocks, with as little as can be in the largest."""
-    row = [at for at, part in enumerate(profile.parts) for _ in range(part.count)]
-    costs = [profile.forward_flops(profile.parts[at]) for at in row]
-    cuts = balanced(costs, stages, [True] * len(row)) or [0]
-    ends = [*cuts[1:], len(row)]
-    return [
-        [row[first:end].count(at) for at in range(len(profile.parts))] for first, end in zip(cuts, ends, strict=True)
-    ]
 
 
 def _entry(profile: Profile, part: Part) -> Size:
