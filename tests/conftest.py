@@ -78,7 +78,7 @@ def _ready_to_fork() -> None:
 
 @pytest.fixture(autouse=True)
 def _workers_are_forked_from_what_is_ready(request: pytest.FixtureRequest) -> None:
-    """In the folders whose tests start workers: a third of what a worker takes is what torch does the first time."""
+    """In the folders whose tests start workers, each of which would otherwise load and do it again."""
     if request.path.parent.name in START_WORKERS:
         request.getfixturevalue("_ready_to_fork")
 
