@@ -18,10 +18,12 @@ import pytest
 import torch
 
 import phalanx as px
+from forked import get_over_with
 from phalanx.launch.hosts import lacking
 
 # A shell starts what it runs in the background with interrupts ignored, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+START_WORKERS = {"cases", "distributed", "faults", "parity", "recommended"}
 torch.set_num_threads(1)  # workers are forked: a parallel region here would leave them a broken thread pool
 
 
@@ -56,6 +58,10 @@ def _refused(*given: Any, **how: Any) -> Any:
 
 
 def _children() -> set[psutil.Process]:
+    try:  # to look through all processes of the machine takes longer than most tests
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return set()
     return set(psutil.Process().children(recursive=True))
 
 
@@ -63,6 +69,18 @@ def _left(before: set[psutil.Process], threads: set[threading.Thread]) -> list[s
     processes = [child for child in _children() - before if child.status() != psutil.STATUS_ZOMBIE]
     alive = [thread.name for thread in threading.enumerate() if thread not in threads and not thread.daemon]
     return [str(process) for process in processes] + alive
+
+
+@pytest.fixture(scope="session")
+def _ready_to_fork() -> None:
+    get_over_with()
+
+
+@pytest.fixture(autouse=True)
+def _workers_are_forked_from_what_is_ready(request: pytest.FixtureRequest) -> None:
+    """In the folders whose tests start workers, each of which would otherwise load and do it again."""
+    if request.path.parent.name in START_WORKERS:
+        request.getfixturevalue("_ready_to_fork")
 
 
 @pytest.fixture

@@ -336,7 +336,7 @@ def test_values_that_come_from_a_file_are_said_to_be_whole() -> None:
     assert begun(job())[1] == []
 
 
-BLOCK, LAYERS = 4 * (2 * 1024 * 2048 + 2048 + 1024), 20  # bytes
+BLOCK, LAYERS = 4 * (2 * 1024 * 2048 + 2048 + 1024), 12  # bytes
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_no_rank_ever_holds_more_than_its_part_and_one_block(
 ) -> None:
     monkeypatch.setattr(deferred_init, "LARGE", 4096)
     laid = px.Plan.parse(f"{plan} device=cpu")
-    big = job(width=1024, layers=LAYERS)  # 336 MB
+    big = job(width=1024, layers=LAYERS)  # 201 MB
     small = 6 << 20  # what a look at the layers leaves (4.4 MB at half the width, too), and holes in the heap
 
     def work(place: Place, report: Callable[[int], None]) -> int:

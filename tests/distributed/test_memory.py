@@ -147,7 +147,7 @@ def test_a_pipeline_holds_what_its_schedule_has_under_way() -> None:
     assert sum(parts["parameters"] for parts in early) == 4 * NUMBERS
 
 
-RECOMPUTED = ("cp=2", "cp=2 attention=ring", "tp=2 sequence=true", "fsdp=2")
+RECOMPUTED = ("cp=2", "tp=2 sequence=true", "fsdp=2")
 PRODUCTS = (
     "dp=2 cp=2 recompute=full",
     "cp=2 tp=2 recompute=selective",

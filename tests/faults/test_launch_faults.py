@@ -81,7 +81,6 @@ def striking(fault: Fault, folder: Path) -> Callable[..., object]:
     ids=["exception", "killed", "crash", "silent", "memory"],
 )
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.alone
 def test_fault(how: Callable[[], None], kind: str, words: list[str], world_size: int, tmp_path: Path) -> None:
     rank = world_size - 1
     error, seconds = fails(striking(Fault(rank=rank, step=3, how=how), tmp_path), world_size)
@@ -93,7 +92,6 @@ def test_fault(how: Callable[[], None], kind: str, words: list[str], world_size:
     assert len(noted(tmp_path)) == 2 * world_size
 
 
-@pytest.mark.alone
 def test_worker_that_ignores_sigterm(tmp_path: Path) -> None:
     def target(place: Place, report: Callable[[int], None]) -> None:
         note(tmp_path, os.getpid())
@@ -109,7 +107,6 @@ def test_worker_that_ignores_sigterm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [raise_error, be_killed], ids=["exception", "killed"])
-@pytest.mark.alone
 def test_first_failing_rank_is_named_and_not_the_one_that_lost_its_peer(how: Callable[[], None]) -> None:
     fault = Fault(rank=1, step=2, how=how)
 
@@ -126,7 +123,6 @@ def test_first_failing_rank_is_named_and_not_the_one_that_lost_its_peer(how: Cal
     assert "Connection closed" not in str(error)
 
 
-@pytest.mark.alone
 def test_lost_peer_is_named_where_nothing_else_is_known() -> None:
     def target(place: Place, report: Callable[[int], None]) -> None:
         if place.rank == 1:
@@ -180,7 +176,6 @@ def test_missing_package() -> None:
     assert "install the missing package" in str(error)
 
 
-@pytest.mark.alone
 def test_error_in_watch_ends_the_workers(tmp_path: Path) -> None:
     def target(place: Place, report: Callable[[int], None]) -> None:
         note(tmp_path, os.getpid())
@@ -209,7 +204,6 @@ def test_launcher_that_has_asked_cuda_is_told_from_its_worker(monkeypatch: pytes
     assert launch(lambda place, report: str(device_for(place, "cpu")), 1) == ["cpu"]
 
 
-@pytest.mark.alone
 def test_a_failed_worker_does_not_wait_for_the_others_to_leave_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "destroy_process_group", hang)
 

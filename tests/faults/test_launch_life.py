@@ -52,7 +52,6 @@ def _no_child_left() -> object:
     assert psutil.Process().children(recursive=True) == []
 
 
-@pytest.mark.alone
 def test_launcher_is_ended(tmp_path: Path) -> None:
     """By each signal: three launchers that start side by side, and are ended one after the other."""
     codes = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
@@ -117,11 +116,11 @@ def test_standard_input_is_empty() -> None:
     assert launch(lambda place, report: sys.stdin.read(), 1) == [""]
 
 
-@pytest.mark.alone
 def test_watch_is_called_while_workers_run_and_once_more() -> None:
     calls: list[float] = []
+    began = time.monotonic()
     launch(lambda place, report: time.sleep(0.5), 1, watch=lambda: calls.append(time.monotonic()))
-    assert 4 <= len(calls) <= 9
+    assert 3 <= len(calls) <= 3 + (time.monotonic() - began) / 0.1
 
 
 def test_workers_compute_on_threads_after_the_launcher_did() -> None:
@@ -153,7 +152,6 @@ def test_data_loading_processes_work_in_a_worker() -> None:
     assert launch(target, 2) == [496.0, 496.0]
 
 
-@pytest.mark.alone
 def test_leaving_a_group_never_hangs() -> None:
     # every fourth run hung where DistributedDataParallel's reducer was the last owner of the group
     def target(place: Place, report: Callable[[int], None]) -> None:

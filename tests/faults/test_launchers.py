@@ -98,7 +98,8 @@ def _nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     assert psutil.Process().children(recursive=True) == []
     assert alive(noted(tmp_path)) == []
     assert len(os.listdir("/proc/self/fd")) <= descriptors
-    assert os.listdir(temporary) == []
+    # torch makes the folder of its compiler when it first asks where that is
+    assert [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")] == []
 
 
 def spec(folder: Path, fault: str = "") -> RunSpec:
@@ -156,7 +157,6 @@ def test_what_a_worker_refuses_is_refused(name: str, tmp_path: Path) -> None:
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.alone
 def test_stop_leaves_no_process_even_of_workers_that_ignore_signals(name: str, tmp_path: Path) -> None:
     ended = 0.0
 
@@ -174,7 +174,6 @@ def test_stop_leaves_no_process_even_of_workers_that_ignore_signals(name: str, t
     assert alive(noted(tmp_path)) == []
 
 
-@pytest.mark.alone
 def test_workers_end_with_their_launcher(name: str, tmp_path: Path) -> None:
     """By whatever signal: three that start side by side, and are ended one after the other."""
     codes = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: -2}

@@ -6,9 +6,10 @@ import json
 import sys
 import threading
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -23,10 +24,11 @@ BY_CHANCE = ("__del__", "<module>", "_files.<locals>.<lambda>")
 ONLOOKERS = ("train/observer.py", "verify/recording.py", "verify/fingerprints.py")
 
 
-def place_in_house(frame: FrameType) -> str:
+@cache
+def place_in_house(code: CodeType) -> str:
     """File within the house and function, such as ``train/step.py:Step.update``; empty for others' code."""
-    _, inside, file = frame.f_code.co_filename.rpartition("/phalanx/")
-    return f"{file}:{frame.f_code.co_qualname}" if inside else ""
+    _, inside, file = code.co_filename.rpartition("/phalanx/")
+    return f"{file}:{code.co_qualname}" if inside else ""
 
 
 class Calls:
@@ -36,10 +38,10 @@ class Calls:
         self.found: set[str] = set()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        callee = place_in_house(frame) if event == "call" else ""
+        callee = place_in_house(frame.f_code) if event == "call" else ""
         if not callee.startswith(PACKAGES) or callee.startswith(ONLOOKERS) or callee.endswith(BY_CHANCE):
             return
-        callers = [place for each in outwards(frame.f_back) if (place := place_in_house(each))]
+        callers = [place for each in outwards(frame.f_back) if (place := place_in_house(each.f_code))]
         if any(place.startswith(ONLOOKERS) for place in callers):
             return
         if callers and callers[0].startswith(PACKAGES) and not callers[0].endswith("<module>"):
@@ -49,7 +51,7 @@ class Calls:
 def outwards(frame: FrameType | None) -> Any:
     """The frame and those that called it, without those that switch dropout off around torch's functions."""
     while frame is not None:
-        if not place_in_house(frame).startswith("verify/capture.py"):
+        if not place_in_house(frame.f_code).startswith("verify/capture.py"):
             yield frame
         frame = frame.f_back
 
@@ -112,7 +114,7 @@ OF_SERVERS = (
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_proof_takes_the_path_of_a_run(plan: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given = MODELS["own GPT"]()
+    given = MODELS["own GPT" if px.Plan.parse(plan).kind == "split" else "MLP"]()
     given = replace(given, steps=4, epochs=None, evaluate=given.data, evaluate_every=2)
     with monkeypatch.context() as patched:
         recorded(patched, tmp_path / "fit")

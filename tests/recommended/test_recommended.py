@@ -51,7 +51,9 @@ def test_small_size_keeps_every_key_and_every_three_axes() -> None:
 
 @cache
 def one_device(name: str, text: str) -> OneDevice:
-    return OneDevice.run(small_job(json.loads(text)), STEPS)
+    job = small_job(json.loads(text))
+    job.model()  # loads the model's code, which takes seconds, here and not in each worker
+    return OneDevice.run(job, STEPS)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from typing import Any
 
 import click
 import pytest
-from forked import Forked
 
+from forked import Forked
 from phalanx.cli import main as cli
 from phalanx.config import Plan
 

@@ -49,8 +49,8 @@ def serve() -> None:
     import sklearn.datasets  # noqa: F401  what examples read
     import torch
 
-    load_all()
     torch.set_num_threads(1)
+    get_over_with()
     for line in sys.stdin:
         asked = json.loads(line)
         child = os.fork()
@@ -59,8 +59,12 @@ def serve() -> None:
         print(_waited(child, asked["patience"]), flush=True)
 
 
-def load_all() -> None:
-    """Load what a run loads when it first needs it: in a process to fork from, once for all its forks."""
+def get_over_with() -> None:
+    """Load and do what is slow the first time, in a process to fork from: once for all that are forked from it.
+
+    Loaded is what a run loads when it first needs it. Done is a step of a sharded model, and a look at one to be split:
+    the first operations on fakes and shards have torch build its tables.
+    """
     import torch._dynamo  # noqa: F401
 
     import phalanx
@@ -68,6 +72,29 @@ def load_all() -> None:
     for module in pkgutil.walk_packages(phalanx.__path__, "phalanx."):
         if not module.name.startswith("phalanx.demo.jobs") and module.name != "phalanx.__main__":
             importlib.import_module(module.name)
+    _first_operations()
+
+
+def _first_operations() -> None:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from phalanx.config import Plan
+    from phalanx.demo.jobs.gpt import gpt_job
+    from phalanx.train.refusals import rank_0
+    from phalanx.train.rehearsal import outlook
+
+    job = gpt_job(layers=1, width=16, heads=2, context=8, batch=4, steps=1)
+    with torch.random.fork_rng(devices=[]):
+        with rank_0(Plan.parse("fsdp=2")):
+            model = job.model()
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(torch.zeros((1, 8), dtype=torch.long)).sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        outlook(job, Plan.parse("tp=2 sequence=true"))
 
 
 def _waited(child: int, patience: float) -> int:
