@@ -35,7 +35,6 @@ class Mesh:
     """The ranks of a plan along its dimensions, seen from one of them.
 
     Attributes:
-        plan: the plan.
         rank: this process's rank.
         at: its place along each dimension.
     """

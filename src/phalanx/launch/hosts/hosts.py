@@ -32,7 +32,6 @@ class Hosts:
     control groups, which the next hosts remove.
 
     Attributes:
-        count: hosts.
         link: of each.
         per_host: ranks a host has.
     """
