@@ -32,7 +32,7 @@ class Hosts:
     control groups, which the next hosts remove.
 
     Attributes:
-        link: of each.
+        link: of each host.
         per_host: ranks a host has.
     """
 
