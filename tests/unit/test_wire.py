@@ -48,14 +48,6 @@ def test_more_tensors_than_one_call_takes(ends: tuple[Connection, Connection]) -
     assert torch.equal(whole, torch.stack(tensors))
 
 
-def test_what_is_skipped_is_gone(ends: tuple[Connection, Connection]) -> None:
-    here, there = ends
-    here.send(1, {}, views([torch.ones(9)]))
-    here.send(2)
-    there.skip(there.receive())
-    assert there.receive().kind == 2
-
-
 def test_the_end_of_a_peer_is_seen(ends: tuple[Connection, Connection]) -> None:
     here, there = ends
     here.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -13,6 +12,7 @@ from typing import Any
 import click
 
 from phalanx.errors import PhalanxError, RefusedError, SpecError
+from phalanx.events import finite
 
 STOPPED = 130  # exit code after Ctrl-C
 
@@ -55,7 +55,7 @@ def _unchanged() -> Iterator[None]:
 def print_json(value: Any) -> None:
     """Print ``value`` as one JSON document; numbers that JSON does not know become null."""
     stdout = _answers[-1] if _answers else sys.stdout
-    print(json.dumps(_finite(value), indent=2, default=str), file=stdout, flush=True)
+    print(json.dumps(finite(value), indent=2, default=str), file=stdout, flush=True)
 
 
 def show_error(error: PhalanxError, *, as_json: bool) -> None:
@@ -81,15 +81,3 @@ def show_error(error: PhalanxError, *, as_json: bool) -> None:
                 }
             }
         )
-
-
-def _finite(value: Any) -> Any:
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case dict():
-            return {name: _finite(one) for name, one in value.items()}
-        case list() | tuple():
-            return [_finite(one) for one in value]
-        case _:
-            return value

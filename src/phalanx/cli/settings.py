@@ -23,7 +23,6 @@ class Given:
 
     Attributes:
         job: where the job is.
-        plan: the plan.
         devices: how many, as ``-n`` says.
         folder: the run folder.
         resume: go on from its newest checkpoint.

@@ -160,14 +160,6 @@ class Connection:
         for view in payload:
             self._fill(view)
 
-    def skip(self, frame: Frame) -> None:
-        """Read past the tensors of ``frame``."""
-        left, waste = frame.size, memoryview(bytearray(min(frame.size, _AT_ONCE)))
-        while left:
-            part = waste[: min(left, len(waste))]
-            self._fill(part)
-            left -= len(part)
-
     def close(self) -> None:
         """End the connection, also for a thread that waits in it; safe to call twice."""
         with suppress(OSError):

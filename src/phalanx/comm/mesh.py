@@ -35,7 +35,6 @@ class Mesh:
     """The ranks of a plan along its dimensions, seen from one of them.
 
     Attributes:
-        plan: the plan.
         rank: this process's rank.
         at: its place along each dimension.
     """
@@ -222,9 +221,9 @@ def _seen(plan: Plan, rank: int) -> tuple[int, int]:
     return at["dp"], inner
 
 
-def own_group(timeout: timedelta = timedelta(minutes=10)) -> dist.ProcessGroup:
+def own_group() -> dist.ProcessGroup:
     """A new group of all ranks of the default one, with its backends. Collective."""
-    group = dist.new_group(timeout=timeout)
+    group = dist.new_group(timeout=_PATIENCE)
     assert isinstance(group, dist.ProcessGroup)
     _left.append(group)  # a gloo group's destructor waits for threads that may be waiting for the interpreter's lock
     return group

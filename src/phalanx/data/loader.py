@@ -59,7 +59,7 @@ class Loader:
             SpecError: if data and job do not go together: no sample, all samples dropped, a stream to be shuffled,
                 or neither map-style data nor a stream.
         """
-        self._workers = Workers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
+        self._workers = Workers(count=job.workers, prefetch=job.prefetch, pin_memory=False, seed=job.seed)
         self._dealing = BatchSplitter(lane, micro, first_step)
         self._indexed: IndexedReader | None = None
         self._stream: StreamReader | None = None
@@ -147,7 +147,7 @@ class Loader:
         return _stream_steps(self._stream, self._workers)
 
 
-def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None, pin_memory: bool = False) -> Steps:
+def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None) -> Steps:
     """Each sample of map-style data exactly once, in order, in global batches of ``job.batch``.
 
     No sample is repeated to even out ranks: a part without samples gets fillers that weigh nothing. What samples draw
@@ -175,7 +175,7 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None,
         first=0,
         stop=sampler.steps_per_epoch,
     )
-    workers = Workers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
+    workers = Workers(count=job.workers, prefetch=job.prefetch, pin_memory=False, seed=job.seed)
     return _indexed_steps(reader, workers)
 
 

@@ -26,7 +26,6 @@ class EpochSeeds:
     """The seeds of all samples in one epoch.
 
     Attributes:
-        epoch: which.
         base: 64 bits that stand for (seed, epoch).
     """
 

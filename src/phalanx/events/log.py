@@ -23,7 +23,7 @@ class EventLog:
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event. Numbers JSON does not know (NaN, infinities) become null, at any depth."""
-        line = json.dumps(_finite({"event": event, "time": time.time(), **fields}), default=str)
+        line = json.dumps(finite({"event": event, "time": time.time(), **fields}), default=str)
         self._write(line.encode() + b"\n")
 
     def _write(self, content: bytes) -> None:
@@ -89,13 +89,14 @@ def _torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """``value`` with null for numbers that JSON does not know."""
     match value:
         case float():
             return value if math.isfinite(value) else None
         case dict():
-            return {name: _finite(one) for name, one in value.items()}
+            return {name: finite(one) for name, one in value.items()}
         case list() | tuple():
-            return [_finite(one) for one in value]
+            return [finite(one) for one in value]
         case _:
             return value

@@ -224,6 +224,7 @@ def _above_zero(columns: Array, seconds: Array, floor: float) -> tuple[float, fl
 
 _STAT = Path("/proc/stat")
 _LOOK = 0.4  # seconds
+_QUIET = 0.15  # of the cores
 
 
 def busy_share(path: Path = _STAT, seconds: float = _LOOK) -> float:
@@ -234,10 +235,10 @@ def busy_share(path: Path = _STAT, seconds: float = _LOOK) -> float:
     return 1 - (idle_then - idle) / (whole_then - whole) if whole_then > whole else 0.0
 
 
-def wait_until_quiet(patience: float, most: float = 0.15) -> float:
-    """Wait until at most that share of the cores is busy, for ``patience`` seconds; the share that is."""
+def wait_until_quiet(patience: float) -> float:
+    """Wait until few of the cores are busy, for ``patience`` seconds; the share that is."""
     end = time.monotonic() + patience
-    while (share := busy_share()) > most and time.monotonic() < end:
+    while (share := busy_share()) > _QUIET and time.monotonic() < end:
         pass
     return share
 

@@ -54,7 +54,6 @@ class Launch:
     """What is to be started; the same for every launcher.
 
     Attributes:
-        world_size: workers.
         function: what each runs, for a launcher that forks them. Its result must be JSON.
         run: the same as a run file has it, for a launcher whose workers read ``run.toml`` in the run's folder, which is
             there when it starts. ``None`` where the function is no run.

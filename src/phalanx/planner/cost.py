@@ -60,8 +60,6 @@ class Bill:
     """What a span of time on a cluster comes to.
 
     Attributes:
-        seconds: of it.
-        device_hours: of all devices.
         energy: kWh that the devices draw at most; ``None`` where their power is not known. Hosts are not in it.
         money: price; ``None`` where not known.
         currency: of ``money``.

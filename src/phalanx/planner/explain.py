@@ -41,9 +41,7 @@ class Neighbour:
 
     Attributes:
         change: what is other in it.
-        forecast: of it.
         slower: its step over that of the first, less 1.
-        why: in words.
     """
 
     change: str

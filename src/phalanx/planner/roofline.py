@@ -21,7 +21,6 @@ class RooflinePoint:
     """A work on one device. Williams et al. 2009, "Roofline", sections 3 and 4.
 
     Attributes:
-        device: its name.
         precision: computed in.
         intensity: FLOP for each byte that the model's operations move.
         ridge: the intensity from which on the device is bound by arithmetic.

@@ -19,8 +19,6 @@ class Point:
     """The fastest plan of a number of devices.
 
     Attributes:
-        devices: how many.
-        forecast: of it.
         speed_up: over the fewest devices that the model fits on.
         efficiency: device time of a step where that is least, over that of this one.
         gain: throughput over that of the point before, less 1; 0 for the first.

@@ -59,12 +59,10 @@ class Shown:
     Attributes:
         name: of the job.
         folder: of the run; ``None`` for a plan that has not run.
-        plan: the plan.
         batch: samples in one optimizer step.
         device: kind of device.
         survey: what each rank holds; ``None`` where the job of a run is not to be had.
         planned: the schedule; ``None`` without a pipeline.
-        measured: of a run.
         notes: what the plan does not keep of one device's result.
         missing: what could not be shown, and why, one sentence each.
     """

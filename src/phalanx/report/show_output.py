@@ -206,7 +206,6 @@ class _Page:
     """Parts of a picture, from the top down.
 
     Attributes:
-        parts: so far.
         y: where the next begins.
     """
 

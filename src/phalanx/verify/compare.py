@@ -129,7 +129,6 @@ class FirstGradient:
     """The first gradient of a parameter that is more than rounding.
 
     Attributes:
-        values: of it.
         error: what rounding may make it differ, relative to its norm.
         stretch: how many times its norm its rounding is relative to; 1 where no terms cancel.
         rounded: how far gradients of rounding alone have moved each element before; ``None`` where there were none.

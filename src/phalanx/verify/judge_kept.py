@@ -26,7 +26,6 @@ class Check:
         kind: of thing: ``copies``, ``initial``, ``loss``, ``scale`` (of gradients), ``gradient``, ``used``,
             ``parameter``, ``buffer``, ``state``, ``exact`` (numbers that must be the same), ``evaluation``,
             ``checkpoint``, ``dropout`` (masks of a run with it).
-        when: in words.
         step: it belongs to; ``None`` for what is before or after all.
         many: how many were compared.
         largest: relative difference.
@@ -55,7 +54,6 @@ class CopiesDiffer:
         kind: of tensor: ``value``, ``stepped``, ``buffer``, ``state``, ``gradient``.
         name: of the tensor.
         who: hold it, such as ``ranks 0 and 1``.
-        piece: the part.
         relative: norm of the difference over that of the first's values; not a number where only digests are known.
     """
 

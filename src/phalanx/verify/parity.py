@@ -34,7 +34,6 @@ class Proof:
 
     Attributes:
         equal: whether everything compared is within ``tolerance``.
-        plan: the plan.
         steps: optimizer steps compared.
         tolerance: what rounding may make differ, by kind.
         losses: relative difference of each step's loss.
@@ -97,7 +96,6 @@ class OneDevice:
     """What a job computes on one device: the measure of any number of plans at one precision.
 
     Attributes:
-        job: the job.
         steps: optimizer steps asked for; the reference goes on until each parameter has had a gradient, or to
             ``most_steps``.
         precision: of the computation.

@@ -32,8 +32,7 @@ class Hosts:
     control groups, which the next hosts remove.
 
     Attributes:
-        count: hosts.
-        link: of each.
+        link: of each host.
         per_host: ranks a host has.
     """
 

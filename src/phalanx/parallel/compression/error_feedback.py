@@ -20,7 +20,6 @@ class Bucket:
 
     Attributes:
         names: of their parameters, in the order in which they lie in ``flat``.
-        shapes: of each.
         flat: all of them, fp32: (count,).
     """
 

@@ -153,22 +153,6 @@ def _of_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARY_NAMES and not module.startswith("phalanx.demo")
 
 
-def _same_items(held: Any, before: Any) -> bool:
-    now = held.items() if isinstance(held, dict) else held
-    was = before.items() if isinstance(before, dict) else before
-    return all(
-        a is b or (isinstance(a, tuple) and _same_pair(a, b)) or _equal(a, b) for a, b in zip(now, was, strict=True)
-    )
-
-
-def _same_pair(a: Any, b: Any) -> bool:
-    return isinstance(b, tuple) and len(a) == len(b) and all(x is y or _equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and isinstance(a, _SCALARS) and a == b
-
-
 @contextmanager
 def calls_watched(called: Callable[[FrameType], None]) -> Iterator[None]:
     """While inside, ``called`` with the frame of each Python function of no library that begins on this thread.

@@ -44,7 +44,6 @@ class PipelineRunner:
     Attributes:
         pipeline: the model as it is cut.
         stages_here: indices of this rank's stages.
-        is_first: whether the first stage is here.
         is_last: whether the last stage is here, which has the output and the loss.
         owned: names of the parameters on this rank.
         tied: name → stages, of parameters that several stages use: each has a part of the gradient.
@@ -71,7 +70,6 @@ class PipelineRunner:
         self._rank = mesh.at["pp"]
         self._stages = {stage.index: stage for stage in pipeline.keep(self._rank, device)}
         self.stages_here = list(self._stages)
-        self.is_first = 0 in self._stages
         self.is_last = len(pipeline.regions) - 1 in self._stages
         self.owned, self.tied = pipeline.owned(self._rank), pipeline.tied
         self._parcels = Parcels()

@@ -27,7 +27,6 @@ class WorkerState:
         silent: it holds a piece, and nothing has been heard of it for long.
         away: it was here, and its connection has ended.
         samples: that it has computed and that counted.
-        pieces: the same.
         memory: what it held, told as it left.
     """
 

@@ -144,11 +144,9 @@ class ServerLink:
     """One server.
 
     Attributes:
-        index: which.
         connection: to it; ``None`` while there is none.
         slices: what it holds.
         version: of the values that were last pulled from it.
-        term: of them.
         feedback: what has been left out of gradients pushed to it.
     """
 
