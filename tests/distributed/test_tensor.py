@@ -63,9 +63,9 @@ def sent(model: Callable[[int], torch.nn.Module], layers: int, sequence: bool) -
                 tokens=sequence,
                 notice=lambda kind, _: seen.append(kind),
             )
-            with dry(module, example) as model:
-                cuts = find(model, place.world_size).cuts
-                entering = entrances(model, place.world_size) if sequence else {}
+            with dry(module, example) as ran:
+                cuts = find(ran, place.world_size).cuts
+                entering = entrances(ran, place.world_size) if sequence else {}
             share_out_tokens(module, entering, axis)
             _, places = split_weights(module, {name: (Placed(axis, *how),) for name, how in cuts.items()})
             show_slices(places)

@@ -120,14 +120,15 @@ def _run(work: Callable[[Send], None], writing: int, launcher: int) -> NoReturn:
         os._exit(0)
 
 
-def _take_spare_time() -> None:
+def take_spare_time() -> None:
+    """Have this process take hardly more time from now on than others leave it."""
     os.nice(_SPARE)
     with suppress(OSError):  # Linux shares time out among sessions first, if it groups processes by them
         Path("/proc/self/autogroup").write_text(str(_SPARE))
 
 
 Afterwards = Callable[[Look, Send], None]
-"""What the process that has looked does then, in the time that others leave it: given its look, it sends messages."""
+"""What the process that has looked does then: given its look, it sends messages."""
 
 _REFUSED_IN_FIRST_STEP = (LossError, GradientError, DataError)
 _PATIENCE = (
@@ -208,5 +209,4 @@ def _look(job: Job, plan: Plan | None, afterwards: Afterwards | None, send: Send
             answer = {}
         send({"look": answer})
     if afterwards:
-        _take_spare_time()
         afterwards(look, send)

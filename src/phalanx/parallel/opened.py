@@ -4,6 +4,7 @@ What happens around a block's call, such as gathering its parameters (``shard``)
 (``recompute``), does not happen for such a block. One run on fake tensors shows which they are; from then on they are
 containers, and what is inside them is taken for the block.
 """
+# A run of its own: what records a model by its blocks, for costs or cuts, has to know first which these are.
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from phalanx.hardware import cores, memory_bytes, this_machine
 from phalanx.hardware.calibrate import default_path
 from phalanx.hardware.probe import cpu_group
 from phalanx.launch.forked_worker import threads_each
-from phalanx.launch.side_process import Send, SideProcess
+from phalanx.launch.side_process import Send, SideProcess, take_spare_time
 from phalanx.parallel import device_kind
 from phalanx.train.rehearsal import Look, size_of
 
@@ -112,13 +112,14 @@ _STATE = 16.0  # bytes of a parameter, its gradient and Adam's state in fp32
 
 
 def answer(job: Job, plan: Plan, threads: int | None, look: Look, send: Send) -> None:
-    """Tell ``light`` where the run may begin while this goes on, then the forecast or why there is none.
+    """Tell ``light`` where the run may begin while this goes on in spare time, then the forecast or why there is none.
 
     The forecast is of the model that ``look`` has left, where it has left one.
     """
     try:
         if _light(look.size or size_of(job), plan):
             send({"light": True})
+            take_spare_time()
         send(forecast_of(job, plan, threads, look.module))
     except Exception as error:  # a job of any make: a run never fails for want of a forecast
         send({"missing": one_line(error)})

@@ -103,13 +103,7 @@ def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> No
 
 
 def build(
-    job: Job,
-    plan: Plan,
-    place: Place,
-    *,
-    first_step: int = 0,
-    lr_scale: float = 1.0,
-    findings: Findings | None = None,
+    job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: float = 1.0, findings: Findings | None = None
 ) -> Assembly:
     """Build model, layout, optimizer, loader and step. Collective where there are several workers.
 
@@ -137,17 +131,9 @@ def build(
     same_length(loader.length, "job.data", everyone)
 
     facts = _known(findings, module, own)
-
-    def example() -> Example:
-        made = replace(example_of(job, module, loader), facts=facts)
-        found.extend([] if facts else give_needed_values(module, made))
-        return made
-
     with buffers_kept(module):
-        layout = assemble(module, job, own, there, example)
-    if facts is None:
-        refuse_slices(job, layout.held, own)
-    optimizer = build_optimizer(job, layout)
+        layout = assemble(module, job, own, there, lambda: _look_with(job, module, loader, facts, found))
+    optimizer = _optimizer(job, layout, own, tried=facts is not None)
     refuse_rows(job, optimizer, layout.held, own)
     resumes = first_step > 0
     problems = optimizer_problems(optimizer, plan)
@@ -175,6 +161,12 @@ def build(
         parameters=size,
         apart=apart,
     )
+
+
+def _optimizer(job: Job, layout: Layout, plan: Plan, *, tried: bool) -> torch.optim.Optimizer:
+    if not tried:
+        refuse_slices(job, layout.held, plan)
+    return build_optimizer(job, layout)
 
 
 def _servers_step(plan: Plan) -> Problem:
@@ -207,6 +199,13 @@ def _known(findings: Findings | None, module: nn.Module, plan: Plan) -> Facts | 
     from phalanx.parallel.found import Facts
 
     return Facts.known(findings.facts, module, plan)
+
+
+def _look_with(job: Job, module: nn.Module, loader: Loader, facts: Facts | None, found: list[str]) -> Example:
+    """What ``module`` is looked at with, where no ``facts`` are known; ``found`` gets a note if that takes values."""
+    example = replace(example_of(job, module, loader), facts=facts)
+    found += [] if facts else give_needed_values(module, example)
+    return example
 
 
 def give_needed_values(module: nn.Module, example: Example) -> list[str]:
