@@ -117,17 +117,16 @@ class _Where:
 def _start(job: Job, spec: RunSpec, where: _Where, watch: Callable[[], None] | None, cores: int | None) -> Run:
     """``fit`` where it has a launcher start the workers."""
     from phalanx.launch import Launch, LookAhead, prepare_run, record, supervise
-    from phalanx.preflight import RunForecaster, too_little
-    from phalanx.train.assembly import refuse, with_facts
+    from phalanx.preflight import RunForecaster, forecast_after_look, too_little
+    from phalanx.train.assembly import Findings, refuse
     from phalanx.train.loop import train
-    from phalanx.train.rehearsal import Findings
 
     plan, folder, hosts = spec.plan, spec.folder, where.hosts
     found = Findings()
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
         report_step = hosts.counted(place.rank, report) if hosts else report
-        return train(with_facts(job, found.facts), spec, place, report=report_step, causes=found.causes)
+        return train(job, spec, place, report=report_step, findings=found)
 
     launch = Launch(
         world_size=plan.processes,
@@ -139,22 +138,22 @@ def _start(job: Job, spec: RunSpec, where: _Where, watch: Callable[[], None] | N
         reserves=_RESERVES if plan.server else 0,
     )
     refuse(job, plan, plan.world_size)
-    with LookAhead(job, plan) as look:
+    with LookAhead(job, plan, forecast_after_look(job, spec, cores)) as look:
         where.launcher.prepare(launch)  # loads what workers need, while the job is looked at
         found = look.findings()
-    try:
-        with RunForecaster(job, spec, threads=cores, watch=watch) as teller:
-            prepare_run(spec)
-            supervise(lambda: where.launcher.start(launch), launch.world_size, teller)
-    except SpecError as error:  # what only a worker could see, or the forecast once the run had begun
-        if folder.is_dir():
+        try:
+            with RunForecaster(spec, look.side, watch) as forecaster:
+                prepare_run(spec)
+                supervise(lambda: where.launcher.start(launch), launch.world_size, forecaster)
+        except SpecError as error:  # what only a worker could see, or the forecast once the run had begun
+            if folder.is_dir():
+                record(error, folder)
+            raise
+        except WorkerError as error:
             record(error, folder)
-        raise
-    except WorkerError as error:
-        record(error, folder)
-        if advice := too_little(error, folder):
-            error.add_note(advice)
-        raise
+            if advice := too_little(error, folder):
+                error.add_note(advice)
+            raise
     return Run(folder=folder)
 
 

@@ -18,7 +18,7 @@ from phalanx.launch import launch
 from phalanx.parallel import Example
 from phalanx.parallel.context.regions import entrances, share_out_tokens
 from phalanx.parallel.local_shards import Axis, Placed
-from phalanx.parallel.tensor import find, show_slices, split_weights
+from phalanx.parallel.tensor import dry, find, show_slices, split_weights
 
 IDS = torch.arange(24).view(2, 12) % 60
 
@@ -63,9 +63,10 @@ def sent(model: Callable[[int], torch.nn.Module], layers: int, sequence: bool) -
                 tokens=sequence,
                 notice=lambda kind, _: seen.append(kind),
             )
-            cuts = find(module, example, place.world_size).cuts
-            if sequence:
-                share_out_tokens(module, entrances(module, example, place.world_size), axis)
+            with dry(module, example) as ran:
+                cuts = find(ran, place.world_size).cuts
+                entering = entrances(ran, place.world_size) if sequence else {}
+            share_out_tokens(module, entering, axis)
             _, places = split_weights(module, {name: (Placed(axis, *how),) for name, how in cuts.items()})
             show_slices(places)
             total = loss(module(IDS), IDS).sum

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from phalanx.demo.jobs import gpt
 from phalanx.errors import ProfileError, SpecError
 from phalanx.parallel import Example
-from phalanx.parallel.tensor import find
+from phalanx.parallel.tensor import dry, find
 from phalanx.trace import ModelCall, Part, Profile, Shape, Size, flops, standard, trace
 
 IDS = torch.arange(24).view(2, 12) % 60
@@ -224,7 +224,8 @@ class TestShares:
             kwargs = kwargs if name == "vit" else {"input_ids": IDS, **kwargs}
         batch = torch.zeros(2, dtype=torch.int64) if name == "vit" else IDS
         profile = trace(ModelCall(module=module, args=args, kwargs=kwargs, batch=batch, loss=_tokens))
-        cuts = find(module, Example(args=args, kwargs=kwargs, batch=batch, loss=_tokens), 2).cuts
+        with dry(module, Example(args=args, kwargs=kwargs, batch=batch, loss=_tokens)) as model:
+            cuts = find(model, 2).cuts
         elements = {key: one.numel() for key, one in module.named_parameters()}
         cut = sum(part.count * w.elements for part in profile.parts for w in part.weights if w.share == "inner")
         assert cut == sum(elements[key] for key in cuts)

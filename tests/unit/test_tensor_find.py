@@ -12,7 +12,7 @@ import phalanx as px
 from phalanx.demo.jobs import gpt
 from phalanx.errors import RefusedError
 from phalanx.parallel import Example
-from phalanx.parallel.tensor import Split, find
+from phalanx.parallel.tensor import Split, dry, find
 
 IDS = torch.arange(24).view(2, 12) % 60
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
@@ -24,7 +24,8 @@ def found(module: nn.Module, ranks: int, *args: Any, told: dict[str, Any] | None
         return px.next_token_loss(logits, batch) if logits.dim() == 3 else logits.sum()
 
     example = Example(args=args, kwargs=kwargs, batch=IDS, loss=loss, tensor_parallel=told or {})
-    return find(module, example, ranks)
+    with dry(module, example) as model:
+        return find(model, ranks)
 
 
 def cut(split: Split, ending: str) -> tuple[int, int, tuple[int, ...]]:

@@ -2,7 +2,8 @@
 
 ``look_ahead`` finds in such a process what a job under a plan is refused for, and what workers need not look for again.
 Looking builds the model and runs it on a few samples. A forked process does that, so that this one stays as it was: its
-random numbers, modules that the job shares with it, and CUDA, which workers are forked without.
+random numbers, modules that the job shares with it, and CUDA, which workers are forked without. What is worth knowing
+but need not be waited for, a run's forecast, that process makes afterwards of the model that it has.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self, final
 
@@ -26,7 +28,8 @@ from phalanx.errors import DataError, GradientError, LossError, Problem, Refused
 from phalanx.launch.forked_worker import die_with, renew_autograd
 from phalanx.launch.reaper import fork, kill_group
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready_to_look
-from phalanx.train.rehearsal import Findings, ahead
+from phalanx.train.assembly import Findings
+from phalanx.train.rehearsal import Look, ahead
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -39,16 +42,16 @@ class SideProcess:
     """Runs ``work(send)`` in a forked process whose output goes nowhere.
 
     Leaving the block ends it. ``send`` takes a message, a dictionary that can be JSON. The process computes on one
-    thread only and ends with its launcher. With ``spare`` it takes hardly more time than others leave it.
+    thread only and ends with its launcher.
     """
 
-    def __init__(self, work: Callable[[Send], None], *, spare: bool = False) -> None:
+    def __init__(self, work: Callable[[Send], None]) -> None:
         reading, writing = os.pipe()
         launcher = os.getpid()
         self._pid = fork()
         if self._pid == 0:
             os.close(reading)
-            _run(work, writing, launcher, spare)
+            _run(work, writing, launcher)
         os.close(writing)
         self._reading: int | None = reading
         self._text = b""
@@ -95,15 +98,13 @@ class SideProcess:
             self._pid = 0
 
 
-def _run(work: Callable[[Send], None], writing: int, launcher: int, spare: bool) -> NoReturn:
+def _run(work: Callable[[Send], None], writing: int, launcher: int) -> NoReturn:
     try:
         os.setsid()
         die_with(launcher)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        if spare:
-            _take_spare_time()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
@@ -119,11 +120,15 @@ def _run(work: Callable[[Send], None], writing: int, launcher: int, spare: bool)
         os._exit(0)
 
 
-def _take_spare_time() -> None:
+def take_spare_time() -> None:
+    """Have this process take hardly more time from now on than others leave it."""
     os.nice(_SPARE)
     with suppress(OSError):  # Linux shares time out among sessions first, if it groups processes by them
         Path("/proc/self/autogroup").write_text(str(_SPARE))
 
+
+Afterwards = Callable[[Look, Send], None]
+"""What the process that has looked does then: given its look, it sends messages."""
 
 _REFUSED_IN_FIRST_STEP = (LossError, GradientError, DataError)
 _PATIENCE = (
@@ -148,27 +153,34 @@ def look_ahead(job: Job, plan: Plan) -> Findings:
 
 @final
 class LookAhead:
-    """``look_ahead`` while this process does something else; leaving the block ends it."""
+    """``look_ahead`` while this process does something else; leaving the block ends it.
 
-    def __init__(self, job: Job, plan: Plan) -> None:
+    Attributes:
+        side: the process, for what it sends ``afterwards``; ``None`` where there is neither a look nor anything after.
+    """
+
+    def __init__(self, job: Job, plan: Plan, afterwards: Afterwards | None = None) -> None:
         make_ready_to_look(plan)
         # with servers pieces are of other sizes: what their sums differ by is for the proof to say
-        self._side = None if plan.server else SideProcess(lambda send: _send_findings(job, plan, send))
+        self._looks = not plan.server
+        work = partial(_look, job, None if plan.server else plan, afterwards)
+        self.side = SideProcess(work) if self._looks or afterwards else None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._side:
-            self._side.close()
+        if self.side:
+            self.side.close()
 
     def findings(self) -> Findings:
-        """What was found; waits for it.
+        """What was found; waits for it. To be called once.
 
         Raises:
             SpecError, LossError, GradientError, DataError: as ``look_ahead`` does.
         """
-        return _findings((self._side.next(_PATIENCE) or {}) if self._side else {})
+        message = self.side.next(_PATIENCE) if self.side and self._looks else None
+        return _findings((message or {}).get("look", {}))
 
 
 def _findings(answer: dict[str, Any]) -> Findings:
@@ -180,15 +192,21 @@ def _findings(answer: dict[str, Any]) -> Findings:
     return Findings(causes=tuple(answer.get("causes", ())), facts=answer.get("facts"))
 
 
-def _send_findings(job: Job, plan: Plan, send: Send) -> None:
+def _look(job: Job, plan: Plan | None, afterwards: Afterwards | None, send: Send) -> None:
+    """Look where there is a ``plan`` to look at the job under, and go on."""
     leave_compiler_out()
-    answer: dict[str, Any] = {}
-    try:
-        answer = asdict(ahead(job, plan))
-    except SpecError as error:
-        answer = {"kind": type(error).__name__, "problems": [asdict(problem) for problem in error.problems]}
-    except _REFUSED_IN_FIRST_STEP as error:
-        answer = {"kind": type(error).__name__, "message": str(error)}
-    except Exception:  # the job's own error, which a worker shows with its traceback
-        answer = {}
-    send(answer)
+    look = Look()
+    if plan is not None:
+        answer: dict[str, Any] = {}
+        try:
+            look = ahead(job, plan)
+            answer = asdict(look.findings)
+        except SpecError as error:
+            answer = {"kind": type(error).__name__, "problems": [asdict(problem) for problem in error.problems]}
+        except _REFUSED_IN_FIRST_STEP as error:
+            answer = {"kind": type(error).__name__, "message": str(error)}
+        except Exception:  # the job's own error, which a worker shows with its traceback
+            answer = {}
+        send({"look": answer})
+    if afterwards:
+        afterwards(look, send)

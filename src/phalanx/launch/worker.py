@@ -29,9 +29,8 @@ from phalanx.launch.side_process import look_ahead
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
 from phalanx.launch.torchrun import claim
 from phalanx.launch.worker_reports import WorkerReports
-from phalanx.train.assembly import refuse, with_facts
+from phalanx.train.assembly import Findings, refuse
 from phalanx.train.loop import train
-from phalanx.train.rehearsal import Findings
 
 _SECOND_THOUGHTS = 0.5  # seconds in which the worker that failed first may say so before one that only lost its peer
 
@@ -94,7 +93,7 @@ def train_as_worker(job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Pa
     run = enter_folder(run, place, runfile=runfile)
     status.folder = run.folder
     found = _findings(job, run, place)
-    train(with_facts(job, found.facts), run, place, report=status.report_step, causes=found.causes)
+    train(job, run, place, report=status.report_step, findings=found)
     return run
 
 

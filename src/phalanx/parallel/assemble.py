@@ -21,6 +21,7 @@ from phalanx.parallel.offload import OptimizerOnHost
 from phalanx.parallel.single import SingleLayout
 from phalanx.parallel.threads import ThreadsLayout
 from phalanx.placement.limits import returns_freed_memory
+from phalanx.trace.blocks import open_up
 
 
 def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
@@ -66,9 +67,12 @@ def assemble(
     device = torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind)
     seen = example() if example and (plan.kind == "split" or plan.zero == 3 or plan.recompute != "none") else None
     if seen is not None and (plan.zero == 3 or plan.recompute != "none"):
-        from phalanx.parallel.opened import look_inside
+        if seen.facts:
+            open_up(module.get_submodule(name) for name in seen.facts.opened)
+        else:
+            from phalanx.parallel.opened import look_inside
 
-        look_inside(module, seen)
+            look_inside(module, seen)
     if plan.kind == "split":
         from phalanx.parallel.split import SplitLayout
 

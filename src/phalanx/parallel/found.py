@@ -1,8 +1,4 @@
-"""What a look at a model found, as plain facts, which travel to the processes that run it: these do not look again.
-
-They are kept on the model that they are of, and used for no other: they name the plan and the parameters they were
-found for.
-"""
+"""What a look at a model found, as plain facts, which travel to the processes that run it: these do not look again."""
 
 from __future__ import annotations
 
@@ -50,13 +46,18 @@ class Facts:
 
     Attributes:
         of: the plan and the parameters that they hold for.
-        values: why the model can only be looked at once it has values; empty where it can be without.
+        opened: names of the blocks that it takes apart itself.
         parts: what can be shared out; ``None`` where nothing is.
     """
 
     of: str
-    values: str = ""
+    opened: tuple[str, ...] = ()
     parts: SplitParts | None = None
+
+    @classmethod
+    def known(cls, found: Mapping[str, Any] | None, module: nn.Module, plan: Plan) -> Facts | None:
+        """What ``found``, from ``to_dict``, says of ``module`` under ``plan``; ``None`` where it is of others."""
+        return cls.from_dict(found) if found and found["of"] == identity(module, plan) else None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -66,7 +67,11 @@ class Facts:
     def from_dict(cls, given: Mapping[str, Any]) -> Facts:
         """What ``to_dict`` gave, from JSON."""
         parts = given["parts"]
-        return cls(of=given["of"], values=given["values"], parts=None if parts is None else _parts(parts))
+        return cls(
+            of=given["of"],
+            opened=tuple(given["opened"]),
+            parts=None if parts is None else _parts(parts),
+        )
 
 
 def _parts(given: Mapping[str, Any]) -> SplitParts:
@@ -98,17 +103,3 @@ def identity(module: nn.Module, plan: Plan) -> str:
     """What facts of ``module`` under ``plan`` are told apart from others by: the plan, and names and shapes."""
     named = [(name, tuple(one.shape), str(one.dtype), one.requires_grad) for name, one in module.named_parameters()]
     return f"{within(plan)} of {sha256(repr(named).encode()).hexdigest()}"
-
-
-def carry(module: nn.Module, facts: Mapping[str, Any]) -> None:
-    """Keep ``facts``, which are JSON, on the model that this process has made."""
-    vars(module)[_FACTS] = facts
-
-
-def carried(module: nn.Module, plan: Plan) -> Facts | None:
-    """The facts that ``module`` carries, if they are of it under ``plan``."""
-    given = vars(module).get(_FACTS)
-    return Facts.from_dict(given) if given and given["of"] == identity(module, plan) else None
-
-
-_FACTS = "_phalanx_facts"

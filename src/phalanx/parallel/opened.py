@@ -4,6 +4,7 @@ What happens around a block's call, such as gathering its parameters (``shard``)
 (``recompute``), does not happen for such a block. One run on fake tensors shows which they are; from then on they are
 containers, and what is inside them is taken for the block.
 """
+# A run of its own: what records a model by its blocks, for costs or cuts, has to know first which these are.
 
 from __future__ import annotations
 
@@ -24,11 +25,15 @@ from phalanx.trace.blocks import blocks, leave_cache_out, open_up
 from phalanx.trace.fake_tensors import Mode, Values, fake, faked, quiet
 
 
-def look_inside(module: nn.Module, example: Example) -> None:
-    """Find the blocks of ``module`` that are not called wherever their parameters are read, and open them up."""
+def look_inside(module: nn.Module, example: Example) -> tuple[str, ...]:
+    """Open up the blocks of ``module`` that are not called wherever their parameters are read; their names."""
+    names = {child: name for name, child in module.named_modules()}
+    found: list[str] = []
     around = _uses(module, example)
     while opened := [block for block in blocks(module) if not _runs_whole(block, around)]:
         open_up(opened)
+        found += [names[block] for block in opened]
+    return tuple(found)
 
 
 def _runs_whole(block: nn.Module, around: Mapping[int, set[nn.Module]]) -> bool:

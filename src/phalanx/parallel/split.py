@@ -20,12 +20,13 @@ from phalanx.parallel import activation_checkpointing, expert, torch_compile
 from phalanx.parallel.context.regions import Entrance, added_late, entrances, open_for_hooks, share_out_tokens
 from phalanx.parallel.deferred_init import fill, recipes
 from phalanx.parallel.example import Example
-from phalanx.parallel.found import SplitParts, carried
+from phalanx.parallel.found import SplitParts
 from phalanx.parallel.grad_reduce import add_up
 from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch
 from phalanx.parallel.local_shards import Axis, Cut, Placed
 from phalanx.parallel.replica_group import Replicas, Rows, Sharded, Whole
-from phalanx.parallel.tensor import Places, find, show_slices, split_weights
+from phalanx.parallel.tensor import Places, dry, find, show_slices, split_weights
+from phalanx.parallel.tensor.find import Model
 from phalanx.parallel.tensor_shard import TensorShard
 from phalanx.placement.limits import no_attention, no_layers_to_cut
 from phalanx.trace.blocks import leave_cache_out, parts
@@ -124,7 +125,8 @@ class _Cut:
         self.places: Places = []
         tensors = Axis("tp", size=plan.tp, rank=mesh.at["tp"], group=mesh.group("tp"), tokens=plan.sequence)
         leave_cache_out(module)
-        found = found_by_first(lambda: _carried(module, plan) or look(module, plan, example))
+        known = example.facts.parts if example.facts else None
+        found = found_by_first(lambda: known or look(module, plan, example))
         experts, cuts = found.experts, found.weights
         self.late, self.remarks = found.late, _remarks(found, plan)
         self.entrances = [*found.over_cp, *found.over_tp]
@@ -154,11 +156,6 @@ class _Cut:
         self.late = [*(name for name in self.late if name not in self.dealt.inside), *self.dealt.late]
 
 
-def _carried(module: nn.Module, plan: Plan) -> SplitParts | None:
-    facts = carried(module, plan)
-    return facts.parts if facts else None
-
-
 def look(module: nn.Module, plan: Plan, example: Example) -> SplitParts:
     """What ``plan`` can share out of ``module``, whose experts work by rows afterwards; talks to no other process.
 
@@ -167,17 +164,20 @@ def look(module: nn.Module, plan: Plan, example: Example) -> SplitParts:
     """
     experts = expert.find(module, example, plan)
     expert.by_rows(module, experts)
-    weights, whole = _weights(module, plan, example) if plan.tp > 1 else ({}, [])
-    dealt = expert.rows_of(experts, plan)
-    over_tp = _tokens(module, example, plan, "sequence") if plan.sequence else {}
-    return SplitParts(
-        experts=experts,
-        weights=weights,
-        whole=[name for name in whole if name not in dealt],
-        over_cp=_tokens(module, example, plan, "cp") if plan.cp > 1 else {},
-        over_tp=over_tp,
-        late=added_late(module, example, over_tp, weights) if plan.sequence else [],
-    )
+    if plan.tp == plan.cp == 1 and not experts:
+        return SplitParts(experts=[], weights={}, whole=[], over_cp={}, over_tp={}, late=[])
+    with dry(module, example) as model:
+        weights, whole = _weights(model, plan) if plan.tp > 1 else ({}, [])
+        dealt = expert.rows_of(experts, plan)
+        over_tp = _tokens(model, plan, "sequence") if plan.sequence else {}
+        return SplitParts(
+            experts=experts,
+            weights=weights,
+            whole=[name for name in whole if name not in dealt],
+            over_cp=_tokens(model, plan, "cp") if plan.cp > 1 else {},
+            over_tp=over_tp,
+            late=added_late(model, over_tp, weights) if plan.sequence else [],
+        )
 
 
 def _remarks(found: SplitParts, plan: Plan) -> tuple[str, ...]:
@@ -186,25 +186,25 @@ def _remarks(found: SplitParts, plan: Plan) -> tuple[str, ...]:
     return (f"tp={plan.tp} leaves on every rank what pairs up with no other weight: {show_names(found.whole)}.",)
 
 
-def _weights(module: nn.Module, plan: Plan, example: Example) -> tuple[dict[str, tuple[int, Cut]], list[str]]:
+def _weights(model: Model, plan: Plan) -> tuple[dict[str, tuple[int, Cut]], list[str]]:
     """How each layer's weights are shared out over ``tp``, and the names of those that are not.
 
     Raises:
         RefusedError: if none can be.
     """
-    found = find(module, example, plan.tp)
+    found = find(model, plan.tp)
     if found.cuts:
         return found.cuts, found.whole
     raise RefusedError([no_layers_to_cut(plan)])
 
 
-def _tokens(module: nn.Module, example: Example, plan: Plan, key: str) -> dict[str, Entrance]:
+def _tokens(model: Model, plan: Plan, key: str) -> dict[str, Entrance]:
     """Where tokens are shared out.
 
     Raises:
         RefusedError: if the model does not attend over any.
     """
-    found = entrances(module, example, plan.tp if key == "sequence" else plan.cp)
+    found = entrances(model, plan.tp if key == "sequence" else plan.cp)
     if found:
         return found
     raise RefusedError([no_attention(key, plan)])

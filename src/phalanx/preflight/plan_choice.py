@@ -8,15 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from phalanx.config import Cluster, Device, Group, Host, Job, Plan
 from phalanx.errors import PhalanxError, RefusedError, SpecError
 from phalanx.hardware import cores, memory_bytes, this_machine
 from phalanx.hardware.calibrate import default_path
 from phalanx.hardware.probe import cpu_group
 from phalanx.launch.forked_worker import threads_each
-from phalanx.launch.side_process import Send, SideProcess
-from phalanx.launch.torch_warmup import leave_compiler_out
+from phalanx.launch.side_process import Send, SideProcess, take_spare_time
 from phalanx.parallel import device_kind
+from phalanx.train.rehearsal import Look, size_of
 
 PATIENCE = 20.0
 """Seconds that planning may take."""
@@ -109,13 +111,16 @@ _GPU = 4 * 2**30  # bytes that any CUDA device in use for training has
 _STATE = 16.0  # bytes of a parameter, its gradient and Adam's state in fp32
 
 
-def answer(job: Job, plan: Plan, threads: int | None, send: Send) -> None:
-    """Tell ``light`` where the run may begin while this goes on, then the forecast or why there is none."""
-    leave_compiler_out()
+def answer(job: Job, plan: Plan, threads: int | None, look: Look, send: Send) -> None:
+    """Tell ``light`` where the run may begin while this goes on in spare time, then the forecast or why there is none.
+
+    The forecast is of the model that ``look`` has left, where it has left one.
+    """
     try:
-        if _light(job, plan):
+        if _light(look.size or size_of(job), plan):
             send({"light": True})
-        send(forecast_of(job, plan, threads))
+            take_spare_time()
+        send(forecast_of(job, plan, threads, look.module))
     except Exception as error:  # a job of any make: a run never fails for want of a forecast
         send({"missing": one_line(error)})
 
@@ -127,13 +132,8 @@ def one_line(error: Exception) -> str:
     return text if isinstance(error, PhalanxError) else f"{type(error).__name__}: {text}" if said else text
 
 
-def _light(job: Job, plan: Plan) -> bool:
+def _light(size: int | None, plan: Plan) -> bool:
     """Whether what is there without activations is so little that only they could be too much."""
-    from phalanx.hardware import memory_bytes
-    from phalanx.parallel import device_kind
-    from phalanx.train.work import size_of
-
-    size = size_of(job)
     room = _GPU if device_kind(plan) == "cuda" else memory_bytes() // plan.devices
     return size is not None and size * _STATE < _LIGHT * room
 
@@ -146,8 +146,10 @@ def forecast_here(job: Job, plan: Plan) -> dict[str, Any]:
         return {"missing": one_line(error)}
 
 
-def forecast_of(job: Job, plan: Plan, threads: int | None = None) -> dict[str, Any]:
+def forecast_of(job: Job, plan: Plan, threads: int | None = None, module: nn.Module | None = None) -> dict[str, Any]:
     """The ``forecast`` of ``job`` under ``plan`` here, as JSON, and the plan to take ``instead`` where it does not fit.
+
+    ``module`` is the job's model, where it has been built already.
 
     ``parts`` of the forecast are those of memory, each at its own peak; ``memory`` has them when all together are most.
 
@@ -159,7 +161,7 @@ def forecast_of(job: Job, plan: Plan, threads: int | None = None) -> dict[str, A
     from phalanx.planner.scale import told
     from phalanx.train.work import steps_of, work_of
 
-    work, cluster = work_of(job), cluster_for(plan, threads)
+    work, cluster = work_of(job, module=module), cluster_for(plan, threads)
     found = forecast(work, plan, cluster)
     answer: dict[str, Any] = {"forecast": {**told(found), "parts": found.parts}, "instead": ""}
     if not found.fits:

@@ -12,7 +12,7 @@ from typing import Any, Self, final
 from phalanx.config import Job, RunSpec
 from phalanx.errors import Problem, RefusedError, WorkerError
 from phalanx.events import EventLog, read
-from phalanx.launch.side_process import SideProcess
+from phalanx.launch.side_process import Afterwards, SideProcess
 from phalanx.preflight.plan_choice import answer
 from phalanx.report.comparison import FORECAST, LATE, memory_beside, stored, under_forecast
 from phalanx.units import show_bytes
@@ -23,6 +23,14 @@ _TAIL = 4096  # bytes of the log that hold its last events
 _LONGEST = 60.0  # seconds that the begin of a run waits, where its model alone is large
 
 
+def forecast_after_look(job: Job, run: RunSpec, threads: int | None = None) -> Afterwards | None:
+    """What makes the forecast of ``run`` once its job has been looked at; ``None`` where none is wanted.
+
+    ``threads``: that each replica computes with.
+    """
+    return None if run.forecast == "none" else lambda look, send: answer(job, run.plan, threads, look, send)
+
+
 @final
 class RunForecaster:
     """The forecast of one run.
@@ -31,17 +39,18 @@ class RunForecaster:
     takes in what was found since, as ``watch`` of a launch.
     """
 
-    def __init__(self, job: Job, run: RunSpec, *, threads: int | None = None, watch: Callable[[], None] | None) -> None:
-        """``threads``: that each replica computes with. ``watch``: called by each call, too."""
+    def __init__(self, run: RunSpec, side: SideProcess | None, watch: Callable[[], None] | None) -> None:
+        """``side``: the process that goes on from its look as ``forecast_after_look`` says, or would.
+
+        ``watch``: called by each call, too.
+        """
         self._run, self._watch = run, watch
+        self._side = None if run.forecast == "none" else side
         self._log = run.folder / "events.jsonl"
         self._said: dict[str, Any] | None = None
         self._logged = False
         self._began = time.monotonic()
         self._size = 0
-        plan = run.plan
-        wanted = run.forecast != "none"
-        self._side = SideProcess(lambda send: answer(job, plan, threads, send), spare=True) if wanted else None
 
     def __enter__(self) -> Self:
         """Wait until the run may begin.
@@ -73,7 +82,7 @@ class RunForecaster:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if self._said is None and self._side and (kind is None or issubclass(kind, Exception)):
-                self._take(self._side.next(PATIENCE * (time.monotonic() - self._began)))
+                self._take(self._next(PATIENCE * (time.monotonic() - self._began)))
             if self._side and self._run.folder.is_dir() and (self._said or not stored(self._run.folder)):
                 told = self._said or {"missing": LATE}
                 (self._run.folder / FORECAST).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
@@ -88,13 +97,18 @@ class RunForecaster:
     def _hear(self, patience: float) -> None:
         if self._side is None:
             return
-        heard = self._side.next(patience)
+        heard = self._next(patience)
         if heard and heard.get("light"):
             heard = self._side.next()
         self._take(heard)
         found = self.forecast
         if found and not found["fits"] and self._run.forecast == "refuse":
             raise RefusedError([problem(found, self._said["instead"] if self._said else "")])
+
+    def _next(self, patience: float) -> dict[str, Any] | None:
+        assert self._side
+        heard = self._side.next(patience)
+        return self._side.next(patience) if heard and "look" in heard else heard  # which nobody has waited for
 
     def _take(self, heard: dict[str, Any] | None) -> None:
         if heard and not heard.get("light"):

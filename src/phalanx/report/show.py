@@ -18,8 +18,7 @@ from phalanx.placement.schedules import Action, Timed, order, timed, work
 from phalanx.report.comparison import LATE, stored
 from phalanx.report.drawing import Timeline, samples_of
 from phalanx.report.summary import RunSummary, events_of, summary_of
-from phalanx.train.rehearsal import outlook
-from phalanx.train.work import without_values
+from phalanx.train.rehearsal import outlook, without_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

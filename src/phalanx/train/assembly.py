@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from phalanx.train.refusals import closure_problems, model_problems, server_prob
 from phalanx.train.step import Step, StepPlan
 from phalanx.train.uneven_shares import Sharing
 from phalanx.units import show_bytes
+
+if TYPE_CHECKING:  # loaded by plans that have some
+    from phalanx.parallel.found import Facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +63,20 @@ class Assembly:
         return self.apart.from_every_rank(value) if self.apart else from_every_rank(value)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Findings:
+    """What was found of a job under a plan before any process started.
+
+    Attributes:
+        causes: why it differs from one device, one sentence each.
+        facts: of its model, as JSON, for the processes that run it; ``None`` where nothing was looked for. Where there
+            are some, its optimizer has been tried, too.
+    """
+
+    causes: tuple[str, ...] = ()
+    facts: dict[str, Any] | None = None
+
+
 def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> None:
     """Raise what keeps ``plan`` from serving ``job`` with this many workers, all of it at once.
 
@@ -85,10 +102,12 @@ def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> No
         raise RefusedError(problems)
 
 
-def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: float = 1.0) -> Assembly:
+def build(
+    job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: float = 1.0, findings: Findings | None = None
+) -> Assembly:
     """Build model, layout, optimizer, loader and step. Collective where there are several workers.
 
-    ``lr_scale`` is a factor on every learning rate.
+    ``lr_scale`` is a factor on every learning rate. What ``findings`` do not say is looked for here.
 
     Raises:
         RefusedError: if the plan cannot serve the job here.
@@ -111,10 +130,10 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
     same_length(loader.length, "job.data", everyone)
 
+    facts = _known(findings, module, own)
     with buffers_kept(module):
-        layout = assemble(module, job, own, there, lambda: _look_with(job, module, own, loader, found))
-    refuse_slices(job, layout.held, own)
-    optimizer = build_optimizer(job, layout)
+        layout = assemble(module, job, own, there, lambda: _look_with(job, module, loader, facts, found))
+    optimizer = _optimizer(job, layout, own, tried=facts is not None)
     refuse_rows(job, optimizer, layout.held, own)
     resumes = first_step > 0
     problems = optimizer_problems(optimizer, plan)
@@ -144,6 +163,12 @@ def build(job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: 
     )
 
 
+def _optimizer(job: Job, layout: Layout, plan: Plan, *, tried: bool) -> torch.optim.Optimizer:
+    if not tried:
+        refuse_slices(job, layout.held, plan)
+    return build_optimizer(job, layout)
+
+
 def _servers_step(plan: Plan) -> Problem:
     return Problem(
         where="plan.server",
@@ -167,39 +192,32 @@ def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
     return Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
 
 
-def _look_with(job: Job, module: nn.Module, plan: Plan, loader: Loader, found: list[str]) -> Example:
-    example = example_of(job, module, loader)
-    give_needed_values(module, example, plan, found)
+def _known(findings: Findings | None, module: nn.Module, plan: Plan) -> Facts | None:
+    """The facts that are of ``module`` under ``plan``."""
+    if not findings or not findings.facts:
+        return None
+    from phalanx.parallel.found import Facts
+
+    return Facts.known(findings.facts, module, plan)
+
+
+def _look_with(job: Job, module: nn.Module, loader: Loader, facts: Facts | None, found: list[str]) -> Example:
+    """What ``module`` is looked at with, where no ``facts`` are known; ``found`` gets a note if that takes values."""
+    example = replace(example_of(job, module, loader), facts=facts)
+    found += [] if facts else give_needed_values(module, example)
     return example
 
 
-def give_needed_values(module: nn.Module, example: Example, plan: Plan, found: list[str]) -> str:
-    """Give ``module`` its values now if it cannot be looked at without; why, or empty. ``found`` gets a note of it."""
+def give_needed_values(module: nn.Module, example: Example) -> list[str]:
+    """Give ``module`` its values now if it cannot be looked at without; a note of it where it has come to that."""
     from phalanx.parallel.deferred_init import fill, followed, recipes
-    from phalanx.parallel.found import carried
 
-    if not (known := recipes(module)):
-        return ""
-    facts = carried(module, plan)
-    if why := facts.values if facts else followed(module, example):
-        fill(module, known)
-        found.append(_WHOLE.format(why))
-    return why
-
-
-def with_facts(job: Job, facts: Mapping[str, Any] | None) -> Job:
-    """``job``, whose model comes with what another process found of it: this one then does not look for it again."""
-    if facts is None:
-        return job
-
-    def made() -> nn.Module:
-        from phalanx.parallel.found import carry
-
-        module = job.model()
-        carry(module, facts)
-        return module
-
-    return replace(job, model=made)
+    known = recipes(module)
+    why = followed(module, example) if known else ""
+    if not why:
+        return []
+    fill(module, known)
+    return [_WHOLE.format(why)]
 
 
 def begun(job: Job) -> tuple[nn.Module, list[str]]:

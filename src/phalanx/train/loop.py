@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
 from phalanx.comm import Place
 from phalanx.config import Job, RunSpec
 from phalanx.data import StepBatch
+from phalanx.train.assembly import Findings
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
@@ -24,23 +25,23 @@ def train(
     *,
     report: Callable[[int], None],
     observer: Observer | None = None,
-    causes: Sequence[str] = (),
+    findings: Findings | None = None,
 ) -> dict[str, Any]:
     """Run the whole training on this worker; ``report(step)`` is called as each step begins.
 
-    ``observer`` looks on; every run goes the same way, with and without one. ``causes`` of a difference from one
-    device, found before the run, stand among its notes.
+    ``observer`` looks on; every run goes the same way, with and without one. ``findings`` are those of a look at the
+    job before the run: causes of a difference from one device stand among the run's notes, facts are not looked for.
 
     Returns a summary: steps taken, last loss, last evaluation.
     """
-    observer = observer or Observer()
+    observer, findings = observer or Observer(), findings or Findings()
     if run.plan.server:
         from phalanx.train.parameter_server import take_part
 
-        return take_part(job, run, place, report, observer=observer, causes=causes)
+        return take_part(job, run, place, report, observer=observer, causes=findings.causes)
     from phalanx.train.mesh_stepper import rank_of_mesh
 
-    with rank_of_mesh(job, run, place, report, observer=observer, causes=causes) as (stepper, recorder):
+    with rank_of_mesh(job, run, place, report, observer=observer, findings=findings) as (stepper, recorder):
         return Loop(job, run, stepper, recorder, observer).run()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +16,7 @@ from phalanx.data import Ledger, StepBatch
 from phalanx.events import EventLog
 from phalanx.hardware import peak_memory
 from phalanx.parallel import device_kind
-from phalanx.train.assembly import Assembly, build, refuse
+from phalanx.train.assembly import Assembly, Findings, build, refuse
 from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.loop import Stepper
@@ -31,7 +31,7 @@ from phalanx.train.timeline import Listener, only_step
 
 @contextmanager
 def rank_of_mesh(
-    job: Job, run: RunSpec, place: Place, report: Callable[[int], None], *, observer: Observer, causes: Sequence[str]
+    job: Job, run: RunSpec, place: Place, report: Callable[[int], None], *, observer: Observer, findings: Findings
 ) -> Generator[tuple[MeshStepper, RunRecorder]]:
     """Within, this process is the rank of the mesh that ``place.rank`` is, restored where the run resumes. Collective.
 
@@ -43,8 +43,8 @@ def rank_of_mesh(
     refuse(job, run.plan, place.world_size, here)
     with joined(place_within(run.plan, place), device_for(place, device_kind(run.plan, here))):
         path, first = newest_checkpoint(run) if run.resume else (None, 0)
-        assembly = build(job, run.plan, place, first_step=first, lr_scale=run.lr_scale)
-        assembly.notes.extend(causes)
+        assembly = build(job, run.plan, place, first_step=first, lr_scale=run.lr_scale, findings=findings)
+        assembly.notes.extend(findings.causes)
         loader = assembly.loader
         if path:
             restore(path, job, assembly)

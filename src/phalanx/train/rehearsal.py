@@ -11,21 +11,22 @@ from __future__ import annotations
 import traceback
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
-from phalanx.parallel import check, device_kind, notes, without_gradient
+from phalanx.parallel import Example, check, device_kind, notes, without_gradient
 from phalanx.parallel.survey import Survey, survey
-from phalanx.train.assembly import begun, build_model, example_of, give_needed_values, optimizer_over
+from phalanx.train.assembly import Findings, begun, build_model, example_of, give_needed_values, optimizer_over
 from phalanx.train.elementwise import half_steps
 from phalanx.train.evaluate import evaluation_mode, measure
 from phalanx.train.inputs import Inputs
@@ -33,6 +34,9 @@ from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
 from phalanx.train.refusals import model_problems, optimizer_problems, rank_0
 from phalanx.train.split_causes import LARGEST, causes
+
+if TYPE_CHECKING:  # loaded by plans that have some
+    from phalanx.parallel.found import Facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,18 +46,16 @@ class PlanPreview:
     Attributes:
         survey: what each rank would hold, and the stages of a pipeline.
         notes: what this plan does not keep of one device's result.
-        facts: what was found of the model, as JSON, for the processes that run it; ``None`` where nothing was.
     """
 
     survey: Survey
     notes: tuple[str, ...]
-    facts: dict[str, Any] | None = None
 
 
-def outlook(job: Job, plan: Plan, *, tried: bool = False) -> PlanPreview:
+def outlook(job: Job, plan: Plan) -> PlanPreview:
     """Build the model of ``job``, without values where that can be, and look at it as the plan's ranks would.
 
-    The devices need not be here. ``tried``: whether model and optimizer have been asked by themselves already.
+    The devices need not be here.
 
     Raises:
         RefusedError: with everything that keeps the plan from serving the job on the devices it is for.
@@ -63,21 +65,26 @@ def outlook(job: Job, plan: Plan, *, tried: bool = False) -> PlanPreview:
     if problems:
         raise RefusedError(problems)
     module, unbuilt = begun(job)
-    trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
-    if not tried and (problems := [*model_problems(module, plan), *optimizer_problems(job, plan, trainable)]):
-        raise RefusedError(problems)
+    _refuse(job, module, plan)
     found = notes(module, job, plan)
     if plan.kind != "split":
         return PlanPreview(survey=survey(module, plan), notes=tuple(found))
-    from phalanx.parallel.found import Facts, identity
+    example = _example(job, module)
+    found += [*unbuilt, *give_needed_values(module, example)]
+    return PlanPreview(survey=survey(module, plan, example), notes=tuple(found))
 
-    found += unbuilt
-    loader = Loader(job.data(), job, Lane(), micro=plan.micro)
-    example = example_of(job, module, loader)
-    of, values = identity(module, plan), give_needed_values(module, example, plan, found)
-    laid_out = survey(module, plan, example)
-    facts = Facts(of=of, values=values, parts=laid_out.parts)
-    return PlanPreview(survey=laid_out, notes=tuple(found), facts=facts.to_dict())
+
+def _refuse(job: Job, module: nn.Module, plan: Plan) -> None:
+    if problems := [*model_problems(module, plan), *optimizer_problems(job, plan, _trainable(module))]:
+        raise RefusedError(problems)
+
+
+def _trainable(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: one for name, one in module.named_parameters() if one.requires_grad}
+
+
+def _example(job: Job, module: nn.Module) -> Example:
+    return example_of(job, module, Loader(job.data(), job, Lane(), micro=None))
 
 
 def refusals(job: Job, plan: Plan) -> list[Problem]:
@@ -91,8 +98,6 @@ def refusals(job: Job, plan: Plan) -> list[Problem]:
     there = replace(plan, device="auto", compile=False)  # these ask for what is on this machine
     if there.precision in ("fp8", "tf32"):
         there = replace(there, precision="bf16")
-    from phalanx.train.work import without_values
-
     try:
         outlook(without_values(job), there)
     except RefusedError as error:
@@ -101,20 +106,22 @@ def refusals(job: Job, plan: Plan) -> list[Problem]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Findings:
-    """What was found of a job under a plan before any process started.
+class Look:
+    """What a look at a job under a plan left in the process that took it.
 
     Attributes:
-        causes: why it differs from one device, one sentence each.
-        facts: of its model, as JSON, for the processes that run it; ``None`` where nothing was looked for.
+        findings: what there is to tell of it.
+        module: the model that it built, as the job makes it; ``None`` where it built none, or has changed it.
+        size: elements of the model's parameters; ``None`` where that is not known.
     """
 
-    causes: tuple[str, ...] = ()
-    facts: dict[str, Any] | None = None
+    findings: Findings = field(default_factory=Findings)
+    module: nn.Module | None = None
+    size: int | None = None
 
 
-def ahead(job: Job, plan: Plan) -> Findings:
-    """What a look at ``job`` under ``plan`` finds; where the model is small enough it runs model and optimizer.
+def ahead(job: Job, plan: Plan) -> Look:
+    """Look at ``job`` under ``plan``; where the model is small enough it runs model and optimizer.
 
     Raises:
         RefusedError: with what keeps the plan from serving the job.
@@ -122,22 +129,83 @@ def ahead(job: Job, plan: Plan) -> Findings:
         LossError: if the loss is of a wrong form.
         GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
     """
-    from phalanx.train.work import size_of, without_values
-
-    size = size_of(job) or 0
-    small = size <= LARGEST
+    size = size_of(job)
+    small = (size or 0) <= LARGEST
     module = rehearse(job, plan) if small and plan.processes > 1 else None
-    facts = None
-    if plan.kind == "split" or plan.zero == 3:
-        facts = outlook(without_values(job, size), plan, tried=module is not None).facts
-    if not small or (module is None and plan.processes > 1):
-        return Findings(facts=facts)
-    module = module or build_model(job)
-    trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
-    found = causes(job, plan, module, Loader(job.data(), job, Lane(), micro=None))
-    if plan.devices > 1 and (note := half_steps(job, trainable)):
-        found.append(note)
-    return Findings(causes=tuple(found), facts=facts)
+    tried, found = module is not None and not dist.is_initialized(), list[str]()
+    if small and (module is not None or plan.processes == 1):
+        module = build_model(job) if module is None else module
+        found += causes(job, plan, module, Loader(job.data(), job, Lane(), micro=None))
+        if plan.devices > 1 and (note := half_steps(job, _trainable(module))):
+            found.append(note)
+    cuts = plan.kind == "split" or plan.zero == 3
+    if not cuts and plan.recompute == "none":
+        return Look(findings=Findings(causes=tuple(found)), module=module, size=size)
+    module = begun(without_values(job, size))[0] if module is None else module
+    if cuts and not tried:
+        _refuse(job, module, plan)
+    facts = _facts(module, plan, _example(job, module))
+    by_rows = facts.parts is not None and facts.parts.experts
+    findings = Findings(causes=tuple(found), facts=facts.to_dict())
+    return Look(findings=findings, module=None if by_rows else module, size=size)
+
+
+def _facts(module: nn.Module, plan: Plan, example: Example) -> Facts:
+    """What the processes that run ``module`` under ``plan`` need not look for."""
+    from phalanx.parallel.found import Facts, identity
+    from phalanx.parallel.opened import look_inside
+
+    of = identity(module, plan)
+    give_needed_values(module, example)
+    opened = look_inside(module, example) if plan.zero == 3 or plan.recompute != "none" else ()
+    return Facts(of=of, opened=opened, parts=survey(module, plan, example).parts)
+
+
+_LARGE = 2e8  # elements: some seconds of random numbers
+
+
+def without_values(job: Job, size: int | None = None) -> Job:
+    """``job``; its model is made without values if drawing them would take long, and it can be made so.
+
+    ``size`` is the model's, where it is known.
+    """
+    size = size_of(job) if size is None else size
+    return replace(job, model=lambda: _on_meta(job)) if (size or 0) > _LARGE else job
+
+
+def size_of(job: Job) -> int | None:
+    """Elements of the model's parameters, which are not made; ``None`` where it cannot be made without."""
+    try:
+        return sum(tensor.numel() for tensor in _on_meta(job).parameters())
+    except Exception:  # some models need values
+        return None
+
+
+def _on_meta(job: Job) -> nn.Module:
+    with torch.device("meta"), _NothingDrawn():
+        return job.model()
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Leaves out random initial values, for which torch would load its compiler, though there are none on meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        first = args[0] if args else given.get("tensor")
+        if isinstance(first, torch.Tensor) and first.is_meta and getattr(func, "__name__", "") in _DRAWS:
+            return first
+        return func(*args, **given)
+
+
+_DRAWS = (
+    "normal_",
+    "uniform_",
+    "trunc_normal_",
+    "xavier_uniform_",
+    "xavier_normal_",
+    "kaiming_uniform_",
+    "kaiming_normal_",
+)
 
 
 _HOST = torch.device("cpu")

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Job
@@ -24,12 +23,15 @@ from phalanx.train.assembly import begun, example_of
 from phalanx.train.elementwise import Parameters
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
+from phalanx.train.rehearsal import without_values
 from phalanx.units import show_names
 
 _ADAM = 8.0  # bytes a parameter
 
 
-def work_of(job: Job, *, batch: int = 0, length: int = 0, values: bool = False) -> Work:
+def work_of(
+    job: Job, *, batch: int = 0, length: int = 0, values: bool = False, module: nn.Module | None = None
+) -> Work:
     """The work of ``job``; nothing of the model is computed, unless ``values`` are asked for.
 
     Args:
@@ -37,16 +39,15 @@ def work_of(job: Job, *, batch: int = 0, length: int = 0, values: bool = False) 
         batch: the global batch in place of the job's; 0 for the job's.
         length: tokens of a sample in place of those of the data; 0 for those.
         values: run the model on samples of the data, for shapes that depend on values.
+        module: the job's model, where it has been built already.
 
     Raises:
         ProfileError: if the model's operations or shapes depend on values; it names the line.
         SpecError: if the job's functions give something else than they must.
     """
-    if values:
-        module = job.model()
-    else:
-        job = without_values(job)
-        module, _ = begun(job)
+    if module is None:
+        made: nn.Module = job.model() if values else begun(without_values(job))[0]
+        module = made
     lengths, example = _example(job, module, look_at_lengths=not length)
 
     def loss(output: Any, batch: Any) -> torch.Tensor:
@@ -108,53 +109,6 @@ def _unpriced(job: Job) -> Iterator[str]:
         yield f"Of the job, {found}: changes what is learnt, not what a step takes."
     if job.tensor_parallel:
         yield "Of the job, tensor_parallel: not priced; layers are taken to be cut as they are found."
-
-
-_LARGE = 2e8  # elements: some seconds of random numbers
-
-
-def without_values(job: Job, size: int | None = None) -> Job:
-    """``job``; its model is made without values if drawing them would take long, and it can be made so.
-
-    ``size`` is the model's, where it is known.
-    """
-    size = size_of(job) if size is None else size
-    return replace(job, model=lambda: _on_meta(job)) if (size or 0) > _LARGE else job
-
-
-def size_of(job: Job) -> int | None:
-    """Elements of the model's parameters, which are not made; ``None`` where it cannot be made without."""
-    try:
-        return sum(tensor.numel() for tensor in _on_meta(job).parameters())
-    except Exception:  # some models need values
-        return None
-
-
-def _on_meta(job: Job) -> nn.Module:
-    with torch.device("meta"), _NothingDrawn():
-        return job.model()
-
-
-class _NothingDrawn(TorchFunctionMode):
-    """Leaves out random initial values, for which torch would load its compiler, though there are none on meta."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        first = args[0] if args else given.get("tensor")
-        if isinstance(first, torch.Tensor) and first.is_meta and getattr(func, "__name__", "") in _DRAWS:
-            return first
-        return func(*args, **given)
-
-
-_DRAWS = (
-    "normal_",
-    "uniform_",
-    "trunc_normal_",
-    "xavier_uniform_",
-    "xavier_normal_",
-    "kaiming_uniform_",
-    "kaiming_normal_",
-)
 
 
 def steps_of(job: Job, batch: int = 0) -> int | None:

@@ -16,7 +16,7 @@ from phalanx.comm import Place, device_for, joined
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.launch import launch, make_ready
 from phalanx.train import loop
-from phalanx.train.assembly import build
+from phalanx.train.assembly import Findings, build
 from phalanx.train.observer import AssemblyScene
 from phalanx.train.state import restore
 from phalanx.verify.dropout import BySample
@@ -35,16 +35,27 @@ MASK_STEPS = 2
 """Steps in which masks are looked at: as few as show whether they move on."""
 
 
-def capture(given: Job, plan: Plan, folder: Path, watch: Watch = None, *, dropout: Dropout = "off") -> Record:
+def capture(
+    given: Job,
+    plan: Plan,
+    folder: Path,
+    watch: Watch = None,
+    *,
+    dropout: Dropout = "off",
+    findings: Findings | None = None,
+) -> Record:
     """Train ``given``, from ``proven``, under ``plan`` as ``phalanx train`` does, look on, and give what was seen.
 
     Tensors, and the run itself, are written into ``folder``; its checkpoint is read back. ``watch`` is called ten times
-    a second meanwhile.
+    a second meanwhile. ``findings`` are those of a look at the job.
 
     Raises:
         WorkerError: if the run failed, or its checkpoint cannot be loaded.
     """
-    answers = _trained(given, plan, folder, lambda place: Recording(folder, place.rank), watch, dropout=dropout)
+    run = _run(given, plan, folder)
+    answers = _trained(
+        given, run, lambda place: Recording(folder, place.rank), watch, dropout=dropout, findings=findings
+    )
     drops = any(answer["drops"] for answer in answers)
     first, workers = 0, workers_of([])
     if plan.server:  # the first of the servers has looked on, for all
@@ -62,7 +73,7 @@ def masks_of(job: Job, plan: Plan, folder: Path, watch: Watch = None) -> MaskSta
         WorkerError: if the run failed.
     """
     given = replace(job, steps=MASK_STEPS, epochs=None)
-    answers = _trained(given, plan, folder, lambda place: MaskRecording(), watch, dropout="on")
+    answers = _trained(given, _run(given, plan, folder), lambda place: MaskRecording(), watch, dropout="on")
     return statistics_of(answers, MASK_STEPS)
 
 
@@ -81,22 +92,27 @@ def traced(
     record: Record, job: Job, plan: Plan, folder: Path, watch: Watch = None, *, dropout: Dropout = "off"
 ) -> Record:
     """``record`` with what passes the modules in the first step, for which that is taken once more."""
-    answers = _trained(proven(job, 1), plan, folder, lambda place: Tracing(folder, plan), watch, dropout=dropout)
+    run = _run(job, plan, folder)
+    answers = _trained(proven(job, 1), run, lambda place: Tracing(folder, plan), watch, dropout=dropout)
     traces, auxiliary = traces_of(answers, folder)
     return replace(record, traces=traces, auxiliary=auxiliary)
 
 
+def _run(job: Job, plan: Plan, folder: Path) -> RunSpec:
+    return RunSpec(job=job.name, plan=plan, folder=folder / "run", forecast="none")
+
+
 def _trained(
     given: Job,
-    plan: Plan,
-    folder: Path,
+    run: RunSpec,
     look: Callable[[Place], Recording | Tracing | MaskRecording],
     watch: Watch,
     *,
     dropout: Dropout,
+    findings: Findings | None = None,
 ) -> list[dict[str, Any]]:
     """Each process's answer."""
-    run = RunSpec(job=given.name, plan=plan, folder=folder / "run", forecast="none")
+    plan = run.plan
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
         off = switch_off_dropout() if dropout == "off" else None
@@ -105,7 +121,7 @@ def _trained(
         observer = look(place)
         if isinstance(observer, MaskRecording):
             observer.install()
-        loop.train(given, run, place, report=report, observer=observer)
+        loop.train(given, run, place, report=report, observer=observer, findings=findings)
         return {**observer.answer, "drops": off is not None and off.calls > 0}
 
     make_ready(plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from phalanx.config import Job, Plan
 from phalanx.config.plan import Device, Precision
 from phalanx.errors import Problem, RefusedError, WorkerError
 from phalanx.launch import LookAhead, look_ahead, make_ready
-from phalanx.train.assembly import refuse, with_facts
+from phalanx.train.assembly import Findings, refuse
 from phalanx.verify import compare
 from phalanx.verify.capture import Dropout, Watch, capture, masks_of, proven, traced
 from phalanx.verify.compare import Difference, Tolerance
@@ -154,8 +154,8 @@ class OneDevice:
             _record=record,
         )
 
-    def prove(self, plan: Plan, *, facts: Mapping[str, Any] | None = None, watch: Watch = None) -> Proof:
-        """Run the same steps under ``plan`` and compare; ``facts`` of a look at the model travel to the workers.
+    def prove(self, plan: Plan, *, findings: Findings | None = None, watch: Watch = None) -> Proof:
+        """Run the same steps under ``plan`` and compare; ``findings`` of a look at the job travel to the workers.
 
         Raises:
             RefusedError: if the plan cannot serve the job here.
@@ -167,8 +167,8 @@ class OneDevice:
             refuse_masks(self.job, plan, self._record.masks_of_no_sample)
         taken = len(self._record.steps)
         with _folder() as name:
-            given = with_facts(proven(self.job, self.steps, taken), facts)
-            other = capture(given, plan, Path(name), watch, dropout=self._how)
+            given = proven(self.job, self.steps, taken)
+            other = capture(given, plan, Path(name), watch, dropout=self._how, findings=findings)
         tolerance = Tolerance.of(plan.precision, batch=self.job.batch, layers=self._facts.layers, steps=taken)
         pair = Pair(one=self._record, other=other, plan=plan, tolerance=tolerance)
         checks = judged(pair)
@@ -279,7 +279,7 @@ def prove(
     own = None if against is None else OwnLoop(against)
     how: dict[str, Any] = {"precision": plan.precision, "device": plan.device}
     one = OneDevice.run(job, steps, **how, against=own, watch=watch, dropout=dropout)
-    proof = one.prove(plan, facts=found.facts, watch=watch)
+    proof = one.prove(plan, findings=found, watch=watch)
     return replace(proof, notes=[*proof.notes, *causes])
 
 

@@ -17,10 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from phalanx.parallel.example import Example
 from phalanx.parallel.local_shards import Axis, Cut, Placed, Sliced, is_sliced
 from phalanx.parallel.local_shards.axis import taken
-from phalanx.parallel.tensor.find import dry
+from phalanx.parallel.tensor.find import Model
 from phalanx.parallel.tensor.trial import Trial, fixed, shown_as_slices
 
 
@@ -39,19 +38,18 @@ class Entrance:
     causal: bool
 
 
-def entrances(module: nn.Module, example: Example, ranks: int) -> dict[str, Entrance]:
-    """The blocks that attend over tokens, by name. Empty where the model has no attention."""
-    names = {child: name for name, child in module.named_modules()}
+def entrances(model: Model, ranks: int) -> dict[str, Entrance]:
+    """The blocks of a model that has run dry that attend over tokens, by name. Empty where it has no attention."""
+    names = {child: name for name, child in model.module.named_modules()}
     found: dict[str, Entrance] = {}
     known: dict[Any, Entrance | None] = {}
-    with dry(module, example) as (model, _):
-        for block, call in model.calls.items():
-            key = (type(block), tuple((name, tuple(tensor.shape)) for name, tensor in block.named_parameters()))
-            if key not in known:
-                known[key] = _entrance(block, call, ranks)
-            entrance = known[key]
-            if entrance is not None:
-                found[names[block]] = entrance
+    for block, call in model.calls.items():
+        key = (type(block), tuple((name, tuple(tensor.shape)) for name, tensor in block.named_parameters()))
+        if key not in known:
+            known[key] = _entrance(block, call, ranks)
+        entrance = known[key]
+        if entrance is not None:
+            found[names[block]] = entrance
     return found
 
 
@@ -81,9 +79,7 @@ def _sliced_like(result: Any, entering: Sliced) -> bool:
     return is_sliced(first) and first.shape == entering.shape and first.placed == entering.placed
 
 
-def added_late(
-    module: nn.Module, example: Example, found: Mapping[str, Entrance], cuts: Mapping[str, tuple[int, Cut]]
-) -> list[str]:
+def added_late(model: Model, found: Mapping[str, Entrance], cuts: Mapping[str, tuple[int, Cut]]) -> list[str]:
     """Names of parameters that each rank reads for its own tokens only, under sequence parallelism.
 
     Their gradients are parts, to be added up over ``tp`` once a step: those of normalisations, and biases after a sum.
@@ -92,21 +88,19 @@ def added_late(
     trial = Trial()
     ranks = next(iter(cuts.values()))[1].ranks
     axis = Axis("dry", size=ranks, rank=0, group=None, tokens=True, trial=trial)
-    with dry(module, example) as (model, meant):
-        blocks = dict(module.named_modules())
-        stand_ins = dict(module.named_parameters())
-        ways = {id(stand_ins[name]): (Placed(axis, dim, cut),) for name, (dim, cut) in cuts.items()}
-        places = [
-            (child, name, ways[id(tensor)])
-            for child in module.modules()
-            for name, tensor in child._parameters.items()
-            if id(tensor) in ways
-        ]
-        entering = {blocks[name]: _entering(blocks[name].forward, one, axis) for name, one in found.items()}
-        with shown_as_slices(places), fixed(entering):
-            model.run()
-        late = {id(meant[key]) for key in trial.late if key in meant}
-    return [name for name, tensor in module.named_parameters() if id(tensor) in late]
+    module = model.module
+    blocks, tensors = dict(module.named_modules()), dict(module.named_parameters())
+    ways = {id(tensors[name]): (Placed(axis, dim, cut),) for name, (dim, cut) in cuts.items()}
+    places = [
+        (child, name, ways[id(tensor)])
+        for child in module.modules()
+        for name, tensor in child._parameters.items()
+        if id(tensor) in ways
+    ]
+    entering = {blocks[name]: _entering(blocks[name].forward, one, axis) for name, one in found.items()}
+    with shown_as_slices(places), fixed(entering):
+        model.run()
+    return [name for name, tensor in tensors.items() if id(tensor) in trial.late]
 
 
 def share_out_tokens(module: nn.Module, found: Mapping[str, Entrance], axis: Axis) -> None:

@@ -88,6 +88,7 @@ def cut(module: nn.Module, example: Example, plan: Plan, known: StageCuts | None
     Raises:
         RefusedError: if it cannot be cut so.
     """
+    # Where to cut travels, the program does not: it is made of this process's modules and fakes.
     found = program(module, {module.get_submodule(name): name for name in known.units}, example) if known else None
     if found is not None and known is not None and _units(found) == known.units:
         starts = list(known.starts)

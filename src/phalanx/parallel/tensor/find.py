@@ -51,49 +51,47 @@ class _Choice:
     cut: Cut
 
 
-def find(module: nn.Module, example: Example, ranks: int) -> Split:
-    """How to share the weights of ``module`` out over this many ranks.
+def find(model: Model, ranks: int) -> Split:
+    """How to share the weights of a model that has run dry out over this many ranks.
 
     Raises:
         RefusedError: if the job wants cuts that cannot be.
-        Exception: whatever the model raises on fake tensors, such as control flow that depends on data.
     """
-    names = {id(tensor): name for name, tensor in module.named_parameters()}
-    with dry(module, example) as (model, meant):
-        said = wishes(module, example.tensor_parallel)
-        chosen: dict[int, _Choice] = {}
-        for block, calls in model.calls.items():
-            for choice in _like(block, model.known, said, partial(_pairs, block, calls, ranks, said)):
-                chosen.setdefault(id(choice.weight), choice)
-        for choice in [*_vocabulary(model, chosen, ranks, said), *_told(model, chosen, ranks, said)]:
+    said = wishes(model.module, model.example.tensor_parallel)
+    chosen: dict[int, _Choice] = {}
+    known: dict[Any, tuple[nn.Module, list[_Choice]]] = {}
+    for block, calls in model.calls.items():
+        for choice in _like(block, known, said, partial(_pairs, block, calls, ranks, said)):
             chosen.setdefault(id(choice.weight), choice)
-        cuts = {names[id(meant[key])]: (choice.dim, choice.cut) for key, choice in chosen.items()}
-    ordered = {name: cuts[name] for name in names.values() if name in cuts}
-    whole = [name for name, tensor in module.named_parameters() if tensor.dim() > 1 and name not in cuts]
-    return Split(cuts=ordered, whole=whole)
+    for choice in [*_vocabulary(model, chosen, ranks, said), *_told(model, chosen, ranks, said)]:
+        chosen.setdefault(id(choice.weight), choice)
+    named = [(name, tensor, chosen.get(id(tensor))) for name, tensor in model.module.named_parameters()]
+    return Split(
+        cuts={name: (choice.dim, choice.cut) for name, _, choice in named if choice},
+        whole=[name for name, tensor, choice in named if tensor.dim() > 1 and not choice],
+    )
 
 
 @contextmanager
-def dry(module: nn.Module, example: Example) -> Iterator[tuple[Model, dict[int, nn.Parameter]]]:
-    """The model after a first run on fake tensors; on itself, where fakes cannot run it and it has values.
+def dry(module: nn.Module, example: Example) -> Iterator[Model]:
+    """The model after a run on fake tensors; on itself, where fakes cannot run it and it has values.
 
-    Gives what stands for each parameter in the run: id → the parameter.
+    While inside, its parameters are the fakes. What is looked for along different axes reads this one run.
+
+    Raises:
+        Exception: whatever a model without values raises on fake tensors, such as control flow that depends on data.
     """
     leave_cache_out(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with quiet(), faked(module, mode) as meant:
-            model = Model(module, example, lambda value: fakes(mode, value))
-            yield model, meant
+        with quiet(), faked(module, mode):
+            yield Model(module, example, lambda value: fakes(mode, value))
             return
     except _UnfitError as error:
         if any(tensor.device.type == "meta" for tensor in module.parameters()):
             raise error.cause from None
     with torch.no_grad():
-        yield (
-            Model(module, example, lambda value: value),
-            {id(tensor): tensor for tensor in module.parameters()},
-        )
+        yield Model(module, example, lambda value: value)
 
 
 class _UnfitError(Exception):
@@ -114,7 +112,6 @@ class Model:
         self.module, self.example = module, example
         self.calls: dict[nn.Module, Call] = {}
         self.outputs: dict[nn.Module, Any] = {}
-        self.known: dict[Any, tuple[nn.Module, list[_Choice]]] = {}
         self._args, self._kwargs, self._batch = seen((example.args, example.kwargs, example.batch))
         self.repeats = bool(blocks(module))
         try:
