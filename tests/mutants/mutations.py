@@ -238,7 +238,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "half precision computes in fp32",
         "train/loss_scaling.py",
-        "return torch.autocast(device.type, dtype=_DTYPES[plan.precision])",
+        "return torch.autocast(device.type, dtype=HALVES[plan.precision])",
         "return nullcontext()",
         ("test unit/test_train_step.py products",),
     ),

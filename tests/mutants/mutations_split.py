@@ -226,8 +226,8 @@ TECHNIQUES: tuple[Mutation, ...] = (
     Mutation(
         "forecast and plan do not look at the optimizer",
         "train/rehearsal.py",
-        "*optimizer_problems(job, plan, trainable)]",
-        "]",
+        ", *optimizer_problems(job, plan, _trainable(module))]:",
+        "]:",
         ("test unit/test_refusals.py",),
     ),
     Mutation(
