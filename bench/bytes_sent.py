@@ -19,7 +19,7 @@ import torch
 import phalanx as px
 from compare import announce
 from counting import Sent
-from phalanx.comm import Place, joined
+from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
 from phalanx.demo.jobs import gpt
 from phalanx.launch import launch, load_job
@@ -112,7 +112,7 @@ def sent(job: px.Job, plan: Plan) -> Callable[..., list[list[Any]]]:
 
     def work(place: Place, report: Any) -> list[list[Any]]:
         torch.set_num_threads(1)
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             assembly = build(job, plan, place)
             batches = iter(assembly.loader)
             assembly.step(next(batches))

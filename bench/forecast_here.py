@@ -34,7 +34,7 @@ from phalanx.forecast import Forecast, Work, forecast
 from phalanx.hardware.calibrate import default_path, wait_until_quiet
 from phalanx.preflight import cluster_for
 from phalanx.report.summary import WARM_UP
-from phalanx.train.work import work_of
+from phalanx.train.traced_job import work_of
 
 STEPS = 9  # whole rounds of three for replicas that are averaged after as many
 LONGEST = 120  # seconds of a run

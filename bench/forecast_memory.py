@@ -1,7 +1,7 @@
 """What a rank's memory really holds under each kind of plan, beside what was forecast, by part.
 
-Measured: bytes of tensors that a run's first steps see on the rank that has most (see ``train/memory.py``): what comes
-and goes within one operation is not among them. Forecast: the same parts, from the traced profile alone. Of a
+Measured: bytes of tensors that a run's first steps see on the rank that has most (see ``train/memory_use.py``): what
+comes and goes within one operation is not among them. Forecast: the same parts, from the traced profile alone. Of a
 sharded plan the parameters hold what was gathered.
 """
 
@@ -18,7 +18,7 @@ from phalanx.forecast import PHALANX, Work
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.memory import memory
 from phalanx.report.summary import summarise
-from phalanx.train.work import work_of
+from phalanx.train.traced_job import work_of
 
 BAR = 0.05
 PARTS = ("parameters", "gradients", "optimizer", "activations")

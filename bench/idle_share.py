@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import jobs
 import phalanx as px
 from compare import rounds_from_command_line
-from phalanx.comm import Place, joined
+from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
 from phalanx.config.plan import Schedule
 from phalanx.launch import launch
@@ -85,7 +85,7 @@ def worked(job: px.Job, plan: Plan) -> Callable[..., list[list[Work]]]:
 
     def work(place: Place, report: Any) -> list[list[Work]]:
         torch.set_num_threads(1)
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             assembly = build(job, plan, place)
             steps: list[list[Work]] = []
             assembly.layout._stages.runner.on_event = lambda *piece: steps[-1].append(piece)  # pyright: ignore

@@ -144,8 +144,8 @@ class _NoFront:
 
 def ours_worker(trial: Trial, rank: int) -> None:
     """The real links."""
+    from phalanx.train.parameter_server.gradient_worker import ServerLinks
     from phalanx.train.parameter_server.server_group import Patience
-    from phalanx.train.parameter_server.worker import ServerLinks
 
     while not trial.port.value:
         time.sleep(0.01)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import jobs
-from phalanx.comm import Place, joined, local
+from phalanx.comm import Place, default_process_group, local
 from phalanx.config import Plan
 from phalanx.launch import launch
 from phalanx.train.assembly import build
@@ -28,7 +28,7 @@ def held(plan: Plan) -> Callable[..., list[int]]:
 
     def work(place: Place, report: Any) -> list[int]:
         torch.set_num_threads(1)
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             assembly = build(replace(jobs.gpt_100m(), epochs=None, steps=2), plan, place)
             batches = iter(assembly.loader)
             assembly.step(next(batches))

@@ -83,7 +83,7 @@ def _first_operations() -> None:
     from phalanx.config import Plan
     from phalanx.demo.jobs.gpt import gpt_job
     from phalanx.train.refusals import rank_0
-    from phalanx.train.rehearsal import outlook
+    from phalanx.train.rehearsal import preview
 
     job = gpt_job(layers=1, width=16, heads=2, context=8, batch=4, steps=1)
     with torch.random.fork_rng(devices=[]):
@@ -94,7 +94,7 @@ def _first_operations() -> None:
             model(torch.zeros((1, 8), dtype=torch.long)).sum().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        outlook(job, Plan.parse("tp=2 sequence=true"))
+        preview(job, Plan.parse("tp=2 sequence=true"))
 
 
 def _waited(child: int, patience: float) -> int:

@@ -183,7 +183,7 @@ def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
     Raises:
         RefusedError: if the plan cannot serve the job here, or its processes are not there.
     """
-    from phalanx.comm import Place, device_for, joined, place_within
+    from phalanx.comm import Place, default_process_group, device_for, place_within
     from phalanx.launch import place_of_this_process
     from phalanx.parallel import device_kind
     from phalanx.train.assembly import build as assemble
@@ -196,7 +196,9 @@ def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
     place = place or Place()
     here = place.workers_here * chosen.threads
     refuse(job, chosen, place.world_size, here)
-    _group.enter_context(joined(place_within(chosen, place), device_for(place, device_kind(chosen, here))))
+    _group.enter_context(
+        default_process_group(place_within(chosen, place), device_for(place, device_kind(chosen, here)))
+    )
     assembly = assemble(job, chosen, place)
     if place.rank == 0:
         for note in [*(f"differs from one device: {note}" for note in assembly.notes), *assembly.advice]:
@@ -261,7 +263,7 @@ def _question(job: Job, cluster: Cluster | str) -> Question:
     from phalanx.planner import Question
     from phalanx.planner.question import precision_for
     from phalanx.train.rehearsal import refusals
-    from phalanx.train.work import steps_of, work_of
+    from phalanx.train.traced_job import steps_of, work_of
 
     there = read(cluster) if isinstance(cluster, str) else cluster
     return Question(

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from phalanx.comm import Place, joined
+from phalanx.comm import Place, default_process_group
 
 DEADLINE = 40.0
 
@@ -56,7 +56,7 @@ def _child(rank: int, world_size: int, target: Callable[[int], None], address: i
     try:
         torch.set_num_threads(1)
         place = Place(rank=rank, world_size=world_size, local_rank=rank, store=os.read(address, 100).decode())
-        with joined(place, torch.device("cpu"), timeout=timedelta(seconds=20)):
+        with default_process_group(place, torch.device("cpu"), timeout=timedelta(seconds=20)):
             target(rank)
         code = 0
     except BaseException:

@@ -59,7 +59,7 @@ class Cuttings(Layout):
         self._held = held
 
     @property
-    def held(self) -> RankHoldings:
+    def holdings(self) -> RankHoldings:
         return self._held
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None: ...

@@ -16,7 +16,7 @@ from test_buffers import Normal
 from torch import nn
 
 import phalanx as px
-from phalanx.comm import Across, Place, joined, place_within, within
+from phalanx.comm import Across, Place, default_process_group, place_within, within
 from phalanx.config import Plan
 from phalanx.errors import LossError, RefusedError, WorkerError
 from phalanx.events import faults
@@ -54,7 +54,7 @@ def stepped(plan: str, steps: int, look: Callable[[Assembly], Any], **how: Any) 
 
     def work(place: Place, report: Any) -> Any:
         torch.set_num_threads(1)
-        with joined(place_within(chosen, place), CPU):
+        with default_process_group(place_within(chosen, place), CPU):
             assembly = build(job(**short(8, **how)), chosen, place)
             for batch in assembly.loader:
                 assembly.step(batch)
@@ -93,7 +93,7 @@ class TestPlaces:
         plan = Plan.parse("pp=2 dp=2 fsdp=2 sync=local every=4")
 
         def work(place: Place, report: Any) -> Any:
-            with joined(place_within(plan, place), CPU):
+            with default_process_group(place_within(plan, place), CPU):
                 across = Across(plan, place)
                 same = torch.full((3,), float(place.rank))
                 across.sum(same)
@@ -338,7 +338,7 @@ class TestRuns:
         plan = Plan.parse("dp=2 sync=local every=9")
 
         def work(place: Place, report: Any) -> None:
-            with joined(place_within(plan, place), CPU):
+            with default_process_group(place_within(plan, place), CPU):
                 assembly = build(job(**short(8)), plan, place)
                 for batch in assembly.loader:
                     assembly.step(batch)
@@ -360,10 +360,10 @@ class TestRuns:
 
     def test_a_replica_that_dies_ends_the_run(self) -> None:
         def dies(assembly: Assembly) -> None:
-            assert assembly.apart is not None
-            if assembly.apart.across.index == 1:
+            assert assembly.local_sgd is not None
+            if assembly.local_sgd.across.index == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            assembly.apart.together()  # waits for it
+            assembly.local_sgd.together()  # waits for it
 
         with pytest.raises(WorkerError, match=r"rank 1 of 2 was ended .* SIGKILL"):
             stepped("dp=2 sync=diloco every=4", 2, dies)

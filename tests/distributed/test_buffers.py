@@ -11,7 +11,7 @@ import torch
 from small import OfOutput, fit, job, table
 from torch import nn
 
-from phalanx.comm import Place, joined
+from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
 from phalanx.launch import launch
 from phalanx.parallel import assemble
@@ -39,7 +39,7 @@ def statistics_after_two_steps(plan: Plan) -> Callable[[Place, Any], dict[str, l
 
     def work(place: Place, report: Any) -> dict[str, list[float]]:
         torch.set_num_threads(1)
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             torch.manual_seed(0)
             layout = assemble(Normal(), job(), plan, place)
             generator = torch.Generator().manual_seed(place.rank)

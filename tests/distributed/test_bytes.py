@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.comm import Place, joined
+from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
 from phalanx.launch import launch
 
@@ -28,7 +28,7 @@ def known(place: Place, report: Any) -> dict[str, float]:
     """Programs of which everybody knows what they send."""
     torch.set_num_threads(1)
     found: dict[str, float] = {}
-    with joined(place, torch.device("cpu")):
+    with default_process_group(place, torch.device("cpu")):
         from torch.distributed.fsdp import fully_shard
         from torch.nn.parallel import DistributedDataParallel
 

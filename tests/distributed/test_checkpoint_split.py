@@ -15,7 +15,7 @@ from split_layouts import SHAPES, Net, laid_out, own, value
 from torch import Tensor, nn
 
 from phalanx import checkpoint
-from phalanx.checkpoint import Part, Pieces
+from phalanx.checkpoint import PartTensor, TensorPart
 from phalanx.checkpoint.format import Manifest
 from phalanx.config import Plan
 from phalanx.errors import CheckpointError
@@ -72,7 +72,7 @@ def adamw(held: RankHoldings, lr: float = 0.25) -> torch.optim.AdamW:
 
 def save(folder: Path, plan: str, rank: int) -> None:
     layout = laid_out(plan, rank)
-    held = layout.held
+    held = layout.holdings
     optimizer = adamw(held)
     for name, parameter in held.parameters.items():
         optimizer.state[parameter] = {
@@ -101,11 +101,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_loads_what_any_plan_saved(plan: str, saved: dict[str, Path]) -> None:
     def target(rank: int) -> None:
         layout = laid_out(plan, rank)
-        held = layout.held
+        held = layout.holdings
         tensors = model_tensors(layout)
         for path in saved.values():
             for tensor in tensors.values():
-                local(tensor.local if isinstance(tensor, Pieces) else tensor).zero_()
+                local(tensor.local if isinstance(tensor, PartTensor) else tensor).zero_()
             checkpoint.load(path, tensors)
             for name, tensor in layout.module.named_parameters():
                 there = held.parameters.get(name, tensor)
@@ -165,23 +165,25 @@ def test_training_goes_on_bit_for_bit_under_another_plan(tmp_path: Path) -> None
 
     def before(rank: int) -> None:
         layout = laid_out("pp=2 tp=2", rank)
-        optimizer = adamw(layout.held)
-        train(layout.held, optimizer, 0)
-        tensors, state = checkpoint.optimizer_tensors(optimizer, layout.parameters, parts(layout.held))
+        optimizer = adamw(layout.holdings)
+        train(layout.holdings, optimizer, 0)
+        tensors, state = checkpoint.optimizer_tensors(optimizer, layout.parameters, parts(layout.holdings))
         checkpoint.save(tmp_path, step=2, tensors={**model_tensors(layout), **tensors}, state={"optimizer": state})
 
     def after(rank: int) -> None:
-        layout, straight = laid_out("tp=3", rank), laid_out("single").held
-        optimizer = adamw(layout.held, lr=1.0)
+        layout, straight = laid_out("tp=3", rank), laid_out("single").holdings
+        optimizer = adamw(layout.holdings, lr=1.0)
         with torch.no_grad():
             checkpoint.load(tmp_path / "step-00000002", model_tensors(layout))
-        checkpoint.restore_optimizer(optimizer, layout.parameters, tmp_path / "step-00000002", parts(layout.held))
-        train(layout.held, optimizer, 2)
+        checkpoint.restore_optimizer(optimizer, layout.parameters, tmp_path / "step-00000002", parts(layout.holdings))
+        train(layout.holdings, optimizer, 2)
         whole = adamw(straight)
         train(straight, whole, 0)
         train(straight, whole, 2)
         for name, parameter in layout.parameters.items():
-            assert torch.equal(parameter, own(straight.parameters[name].detach(), name, parameter, layout.held)), name
+            assert torch.equal(parameter, own(straight.parameters[name].detach(), name, parameter, layout.holdings)), (
+                name
+            )
 
     ranks(4, before)
     ranks(3, after)
@@ -206,7 +208,9 @@ def test_missing_and_extra_are_of_all_ranks_together(saved: dict[str, Path]) -> 
 def test_another_whole_shape_is_refused(saved: dict[str, Path]) -> None:
     def target(rank: int) -> None:
         tensors = model_tensors(laid_out("tp=2", rank))
-        tensors["model.norm"] = Pieces(torch.zeros(6), Part(shape=(12,), ranges={0: ((6 * rank, 6 * rank + 6),)}))
+        tensors["model.norm"] = PartTensor(
+            torch.zeros(6), TensorPart(shape=(12,), ranges={0: ((6 * rank, 6 * rank + 6),)})
+        )
         with pytest.raises(CheckpointError, match=r"model.norm float32\[12\] here, float32\[6\] there"):
             checkpoint.load(saved["single"], tensors)
 
@@ -215,7 +219,7 @@ def test_another_whole_shape_is_refused(saved: dict[str, Path]) -> None:
 
 def test_copies_alone_are_refused(tmp_path: Path) -> None:
     def target(rank: int) -> None:
-        copy = Pieces(torch.zeros(2), Part(shape=(2,), counts=False))
+        copy = PartTensor(torch.zeros(2), TensorPart(shape=(2,), counts=False))
         with pytest.raises(CheckpointError, match=r"held as copies only.*: model.b"):
             checkpoint.save(tmp_path, step=1, tensors={"model.a": torch.ones(1), "model.b": copy}, state={})
 
@@ -224,7 +228,7 @@ def test_copies_alone_are_refused(tmp_path: Path) -> None:
 
 def test_gaps_are_refused(tmp_path: Path) -> None:
     def target(rank: int) -> None:
-        part = Pieces(torch.zeros(2), Part(shape=(5,), ranges={0: ((2 * rank, 2 * rank + 2),)}))
+        part = PartTensor(torch.zeros(2), TensorPart(shape=(5,), ranges={0: ((2 * rank, 2 * rank + 2),)}))
         with pytest.raises(CheckpointError, match="could not be written"):
             checkpoint.save(tmp_path, step=1, tensors={"model.a": part}, state={})
 
@@ -233,7 +237,7 @@ def test_gaps_are_refused(tmp_path: Path) -> None:
 
 def test_a_slice_of_another_shape_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"a slice of shape \[3\] is said to be the part \[2\] of .* \[4\]"):
-        Pieces(torch.zeros(3), Part(shape=(4,), ranges={0: ((0, 2),)}))
+        PartTensor(torch.zeros(3), TensorPart(shape=(4,), ranges={0: ((0, 2),)}))
 
 
 def test_state_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
@@ -246,7 +250,7 @@ def test_state_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
         return optimizer
 
     def split(rank: int) -> None:
-        held = laid_out("tp=2", rank).held
+        held = laid_out("tp=2", rank).holdings
         with pytest.raises(CheckpointError, match=r"optimizer.embed.row_var has the shape .*\n.*such as AdamW"):
             checkpoint.optimizer_tensors(adafactor(held.parameters), held.parameters, parts(held))
         optimizer = torch.optim.Adafactor(held.parameters.values())
@@ -254,7 +258,7 @@ def test_state_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
             checkpoint.restore_optimizer(optimizer, held.parameters, tmp_path / "step-00000001", parts(held))
         assert not optimizer.state
 
-    held = laid_out("single").held
+    held = laid_out("single").holdings
     tensors, state = checkpoint.optimizer_tensors(adafactor(held.parameters), held.parameters)
     checkpoint.save(tmp_path, step=1, tensors=tensors, state={"optimizer": state})
     ranks(2, split)
@@ -262,7 +266,7 @@ def test_state_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
 
 def test_other_groups_are_refused_on_the_stage_that_has_them(saved: dict[str, Path]) -> None:
     def target(rank: int) -> None:
-        held = laid_out("pp=2", rank).held
+        held = laid_out("pp=2", rank).holdings
         optimizer: torch.optim.Optimizer = adamw(held)
         if rank == 0:
             optimizer = torch.optim.AdamW(held.parameters.values())
@@ -283,14 +287,14 @@ def test_groups_of_equal_options_are_one_over_stages(tmp_path: Path) -> None:
         )
 
     def save(rank: int) -> None:
-        held = laid_out("pp=2", rank).held
+        held = laid_out("pp=2", rank).holdings
         tensors, state = checkpoint.optimizer_tensors(each(held), held.parameters, parts(held))
         assert tensors == {}
         assert [len(group["parameters"]) for group in state["groups"]] == [4, 2, 1]
         checkpoint.save(tmp_path, step=1, tensors=tensors, state={"optimizer": state})
 
     ranks(2, save)
-    held = laid_out("single").held
+    held = laid_out("single").holdings
     optimizer = each(held)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -307,25 +311,25 @@ def test_what_is_no_piece_of_a_whole_stays_so() -> None:
     optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
     for parameter in parameters.values():
         optimizer.state[parameter]["step"] = torch.tensor([2.0])
-    of = {"slice": Part(shape=(2,), ranges={0: ((1, 2),)}), "copy": Part(shape=(3,), counts=False)}
+    of = {"slice": TensorPart(shape=(2,), ranges={0: ((1, 2),)}), "copy": TensorPart(shape=(3,), counts=False)}
     tensors, _ = checkpoint.optimizer_tensors(optimizer, parameters, of)
     assert type(tensors["optimizer.slice.step"]) is Tensor
     copy = tensors["optimizer.copy.step"]
-    assert isinstance(copy, Pieces)
-    assert copy.part == Part(shape=(1,), counts=False)
+    assert isinstance(copy, PartTensor)
+    assert copy.part == TensorPart(shape=(1,), counts=False)
 
 
 def test_blocks_of_a_slice() -> None:
     """By hand: rows 1 and 2 and row 4 of five, columns 2 and 3 of four."""
     whole = torch.arange(20.0).view(5, 4)
-    part = Part(shape=(5, 4), ranges={0: ((1, 3), (4, 5)), 1: ((2, 4),)})
-    pieces = Pieces(torch.cat([whole[1:3, 2:4], whole[4:5, 2:4]]), part)
+    part = TensorPart(shape=(5, 4), ranges={0: ((1, 3), (4, 5)), 1: ((2, 4),)})
+    pieces = PartTensor(torch.cat([whole[1:3, 2:4], whole[4:5, 2:4]]), part)
     assert {tuple(start): block.tolist() for start, block in pieces.blocks.items()} == {
         (1, 2): [[6, 7], [10, 11]],
         (4, 2): [[18, 19]],
     }
-    assert Pieces(torch.zeros(0, 4), Part(shape=(5, 4), ranges={0: ()})).blocks == {}
-    assert list(Pieces(torch.zeros(0, 4), Part(shape=(0, 4))).blocks) == [(0, 0)]
+    assert PartTensor(torch.zeros(0, 4), TensorPart(shape=(5, 4), ranges={0: ()})).blocks == {}
+    assert list(PartTensor(torch.zeros(0, 4), TensorPart(shape=(0, 4))).blocks) == [(0, 0)]
 
 
 def test_the_model_is_what_it_was(saved: dict[str, Path]) -> None:

@@ -14,7 +14,7 @@ from small import Net, OfOutput, job, table
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.comm import Place, joined
+from phalanx.comm import Place, default_process_group
 from phalanx.comm.mesh import own_group
 from phalanx.config import Plan
 from phalanx.errors import RefusedError, WorkerError
@@ -33,7 +33,7 @@ def means(place: Place, report: Any) -> list[Any]:
     """Five means of each size through each codec: how far the sum is off, with and without what is left out."""
     torch.set_num_threads(1)
     found: list[Any] = []
-    with joined(place, torch.device("cpu")):
+    with default_process_group(place, torch.device("cpu")):
         group = own_group()
         for text, count in itertools.product(CODECS, COUNTS):
             wire, one = Wire(group), codec(text)
@@ -79,7 +79,7 @@ def gradients(place: Place, report: Any) -> list[list[float]]:
     """The sum of the gradients of 3 steps under each plan, what is left out at the end, and what they should be."""
     torch.set_num_threads(1)
     found: list[list[float]] = []
-    with joined(place, torch.device("cpu")):
+    with default_process_group(place, torch.device("cpu")):
         for text in ("none", "fp16", "int8", "topk:0.2", "powersgd:1", "powersgd:3"):
             torch.manual_seed(0)
             plan = Plan.parse(f"dp={place.world_size} device=cpu compress={text}")
@@ -92,7 +92,7 @@ def gradients(place: Place, report: Any) -> list[list[float]]:
                 layout.finish()
                 total += torch.cat([tensor.grad.reshape(-1) for tensor in layout.parameters.values()])
                 layout.stepped()
-            late = layout.held.sender.tensors() if layout.held.sender else {}
+            late = layout.holdings.sender.tensors() if layout.holdings.sender else {}
             owed = [late.get(f"left_out.{name}", torch.zeros(one.shape)) for name, one in layout.parameters.items()]
             total += torch.cat([one.reshape(-1) for one in owed])
             found.append(total.tolist())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.comm import Mesh, Place, joined
+from phalanx.comm import Mesh, Place, default_process_group
 from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import Size
 from phalanx.errors import RefusedError
@@ -77,7 +77,7 @@ def test_a_mixture_of_experts_equals_one_device(one_device: OneDevice, plan: str
 )
 def test_a_rank_holds_its_experts_only(plan: str, held: int) -> None:
     def work(place: Place, report: Any) -> list[int]:
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             layout = build(tiny(), Plan.parse(f"{plan} device=cpu"), place).layout
             return [len(layout.parameters["blocks.1.experts.up"]), len(layout.parameters["blocks.1.router.weight"])]
 
@@ -97,7 +97,7 @@ def test_ranks_and_experts_without_tokens() -> None:
         whole = experts(whole_x, chosen, weight)
         whole.square().sum().backward()
         expected = experts.up.grad
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             plan = Plan(ep=3)
             found = find(experts, Example(args=(x, chosen, weight), kwargs={}, batch=None, loss=lambda *_: 0), plan)
             experts.zero_grad()

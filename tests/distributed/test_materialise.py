@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import init
 
 import phalanx as px
-from phalanx.comm import Place, joined
+from phalanx.comm import Place, default_process_group
 from phalanx.errors import DataError
 from phalanx.launch import launch
 from phalanx.parallel import Example, deferred_init
@@ -264,12 +264,12 @@ def test_a_rank_holds_its_slices_of_one_device_s_values(plan: str) -> None:
     whole = dict(build_model(job()).named_parameters())
 
     def work(place: Place, report: Callable[[int], None]) -> list[str]:
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             assembly = build(job(), laid, place)
             wrong = [note for note in assembly.notes if "piece by piece" in note]
-            for name, tensor in assembly.layout.held.module.named_parameters():
+            for name, tensor in assembly.layout.holdings.module.named_parameters():
                 local = whole[name]
-                holding = assembly.layout.held.slices.get(name)
+                holding = assembly.layout.holdings.slices.get(name)
                 for one in holding.placed if holding else ():
                     local = deferred_init.piece(local, one.dim, one.cut, one.axis.rank)
                 given = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -293,7 +293,7 @@ def test_a_model_that_cannot_be_repeated_is_built_whole_and_said_to_be(plan: str
     laid = px.Plan.parse(f"{plan} device=cpu")
 
     def work(place: Place, report: Callable[[int], None]) -> list[str]:
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             return build(job(keep=True), laid, place).notes
 
     for notes in launch(work, 2):
@@ -310,7 +310,7 @@ def test_ranks_that_draw_other_values_are_found_before_any_is_made() -> None:
             return Net(WIDTH, 2)
 
         changed = replace(job(), model=model)
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             try:
                 build(changed, laid, place)
             except DataError as error:
@@ -359,7 +359,7 @@ def test_no_rank_ever_holds_more_than_its_part_and_one_block(
     small = 6 << 20  # what a look at the layers leaves (4.4 MB at half the width, too), and holes in the heap
 
     def work(place: Place, report: Callable[[int], None]) -> int:
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             build(job(), laid, place)  # what is imported then
             before = _kilobytes("VmRSS")
             _forget_peak()

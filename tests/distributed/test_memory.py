@@ -162,7 +162,7 @@ PRODUCTS = (
 def test_measuring_changes_nothing(plan: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = f"{plan} recompute={recompute}"
     measured = of_texts(plan)[1]
-    monkeypatch.setattr("phalanx.train.memory._MEASURED", 0)
+    monkeypatch.setattr("phalanx.train.memory_use._MEASURED", 0)
     assert found(plan)[1] == measured
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from phalanx.comm.process_group import Place, joined
+from phalanx.comm.process_group import Place, default_process_group
 from phalanx.train.optimizers import LAMB, LARS
 
 # 2 rows on 3 ranks leave one rank without any; 5 and 7 rows divide over neither 2 nor 3.
@@ -66,7 +66,7 @@ def _start(rank, world_size, target):
         torch.set_num_threads(1)
         os.close(address_in)
         place = Place(rank=rank, world_size=world_size, local_rank=rank, store=os.read(address_out, 100).decode())
-        with joined(place, torch.device("cpu"), timeout=timedelta(seconds=30)):
+        with default_process_group(place, torch.device("cpu"), timeout=timedelta(seconds=30)):
             target(place)
         code = 0
     except BaseException:

@@ -45,7 +45,7 @@ def stepped(name: str, held: RankHoldings) -> None:
 
 def furthest(name: str, held: RankHoldings) -> float:
     """How far the parameters are from those of one process, after three steps."""
-    straight = laid_out("single").held
+    straight = laid_out("single").holdings
     stepped(name, straight)
     stepped(name, held)
     away = 0.0
@@ -62,7 +62,7 @@ def furthest(name: str, held: RankHoldings) -> float:
 def test_split_equals_whole(plan: str) -> None:
     def target(rank: int) -> None:
         for name in OPTIMIZERS:
-            held = laid_out(plan, rank).held
+            held = laid_out(plan, rank).holdings
             note_slices(held)
             assert furthest(name, held) < 1e-6, name
 
@@ -71,14 +71,14 @@ def test_split_equals_whole(plan: str) -> None:
 
 def test_without_a_note_they_would_differ() -> None:
     def target(rank: int) -> None:
-        assert furthest("lamb", laid_out("tp=2", rank).held) > 1e-3
+        assert furthest("lamb", laid_out("tp=2", rank).holdings) > 1e-3
 
     ranks(2, target)
 
 
 def test_notes_end_with_their_parameters_and_are_not_copied() -> None:
     def target(rank: int) -> None:
-        held = laid_out("tp=2", rank).held
+        held = laid_out("tp=2", rank).holdings
         note_slices(held)
         parameter = held.parameters["down"]
         assert len(groups_of_slices(parameter)) == 1

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.comm import Mesh, Place, joined
+from phalanx.comm import Mesh, Place, default_process_group
 from phalanx.config import Plan
 from phalanx.config.plan import Schedule
 from phalanx.demo.jobs.gpt import GPT, Size
@@ -72,7 +72,7 @@ class Alone:
 
 def piped(make: Callable[[], nn.Module], micros: list[Micro], plan: Plan, **how: Any) -> list[Result]:
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
-        with joined(place, CPU):
+        with default_process_group(place, CPU):
             expected = alone(make, micros)  # here: some builds of torch cannot fork once they have run backward
             module = seeded(make)
             events: list[list[Any]] = []
@@ -425,7 +425,7 @@ def test_random_numbers_are_drawn_once_and_differ_between_stages() -> None:
     plan, micros = Plan(pp=2), inputs(1, 64)
 
     def work(place: Place, report: Callable[[int], None]) -> list[list[bool]]:
-        with joined(place, CPU):
+        with default_process_group(place, CPU):
             module = seeded(Dropping)
             runner = PipelineRunner(cut(module, example(micros), plan), Mesh(plan, place.rank), CPU)
             zeros: list[list[bool]] = []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.comm import Place, joined
+from phalanx.comm import Place, default_process_group
 from phalanx.launch import launch
 from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced, sliced
 
@@ -156,7 +156,7 @@ CASES = [
 @pytest.mark.parametrize("sums", [False, True], ids=["same gradients", "summed gradients"])
 def test_every_operation_equals_the_one_on_wholes(ranks: int, sums: bool) -> None:
     def work(place: Place, report: Callable[[int], None]) -> list[str]:
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             return [wrong for case in CASES if (wrong := _difference(case, place, sums))]
 
     for rank, wrong in enumerate(launch(work, ranks)):

@@ -14,7 +14,7 @@ from small import job
 from torch import nn
 
 import phalanx as px
-from phalanx.comm import Place, joined
+from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
 from phalanx.launch import launch
 from phalanx.train.assembly import build
@@ -44,7 +44,7 @@ def losses(plan: str, spoil: Callable[[Any], None]) -> list[list[float]]:
 
     def work(place: Place, report: Callable[[int], None]) -> list[list[float]]:
         torch.set_num_threads(1)
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             found: list[list[float]] = []
             for disturb in (lambda layout: None, spoil):
                 assembly = build(job(model=Net, clip=0.05, epochs=1), chosen, place)
@@ -141,7 +141,7 @@ def test_two_builds_that_share_a_loss_train_as_a_plain_loop_does(plan: str) -> N
 
     def work(place: Place, report: Callable[[int], None]) -> list[list[float]]:
         torch.set_num_threads(1)
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             first, second = (build(one, chosen, place) for one in pair.jobs())
             return [[first.step(b).loss, second.step(b).loss] for b in each(first.loader)]
 

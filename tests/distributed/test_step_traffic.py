@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import phalanx as px
-from phalanx.comm import Place, joined, local
+from phalanx.comm import Place, default_process_group, local
 from phalanx.config import Plan
 from phalanx.config.model_costs import Profile
 from phalanx.launch import launch
 from phalanx.placement.collective_bytes import Exchange, Widths
 from phalanx.placement.step_traffic import parameters_held, peers, step_traffic
 from phalanx.train.assembly import build
-from phalanx.train.work import work_of
+from phalanx.train.traced_job import work_of
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
@@ -37,7 +37,7 @@ def counted(plans: Sequence[str]) -> Callable[..., Any]:
         torch.set_num_threads(1)
         found: list[list[Any]] = []
         for text in plans:
-            with joined(place, torch.device("cpu")):
+            with default_process_group(place, torch.device("cpu")):
                 assembly = build(job_for(text), Plan.parse(text), place)
                 batches = iter(assembly.loader)
                 for _ in range(2):

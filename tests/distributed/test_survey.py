@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.comm import Place, joined, local
+from phalanx.comm import Place, default_process_group, local
 from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import Size, gpt_job
 from phalanx.errors import RefusedError
 from phalanx.launch import launch
-from phalanx.parallel.survey import Piece, chunks
+from phalanx.parallel.survey import TensorPiece, chunks
 from phalanx.train.assembly import build, build_model
-from phalanx.train.rehearsal import outlook
+from phalanx.train.rehearsal import preview
 from phalanx.train.step import StepObserver
 
 
@@ -110,10 +110,10 @@ def moe() -> px.Job:
 def test_ranks_hold_what_was_said(job: Callable[[], px.Job], plan: str) -> None:
     made, chosen = job(), Plan.parse(f"{plan} device=cpu")
     wholes = {name: tensor.detach() for name, tensor in build_model(made).named_parameters()}
-    found = outlook(made, chosen).survey
+    found = preview(made, chosen).survey
     assert {tensor.name: tensor.shape for tensor in found.parameters} == {n: tuple(t.shape) for n, t in wholes.items()}
     for rank, seen in enumerate(launch(held_by_rank(made, chosen), chosen.world_size)):
-        held = found.held(rank)
+        held = found.shards_of(rank)
         assert seen["parameters"] == {one.tensor.name: told(one.parameter, wholes[one.tensor.name]) for one in held}
         assert seen["stepped"] == {
             one.tensor.name: told(one.stepped, wholes[one.tensor.name]) for one in held if one.stepped
@@ -127,7 +127,7 @@ def held_by_rank(job: px.Job, plan: Plan) -> Callable[..., dict[str, Any]]:
     """A worker's work: what it holds before its first step, and of gradients when they are complete."""
 
     def work(place: Place, report: Any) -> dict[str, Any]:
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             assembly = build(job, plan, place)
             layout, gradients = assembly.layout, dict[str, list[int]]()
             own = {name: local(tensor.detach()) for name, tensor in layout.module.named_parameters()}
@@ -157,7 +157,7 @@ def held_by_rank(job: px.Job, plan: Plan) -> Callable[..., dict[str, Any]]:
     return work
 
 
-def told(piece: Piece, whole: Tensor) -> list[Any]:
+def told(piece: TensorPiece, whole: Tensor) -> list[Any]:
     """The form that the survey gives a piece, and the sum over the elements that it says are in it."""
     for dim, ranges in enumerate(piece.ranges):
         index = [torch.arange(start, stop) for start, stop in ranges]
@@ -178,7 +178,7 @@ def test_what_training_refuses_is_refused() -> None:
         return module
 
     with pytest.raises(RefusedError, match="without a dimension: gain"):
-        outlook(replace(rows(), model=with_scalar), Plan.parse("fsdp=2 zero=3"))
+        preview(replace(rows(), model=with_scalar), Plan.parse("fsdp=2 zero=3"))
 
 
 def test_rows_are_dealt_out_as_torch_deals_them() -> None:
@@ -190,7 +190,7 @@ def test_rows_are_dealt_out_as_torch_deals_them() -> None:
 
 
 def test_a_piece_of_a_piece() -> None:
-    fused = Piece.whole((12, 2)).part(0, ((0, 2), (4, 6), (8, 10)))
+    fused = TensorPiece.whole((12, 2)).part(0, ((0, 2), (4, 6), (8, 10)))
     assert fused.shape == (6, 2)
     assert fused.part(0, ((1, 5),)).ranges[0] == ((1, 2), (4, 6), (8, 9))
     assert fused.part(1, ()).elements == 0

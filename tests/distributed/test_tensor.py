@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx as px
-from phalanx.comm import Place, joined
+from phalanx.comm import Place, default_process_group
 from phalanx.demo.jobs import gpt
 from phalanx.launch import launch
 from phalanx.parallel import Example
@@ -50,7 +50,7 @@ def sent(model: Callable[[int], torch.nn.Module], layers: int, sequence: bool) -
 
     def work(place: Place, report: Any) -> list[Counter[str]]:
         torch.set_num_threads(1)
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             torch.manual_seed(0)
             module = model(layers)
             example = Example(args=(IDS,), kwargs={}, batch=IDS, loss=loss)

@@ -15,13 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.comm import Place, joined
+from phalanx.comm import Place, default_process_group
 from phalanx.config.plan import Attention
 from phalanx.launch import launch
 from phalanx.parallel.context.attention import positions
 from phalanx.parallel.context.ring import meetings
 from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced, sliced
-from phalanx.parallel.local_shards.axis import joined as join
+from phalanx.parallel.local_shards.axis import concatenated as join
 from phalanx.parallel.local_shards.axis import piece
 
 attention: Any = F.scaled_dot_product_attention
@@ -109,7 +109,7 @@ CASES = [
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_equals_one_device(way: Attention, ranks: int) -> None:
     def work(place: Place, report: Callable[[int], None]) -> list[str]:
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             return [wrong for case in CASES if (wrong := _difference(case, axis_of(place, way)))]
 
     for rank, wrong in enumerate(launch(work, ranks)):
@@ -174,7 +174,7 @@ def test_dropout_drops_and_gradients_know_what(way: Attention) -> None:
 
     def work(place: Place, report: Callable[[int], None]) -> list[Any]:
         torch.manual_seed(5)
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             axis = axis_of(place, way)
             cut = Cut.zigzag(tokens, place.world_size)
             q, k, v = (piece(one, 2, cut, place.rank).clone().requires_grad_() for one in _to_drop(tokens))
@@ -215,7 +215,7 @@ def _to_drop(tokens: int) -> list[Tensor]:
 @pytest.mark.parametrize("way", WAYS)
 def test_heads_and_tokens_are_cut_at_once(way: Attention) -> None:
     def work(place: Place, report: Callable[[int], None]) -> list[float]:
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             rows: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
             columns: list[Any] = [dist.new_group([0, 2]), dist.new_group([1, 3])]
             at = divmod(place.rank, 2)
@@ -242,7 +242,7 @@ def test_heads_and_tokens_are_cut_at_once(way: Attention) -> None:
 def test_keys_that_are_whole_are_read_where_they_are(way: Attention) -> None:
     def work(place: Place, report: Callable[[int], None]) -> tuple[list[float], list[str]]:
         sent: list[str] = []
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             axis = axis_of(place, way, notice=lambda kind, _: sent.append(kind))
             cut = Cut.even(10, place.world_size)
             torch.manual_seed(2)
@@ -265,7 +265,7 @@ def test_keys_that_are_whole_are_read_where_they_are(way: Attention) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_autocast_reaches_attention(way: Attention) -> None:
     def work(place: Place, report: Callable[[int], None]) -> tuple[float, list[str]]:
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             cut = Cut.zigzag(12, place.world_size)
             torch.manual_seed(2)
             wholes = [torch.randn(2, 4, 12, 8) for _ in range(3)]
@@ -286,7 +286,7 @@ def test_autocast_reaches_attention(way: Attention) -> None:
 def test_what_is_sent() -> None:
     def work(place: Place, report: Callable[[int], None]) -> dict[str, list[list[Any]]]:
         found: dict[str, list[list[Any]]] = {}
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             for way in WAYS:
                 sent: list[list[Any]] = []
                 axis = axis_of(place, way, notice=lambda kind, tensor, to=sent: to.append([kind, tensor.numel()]))
@@ -308,7 +308,7 @@ def test_what_is_sent() -> None:
 
 def test_large_messages_pass_one_another() -> None:
     def work(place: Place, report: Callable[[int], None]) -> bool:
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             axis = axis_of(place, "ring")
             cut = Cut.even(8 * place.world_size, place.world_size)
             given = [torch.ones(64, 64, 8, 64).requires_grad_() for _ in range(3)]  # 8 MiB each

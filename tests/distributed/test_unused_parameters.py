@@ -10,7 +10,7 @@ import torch
 from small import Net, OfOutput, job
 from torch import nn
 
-from phalanx.comm import Place, joined
+from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
 from phalanx.errors import WorkerError
 from phalanx.launch import launch
@@ -35,7 +35,7 @@ def three_steps(plan: Plan, unused: str, left_out: list[bool]) -> Callable[[Plac
 
     def work(place: Place, report: Any) -> list[float]:
         torch.set_num_threads(1)
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             torch.manual_seed(0)
             layout = assemble(Branching(), job(unused=unused), plan, place)
             optimizer = torch.optim.SGD(layout.parameters.values(), lr=0.01)

@@ -27,7 +27,7 @@ from inject import (
     start_child,
 )
 
-from phalanx.comm import Place, device_for, joined
+from phalanx.comm import Place, default_process_group, device_for
 from phalanx.errors import DataError, Problem, RefusedError, RunError, WorkerError
 from phalanx.launch.local import launch
 
@@ -111,7 +111,7 @@ def test_first_failing_rank_is_named_and_not_the_one_that_lost_its_peer(how: Cal
     fault = Fault(rank=1, step=2, how=how)
 
     def target(place: Place, report: Callable[[int], None]) -> None:
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             for step in range(1000):
                 report(step)
                 fault.strike(place.rank, step)
@@ -208,7 +208,7 @@ def test_a_failed_worker_does_not_wait_for_the_others_to_leave_the_group(monkeyp
     monkeypatch.setattr(dist, "destroy_process_group", hang)
 
     def target(place: Place, report: Callable[[int], None]) -> None:
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             raise_error()
 
     error, seconds = fails(target, 2)

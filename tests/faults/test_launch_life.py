@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from inject import LIMIT, alive, noted, wait_until
 
-from phalanx.comm import Place, joined
+from phalanx.comm import Place, default_process_group
 from phalanx.launch import forked_worker
 from phalanx.launch.local import launch
 
@@ -84,7 +84,7 @@ def ended(launcher: subprocess.Popen[str], number: int, folder: Path) -> str:
 
 def test_results_come_in_rank_order_and_workers_meet() -> None:
     def target(place: Place, report: Callable[[int], None]) -> dict[str, float]:
-        with joined(place, torch.device("cpu")):
+        with default_process_group(place, torch.device("cpu")):
             total = torch.tensor(float(place.rank))
             dist.all_reduce(total)
         where = {"rank": place.rank, "local": place.local_rank, "here": place.local_world_size}
@@ -156,7 +156,7 @@ def test_leaving_a_group_never_hangs() -> None:
     # every fourth run hung where DistributedDataParallel's reducer was the last owner of the group
     def target(place: Place, report: Callable[[int], None]) -> None:
         def run() -> None:
-            with joined(place, torch.device("cpu")):
+            with default_process_group(place, torch.device("cpu")):
                 ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
                 ddp(torch.ones(2, 4)).sum().backward()
                 dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1))

@@ -24,9 +24,9 @@ from phalanx.errors import RunError
 from phalanx.launch.local import launch
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server import take_part
+from phalanx.train.parameter_server.gradient_worker import ServerLinks
 from phalanx.train.parameter_server.role import ServerProcess
 from phalanx.train.parameter_server.server_group import Address, Directory, Patience
-from phalanx.train.parameter_server.worker import ServerLinks
 
 SAMPLES, EPOCHS = 64, 6  # 4 steps an epoch
 QUICK = Patience(beat=0.05, silent=0.4, pieces=0.0, answer=5.0, back=5.0, parting=2.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.parallel.context.flash_block import Efficient, Flash, Kernel, Plain, Tile, kernel_for
+from phalanx.parallel.context.flash_block import Efficient, Flash, Kernel, Tile, UnfusedAttention, kernel_for
 from phalanx.parallel.context.ring import attend
 from phalanx.parallel.context.sdpa_args import SdpaArgs
 from phalanx.parallel.local_shards import Axis, Cut
@@ -35,7 +35,7 @@ def test_a_tile_is_what_is_written_out(
         bias = torch.rand(2, 1, rows, keys, device="cuda") > 0.5
         bias[:, :, 0], bias[:, :, 1:, 0] = False, True
     tile = Tile(q, k, v, bias, causal)
-    plain = Plain(0.3)
+    plain = UnfusedAttention(0.3)
     out, lse = kernel.forward(tile)
     expected, expected_lse = plain.forward(tile)
     assert torch.allclose(out.float(), expected.float(), atol=off)
@@ -52,7 +52,7 @@ def test_a_tile_is_what_is_written_out(
 def test_the_fast_kernel_is_chosen(dtype: torch.dtype, kernel: type) -> None:
     q, k, v = (torch.randn(2, 4, 16, 32, device="cuda", dtype=dtype) for _ in range(3))
     assert type(kernel_for(q, k, v, None, scale=None, dropout=0.0)) is kernel
-    assert type(kernel_for(q, k, v, None, scale=None, dropout=0.1)) is Plain
+    assert type(kernel_for(q, k, v, None, scale=None, dropout=0.1)) is UnfusedAttention
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -154,8 +154,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "what a mean is weighted with is the same for every micro-batch",
         "train/loss.py",
-        "return Reading(result, float(samples), samples, samples, True)",
-        "return Reading(result, 1.0, 1, samples, True)",
+        "return LossReading(result, float(samples), samples, samples, True)",
+        "return LossReading(result, 1.0, 1, samples, True)",
         ("prove mean micro=4",),
     ),
     Mutation(
@@ -181,14 +181,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "every epoch draws the same for a sample",
-        "data/rng_streams.py",
+        "data/sample_seeds.py",
         "repr((seed, epoch)).encode(), digest_size=8",
         "repr((seed, 0)).encode(), digest_size=8",
         ("fit noisy single",),
     ),
     Mutation(
         "numpy's generator is not seeded for samples",
-        "data/rng_streams.py",
+        "data/sample_seeds.py",
         "        np.random.seed(seed & 0xFFFFFFFF)\n",
         "",
         ("fit noisy single",),

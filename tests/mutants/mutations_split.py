@@ -85,21 +85,21 @@ TECHNIQUES: tuple[Mutation, ...] = (
     ),
     Mutation(
         "pp: the gradient of the first of several values that crossed is lost",
-        "parallel/pipeline/run.py",
+        "parallel/pipeline/runner.py",
         "                torch.zeros_like(leaf) if grad is None else grad\n",
         "                torch.zeros_like(leaf)\n",
         ("prove tokens pp=2 micro=4",),
     ),
     Mutation(
         "pp: backward of the weights is left out where it is done in halves",
-        "parallel/pipeline/run.py",
+        "parallel/pipeline/runner.py",
         "            passing.weights.run()\n",
         "            pass\n",
         ("prove tokens pp=2 micro=4 schedule=zero-bubble",),
     ),
     Mutation(
         "pp: the same micro-batch again and again",
-        "parallel/pipeline/run.py",
+        "parallel/pipeline/runner.py",
         "[self._work.loss(output, self._device, self._micros[micro], last)]",
         "[self._work.loss(output, self._device, self._micros[0], last)]",
         ("prove tokens pp=2 micro=4",),
@@ -246,7 +246,7 @@ TECHNIQUES: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a stage replays though what its model reads in Python has changed",
-        "parallel/pipeline/recording.py",
+        "parallel/pipeline/stage_recording.py",
         "(tape for tape in self._ready[key] if tape.state.unchanged())",
         "self._ready[key]",
         ("test unit/test_stage_replay.py",),

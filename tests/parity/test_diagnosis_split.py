@@ -294,7 +294,7 @@ def test_a_healthy_split_shows_no_pattern(plan: str, monkeypatch: pytest.MonkeyP
             diagnose_split.not_synchronised,
         )
         said.extend(pattern(evidence, pair.tolerance, given, evidence.plan) for pattern in patterns)
-        said.append(diagnose_split.apart(evidence, "end"))
+        said.append(diagnose_split.differing_copies(evidence, "end"))
         said.append("" if len(evidence.other.traces[0]) > 1 else "no trace was taken")
         return checks
 

@@ -84,11 +84,11 @@ def without_scale(func: Any, args: Any, kwargs: Any) -> Any:
     return elementwise_ops.dropped(func, args, kwargs) * (1 - kwargs["p"])
 
 
-def backward(kernel: flash_block.Plain, tile: flash_block.Tile, *rest: Tensor) -> Any:
+def backward(kernel: flash_block.UnfusedAttention, tile: flash_block.Tile, *rest: Tensor) -> Any:
     return BACKWARD(kernel, replace(tile, seed=tile.seed + 1), *rest)
 
 
-BACKWARD = flash_block.Plain.backward
+BACKWARD = flash_block.UnfusedAttention.backward
 CHECKPOINT = activation_checkpointing.checkpoint
 ALL_SAME = words(None, None, 0)
 FROZEN = words(0, None, None)
@@ -144,7 +144,15 @@ FAULTS: dict[str, tuple[str, str, Any, str, Any, str, str]] = {
         "in backward",
         "recompute",
     ),
-    "the ring draws anew": ("own GPT", "cp=2", flash_block.Plain, "backward", backward, "in backward", "recompute"),
+    "the ring draws anew": (
+        "own GPT",
+        "cp=2",
+        flash_block.UnfusedAttention,
+        "backward",
+        backward,
+        "in backward",
+        "recompute",
+    ),
 }
 
 

@@ -94,15 +94,15 @@ PLANS = (
 )
 OF_STEPS = (
     "train/loop.py:Loop",
-    "train/recorder.py:RunRecorder.stepped",
+    "train/run_recorder.py:RunRecorder.stepped",
     "train/step.py:Step.update",
-    "train/memory.py:MeasuredStep",
+    "train/memory_use.py:MeasuredStep",
     "train/evaluate.py:evaluate",
     "checkpoint/store.py:save",
 )
 COMPUTED = ("compute", "coordinator")
 WITHOUT_CLOCK = (
-    *("parallel/", "checkpoint/", "data/", "train/loop.py", "train/recorder.py"),
+    *("parallel/", "checkpoint/", "data/", "train/loop.py", "train/run_recorder.py"),
     *(f"train/parameter_server/{name}.py" for name in COMPUTED),
 )
 """Of servers and their workers; in other rooms they wait, beat and part by the clock, and what that calls is chance."""

@@ -17,7 +17,7 @@ from phalanx.comm import local
 from phalanx.parallel.parameter_server.update import Shard
 from phalanx.parallel.threads import ThreadsLayout
 from phalanx.train.grad_accumulation import GradAccumulation
-from phalanx.train.parameter_server.worker import Worker
+from phalanx.train.parameter_server.gradient_worker import Worker
 from phalanx.train.step import Step
 from phalanx.verify import Proof
 

@@ -20,7 +20,7 @@ from torch import nn
 import phalanx as px
 from phalanx.data import GlobalBatchSampler, read_ledger
 from phalanx.verify.witness import Witness, why_not
-from phalanx.verify.witness.loop import rates
+from phalanx.verify.witness.plain_loop import rates
 from phalanx.verify.witness.samples import GlobalBatches, KeyedOrder
 
 SOURCE = Path(px.__file__).parent
@@ -362,6 +362,6 @@ def test_it_calls_nothing_that_it_judges(make: Any, masks: bool) -> None:
         Witness.of(one, 2, precision="bf16", keyed_masks=masks)
     finally:
         sys.setprofile(None)
-    assert "verify/witness/loop.py" in called, "the look-out sees nothing"
+    assert "verify/witness/plain_loop.py" in called, "the look-out sees nothing"
     demo = {path for path in called if path.startswith("demo/jobs/")}  # models that a job here takes from there
     assert called - witness_and_spec - USERS - demo == set()

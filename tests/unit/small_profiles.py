@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from phalanx.trace import Operation, Part, Profile, Saved, Size, Weights
+from phalanx.trace import ModelPart, Operation, Profile, Saved, SizeLaw, Weights
 
 
 def transformer(
     *, layers: int = 8, width: int = 256, heads: int = 8, vocabulary: int = 1000, length: int = 512
 ) -> Profile:
     """A decoder with fused attention."""
-    tokens, inner = Size(1, 1, 1), 4 * width
+    tokens, inner = SizeLaw(1, 1, 1), 4 * width
 
     def linear(given: int, made: int, share: str) -> tuple[Operation, list[Operation]]:
-        def product(m: Size, n: Size, k: Size, weights: bool = False) -> Operation:
-            dims = (Size(1), m, n, k)
+        def product(m: SizeLaw, n: SizeLaw, k: SizeLaw, weights: bool = False) -> Operation:
+            dims = (SizeLaw(1), m, n, k)
             return Operation(kind="matmul", name="mm", dims=dims, share=share, weights=weights)  # type: ignore[arg-type]
 
-        one, two = Size(given), Size(made)
+        one, two = SizeLaw(given), SizeLaw(made)
         return product(tokens, two, one), [product(tokens, one, two), product(two, one, tokens, True)]
 
     def moving(elements: float, share: str) -> Operation:
-        return Operation(kind="memory", name="norm", traffic=Size(elements, 1, 1), share=share)  # type: ignore[arg-type]
+        return Operation(kind="memory", name="norm", traffic=SizeLaw(elements, 1, 1), share=share)  # type: ignore[arg-type]
 
-    mixed = (Size(1, 1), Size(heads), Size(heads), Size(1, 0, 1), Size(1, 0, 1), Size(width // heads))
+    mixed = (SizeLaw(1, 1), SizeLaw(heads), SizeLaw(heads), SizeLaw(1, 0, 1), SizeLaw(1, 0, 1), SizeLaw(width // heads))
     pairs = [
         linear(width, 3 * width, "column"),
         linear(width, width, "row"),
@@ -33,7 +33,7 @@ def transformer(
     forward.append(Operation(kind="attention", name="sdpa", dims=mixed, share="inner", causal=True))
     backward = [moving(6 * width, "tokens"), *(each for _, two in pairs for each in two)]
     backward.append(Operation(kind="attention", name="sdpa_backward", dims=mixed, share="inner", causal=True))
-    block = Part(
+    block = ModelPart(
         name="blocks.0",
         role="block",
         count=layers,
@@ -44,22 +44,22 @@ def transformer(
             Weights(elements=4 * width, tensors=4),
         ),
         saved=(
-            Saved(elements=Size(4.0 * width, 1, 1), share="tokens", cheap=True),
-            Saved(elements=Size(8.0 * width, 1, 1), share="inner"),
+            Saved(elements=SizeLaw(4.0 * width, 1, 1), share="tokens", cheap=True),
+            Saved(elements=SizeLaw(8.0 * width, 1, 1), share="inner"),
         ),
-        entry=Size(width, 1, 1),
-        working=Size(4.0 * width, 1, 1),
+        entry=SizeLaw(width, 1, 1),
+        working=SizeLaw(4.0 * width, 1, 1),
     )
     head, back = linear(width, vocabulary, "column")
-    before = Part(name="(before)", role="before", weights=(Weights(elements=vocabulary * width, share="inner"),))
-    after = Part(
+    before = ModelPart(name="(before)", role="before", weights=(Weights(elements=vocabulary * width, share="inner"),))
+    after = ModelPart(
         name="(after)",
         role="after",
         forward=(head,),
         backward=tuple(back),
         weights=(Weights(elements=vocabulary * width, share="inner"),),
-        saved=(Saved(elements=Size(vocabulary, 1, 1), itemsize=4, share="inner"),),
-        entry=Size(width, 1, 1),
+        saved=(Saved(elements=SizeLaw(vocabulary, 1, 1), itemsize=4, share="inner"),),
+        entry=SizeLaw(width, 1, 1),
     )
     return Profile(parts=(before, block, after), length=length, heads=heads)
 

@@ -13,12 +13,12 @@ from phalanx.config import Cluster, Host, Network
 from phalanx.errors import SpecError
 from phalanx.forecast.network import Fabric, collective
 from phalanx.forecast.rates import Core, Wires, rates
-from phalanx.forecast.step import StepTime, _others, crowded
+from phalanx.forecast.step_time import StepTime, _others, crowded
 from phalanx.hardware import calibrate, cluster
 from phalanx.hardware.calibrate import Sweeps, busy_share, calibrated
-from phalanx.hardware.exchanges import Exchange
+from phalanx.hardware.exchanges import MeasuredExchange
 from phalanx.hardware.probe import cpu_group
-from phalanx.hardware.sweeps import QUICK, Point, operations, sweep
+from phalanx.hardware.sweeps import QUICK, Measurement, operations, sweep
 
 PEAK, OPERAND, FLOOR = 150e9, 3e-10, 2e-6
 NEAR, FAR, CACHE, FRESH = 80e9, 12e9, 4e6, 3e-10
@@ -26,34 +26,38 @@ SHAPES = [(32, 256, 64), (8, 1024, 1024), (512, 384, 384), (1024, 1024, 1024), (
 COUNTS = (10_000, 100_000, 200_000, 400_000, 1_000_000, 3_000_000)
 
 
-def made_up(*, returned: bool = False, slower: float = 1.0) -> list[Point]:
+def made_up(*, returned: bool = False, slower: float = 1.0) -> list[Measurement]:
     """A sweep of a machine whose constants are known."""
     points = [
-        Point(kind="floor", name="call", sizes=(1.0,), seconds=FLOOR),
-        Point(kind="floor", name="linear", sizes=(120.0,), seconds=120 * 7e-6),
+        Measurement(kind="floor", name="call", sizes=(1.0,), seconds=FLOOR),
+        Measurement(kind="floor", name="linear", sizes=(120.0,), seconds=120 * 7e-6),
     ]
     for name, peak in (("fp32", PEAK), ("bf16", PEAK / 2)):
         for m, n, k in SHAPES:
             seconds = FLOOR + 2 * m * n * k / peak + OPERAND * (m * n + m * k + n * k)
-            points.append(Point(kind="product", name=name, sizes=(m, n, k), seconds=slower * seconds))
+            points.append(Measurement(kind="product", name=name, sizes=(m, n, k), seconds=slower * seconds))
     for m, n, k in ((25088, 32, 9), (25088, 32, 288), (6272, 64, 576)):
         flops = 2 * m * n * k
         for backward, turns in ((False, 1), (True, 2)):
             seconds = FLOOR + turns * flops / (0.8 * PEAK) * (1 + 20 / min(m, n, k))
-            points.append(Point(kind="convolution", name="fp32", sizes=(m, n, k), seconds=seconds, backward=backward))
+            points.append(
+                Measurement(kind="convolution", name="fp32", sizes=(m, n, k), seconds=seconds, backward=backward)
+            )
     for backward, flops in ((False, 4), (True, 10)):
         seconds = FLOOR + flops / 2 * 8 * 4 * 64**2 * 32 / (0.25 * PEAK)
-        points.append(Point(kind="attention", name="fp32", sizes=(8, 4, 64, 32), seconds=seconds, backward=backward))
+        points.append(
+            Measurement(kind="attention", name="fp32", sizes=(8, 4, 64, 32), seconds=seconds, backward=backward)
+        )
     points += [
-        Point(kind="stream", name="add", sizes=(3 * count, 4 * count), seconds=slower * _stream(count, returned))
+        Measurement(kind="stream", name="add", sizes=(3 * count, 4 * count), seconds=slower * _stream(count, returned))
         for count in COUNTS
     ]
     gelu = FLOOR + _traffic(4 * 2e5) + 2e5 * 2e-10
-    points.append(Point(kind="named", name="gelu", sizes=(2e5, 1e5), seconds=gelu))
+    points.append(Measurement(kind="named", name="gelu", sizes=(2e5, 1e5), seconds=gelu))
     for name, each in (("adamw", 5e-9), ("sgd", 1e-9)):
         for tensors, count in ((20, 20_000), (8, 4_800_000)):
             seconds = tensors * 4e-5 + count * (each + (2e-9 if returned else 0.0))
-            points.append(Point(kind="optimizer", name=name, sizes=(count, tensors), seconds=seconds))
+            points.append(Measurement(kind="optimizer", name=name, sizes=(count, tensors), seconds=seconds))
     return points
 
 
@@ -66,9 +70,9 @@ def _traffic(moved: float) -> float:
     return moved * (away / FAR + (1 - away) / NEAR)
 
 
-def exchanged() -> list[Exchange]:
+def exchanged() -> list[MeasuredExchange]:
     return [
-        Exchange(kind=kind, ranks=ranks, size=size, seconds=1e-4 * ranks + size * ranks * 1e-10)
+        MeasuredExchange(kind=kind, ranks=ranks, size=size, seconds=1e-4 * ranks + size * ranks * 1e-10)
         for kind in ("all-reduce", "all-gather", "reduce-scatter", "send")
         for ranks in (2, 4)
         for size in (4096, 65536, 2**20, 2**23)
@@ -121,14 +125,16 @@ class TestFitting:
         assert (found["near"], found["far"]) == pytest.approx((NEAR, FAR), rel=0.05)
 
     def test_no_constant_is_negative(self) -> None:
-        points = [Point(kind="product", name="fp32", sizes=(m, n, k), seconds=m * n * k / PEAK) for m, n, k in SHAPES]
+        points = [
+            Measurement(kind="product", name="fp32", sizes=(m, n, k), seconds=m * n * k / PEAK) for m, n, k in SHAPES
+        ]
         peak, operand = calibrate.products(points, floor=1e-5)
         assert peak > 0 <= operand
 
     def test_beyond_the_cache_a_byte_takes_longer(self) -> None:
         points = [
             *exchanged(),
-            Exchange(kind="send", ranks=2, size=3 * 2**23, seconds=2e-4 + 2**23 * (2e-10 + 2 * 1e-9)),
+            MeasuredExchange(kind="send", ranks=2, size=3 * 2**23, seconds=2e-4 + 2**23 * (2e-10 + 2 * 1e-9)),
         ]
         lines = calibrate.lines(points)
         assert lines["send.2.far"] == pytest.approx(1e-9, rel=0.01)
@@ -138,7 +144,7 @@ class TestFitting:
         assert seconds[1] - seconds[0] == pytest.approx(2**23 * 1e-9, rel=0.01)
 
     def test_lines_of_a_flat_collective_are_starts_only(self) -> None:
-        flat = [Exchange(kind="send", ranks=2, size=size, seconds=1e-4) for size in (1e3, 1e5, 1e6)]
+        flat = [MeasuredExchange(kind="send", ranks=2, size=size, seconds=1e-4) for size in (1e3, 1e5, 1e6)]
         assert calibrate.lines(flat) == pytest.approx({"send.2.start": 1e-4, "send.2.byte": 0.0}, abs=1e-12)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.compression import Codec, Feedback, codec, lane, message, read
-from phalanx.parallel.compression.error_feedback import Bucket, LeftOut
+from phalanx.parallel.compression.error_feedback import CompressedBucket, LeftOut
 
 ALL = ("fp16", "bf16", "int8", "topk:0.01", "topk:0.3")
 COUNTS = (0, 1, 2, 3, 255, 256, 257, 1000, 70_001)
@@ -150,9 +150,9 @@ def test_what_is_left_out_follows_its_parameters_into_other_buckets() -> None:
     shapes = {"a": torch.Size((2, 3)), "b": torch.Size((4,)), "c": torch.Size(())}
     left_out = LeftOut({name: torch.zeros(shape) for name, shape in shapes.items()})
 
-    def bucket(*names: str) -> Bucket:
+    def bucket(*names: str) -> CompressedBucket:
         sizes = tuple(shapes[name] for name in names)
-        return Bucket(names=names, shapes=sizes, flat=torch.zeros(sum(size.numel() for size in sizes)))
+        return CompressedBucket(names=names, shapes=sizes, flat=torch.zeros(sum(size.numel() for size in sizes)))
 
     left_out.of(bucket("a", "b")).copy_(torch.arange(10.0))
     left_out.of(bucket("c")).fill_(10.0)

@@ -174,7 +174,7 @@ class TestChanges:
             if number == 1:
                 start = max(loader.next_step for loader in loaders)
                 for loader in loaders:
-                    loader.deal((3, 1), start)
+                    loader.set_weights((3, 1), start)
         assert seen == even
         assert 2 <= start < 10
         assert counts == [(4, 4)] * start + [(6, 2)] * (10 - start)
@@ -185,14 +185,14 @@ class TestChanges:
         for step in loader:
             counts.append(step.here)
             if step.step == 2:
-                loader.deal((3, 1), loader.next_step)
+                loader.set_weights((3, 1), loader.next_step)
         assert counts == [4] * 3 + [6] * 7
 
     def test_not_a_stream_that_others_read(self) -> None:
         loader = Loader(Counting(40), a_job(shuffle=None, workers=1), Lane(parts=2, weights=(1, 1)), micro=None)
         assert not loader.deals_here
         with pytest.raises(ValueError, match="by themselves"):
-            loader.deal((3, 1), 5)
+            loader.set_weights((3, 1), 5)
 
     def test_evaluation_sees_each_sample_once(self) -> None:
         lanes = [Lane(first=part, parts=2, weights=(3, 1), alike=False) for part in range(2)]

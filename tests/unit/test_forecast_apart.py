@@ -10,8 +10,8 @@ from small_profiles import transformer
 
 from phalanx.config import Cluster, Plan
 from phalanx.forecast import Forecast, Preset, Work, forecast
-from phalanx.forecast.gradient_sync import averaged, served
-from phalanx.forecast.kernels import Setting
+from phalanx.forecast.gradient_sync import averaged, server_time
+from phalanx.forecast.kernels import DeviceSetting
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.memory import memory
 from phalanx.forecast.network import Fabric
@@ -28,11 +28,11 @@ WORK = Work(profile=transformer(layers=12, width=1024, heads=16, vocabulary=3000
 MIXED = "8xA100+8xV100-32GB"
 
 
-def setting(per_node: int = 8) -> Setting:
+def setting(per_node: int = 8) -> DeviceSetting:
     """A link of 100 GB/s, a network of 10 GB/s a node, 20 GB/s to the host; memory moves 1 TB/s, a host's 0.1 TB/s."""
     fabric = Fabric(inside=100e9, node=10e9, per_node=per_node, wires=WIRES)
     rates = Rates(peak={"fp32": 1e12}, bandwidth=1e12, kernels=Kernels(stream=1.0))
-    return Setting(rates=rates, fabric=fabric, preset=PLAIN, precision="fp32", host=20e9, processor=100e9)
+    return DeviceSetting(rates=rates, fabric=fabric, preset=PLAIN, precision="fp32", host=20e9, processor=100e9)
 
 
 def layouts(*texts: str, batch: int = 64) -> Layouts:
@@ -126,7 +126,7 @@ class TestServers:
         ],
     )
     def test_take_what_links_and_hosts_allow(self, text: str, computing: float, seconds: float) -> None:
-        found = served(GIANT, np.array([computing]), layouts(text), setting())
+        found = server_time(GIANT, np.array([computing]), layouts(text), setting())
         assert found[0] == pytest.approx(seconds, abs=1e-12)
 
     def test_hold_the_optimizer(self) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_forecast_apart import GIANT, PLAIN, WORK, layouts, setting, told
 
-from phalanx.forecast.gradient_sync import averaged, averaging, served
+from phalanx.forecast.gradient_sync import averaged, averaging, server_time
 from phalanx.forecast.memory import memory
 
 ALL = ("fp16", "bf16", "int8", "topk:0.01", "powersgd:4")
@@ -44,7 +44,7 @@ def test_what_replicas_average_now_and_then_is_smaller_too() -> None:
 
 
 def test_servers_get_less_and_give_as_much() -> None:
-    found = served(GIANT, np.array([1.0]), layouts("dp=4 server=1 compress=int8"), setting())
+    found = server_time(GIANT, np.array([1.0]), layouts("dp=4 server=1 compress=int8"), setting())
     # 4 workers push 260/256 GB each into 20 GB/s, pull 4 GB; encoding moves 97 bytes, and reading 17 for each of 4
     assert found[0] == pytest.approx(0.2 * 260 / 256 + 0.8 + 0.76 + 0.097 + 0.68)
 

@@ -18,9 +18,9 @@ from phalanx.demo.jobs import gpt
 from phalanx.errors import PhalanxError
 from phalanx.forecast import Work, forecast
 from phalanx.planner import Question, refuse
-from phalanx.planner.advise import foretell
-from phalanx.planner.scale import told
-from phalanx.train.work import steps_of, work_of
+from phalanx.planner.advise import forecast_plan
+from phalanx.planner.scale import forecast_to_dict
+from phalanx.train.traced_job import steps_of, work_of
 
 PLAIN = "dp=4 fsdp=2"
 PLANS: Mapping[str, tuple[str, str]] = {
@@ -98,7 +98,7 @@ def answer(text: str, there: Cluster, what: Work | None = None) -> tuple[Any, tu
         refuse(plan, what, there)
     except PhalanxError as error:
         return str(error), ()
-    found = told(forecast(what, plan, there))
+    found = forecast_to_dict(forecast(what, plan, there))
     notes = tuple(found.pop("notes"))
     return {name: value for name, value in found.items() if name not in ("plan", "cluster")}, notes
 
@@ -166,7 +166,7 @@ def test_every_field_of_a_job_is_looked_at() -> None:
 def of_job(given: Job) -> tuple[Any, tuple[str, ...]]:
     there = machines()
     question = Question(work=work_of(given), cluster=there, precision="fp32", steps=steps_of(given) or 0)
-    found = foretell(question, Plan.parse("dp=8")).to_dict()
+    found = forecast_plan(question, Plan.parse("dp=8")).to_dict()
     notes = tuple(found.pop("notes"))
     return found, notes
 

@@ -12,34 +12,38 @@ import pytest
 from phalanx.config import Plan
 from phalanx.forecast import PHALANX, Preset
 from phalanx.forecast.layouts import Layouts
-from phalanx.forecast.memory import Memory, memory
+from phalanx.forecast.memory import MemoryForecast, memory
 from phalanx.forecast.saved_activations import ranks
-from phalanx.trace import Operation, Part, Profile, Saved, Shape, Size, Weights
+from phalanx.trace import ModelPart, Operation, Profile, Saved, Shape, SizeLaw, Weights
 from published.subject import NAMED
 
 PLAIN = Preset(name="plain", reserved=1.0)
 
 
-def needed(profile: Profile, *plans: str, batch: int = 8, preset: Preset = PLAIN, precision: str = "fp32") -> Memory:
+def needed(
+    profile: Profile, *plans: str, batch: int = 8, preset: Preset = PLAIN, precision: str = "fp32"
+) -> MemoryForecast:
     layouts = Layouts.of([Plan.parse(text) for text in plans], batch, profile.length)
     return memory(profile, layouts, preset, precision, 8.0)
 
 
-def layer(inputs: int, outputs: int, count: int = 1) -> Part:
+def layer(inputs: int, outputs: int, count: int = 1) -> ModelPart:
     """A linear layer, of which backward needs the input; 7 numbers a sample come and go."""
-    return Part(
+    return ModelPart(
         name="layer",
         role="block",
         count=count,
-        forward=(_product(Size(1.0, 1.0), outputs, inputs),),
+        forward=(_product(SizeLaw(1.0, 1.0), outputs, inputs),),
         weights=(Weights(elements=inputs * outputs, share="inner"), Weights(elements=outputs)),
-        entry=Size(float(inputs), 1.0),
-        working=Size(7.0, 1.0),
+        entry=SizeLaw(float(inputs), 1.0),
+        working=SizeLaw(7.0, 1.0),
     )
 
 
-def _product(rows: Size, columns: int, inner: int) -> Operation:
-    return Operation(kind="matmul", name="mm", dims=(Size(1.0), rows, Size(float(columns)), Size(float(inner))))
+def _product(rows: SizeLaw, columns: int, inner: int) -> Operation:
+    return Operation(
+        kind="matmul", name="mm", dims=(SizeLaw(1.0), rows, SizeLaw(float(columns)), SizeLaw(float(inner)))
+    )
 
 
 MLP = Profile(parts=(layer(9, 20), layer(20, 5)))
@@ -100,8 +104,8 @@ def test_a_rank_makes_its_values_piece_by_piece(plan: str, beyond: int) -> None:
 
 def test_where_the_start_is_the_peak_it_is_said() -> None:
     """A step of SGD on little that learns, of one large table that does not."""
-    table = Part(name="table", role="before", count=1, weights=(Weights(elements=0, frozen=10**6),))
-    profile = Profile(parts=(replace(table, entry=Size(1.0, 1.0)), *MLP.parts))
+    table = ModelPart(name="table", role="before", count=1, weights=(Weights(elements=0, frozen=10**6),))
+    profile = Profile(parts=(replace(table, entry=SizeLaw(1.0, 1.0)), *MLP.parts))
     layouts = Layouts.of([Plan.parse("tp=2")], 8, 1)
     found = memory(profile, layouts, PLAIN, "fp32", 0.0)
     peak = {name: float(size[0]) for name, size in found.at_peak().items()}
@@ -144,7 +148,7 @@ def test_on_a_cpu_the_host_s_memory_is_the_device_s() -> None:
     assert (found.parameters[0], found.optimizer[0]) == (2 * 4 * NUMBERS, 8 * NUMBERS)
 
 
-STACK = Profile(parts=(replace(layer(16, 16, count=8), saved=(Saved(elements=Size(30.0, 1.0), share="inner"),)),))
+STACK = Profile(parts=(replace(layer(16, 16, count=8), saved=(Saved(elements=SizeLaw(30.0, 1.0), share="inner"),)),))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +189,7 @@ def test_a_heavy_head_leaves_its_rank_fewer_blocks() -> None:
 
 
 def product_of(width: float) -> Operation:
-    return Operation(kind="matmul", name="mm", dims=(Size(1.0), Size(1.0, 1.0), Size(width), Size(1.0)))
+    return Operation(kind="matmul", name="mm", dims=(SizeLaw(1.0), SizeLaw(1.0, 1.0), SizeLaw(width), SizeLaw(1.0)))
 
 
 GPT = Shape(family="gpt", layers=2, hidden=6144, heads=64, vocabulary=51200, length=2048, dropout=0.1)
@@ -234,9 +238,9 @@ def test_many_at_once_are_as_each_alone(name: str) -> None:
     together = needed(profile, *AXES, batch=64, preset=NAMED[name], precision="bf16")
     for index in range(0, len(AXES), 7):
         alone = needed(profile, AXES[index], batch=64, preset=NAMED[name], precision="bf16")
-        for one in fields(Memory):
+        for one in fields(MemoryForecast):
             assert getattr(together, one.name)[index] == pytest.approx(getattr(alone, one.name)[0])
-    parts = sum(getattr(together, one.name) for one in fields(Memory) if one.name not in ("start",))
+    parts = sum(getattr(together, one.name) for one in fields(MemoryForecast) if one.name not in ("start",))
     assert np.maximum(parts, together.start + together.reserve) == pytest.approx(together.reserved)
     peak = together.at_peak()
     assert sum(peak.values()) == pytest.approx(together.reserved)

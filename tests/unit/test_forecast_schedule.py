@@ -10,18 +10,20 @@ import pytest
 
 from phalanx.config import Plan
 from phalanx.forecast.layouts import SCHEDULES, Layouts
-from phalanx.forecast.pipeline import Lanes, Pipeline, duration, pipeline, simulated
+from phalanx.forecast.pipeline import Lanes, PipelineTimes, duration, pipeline, simulated
 from phalanx.placement.schedules import bubble, order, timed
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2, "dualpipev": 2}
 
 
-def unit(schedule: str, ranks: int, micros: int, chunks: int | None = None, **given: float) -> Pipeline:
+def unit(schedule: str, ranks: int, micros: int, chunks: int | None = None, **given: float) -> PipelineTimes:
     """Every stage takes 1 forward, 1 backward for inputs and 1 for weights."""
     stages = chunks or CHUNKS[schedule]
     each = (float(stages),) * ranks
     times = {"forward": each, "inputs": each, "weights": each}
-    return Pipeline(schedule=schedule, ranks=ranks, chunks=stages, micros=micros, send=given.get("send", 0.0), **times)
+    return PipelineTimes(
+        schedule=schedule, ranks=ranks, chunks=stages, micros=micros, send=given.get("send", 0.0), **times
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -59,7 +61,7 @@ def test_what_is_extrapolated_is_what_would_be_run(schedule: str, monkeypatch: p
         return tuple(chunks * draw.uniform(0.9, 1.1) for _ in range(3))
 
     forward, inputs, weights = times(), times(), times()
-    long = Pipeline(
+    long = PipelineTimes(
         schedule=schedule, ranks=3, chunks=chunks, micros=60, forward=forward, inputs=inputs, weights=weights, send=0.0
     )
     short = duration(long)
@@ -71,7 +73,7 @@ def test_what_is_extrapolated_is_what_would_be_run(schedule: str, monkeypatch: p
 
 def test_sending_makes_it_longer_and_a_slow_rank_sets_the_pace() -> None:
     assert duration(unit("1f1b", 4, 8, send=0.5)) > duration(unit("1f1b", 4, 8))
-    slow = Pipeline(
+    slow = PipelineTimes(
         schedule="1f1b", ranks=3, chunks=1, micros=30, forward=(1, 2, 1), inputs=(1, 2, 1), weights=(1, 2, 1), send=0.0
     )
     assert 30 * 6 <= duration(slow) <= 30 * 6 + 2 * 3 * 2

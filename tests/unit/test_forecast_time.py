@@ -11,15 +11,15 @@ from small_profiles import LARGE, transformer
 from phalanx.config import Cluster, Plan
 from phalanx.errors import RefusedError
 from phalanx.forecast import Forecast, Work, forecast
-from phalanx.forecast.kernels import Setting, Shapes, price
+from phalanx.forecast.kernels import DeviceSetting, Shapes, price
 from phalanx.forecast.network import Fabric, collective
 from phalanx.forecast.operation_arrays import Array, table
 from phalanx.forecast.presets import PHALANX
 from phalanx.forecast.rates import Wires, rates
-from phalanx.forecast.step import StepTime
+from phalanx.forecast.step_time import StepTime
 from phalanx.forecast.uncertainty import interval, quantile, quantiles, technique
 from phalanx.hardware import cluster, entry
-from phalanx.trace import Operation, Part, Profile, Size
+from phalanx.trace import ModelPart, Operation, Profile, SizeLaw
 
 SMALL, BIG = transformer(length=128), transformer(**LARGE)  # type: ignore[arg-type]
 FABRIC = Fabric(inside=300e9, node=200e9, per_node=8, wires=Wires())
@@ -32,13 +32,13 @@ def told(plan: str, on: str = "8xA100-80GB", profile: Profile = BIG, batch: int 
 
 def product(m: float, n: float, k: float, device: str = "A100-80GB") -> tuple[float, float]:
     """Seconds of a matrix product in bf16, and its FLOP."""
-    dims = (Size(1.0), Size(m), Size(n), Size(k))
-    part = Part(name="one", role="block", forward=(Operation(kind="matmul", name="mm", dims=dims),))
+    dims = (SizeLaw(1.0), SizeLaw(m), SizeLaw(n), SizeLaw(k))
+    part = ModelPart(name="one", role="block", forward=(Operation(kind="matmul", name="mm", dims=dims),))
     one = np.ones(1)
     shapes = Shapes(
         **{each.name: one * (each.name not in ("sequence", "returned")) for each in fields(Shapes)},
     )
-    setting = Setting(rates=rates(entry(device).device), fabric=FABRIC, preset=PHALANX, precision="bf16")
+    setting = DeviceSetting(rates=rates(entry(device).device), fabric=FABRIC, preset=PHALANX, precision="bf16")
     priced = price(table(Profile(parts=(part,))), shapes, setting)
     return float(priced.seconds[0, 0]), float(priced.flops[0, 0])
 

@@ -49,4 +49,4 @@ def test_a_fragment_reads_and_writes_what_it_names() -> None:
     assert transposed.tolist() == [[1, 4], [2, 5], [3, 6]]
     pieces = dict(fragment.cut(flat))
     assert pieces["transposed"].tolist() == [[0, 3], [1, 4], [2, 5]]
-    assert torch.equal(fragment.joined(pieces), flat)
+    assert torch.equal(fragment.flat(pieces), flat)

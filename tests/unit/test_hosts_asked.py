@@ -8,7 +8,7 @@ import pytest
 
 import phalanx as px
 from phalanx.errors import SpecError
-from phalanx.launch.hosts import Link, link
+from phalanx.launch.hosts import HostLink, link
 from phalanx.launch.hosts.host_process import Quotas
 from phalanx.units import parse_bit_rate, parse_seconds, parse_share
 
@@ -44,19 +44,21 @@ def test_everything_wrong_is_told_at_once() -> None:
 
 
 def test_a_link_as_commands() -> None:
-    link = Link.parse("100mbit", "20ms", "0.1%")
+    link = HostLink.parse("100mbit", "20ms", "0.1%")
     assert link.limit("net0") == ["qdisc add dev net0 root handle 1: tbf rate 100000000bit burst 50028 limit 1250000"]
     assert link.hold("net0") == [
         *link.limit("net0"),
         "qdisc add dev net0 parent 1:1 handle 10: netem delay 20000us loss 0.100000% limit 101000",
     ]
-    assert Link.parse(delay="1ms").hold("net0")[0].startswith("qdisc add dev net0 root handle 10: netem delay 1000us")
-    assert Link().hold("net0") == []
+    assert (
+        HostLink.parse(delay="1ms").hold("net0")[0].startswith("qdisc add dev net0 root handle 10: netem delay 1000us")
+    )
+    assert HostLink().hold("net0") == []
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "tool", lambda program: None if program == "tc" else program)
-    problem = link.lacking(Link())
+    problem = link.lacking(HostLink())
     assert problem is not None
     assert (problem.given, problem.fix) == ("a machine without the program tc", "apt-get install iproute2")
 

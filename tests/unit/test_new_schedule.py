@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.placement.schedules.schedule import Action, PipelineSchedule
+from phalanx.placement.schedules.pipeline_schedule import Action, PipelineSchedule
 from phalanx.placement.schedules.schedule_1f1b import alternating
 
 
@@ -37,7 +37,7 @@ EDITS = {
         ('"gpipe", "1f1b",', '"gpipe", "eager", "1f1b",'),
         ('{"gpipe": 1,', '{"gpipe": 1, "eager": 1,'),
     ],
-    "placement/schedules/table.py": [
+    "placement/schedules/all_schedules.py": [
         ("from phalanx.placement.schedules.gpipe", "from phalanx.placement.schedules.eager import EAGER\nOLD"),
         ("(GPIPE,", "(GPIPE, EAGER,"),
     ],

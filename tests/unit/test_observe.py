@@ -17,7 +17,7 @@ from phalanx.events import EventLog, faults
 from phalanx.report import trackers
 from phalanx.report.drawing import draw
 from phalanx.report.progress import Event, Follower, StepPace, Viewer, progress, step_text
-from phalanx.report.sample_audit import SamplesSeen, seen, seen_table
+from phalanx.report.sample_audit import SamplesSeen, samples_seen, seen_table
 from phalanx.report.summary import RunSummary, idle_share, summarise, summary_of
 from phalanx.report.tables import memory_table, proof_table, scaled, scaling_table, settings_table, summary_table
 
@@ -205,7 +205,7 @@ class TestSeen:
     def seen(self, tmp_path: Path, steps: list[list[int]], **changes: Any) -> SamplesSeen:
         write(tmp_path, [start(**{"samples": 10, "batch": 4, **changes})])
         ledger(tmp_path, steps)
-        return seen(tmp_path)
+        return samples_seen(tmp_path)
 
     @pytest.mark.parametrize(
         ("steps", "answer"),
@@ -241,7 +241,7 @@ class TestSeen:
         before = {name: value for name, value in start().items() if name not in ("samples", "drop_last")}
         write(tmp_path, [before])
         with pytest.raises(DataError, match="an earlier version"):
-            seen(tmp_path)
+            samples_seen(tmp_path)
 
 
 class TestTables:

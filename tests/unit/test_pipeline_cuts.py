@@ -13,12 +13,12 @@ from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import GPT, Size
 from phalanx.errors import RefusedError
 from phalanx.parallel import Example
-from phalanx.parallel.pipeline import Pipeline, cut
+from phalanx.parallel.pipeline import CutPipeline, cut
 from phalanx.parallel.pipeline.backward import input_half
 from phalanx.parallel.pipeline.cuts import balanced
 
 
-def looked_at(module: nn.Module, plan: Plan, *args: Any) -> Pipeline:
+def looked_at(module: nn.Module, plan: Plan, *args: Any) -> CutPipeline:
     return cut(module, Example(args=args, kwargs={}, batch=None, loss=lambda output, _: output), plan)
 
 

@@ -13,8 +13,8 @@ from phalanx.config import Plan
 from phalanx.errors import RefusedError, SpecError
 from phalanx.forecast import Forecast, StepTime, Work, forecast
 from phalanx.hardware import cluster, names
-from phalanx.planner import Bill, Curve, Goal, Point, Question, advise, bill, prices, rank, scale, shortfall
-from phalanx.planner.advise import foretell
+from phalanx.planner import Bill, Curve, Goal, Question, ScalingPoint, advise, bill, prices, rank, scale, shortfall
+from phalanx.planner.advise import forecast_plan
 from phalanx.planner.explain import PARTS, tied
 from phalanx.planner.question import precision_for
 from phalanx.planner.rank import neighbours
@@ -140,7 +140,7 @@ class TestShortfall:
 
     def test_a_given_plan_is_changed_in_one_thing_first(self) -> None:
         asked = question()
-        found = foretell(asked, Plan(dp=8, precision="bf16"))
+        found = forecast_plan(asked, Plan(dp=8, precision="bf16"))
         assert found.shortfall is not None
         assert found.shortfall.changes[0].words.startswith('--plan "')
         assert all(change.spare >= 0 for change in found.shortfall.changes)
@@ -166,7 +166,7 @@ def _changed(asked: Question, words: str) -> Question:
 def curve_of(steps: list[float], *, share: float = 0.5, money: float = 0.0, budget: float = 0.0) -> Curve:
     """A curve with these seconds a step on 1, 2, 4, ... devices."""
     whole = forecast(Work(profile=transformer(), batch=32), Plan(), cluster("A100"))
-    points: list[Point] = []
+    points: list[ScalingPoint] = []
     for at, step in enumerate(steps):
         one: Forecast = replace(whole, seconds={"products": step})
         paid = Bill(
@@ -174,12 +174,12 @@ def curve_of(steps: list[float], *, share: float = 0.5, money: float = 0.0, budg
         )
         gain = steps[at - 1] / step - 1 if at else 0.0
         points.append(
-            Point(devices=2**at, forecast=one, speed_up=steps[0] / step, efficiency=1.0, gain=gain, bill=paid)
+            ScalingPoint(devices=2**at, forecast=one, speed_up=steps[0] / step, efficiency=1.0, gain=gain, bill=paid)
         )
     return Curve(points=tuple(points), without={}, share=share, steps=1, budget=budget)
 
 
-def at(point: Point | None) -> int | None:
+def at(point: ScalingPoint | None) -> int | None:
     return point.devices if point else None
 
 

@@ -17,7 +17,7 @@ from phalanx.demo.jobs import gpt
 from phalanx.errors import ProfileError, SpecError
 from phalanx.parallel import Example
 from phalanx.parallel.tensor import dry, find
-from phalanx.trace import ModelCall, Part, Profile, Shape, Size, flops, standard, trace
+from phalanx.trace import ModelCall, ModelPart, Profile, Shape, SizeLaw, flops, standard, trace
 
 IDS = torch.arange(24).view(2, 12) % 60
 GPT = Shape(family="gpt", layers=24, hidden=2048, heads=16, vocabulary=51200, length=2048, tied=True, dropout=0.1)
@@ -27,11 +27,11 @@ LLAMA_70B = Shape(
 RESNET = Shape(family="resnet50", vocabulary=1000)
 
 
-def block(profile: Profile) -> Part:
+def block(profile: Profile) -> ModelPart:
     return next(part for part in profile.parts if part.role == "block")
 
 
-def saved_bytes(part: Part, samples: int, length: int, itemsize: int) -> float:
+def saved_bytes(part: ModelPart, samples: int, length: int, itemsize: int) -> float:
     """What a part keeps, with what enters it."""
     each = [one.elements.at(samples, length) * (one.itemsize or itemsize) for one in part.saved]
     return sum(each) + part.entry.at(samples, length) * itemsize
@@ -136,7 +136,7 @@ class TestMemory:
 
     def test_a_write_in_place_is_followed(self) -> None:
         part = block(RESNET.profile())
-        assert part.entry == Size(64.0 * 56 * 56, 1.0, 0.0)
+        assert part.entry == SizeLaw(64.0 * 56 * 56, 1.0, 0.0)
         assert part.working.at(1) > 0
 
 
@@ -144,10 +144,10 @@ class TestLaws:
     def test_powers_are_exact(self) -> None:
         part = block(LLAMA_70B.profile())
         attention = next(op for op in part.forward if op.kind == "attention")
-        assert attention.dims[3] == attention.dims[4] == Size(1.0, 0.0, 1.0)
-        assert part.entry == Size(8192.0, 1.0, 1.0)
+        assert attention.dims[3] == attention.dims[4] == SizeLaw(1.0, 0.0, 1.0)
+        assert part.entry == SizeLaw(8192.0, 1.0, 1.0)
         product = next(op for op in part.forward if op.kind == "matmul")
-        assert product.dims == (Size(1.0), Size(1.0, 1.0, 1.0), Size(8192.0), Size(8192.0))
+        assert product.dims == (SizeLaw(1.0), SizeLaw(1.0, 1.0, 1.0), SizeLaw(8192.0), SizeLaw(8192.0))
 
     def test_other_sizes_are_what_a_trace_of_them_gives(self) -> None:
         small = Shape(family="llama", layers=2, hidden=64, heads=4, vocabulary=128)

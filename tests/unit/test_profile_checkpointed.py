@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
 from phalanx.config import Plan
-from phalanx.config.model_costs import Part, flops
+from phalanx.config.model_costs import ModelPart, flops
 from phalanx.forecast import forecast
 from phalanx.hardware import cluster
 from phalanx.trace import ModelCall, Profile, trace
-from phalanx.trace.recorder import Recorder
-from phalanx.train.work import work_of
+from phalanx.trace.operation_recorder import OperationRecorder
+from phalanx.train.traced_job import work_of
 
 WIDTH, LENGTH, LAYERS = 32, 16, 4
 PRODUCTS = 2 * 2 * LENGTH * WIDTH * 4 * WIDTH  # FLOP of one sample in the two products of a block, forward
@@ -72,15 +72,15 @@ def profile(model: nn.Module) -> Profile:
     return trace(ModelCall(module=model, args=(tokens,), batch=tokens, loss=loss))
 
 
-def block(found: Profile) -> Part:
+def block(found: Profile) -> ModelPart:
     return next(part for part in found.parts if part.role == "block")
 
 
-def products(part: Part, *, again: bool) -> float:
+def products(part: ModelPart, *, again: bool) -> float:
     return sum(flops(one, 1, LENGTH) for one in part.backward if one.again is again)
 
 
-def kept(part: Part) -> float:
+def kept(part: ModelPart) -> float:
     return sum(one.elements.at(1, LENGTH) for one in part.saved)
 
 
@@ -128,7 +128,7 @@ def test_a_trace_leaves_checkpoints_as_they_are() -> None:
     profile(model)
     model(torch.randint(64, (2, LENGTH))).sum().backward()
     assert all(one.grad is not None for one in model.parameters())
-    assert not Recorder().tape.recomputes
+    assert not OperationRecorder().tape.recomputes
 
 
 def job(model: Callable[[], nn.Module]) -> px.Job:

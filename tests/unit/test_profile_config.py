@@ -13,7 +13,7 @@ import torch
 
 from phalanx.errors import MissingExtraError, SpecError
 from phalanx.trace import Shape, from_config
-from phalanx.trace.hf_config import known
+from phalanx.trace.hf_config import known_architectures
 
 SMALL = {
     "hidden_size": 64,
@@ -39,7 +39,7 @@ def written(folder: Path, config: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", known())
+@pytest.mark.parametrize("kind", known_architectures())
 def test_parameters_are_those_of_the_real_model(kind: str, tmp_path: Path) -> None:
     import transformers as hf
 

@@ -9,7 +9,7 @@ from phalanx.config import Plan
 from phalanx.verify.compare import FirstGradient, Tolerance, parameters
 from phalanx.verify.evidence import first_gradients
 from phalanx.verify.judge import Pair, judged
-from phalanx.verify.record import END, FIRST, START, Record, StepRecord
+from phalanx.verify.record import END, FIRST, START, RunRecord, StepRecord
 
 LR, EPS = 1e-3, 1e-8
 TOLERANCE = Tolerance(loss=1e-5, gradient=1e-5, scale=1e-5, noise=1e-5, parameter=1e-4)
@@ -61,12 +61,12 @@ def test_gradients_doubled_in_one_row_are_told_where_steps_follow_their_size() -
     assert found.relative > 0.01
 
 
-def record(first: Tensor, second: Tensor) -> Record:
+def record(first: Tensor, second: Tensor) -> RunRecord:
     """Two steps of a parameter beside a large one; after the first it has moved by a whole step."""
     large, start = torch.full((4,), 1.0), torch.zeros(4)
     values = {START: start, FIRST: adam(start, first), END: adam(adam(start, first), second)}
     others = {START: start, FIRST: adam(start, large), END: adam(adam(start, large), large)}
-    return Record(
+    return RunRecord(
         steps=[StepRecord(loss=1.0), StepRecord(loss=1.0)],
         values={moment: {"small": values[moment], "large": others[moment]} for moment in (START, FIRST, END)},
         options={"small": {"weight_decay": 0.0}, "large": {"weight_decay": 0.0}},

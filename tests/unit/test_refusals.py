@@ -19,11 +19,11 @@ from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.launch import look_ahead
 from phalanx.launch.local import LocalLauncher
 from phalanx.planner import Question
-from phalanx.planner.advise import foretell
+from phalanx.planner.advise import forecast_plan
 from phalanx.preflight import cluster_for
 from phalanx.report.show import of_job
 from phalanx.train.rehearsal import refusals
-from phalanx.train.work import work_of
+from phalanx.train.traced_job import work_of
 
 JOBS = {
     "gpt": lambda: gpt.gpt_job(layers=2, width=24, heads=4, context=12, batch=8, steps=1),
@@ -154,7 +154,7 @@ def work(name: str):
 
 def of_forecast(name: str, plan: Plan) -> list[Problem]:
     try:
-        foretell(question(name, plan), plan)
+        forecast_plan(question(name, plan), plan)
     except RefusedError as error:
         return list(error.problems)
     return []

@@ -16,9 +16,9 @@ import phalanx as px
 from phalanx.config import Plan
 from phalanx.forecast import Lengths, forecast
 from phalanx.forecast.layouts import Layouts
-from phalanx.forecast.work import held, timed
+from phalanx.forecast.workload import for_memory, for_time
 from phalanx.hardware import cluster
-from phalanx.train.work import work_of
+from phalanx.train.traced_job import work_of
 
 SHORT, LONG = 8, 64
 
@@ -88,7 +88,7 @@ def test_the_forecast_says_which_lengths_it_saw() -> None:
 def test_of_a_stream_the_first_hundred_are_looked_at() -> None:
     found = work_of(job(Stream(500))).lengths
     assert found is not None
-    assert (len(found.seen), found.seen[0], found.longest, found.padded) == (100, SHORT, LONG, True)
+    assert (len(found.tokens), found.tokens[0], found.longest, found.padded) == (100, SHORT, LONG, True)
 
 
 def test_slow_data_are_left_after_a_second() -> None:
@@ -125,6 +125,6 @@ def test_padded_batches_are_as_long_as_their_longest_sample() -> None:
 def test_time_is_of_the_mean_and_memory_of_the_longest() -> None:
     layouts = Layouts.of([Plan(), Plan(micro=1)], 4, 10)
     lengths = Lengths((10, 30), padded=False)
-    assert timed(lengths, layouts).length.tolist() == [20.0, 20.0]
-    assert held(lengths, layouts).length.tolist() == [30.0, 30.0]
-    assert timed(None, layouts) is layouts
+    assert for_time(lengths, layouts).length.tolist() == [20.0, 20.0]
+    assert for_memory(lengths, layouts).length.tolist() == [30.0, 30.0]
+    assert for_time(None, layouts) is layouts

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules as torchs
 
 from phalanx.config import Plan
 from phalanx.config.plan import Schedule
-from phalanx.forecast.pipeline import Pipeline, duration
+from phalanx.forecast.pipeline import PipelineTimes, duration
 from phalanx.placement.schedules import SCHEDULES, Action, Order, StuckError, holders, in_halves, needs, order, work
 from phalanx.report.show import planned
 
@@ -118,12 +118,12 @@ def test_no_forecast_is_below_what_its_busiest_rank_and_its_longest_way_take(sch
 
 def pipeline(
     schedule: Schedule, ranks: int, each: int, micros: int, forward: Any, inputs: Any, weights: Any, halves: bool = True
-) -> Pipeline:
+) -> PipelineTimes:
     times = {"forward": forward, "inputs": inputs, "weights": weights}
-    return Pipeline(schedule=schedule, ranks=ranks, chunks=each, micros=micros, halves=halves, **times)
+    return PipelineTimes(schedule=schedule, ranks=ranks, chunks=each, micros=micros, halves=halves, **times)
 
 
-def longest_way(laid: Order, made: Pipeline) -> float:
+def longest_way(laid: Order, made: PipelineTimes) -> float:
     """The end of the last action, found from the graph of what waits for what: another way than the forecast's."""
     stages, backward = len(laid.rank_of), {}
     for actions in laid.ranks:

@@ -116,7 +116,7 @@ def test_delay_is_compensated_to_first_order(memory: float) -> None:
 
 
 def test_pieces_left_out_of_a_step_change_nothing() -> None:
-    one = shard(Rule(apart=True), lr=1.0)
+    one = shard(Rule(keeps_each_gradient=True), lr=1.0)
     before = values(one)
     for part in range(3):
         one.push(Pushed(step=0, part=part, version=0), gradient(one, 10.0**part))

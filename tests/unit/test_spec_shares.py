@@ -6,9 +6,9 @@ import pytest
 
 from phalanx.config import Plan
 from phalanx.config.batch_rules import share_problems
-from phalanx.config.sync import dealt, weights
+from phalanx.config.sync import split_by_weight, weights
 from phalanx.errors import SpecError
-from phalanx.planner.explain import stated
+from phalanx.planner.explain import plan_and_keys
 
 pytestmark = pytest.mark.quick
 
@@ -151,7 +151,7 @@ def test_a_text_is_a_text() -> None:
     ],
 )
 def test_samples_are_dealt_by_the_largest_remainder(total: int, each: tuple[float, ...], counts: tuple[int]) -> None:
-    assert dealt(total, each) == counts
+    assert split_by_weight(total, each) == counts
     assert sum(counts) == total
 
 
@@ -161,7 +161,7 @@ def test_weights_are_whole_numbers() -> None:
     with pytest.raises(ValueError, match="whole numbers"):
         weights("3;1")
     with pytest.raises(ValueError, match="nothing"):
-        dealt(3, (0, 0))
+        split_by_weight(3, (0, 0))
 
 
 def test_shares_give_each_rank_a_sample() -> None:
@@ -175,4 +175,4 @@ def test_shares_give_each_rank_a_sample() -> None:
 
 
 def test_the_keys_that_a_text_states_are_found_beside_shares() -> None:
-    assert stated("dp=2,shares=3,1,micro=2")[1] == ("dp", "shares", "micro")
+    assert plan_and_keys("dp=2,shares=3,1,micro=2")[1] == ("dp", "shares", "micro")

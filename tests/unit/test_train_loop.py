@@ -11,10 +11,10 @@ import phalanx as px
 from phalanx.data import Ledger, MicroBatch, StepBatch, read_ledger
 from phalanx.events import read
 from phalanx.train.evaluate import Evaluation
-from phalanx.train.loop import Loop, Stepper, StepsLostError
+from phalanx.train.loop import Stepper, StepsLostError, TrainingLoop
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
-from phalanx.train.recorder import Lap, RunRecorder
+from phalanx.train.run_recorder import Lap, RunRecorder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 from small import job
@@ -78,7 +78,7 @@ def looped(stepper: Counting, folder: Path, *, evaluate_every: int, save_every: 
     folder.mkdir(exist_ok=True)
     given = job(evaluate_every=evaluate_every, evaluate=list)
     with RunRecorder(run, ledger=None, writes=True, total_steps=TOTAL) as recorder:
-        return Loop(given, run, stepper, recorder, Observer()).run()
+        return TrainingLoop(given, run, stepper, recorder, Observer()).run()
 
 
 def batch_of(step: int) -> StepBatch:

@@ -369,7 +369,7 @@ def test_the_loss_scale_halves_at_once_and_doubles_after_its_patience() -> None:
 def test_products_are_computed_in_the_plans_precision(precision: Any, dtype: torch.dtype) -> None:
     assembly = build(job(), px.Plan(precision=precision), Place())
     seen: set[torch.dtype] = set()
-    for part in assembly.layout.held.module.modules():
+    for part in assembly.layout.holdings.module.modules():
         if isinstance(part, torch.nn.Linear):
             part.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
     assembly.step(next(iter(assembly.loader)))

@@ -6,15 +6,25 @@ from typing import TYPE_CHECKING, Any
 from phalanx.checkpoint.folder import latest, verify
 
 if TYPE_CHECKING:
-    from phalanx.checkpoint.dcp import Part, Pieces
+    from phalanx.checkpoint.dcp import PartTensor, TensorPart
     from phalanx.checkpoint.optimizer import optimizer_tensors, restore_optimizer
     from phalanx.checkpoint.store import load, read_state, save
 
-__all__ = ["Part", "Pieces", "latest", "load", "optimizer_tensors", "read_state", "restore_optimizer", "save", "verify"]
+__all__ = [
+    "PartTensor",
+    "TensorPart",
+    "latest",
+    "load",
+    "optimizer_tensors",
+    "read_state",
+    "restore_optimizer",
+    "save",
+    "verify",
+]
 
 _WHERE = {
     **dict.fromkeys(("optimizer_tensors", "restore_optimizer"), "optimizer"),
-    **dict.fromkeys(("Part", "Pieces"), "dcp"),
+    **dict.fromkeys(("PartTensor", "TensorPart"), "dcp"),
     **dict.fromkeys(("load", "read_state", "save"), "store"),
 }
 

@@ -22,7 +22,7 @@ def grouped() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def together(action: Callable[[], T]) -> T:
+def on_all_ranks(action: Callable[[], T]) -> T:
     """The result of ``action``, run by every rank of the default group (by this process where there is none).
 
     Raises:

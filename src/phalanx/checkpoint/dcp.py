@@ -47,7 +47,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from phalanx.checkpoint.all_ranks import grouped, some
-from phalanx.checkpoint.format import Chunk, Entry, Manifest, StoredFile, StoredTensor, write_tensors
+from phalanx.checkpoint.format import Chunk, Manifest, StoredFile, StoredTensor, TensorEntry, write_tensors
 from phalanx.errors import CheckpointError
 
 
@@ -172,12 +172,12 @@ class ShardReader(StorageReader):
         return future
 
 
-def _entry(item: WriteItem, *, alone: bool) -> Entry:
+def _entry(item: WriteItem, *, alone: bool) -> TensorEntry:
     """``alone``: the only block of its tensor in this file; others are told apart by where they begin."""
     data = item.tensor_data
     assert data is not None
     key = item.index.fqn if alone else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
-    return Entry(key=key, dtype=data.properties.dtype, shape=tuple(data.chunk.sizes))
+    return TensorEntry(key=key, dtype=data.properties.dtype, shape=tuple(data.chunk.sizes))
 
 
 def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
@@ -212,7 +212,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class TensorPart:
     """What one rank holds of a whole tensor.
 
     Attributes:
@@ -236,7 +236,7 @@ class Part:
         return self.ranges.get(dim, ((0, self.shape[dim]),))
 
 
-class Pieces:
+class PartTensor:
     """A slice and what it is a part of: stands where a tensor would in ``save`` and ``load``.
 
     Attributes:
@@ -244,7 +244,7 @@ class Pieces:
         part: which part of the whole it is.
     """
 
-    def __init__(self, local: Tensor, part: Part) -> None:
+    def __init__(self, local: Tensor, part: TensorPart) -> None:
         if tuple(local.shape) != part.local_shape:
             raise CheckpointError(
                 f"a slice of shape {list(local.shape)} is said to be the part {list(part.local_shape)} of a tensor of "
@@ -308,18 +308,18 @@ class Pieces:
 
 
 class Writing(DefaultSavePlanner):
-    """DCP's planner of a save, for tensors and ``Pieces``."""
+    """DCP's planner of a save, for tensors and ``PartTensor``."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         held = self.state_dict[index.fqn]
-        return held.__get_tensor_shard__(index) if isinstance(held, Pieces) else super().lookup_object(index)
+        return held.__get_tensor_shard__(index) if isinstance(held, PartTensor) else super().lookup_object(index)
 
 
-class Reading(DefaultLoadPlanner):
-    """DCP's planner of a load, for tensors and ``Pieces``."""
+class PartLoadPlanner(DefaultLoadPlanner):
+    """DCP's planner of a load, for tensors and ``PartTensor``."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -333,7 +333,7 @@ class Reading(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         held = self.state_dict[index.fqn]
-        return held.__get_tensor_shard__(index) if isinstance(held, Pieces) else super().lookup_tensor(index)
+        return held.__get_tensor_shard__(index) if isinstance(held, PartTensor) else super().lookup_tensor(index)
 
 
 def _runs(ranges: Ranges, first: int, last: int) -> Iterator[tuple[int, int, int]]:

@@ -184,7 +184,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class TensorEntry:
     """What the header says of one tensor."""
 
     key: str
@@ -197,7 +197,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def write_tensors(path: Path, entries: Iterable[Entry], tensors: Iterable[Tensor]) -> StoredFile:
+def write_tensors(path: Path, entries: Iterable[TensorEntry], tensors: Iterable[Tensor]) -> StoredFile:
     """Write ``tensors``, in the order of ``entries`` and taken one at a time, to a safetensors file; sync it to disk.
 
     Raises:
@@ -228,7 +228,7 @@ def checksum(path: Path) -> str:
     return f"{crc:08x}"
 
 
-def _header(entries: Iterable[Entry]) -> bytes:
+def _header(entries: Iterable[TensorEntry]) -> bytes:
     header: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "pt"}}
     start = 0
     for entry in entries:

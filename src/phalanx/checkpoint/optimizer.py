@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from phalanx.checkpoint.all_ranks import distinct, some, together
-from phalanx.checkpoint.dcp import Part, Pieces
+from phalanx.checkpoint.all_ranks import distinct, on_all_ranks, some
+from phalanx.checkpoint.dcp import PartTensor, TensorPart
 from phalanx.checkpoint.folder import not_json
 from phalanx.checkpoint.format import Manifest, StoredTensor
 from phalanx.checkpoint.store import load, read_state
@@ -37,8 +37,8 @@ _OWN_CHOICE = frozenset({"params", "param_names", "foreach", "fused", "capturabl
 
 
 def optimizer_tensors(
-    optimizer: Optimizer, parameters: Mapping[str, Tensor], parts: Mapping[str, Part] | None = None
-) -> tuple[dict[str, Tensor | Pieces], dict[str, Any]]:
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], parts: Mapping[str, TensorPart] | None = None
+) -> tuple[dict[str, Tensor | PartTensor], dict[str, Any]]:
     """The state of ``optimizer`` as flat tensors by name, and as JSON what is not tensors.
 
     Every rank of the default process group must call it.
@@ -58,13 +58,13 @@ def optimizer_tensors(
             that the optimizer holds tensors that are not in ``parameters``, or keeps state of a slice that nobody
             could split otherwise.
     """
-    tensors: dict[str, Tensor | Pieces] = {}
-    here = together(lambda: _described(optimizer, parameters, parts or {}, tensors))
+    tensors: dict[str, Tensor | PartTensor] = {}
+    here = on_all_ranks(lambda: _described(optimizer, parameters, parts or {}, tensors))
     return tensors, _put_together(distinct(here))
 
 
 def restore_optimizer(
-    optimizer: Optimizer, parameters: Mapping[str, Tensor], path: Path, parts: Mapping[str, Part] | None = None
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], path: Path, parts: Mapping[str, TensorPart] | None = None
 ) -> None:
     """Bring ``optimizer`` to the state saved in folder ``path``, whatever the plan it was saved under.
 
@@ -77,9 +77,9 @@ def restore_optimizer(
         CheckpointError: on all ranks; saved by another kind of optimizer, or with other groups. Nothing is changed.
     """
     path, parts = Path(path), parts or {}
-    targets: dict[str, Tensor | Pieces] = {}
+    targets: dict[str, Tensor | PartTensor] = {}
     states: dict[Tensor, Any] = {}
-    names = together(lambda: _names(optimizer, parameters))
+    names = on_all_ranks(lambda: _names(optimizer, parameters))
     held = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     everywhere = frozenset[str]().union(*distinct(sorted(held)))
 
@@ -95,7 +95,7 @@ def restore_optimizer(
                     states[parameter] = _filled(values, allocate)
         return groups, any(name.startswith(f"{SECTION}.") for name in manifest.tensors)
 
-    groups, some_saved = together(prepared)
+    groups, some_saved = on_all_ranks(prepared)
     if some_saved:  # the same on every rank: those that need none take part
         load(path, targets)
     for group, options in groups:
@@ -107,8 +107,8 @@ def restore_optimizer(
 def _described(
     optimizer: Optimizer,
     parameters: Mapping[str, Tensor],
-    parts: Mapping[str, Part],
-    tensors: dict[str, Tensor | Pieces],
+    parts: Mapping[str, TensorPart],
+    tensors: dict[str, Tensor | PartTensor],
 ) -> dict[str, Any]:
     """Kind, groups and state of this rank's optimizer as JSON, its tensors moved to ``tensors``."""
     names = _names(optimizer, parameters)
@@ -152,22 +152,22 @@ def _put_together(sections: list[dict[str, Any]]) -> dict[str, Any]:
     return {"kind": first["kind"], "groups": list(groups.values()), "grouped_by": "options", "state": state}
 
 
-def _split_alike(name: str, value: Tensor, parameter: Tensor, part: Part | None) -> Tensor | Pieces:
+def _split_alike(name: str, value: Tensor, parameter: Tensor, part: TensorPart | None) -> Tensor | PartTensor:
     """A tensor of the state of ``parameter``, with the part of the whole state that it is."""
     if part is None:
         return value
     if value.shape == parameter.shape and not _is_step(name):
-        return Pieces(value, part)
+        return PartTensor(value, part)
     if part.ranges and value.numel() > 1:
         raise _unsplittable(name, value.shape, part)
-    return value if part.counts else Pieces(value, Part(shape=tuple(value.shape), counts=False))
+    return value if part.counts else PartTensor(value, TensorPart(shape=tuple(value.shape), counts=False))
 
 
 def _is_step(name: str) -> bool:
     return name.endswith(".step")
 
 
-def _unsplittable(name: str, shape: Iterable[int], part: Part) -> CheckpointError:
+def _unsplittable(name: str, shape: Iterable[int], part: TensorPart) -> CheckpointError:
     return CheckpointError(
         f"{name} has the shape {list(shape)}, its parameter {list(part.shape)}, split over ranks: what of it belongs "
         "to which slice nobody can tell.\n"
@@ -224,10 +224,10 @@ class _Target:
 
     parameter: Tensor
     group: Mapping[str, Any]
-    part: Part | None
+    part: TensorPart | None
 
 
-def _allocator(target: _Target, manifest: Manifest, targets: dict[str, Tensor | Pieces]) -> Callable[[str], Tensor]:
+def _allocator(target: _Target, manifest: Manifest, targets: dict[str, Tensor | PartTensor]) -> Callable[[str], Tensor]:
     def allocate(name: str) -> Tensor:
         if name not in manifest.tensors:
             raise CheckpointError(

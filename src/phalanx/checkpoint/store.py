@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
-from phalanx.checkpoint.all_ranks import distinct, grouped, readable, some, together
-from phalanx.checkpoint.dcp import Pieces, Reading, ShardReader, ShardWriter, Writing
+from phalanx.checkpoint.all_ranks import distinct, grouped, on_all_ranks, readable, some
+from phalanx.checkpoint.dcp import PartLoadPlanner, PartTensor, ShardReader, ShardWriter, Writing
 from phalanx.checkpoint.folder import begin, name_of, prune, publish, temporary, to_json
 from phalanx.checkpoint.format import (
     DTYPES,
@@ -33,7 +33,7 @@ from phalanx.checkpoint.format import (
 )
 from phalanx.errors import CheckpointError
 
-Tensors = Mapping[str, Tensor | Pieces]
+Tensors = Mapping[str, Tensor | PartTensor]
 
 
 def save(folder: Path, *, step: int, tensors: Tensors, state: Mapping[str, Any], keep: int = 2) -> Path:
@@ -46,8 +46,9 @@ def save(folder: Path, *, step: int, tensors: Tensors, state: Mapping[str, Any],
     Args:
         folder: ``checkpoints`` of the run; on storage that all ranks share. Made if missing.
         step: optimizer steps done.
-        tensors: by full name. A DTensor is written in the shards it has, and ``Pieces`` as the part they are; a plain
-            tensor is the same on all ranks that have it and is written by one of them. Ranks may have other names.
+        tensors: by full name. A DTensor is written in the shards it has, and ``PartTensor`` as the part they are; a
+            plain tensor is the same on all ranks that have it and is written by one of them. Ranks may have other
+            names.
         state: JSON; rank 0's is written.
         keep: checkpoints to keep, at least 1.
 
@@ -55,7 +56,7 @@ def save(folder: Path, *, step: int, tensors: Tensors, state: Mapping[str, Any],
         CheckpointError: on all ranks, if it cannot be written on any. The previous checkpoint stands.
     """
     folder = Path(folder)
-    text = together(lambda: _checked(step, tensors, state, keep))
+    text = on_all_ranks(lambda: _checked(step, tensors, state, keep))
     names = _anywhere(tensors)
 
     def complete(stored: dict[str, StoredTensor], files: dict[str, StoredFile]) -> None:
@@ -104,11 +105,11 @@ def load(path: Path, tensors: Tensors) -> None:
     """
     path = Path(path)
     names = _anywhere(tensors)
-    manifest = together(lambda: _fitting(path, tensors, names))
-    targets = {name: held if isinstance(held, Pieces) else held.detach() for name, held in tensors.items()}
+    manifest = on_all_ranks(lambda: _fitting(path, tensors, names))
+    targets = {name: held if isinstance(held, PartTensor) else held.detach() for name, held in tensors.items()}
     try:
         with _dcp_alone():
-            dcp_load(targets, storage_reader=ShardReader(path, manifest), planner=Reading())
+            dcp_load(targets, storage_reader=ShardReader(path, manifest), planner=PartLoadPlanner())
     except CheckpointException as error:
         _pass_on_interrupt(error)
         raise CheckpointError(f"{path} could not be read\n{readable(error)}") from None
@@ -183,11 +184,11 @@ def _different(tensors: Tensors, names: set[str], stored: Mapping[str, StoredTen
     return [f"{said} ({len(names)}): {some(names)}" for said, names in found.items() if names]
 
 
-def _local(held: Tensor | Pieces) -> Tensor:
-    return held.local if isinstance(held, Pieces) else held
+def _local(held: Tensor | PartTensor) -> Tensor:
+    return held.local if isinstance(held, PartTensor) else held
 
 
-def _kind(tensor: Tensor | Pieces | StoredTensor) -> str:
+def _kind(tensor: Tensor | PartTensor | StoredTensor) -> str:
     return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 

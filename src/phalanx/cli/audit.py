@@ -28,9 +28,9 @@ def command(ctx: click.Context, run: Path, as_json: bool) -> None:
     """
     from rich.console import Console
 
-    from phalanx.report.sample_audit import seen, seen_table
+    from phalanx.report.sample_audit import samples_seen, seen_table
 
-    result = seen(run)
+    result = samples_seen(run)
     if as_json:
         print_json(result.to_dict())
     else:

@@ -49,7 +49,7 @@ def measured(job: Job, run: RunSpec, console: Console, *, label: str = "", hosts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Network:
+class HostOptions:
     """The hosts that were asked for.
 
     Attributes:
@@ -129,7 +129,7 @@ def _wrong(where: str, given: str, allowed: str, *, fix: str) -> SpecError:
 
 
 def network_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of a ``Network``, each by its field's name."""
+    """The options of a ``HostOptions``, each by its field's name."""
     for option in (
         click.option(
             "--slow", type=_Slowed(), multiple=True, help="A host that computes more slowly, 1:4x; repeat it."
@@ -146,7 +146,7 @@ def network_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def measure_apart(
-    job: Job, reference: str, plans: Sequence[Plan], network: Network, console: Console
+    job: Job, reference: str, plans: Sequence[Plan], network: HostOptions, console: Console
 ) -> tuple[list[BetweenHosts], dict[str, Any]]:
     """Every plan here and between the hosts, and what the hosts were."""
     from phalanx.report.comparison_tables import BetweenHosts
@@ -167,7 +167,9 @@ def measure_apart(
     return rows, about
 
 
-def show_apart(job: Job, rows: Sequence[BetweenHosts], about: dict[str, Any], network: Network, as_json: bool) -> None:
+def show_apart(
+    job: Job, rows: Sequence[BetweenHosts], about: dict[str, Any], network: HostOptions, as_json: bool
+) -> None:
     """Print what was measured."""
     from rich.console import Console
 
@@ -190,7 +192,7 @@ def show_apart(job: Job, rows: Sequence[BetweenHosts], about: dict[str, Any], ne
         )
 
 
-def _about(hosts: Hosts, network: Network) -> dict[str, Any]:
+def _about(hosts: Hosts, network: HostOptions) -> dict[str, Any]:
     """Bit/s, seconds and shares of one, and what slows packets and processors."""
     slow = {str(host): factor for host, factor in network.slow}
     ways = {"carrier": hosts.carrier, "brake": hosts.brake if slow else None}
@@ -242,7 +244,7 @@ def command(
       phalanx bench examples/gpt.py --hosts 4 --rate 100mbit --delay 20ms
       phalanx bench examples/gpt.py --hosts 2 --slow 1:4x --plan dp=2
     """
-    asked = Network(**network)
+    asked = HostOptions(**network)
     asked.refuse(counts)
     from phalanx.launch.jobfile import load_job
 

@@ -14,7 +14,7 @@ from phalanx.errors import Problem, SpecError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from phalanx.hardware import Entry
+    from phalanx.hardware import CatalogEntry
 
 _WIDE = 92
 
@@ -88,7 +88,7 @@ def _job_on_each(asked: Subject, as_json: bool) -> None:
     Console().print(roofline_view(asked.name, lines), highlight=False)
 
 
-def _overview(entries: list[Entry], width: int) -> Table:
+def _overview(entries: list[CatalogEntry], width: int) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -104,7 +104,7 @@ def _overview(entries: list[Entry], width: int) -> Table:
     return table
 
 
-def _card(one: Entry) -> Table:
+def _card(one: CatalogEntry) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
@@ -118,7 +118,7 @@ def _card(one: Entry) -> Table:
     return table
 
 
-def _row(one: Entry) -> dict[str, Any]:
+def _row(one: CatalogEntry) -> dict[str, Any]:
     network = one.network(one.per_node)
     return {
         **asdict(one.device),

@@ -37,9 +37,9 @@ def command(ctx: click.Context, on: str, plan: Plan | None, html: Path | None, a
     price = given.pop("price")
     question = question_of(asked := subject(given.pop("what"), **given), on, None, price)
 
-    from phalanx.planner.advise import foretell
+    from phalanx.planner.advise import forecast_plan
 
-    found = foretell(question, plan)
+    found = forecast_plan(question, plan)
     if as_json:
         print_json({"job": asked.name, **found.to_dict()})
     else:

@@ -152,7 +152,7 @@ def subject(what: str, *, batch: int, seq: int, steps: int, profile: str = "trac
 
     job = load_job(what)
     from phalanx.train.rehearsal import refusals
-    from phalanx.train.work import steps_of, work_of
+    from phalanx.train.traced_job import steps_of, work_of
 
     seen = replace(job, batch=batch) if batch else job
     found = steps or steps_of(job, batch) or 0

@@ -81,11 +81,11 @@ def command(
         fit(loaded, run=run, watch=follower, launcher=launcher)
 
     from phalanx.report.comparison_tables import beside_table
-    from phalanx.report.sample_audit import seen
+    from phalanx.report.sample_audit import samples_seen
     from phalanx.report.summary import summarise
     from phalanx.report.tables import summary_table
 
-    summary, samples = summarise(run.folder), seen(run.folder)
+    summary, samples = summarise(run.folder), samples_seen(run.folder)
     if as_json:
         explained = {"settings": [{"name": s.name, "value": s.value, "from": s.source} for s in settings]}
         print_json({**summary.to_dict(), "seen_once": samples.once, **(explained if explain else {})})

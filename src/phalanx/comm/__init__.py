@@ -11,7 +11,7 @@ from phalanx.comm.collectives import (
     sum_over_ranks,
 )
 from phalanx.comm.mesh import Across, Mesh, data_mesh, place_within, within
-from phalanx.comm.process_group import Place, device_for, joined
+from phalanx.comm.process_group import Place, default_process_group, device_for
 
 __all__ = [
     "Across",
@@ -20,11 +20,11 @@ __all__ = [
     "active",
     "all_gather_flat",
     "data_mesh",
+    "default_process_group",
     "device_for",
     "found_by_first",
     "from_every_rank",
     "is_dtensor",
-    "joined",
     "local",
     "place_within",
     "reduce_scatter_sum",

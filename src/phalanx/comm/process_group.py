@@ -85,7 +85,9 @@ def meet(place: Place) -> Store:
 
 
 @contextmanager
-def joined(place: Place, device: torch.device, *, timeout: timedelta = timedelta(minutes=10)) -> Iterator[None]:
+def default_process_group(
+    place: Place, device: torch.device, *, timeout: timedelta = timedelta(minutes=10)
+) -> Iterator[None]:
     """The default process group for the length of the block; nothing for a world of one.
 
     CUDA tensors go by NCCL, CPU tensors by gloo; both are there on a CUDA machine, which offload needs. A group that

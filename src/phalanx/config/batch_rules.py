@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from phalanx.config.plan import Plan
-from phalanx.config.sync import AUTO, dealt, weights
+from phalanx.config.sync import AUTO, split_by_weight, weights
 from phalanx.errors import Problem
 
 
@@ -27,9 +27,9 @@ def batch_problems(plan: Plan, batch: int) -> list[Problem]:
 def share_problems(plan: Plan, batch: int) -> list[Problem]:
     """Weights that give a rank of ``dp`` too few samples of the global ``batch``: each of its ranks needs one."""
     each, inner = weights(plan.shares), plan.fsdp * plan.ep
-    if not each or batch < plan.replicas or min(dealt(batch, each)) >= inner:
+    if not each or batch < plan.replicas or min(split_by_weight(batch, each)) >= inner:
         return []
-    counts = ",".join(map(str, dealt(batch, each)))
+    counts = ",".join(map(str, split_by_weight(batch, each)))
     return [
         Problem(
             where="plan.shares",
@@ -87,4 +87,4 @@ def largest_share(plan: Plan, batch: int) -> int:
     each, inner = weights(plan.shares), plan.replicas // plan.dp
     if plan.shares == AUTO:  # any other rank may end with as little as one sample a replica
         return max(1, -(-(batch - (plan.dp - 1) * inner) // inner))
-    return -(-max(dealt(batch, each)) // inner) if each else -(-batch // plan.replicas)
+    return -(-max(split_by_weight(batch, each)) // inner) if each else -(-batch // plan.replicas)

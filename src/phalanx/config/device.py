@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
-from phalanx.config.fields import Kind, is_number, misfits
+from phalanx.config.fields import FieldKind, is_number, misfits
 from phalanx.errors import Problem, SpecError
 
 DeviceKind = Literal["cpu", "cuda", "rocm", "tpu"]
@@ -14,16 +14,16 @@ DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8")
 """Names a device's ``peak`` may have, in the order they are shown."""
 
 
-def _text(fix: str) -> Kind:
-    return Kind(types=(str,), allowed="a name", fix=fix)
+def _text(fix: str) -> FieldKind:
+    return FieldKind(types=(str,), allowed="a name", fix=fix)
 
 
-def _number(allowed: str, fix: str) -> Kind:
-    return Kind(types=(float,), allowed=f"a number of {allowed}, 0 or more", fix=fix)
+def _number(allowed: str, fix: str) -> FieldKind:
+    return FieldKind(types=(float,), allowed=f"a number of {allowed}, 0 or more", fix=fix)
 
 
-def _whole(allowed: str, fix: str) -> Kind:
-    return Kind(types=(int,), allowed=f"a whole number of {allowed}, 0 or more", fix=fix)
+def _whole(allowed: str, fix: str) -> FieldKind:
+    return FieldKind(types=(int,), allowed=f"a whole number of {allowed}, 0 or more", fix=fix)
 
 
 _BANDWIDTH = _number("bytes per second in one direction", "bandwidth = 25e9")
@@ -31,7 +31,7 @@ _LATENCY = _number("seconds", "latency = 3.4e-6")
 _LINK = {"name": _text('name = "NVLink 4"'), "bandwidth": _BANDWIDTH, "latency": _LATENCY}
 _DEVICE = {
     "name": _text('name = "H100"'),
-    "kind": Kind(types=(str,), allowed=", ".join(get_args(DeviceKind)), fix='kind = "cuda"'),
+    "kind": FieldKind(types=(str,), allowed=", ".join(get_args(DeviceKind)), fix='kind = "cuda"'),
     "memory": _whole("bytes", "memory = 85899345920"),
     "bandwidth": _number("bytes per second", "bandwidth = 3.35e12"),
     "kept": _whole("bytes", "kept = 1073741824"),
@@ -178,7 +178,7 @@ def _check_line(where: str, line: Link | Network) -> None:
         raise SpecError(problems)
 
 
-def _wrong(where: str, part: object, kinds: Mapping[str, Kind]) -> list[Problem]:
+def _wrong(where: str, part: object, kinds: Mapping[str, FieldKind]) -> list[Problem]:
     values: dict[str, object] = {name: getattr(part, name) for name in kinds}
     given = {name: value for name, value in values.items() if value is not None or not _may_be_none(part, name)}
     problems = misfits(where, given, kinds)

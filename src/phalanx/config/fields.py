@@ -11,7 +11,7 @@ from phalanx.errors import Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+class FieldKind:
     """What may stand in a field.
 
     Attributes:
@@ -31,7 +31,7 @@ class Kind:
         return isinstance(value, self.types) or (isinstance(value, int) and float in self.types)
 
 
-def misfits(where: str, values: Mapping[str, object], kinds: Mapping[str, Kind]) -> list[Problem]:
+def misfits(where: str, values: Mapping[str, object], kinds: Mapping[str, FieldKind]) -> list[Problem]:
     """A problem for each entry of ``values`` that is not of its kind.
 
     Args:
@@ -100,7 +100,7 @@ NUMBERS = ("outer_lr", "outer_momentum")
 UNBOUNDED = "unbounded"
 """How a plan's text says a staleness without end, ``math.inf``."""
 
-APART = (
+SYNC_KEYS = (
     *("sync", "every", "after", "fragments", "outer", "outer_lr", "outer_momentum"),
     *("server", "staleness", "compensate", "backup", "compress", "shares"),
 )

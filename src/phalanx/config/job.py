@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
-from phalanx.config.fields import Kind, is_number, is_whole, misfits
+from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
 from phalanx.config.schedule import Schedule
 from phalanx.errors import Problem, SpecError
 
@@ -17,10 +17,10 @@ Cutting = Literal["colwise", "rowwise", "whole", 0, 1]
 _CUTTINGS = get_args(Cutting)
 
 _KINDS = {
-    "drop_last": Kind(types=(bool,), allowed="True or False", fix="drop_last=True"),
-    "shuffle": Kind(types=(bool, type(None)), allowed="True, False or None", fix="shuffle=True"),
-    "schedule": Kind(types=(Schedule,), allowed="a px.Schedule", fix='schedule=px.Schedule(decay="cosine")'),
-    "name": Kind(types=(str,), allowed="a text", fix='name="digits"'),
+    "drop_last": FieldKind(types=(bool,), allowed="True or False", fix="drop_last=True"),
+    "shuffle": FieldKind(types=(bool, type(None)), allowed="True, False or None", fix="shuffle=True"),
+    "schedule": FieldKind(types=(Schedule,), allowed="a px.Schedule", fix='schedule=px.Schedule(decay="cosine")'),
+    "name": FieldKind(types=(str,), allowed="a text", fix='name="digits"'),
 }
 
 

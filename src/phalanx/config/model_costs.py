@@ -20,7 +20,7 @@ it, it lies between a column- and a row-parallel product; ``column`` a product w
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class SizeLaw:
     """A count that grows as ``factor * samples**by_samples * length**by_length``.
 
     Attributes:
@@ -65,9 +65,9 @@ class Operation:
 
     kind: Literal["matmul", "convolution", "attention", "memory"]
     name: str
-    dims: tuple[Size, ...] = ()
-    traffic: Size = Size(0.0)
-    fused: Size = Size(0.0)
+    dims: tuple[SizeLaw, ...] = ()
+    traffic: SizeLaw = SizeLaw(0.0)
+    fused: SizeLaw = SizeLaw(0.0)
     share: Share = "whole"
     weights: bool = False
     causal: bool = False
@@ -87,7 +87,7 @@ class Saved:
         expert: it belongs to experts.
     """
 
-    elements: Size
+    elements: SizeLaw
     itemsize: int = 0
     share: Share = "whole"
     cheap: bool = False
@@ -116,7 +116,7 @@ class Weights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class ModelPart:
     """A run of the model that is computed at one go: a block, or what comes before or after the blocks.
 
     Attributes:
@@ -139,8 +139,8 @@ class Part:
     backward: tuple[Operation, ...] = ()
     weights: tuple[Weights, ...] = ()
     saved: tuple[Saved, ...] = ()
-    entry: Size = Size(0.0)
-    working: Size = Size(0.0)
+    entry: SizeLaw = SizeLaw(0.0)
+    working: SizeLaw = SizeLaw(0.0)
     modules: int = 0
 
     @property
@@ -165,7 +165,7 @@ class Profile:
         notes: what the reader should know.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ModelPart, ...]
     length: int = 1
     tied: int = 0
     heads: int = 0
@@ -185,7 +185,7 @@ class Profile:
         """Blocks, over which pipelines and recomputation deal."""
         return sum(part.count for part in self.parts if part.role == "block")
 
-    def operations(self) -> Iterator[tuple[Part, Operation]]:
+    def operations(self) -> Iterator[tuple[ModelPart, Operation]]:
         """Every operation, forward and backward, with its part."""
         for part in self.parts:
             for operation in (*part.forward, *part.backward):

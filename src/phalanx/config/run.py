@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import tomli_w
 
-from phalanx.config.fields import Kind, is_number, is_whole, misfits
+from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
 from phalanx.config.job import Job
 from phalanx.config.plan import Plan
 from phalanx.errors import Problem, SpecError
@@ -19,10 +19,10 @@ Foresight = Literal["refuse", "anyway", "none"]
 
 _LEAST = {"batch": 1, "epochs": 1, "steps": 1, "checkpoint_every": 0, "snapshot_every": 0, "keep": 1, "log_every": 1}
 _KINDS = {
-    "job": Kind(types=(str,), allowed="a text", fix='job = "examples/digits.py"'),
-    "plan": Kind(types=(str, Plan), allowed="a plan as one line of text", fix='plan = "dp=2"'),
-    "folder": Kind(types=(str, Path), allowed="a path", fix='folder = "runs/digits-1"'),
-    "resume": Kind(types=(bool,), allowed="true or false", fix="resume = true"),
+    "job": FieldKind(types=(str,), allowed="a text", fix='job = "examples/digits.py"'),
+    "plan": FieldKind(types=(str, Plan), allowed="a plan as one line of text", fix='plan = "dp=2"'),
+    "folder": FieldKind(types=(str, Path), allowed="a path", fix='folder = "runs/digits-1"'),
+    "resume": FieldKind(types=(bool,), allowed="true or false", fix="resume = true"),
 }
 _SNAPSHOTS = 100
 _OPTIONAL = ("batch", "epochs", "steps", "snapshot_every")

@@ -254,7 +254,7 @@ def weights(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(","))
 
 
-def dealt(total: int, each: Sequence[float]) -> tuple[int, ...]:
+def split_by_weight(total: int, each: Sequence[float]) -> tuple[int, ...]:
     """``total`` samples dealt out in proportion to the weights ``each``: the largest remainders are rounded up.
 
     Of equal remainders the first is rounded up, so that equal weights get what even shares are: 7 over 1, 1 is 4, 3.

@@ -2,7 +2,7 @@
 
 from phalanx.data.audit import Duplicate, audit, duplicates
 from phalanx.data.batch_split import Lane, MicroBatch, StepBatch, share
-from phalanx.data.ledger import Ledger, Record, read_ledger, records
+from phalanx.data.ledger import Ledger, LedgerRecord, read_ledger, records
 from phalanx.data.loader import Loader, evaluation_batches
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.table import Table
@@ -12,9 +12,9 @@ __all__ = [
     "GlobalBatchSampler",
     "Lane",
     "Ledger",
+    "LedgerRecord",
     "Loader",
     "MicroBatch",
-    "Record",
     "StepBatch",
     "Table",
     "audit",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.data.ledger import Record, records
+from phalanx.data.ledger import LedgerRecord, records
 
 _NAMED = 5  # how many samples of a kind are named before "and N more"
 
@@ -82,7 +82,7 @@ def _missing(steps: list[int]) -> Iterator[str]:
             yield f"steps {before + 1} to {after - 1} are missing"
 
 
-def _twice(epoch: int, those: list[Record]) -> Iterator[str]:
+def _twice(epoch: int, those: list[LedgerRecord]) -> Iterator[str]:
     ids = np.concatenate([record.ids for record in those])
     ordered = np.sort(ids)
     repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
@@ -99,7 +99,7 @@ def _twice(epoch: int, those: list[Record]) -> Iterator[str]:
     yield f"epoch {epoch}: {_counted(len(repeated), 'sample')} seen more than once: " + _more(samples, len(repeated))
 
 
-def _unknown(epoch: int, those: list[Record], length: int) -> Iterator[str]:
+def _unknown(epoch: int, those: list[LedgerRecord], length: int) -> Iterator[str]:
     ids = np.unique(np.concatenate([record.ids for record in those]))
     beyond = ids[ids >= length]
     if len(beyond):
@@ -107,7 +107,7 @@ def _unknown(epoch: int, those: list[Record], length: int) -> Iterator[str]:
         yield f"epoch {epoch}: {_counted(len(beyond), 'id')} beyond the {length} samples of the data: {names}"
 
 
-def _short(epoch: int, those: list[Record], length: int, batch: int, per_epoch: int) -> Iterator[str]:
+def _short(epoch: int, those: list[LedgerRecord], length: int, batch: int, per_epoch: int) -> Iterator[str]:
     for step, group in groupby(those, key=lambda record: record.step):
         members = list(group)
         count = sum(len(record.ids) for record in members)
@@ -119,7 +119,7 @@ def _short(epoch: int, those: list[Record], length: int, batch: int, per_epoch: 
             yield f"step {step} is recorded in epoch {epoch}, but belongs to epoch {step // per_epoch}"
 
 
-def _unseen(epoch: int, those: list[Record], length: int, whole: int) -> Iterator[str]:
+def _unseen(epoch: int, those: list[LedgerRecord], length: int, whole: int) -> Iterator[str]:
     """Samples never seen in a finished epoch, beyond the ``length - whole`` that were dropped on purpose."""
     seen = np.zeros(length, dtype=bool)
     for record in those:

@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from phalanx.config import Plan
-from phalanx.config.sync import dealt, weights
+from phalanx.config.sync import split_by_weight, weights
 
 
 def share(total: int, part: int, parts: int) -> tuple[int, int]:
@@ -43,7 +43,7 @@ def spans(total: int, parts: int, each: Sequence[float] = ()) -> tuple[tuple[int
         raise ValueError(f"{parts} parts do not divide over {len(each)} weights")
     found: list[tuple[int, int]] = []
     first = 0
-    for count in dealt(total, each):
+    for count in split_by_weight(total, each):
         for index in range(inner):
             start, stop = share(count, index, inner)
             found.append((first + start, first + stop))

@@ -134,7 +134,7 @@ def _words(ids: list[int]) -> array[int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class LedgerRecord:
     """What one rank saw in one step.
 
     Attributes:
@@ -150,7 +150,7 @@ class Record:
     ids: np.ndarray
 
 
-def records(folder: Path) -> dict[int, list[Record]]:
+def records(folder: Path) -> dict[int, list[LedgerRecord]]:
     """The records that count, by step in order; those of a step by rank. Superseded ones are left out.
 
     Ids are views into the mapped files: what is not looked at is not read.
@@ -160,7 +160,7 @@ def records(folder: Path) -> dict[int, list[Record]]:
     """
     files = _files(folder)
     starts = sorted({file.first_step for file in files})
-    found: dict[int, list[Record]] = {}
+    found: dict[int, list[LedgerRecord]] = {}
     for first_step, end in zip_longest(starts, starts[1:]):
         for record in _segment([file for file in files if file.first_step == first_step]):
             if end is None or record.step < end:
@@ -194,7 +194,7 @@ def _files(folder: Path) -> list[_File]:
     return sorted(files, key=lambda file: (file.first_step, file.rank))
 
 
-def _segment(files: list[_File]) -> Iterator[Record]:
+def _segment(files: list[_File]) -> Iterator[LedgerRecord]:
     """The records of one segment's files, without those of ranks that the run no longer had."""
     contents = [(file, _content(file.path)) for file in files]
     known = [_FILE.unpack_from(content)[1] for file, content in contents if file.rank == 0 and len(content)]
@@ -214,7 +214,7 @@ def _content(path: Path) -> mmap.mmap | bytes:
     return content
 
 
-def _parse(content: mmap.mmap | bytes, rank: int) -> Iterator[Record]:
+def _parse(content: mmap.mmap | bytes, rank: int) -> Iterator[LedgerRecord]:
     at = _FILE.size
     while at + _RECORD.size <= len(content):
         step, epoch, count, width, crc = _RECORD.unpack_from(content, at)
@@ -225,4 +225,4 @@ def _parse(content: mmap.mmap | bytes, rank: int) -> Iterator[Record]:
         if zlib.crc32(ids.tobytes()) != crc:
             return
         at += count * width
-        yield Record(step=step, epoch=epoch, rank=rank, ids=ids)
+        yield LedgerRecord(step=step, epoch=epoch, rank=rank, ids=ids)

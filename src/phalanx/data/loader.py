@@ -12,8 +12,8 @@ from phalanx.config.job import Job
 from phalanx.data.batch_split import BatchSplitter, Lane, MicroBatch, StepBatch, cuts, share, step_batch
 from phalanx.data.map_style import Fetcher, IndexedReader, is_stream, plain
 from phalanx.data.sampler import GlobalBatchSampler
-from phalanx.data.streams import Group, StreamReader
-from phalanx.data.worker_processes import Workers
+from phalanx.data.streams import StreamReader, StreamStep
+from phalanx.data.worker_processes import LoaderWorkers
 from phalanx.errors import Problem, RefusedError, SpecError
 
 __all__ = ["Lane", "Loader", "evaluation_batches"]
@@ -59,7 +59,7 @@ class Loader:
             SpecError: if data and job do not go together: no sample, all samples dropped, a stream to be shuffled,
                 or neither map-style data nor a stream.
         """
-        self._workers = Workers(count=job.workers, prefetch=job.prefetch, pin_memory=False, seed=job.seed)
+        self._workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=False, seed=job.seed)
         self._dealing = BatchSplitter(lane, micro, first_step)
         self._indexed: IndexedReader | None = None
         self._stream: StreamReader | None = None
@@ -84,7 +84,7 @@ class Loader:
         self._indexed = IndexedReader(
             fetcher=Fetcher(dataset, job.collate, job.seed),
             sampler=sampler,
-            dealing=self._dealing,
+            splitter=self._dealing,
             first=first_step,
             stop=self.total_steps,
         )
@@ -101,20 +101,20 @@ class Loader:
         if self._indexed is not None:
             size = self.length or 0
             for place in np.unique(np.linspace(0, size - 1, min(count, size)).astype(np.int64)).tolist():
-                yield place, self.together([place])
+                yield place, self.collate([place])
             return
         assert self._stream is not None
         self._read = []
         for place, sample in enumerate(islice(self._stream.samples(), count)):
             self._read.append(sample)
-            yield place, self.together([place])
+            yield place, self.collate([place])
 
-    def together(self, places: Sequence[int]) -> Any:
+    def collate(self, places: Sequence[int]) -> Any:
         """The samples at these places of the data, collated; of a stream, those that ``spread`` has read."""
         if self._indexed is not None:
             return self._indexed.fetcher.fetch(0, np.asarray(places, dtype=np.int64))
         assert self._stream is not None
-        return self._stream.together([self._read[place] for place in places])
+        return self._stream.collated([self._read[place] for place in places])
 
     @property
     def next_step(self) -> int:
@@ -130,7 +130,7 @@ class Loader:
         """The parts held here, with the weights that hold in ``step``."""
         return self._dealing.lane(step)
 
-    def deal(self, weights: Sequence[float], step: int) -> None:
+    def set_weights(self, weights: Sequence[float], step: int) -> None:
         """From ``step`` on, give parts samples in proportion to these weights (``Lane.weights``), on every process.
 
         Raises:
@@ -171,19 +171,19 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None)
     reader = IndexedReader(
         fetcher=Fetcher(dataset, job.collate, job.seed),
         sampler=sampler,
-        dealing=BatchSplitter(lane, micro),
+        splitter=BatchSplitter(lane, micro),
         first=0,
         stop=sampler.steps_per_epoch,
     )
-    workers = Workers(count=job.workers, prefetch=job.prefetch, pin_memory=False, seed=job.seed)
+    workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=False, seed=job.seed)
     return _indexed_steps(reader, workers)
 
 
-def _indexed_steps(reader: IndexedReader, workers: Workers) -> Steps:
+def _indexed_steps(reader: IndexedReader, workers: LoaderWorkers) -> Steps:
     return _indexed_ahead(reader, workers) if workers.needed else reader.steps(reader.fetcher.fetch)
 
 
-def _indexed_ahead(reader: IndexedReader, workers: Workers) -> Steps:
+def _indexed_ahead(reader: IndexedReader, workers: LoaderWorkers) -> Steps:
     with workers.indexed(reader.fetcher, reader.requests()) as results:
         yield from reader.steps(lambda epoch, ids: next(results))
 
@@ -203,7 +203,7 @@ def _stream_reader(dataset: Any, job: Job, dealing: BatchSplitter, steps: tuple[
     return StreamReader(
         dataset=dataset,
         batch=job.batch,
-        dealing=dealing,
+        splitter=dealing,
         seed=job.seed,
         drop_last=job.drop_last,
         collate=plain(job.collate) if job.collate else None,
@@ -213,7 +213,7 @@ def _stream_reader(dataset: Any, job: Job, dealing: BatchSplitter, steps: tuple[
     )
 
 
-def _stream_steps(reader: StreamReader, workers: Workers) -> Steps:
+def _stream_steps(reader: StreamReader, workers: LoaderWorkers) -> Steps:
     if not workers.needed:
         yield from (_of_group(reader, group) for group in reader.groups())
         return
@@ -221,7 +221,7 @@ def _stream_steps(reader: StreamReader, workers: Workers) -> Steps:
         yield from (_of_group(reader, group) for group in groups)
 
 
-def _of_group(reader: StreamReader, group: Group) -> StepBatch:
+def _of_group(reader: StreamReader, group: StreamStep) -> StepBatch:
     ids = np.arange(group.position, group.position + group.samples, dtype=np.int64)
     batches = iter(group.batches)
     return step_batch(
@@ -230,7 +230,7 @@ def _of_group(reader: StreamReader, group: Group) -> StepBatch:
 
 
 @final
-class Pieces:
+class BatchPieces:
     """Every global batch of a job over map-style data, cut into as many contiguous pieces as there are workers.
 
     Attributes:

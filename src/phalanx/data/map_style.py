@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset, TensorDataset, default_collate
 
 from phalanx.data.batch_split import BatchSplitter, StepBatch, step_batch
-from phalanx.data.rng_streams import EpochSeeds
+from phalanx.data.sample_seeds import EpochSeeds
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.table import Table
 from phalanx.errors import Problem, SpecError
@@ -147,25 +147,25 @@ class IndexedReader:
     Attributes:
         fetcher: reads and collates samples.
         sampler: which samples each step holds.
-        dealing: which of them are for the parts held here, in which micro-batches.
+        splitter: which of them are for the parts held here, in which micro-batches.
         first: first step.
         stop: the step after the last.
     """
 
     fetcher: Fetcher
     sampler: GlobalBatchSampler
-    dealing: BatchSplitter
+    splitter: BatchSplitter
     first: int
     stop: int
 
     def steps(self, load: Callable[[int, np.ndarray], Any]) -> Generator[StepBatch, None, None]:
         """The steps, with ``load(epoch, ids)`` giving each micro-batch."""
         for step, epoch, ids in self.sampler.walk(self.first, self.stop):
-            yield step_batch(step, epoch, ids, self.dealing.cuts(step, len(ids)), load)
+            yield step_batch(step, epoch, ids, self.splitter.cuts(step, len(ids)), load)
 
     def requests(self) -> Iterator[tuple[int, np.ndarray]]:
         """What ``steps`` will ask of ``load``, in order, for those that read ahead."""
         for step, epoch, ids in self.sampler.walk(self.first, self.stop):
-            for part in self.dealing.cuts(step, len(ids)):
+            for part in self.splitter.cuts(step, len(ids)):
                 for start, stop in part:
                     yield epoch, ids[start:stop] if stop else ids[:1]

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 from torch.utils.data import default_collate
 
 from phalanx.data.batch_split import BatchSplitter, Cuts
-from phalanx.data.rng_streams import EpochSeeds
+from phalanx.data.sample_seeds import EpochSeeds
 from phalanx.errors import DataError
 
 
-class Group(NamedTuple):
+class StreamStep(NamedTuple):
     """The collated micro-batches of one step, for the parts held here. A tuple, because torch can pin that.
 
     Attributes:
@@ -54,7 +54,7 @@ class StreamReader:
     Attributes:
         dataset: the stream.
         batch: samples in a global batch.
-        dealing: which samples are for the parts held here, in which micro-batches.
+        splitter: which samples are for the parts held here, in which micro-batches.
         seed: of the random streams.
         drop_last: whether the partial last batch of a pass is dropped.
         collate: joins samples.
@@ -65,7 +65,7 @@ class StreamReader:
 
     dataset: Any
     batch: int
-    dealing: BatchSplitter
+    splitter: BatchSplitter
     seed: int
     drop_last: bool
     collate: Callable[[list[Any]], Any] | None
@@ -75,25 +75,25 @@ class StreamReader:
 
     def cuts(self, step: int, samples: int) -> Cuts:
         """The micro-batches of ``step``, whose global batch has ``samples``."""
-        return self.dealing.cuts(step, samples)
+        return self.splitter.cuts(step, samples)
 
-    def groups(self, worker: int = 0, workers: int = 1) -> Iterator[Group]:
+    def groups(self, worker: int = 0, workers: int = 1) -> Iterator[StreamStep]:
         """Steps ``first_step + worker``, and every ``workers``-th after it."""
         for step, epoch, position, samples in self._global_batches():
             if step >= self.first_step and (step - self.first_step) % workers == worker:
                 pieces = [piece for part in self.cuts(step, len(samples)) for piece in part]
                 batches = self._collated(epoch, position, samples, pieces)
-                yield Group(step, epoch, position, len(samples), batches)
+                yield StreamStep(step, epoch, position, len(samples), batches)
 
     def first(self, count: int) -> Any:
         """The first ``count`` samples of the first pass, collated."""
-        return self.together(next(self._pass(0, 0), [])[:count])
+        return self.collated(next(self._pass(0, 0), [])[:count])
 
     def samples(self) -> Iterator[Any]:
         """The samples of the first pass."""
         return chain.from_iterable(self._pass(0, 0))
 
-    def together(self, samples: list[Any]) -> Any:
+    def collated(self, samples: list[Any]) -> Any:
         """These samples, collated."""
         return (self.collate or default_collate)(samples)
 

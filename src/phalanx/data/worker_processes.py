@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torch.utils.data._utils import worker as torch_worker
 
 from phalanx.data.map_style import Fetcher
-from phalanx.data.streams import Group, StreamReader
+from phalanx.data.streams import StreamReader, StreamStep
 from phalanx.errors import DataError
 
 _PR_SET_PDEATHSIG = 1
@@ -30,7 +30,7 @@ _AHEAD = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Workers:
+class LoaderWorkers:
     """How data are loaded ahead.
 
     Attributes:
@@ -61,7 +61,7 @@ class Workers:
             yield results
 
     @contextmanager
-    def stream(self, reader: StreamReader) -> Iterator[Iterator[Group]]:
+    def stream(self, reader: StreamReader) -> Iterator[Iterator[StreamStep]]:
         """The groups of the stream in order; the processes live as long as the block."""
         with self._loaded(_Groups(reader)) as results:
             yield results
@@ -109,13 +109,13 @@ class _Answers(Dataset[Any]):
 
 
 @final
-class _Groups(IterableDataset[Group]):
+class _Groups(IterableDataset[StreamStep]):
     """A stream of groups, of which each worker gives every ``workers``-th; DataLoader puts them in order again."""
 
     def __init__(self, reader: StreamReader) -> None:
         self._reader = reader
 
-    def __iter__(self) -> Iterator[Group]:
+    def __iter__(self) -> Iterator[StreamStep]:
         info = get_worker_info()
         if info is None:
             return self._reader.groups()

@@ -1,16 +1,16 @@
 """Profile, cluster and plan in; memory, time and energy out. Pure functions, no processes, no torch."""
 
 from phalanx.forecast.forecast import Forecast, Sweep, forecast, forecasts, sweep
-from phalanx.forecast.memory import Memory
+from phalanx.forecast.memory import MemoryForecast
 from phalanx.forecast.presets import PHALANX, Preset
-from phalanx.forecast.step import StepTime
-from phalanx.forecast.work import Lengths, Work
+from phalanx.forecast.step_time import StepTime
+from phalanx.forecast.workload import Lengths, Work
 
 __all__ = [
     "PHALANX",
     "Forecast",
     "Lengths",
-    "Memory",
+    "MemoryForecast",
     "Preset",
     "StepTime",
     "Sweep",

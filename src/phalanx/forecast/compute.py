@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.forecast.kernels import Priced, Setting, price, widths
+from phalanx.forecast.kernels import DeviceSetting, Priced, price, widths
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.network import seconds
-from phalanx.forecast.operation_arrays import Array, Table
+from phalanx.forecast.operation_arrays import Array, OperationArrays
 from phalanx.forecast.presets import Preset
-from phalanx.placement.collective_bytes import Micro, Pass, context, experts, tensor
+from phalanx.placement.collective_bytes import PartPass, Pass, context, experts, tensor
 
 KINDS = ("products", "attention", "memory")
 
@@ -54,7 +54,7 @@ class Times:
         return self.inputs + self.weights + self.again + self.sent_backward + self.waiting_backward
 
 
-def compute(costs: Table, layouts: Layouts, setting: Setting) -> Times:
+def compute(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Times:
     """The times of every part under every candidate."""
     rates, fabric, preset = setting.rates, setting.fabric, setting.preset
     priced = price(costs, layouts.shapes, setting)
@@ -87,21 +87,21 @@ def compute(costs: Table, layouts: Layouts, setting: Setting) -> Times:
     )
 
 
-def _blocks(costs: Table) -> Array:
+def _blocks(costs: OperationArrays) -> Array:
     return np.array([part.role == "block" for part in costs.parts], dtype=float)[:, None]
 
 
-def _summed(seconds: Array, costs: Table, rows: npt.NDArray[np.bool_], count: int) -> Array:
+def _summed(seconds: Array, costs: OperationArrays, rows: npt.NDArray[np.bool_], count: int) -> Array:
     """Sums over the operations in ``rows``, by part."""
     chosen = (costs.part[None, :] == np.arange(count)[:, None]) & rows[None, :]
     return chosen.astype(float) @ seconds
 
 
-def _launches(costs: Table, rows: npt.NDArray[np.bool_], count: int) -> Array:
+def _launches(costs: OperationArrays, rows: npt.NDArray[np.bool_], count: int) -> Array:
     return np.bincount(costs.part[rows], minlength=count).astype(float)
 
 
-def _again(costs: Table, priced: Priced, layouts: Layouts, preset: Preset, forward: Array) -> Array:
+def _again(costs: OperationArrays, priced: Priced, layouts: Layouts, preset: Preset, forward: Array) -> Array:
     """What the backward computes anew, of the blocks."""
     count = len(costs.parts)
     blocks = _blocks(costs)
@@ -117,7 +117,9 @@ def _again(costs: Table, priced: Priced, layouts: Layouts, preset: Preset, forwa
     return blocks * np.where(recompute == 2, forward, np.where(recompute == 1, some, 0.0))
 
 
-def _exchanged(costs: Table, layouts: Layouts, setting: Setting, priced: Priced) -> tuple[Array, Array, Array]:
+def _exchanged(
+    costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, priced: Priced
+) -> tuple[Array, Array, Array]:
     """Seconds of exchanges over ``tp``, ``cp`` and ``ep`` that computing does not hide: shape (parts, N) each.
 
     In the forward, in the forward that a backward does again, and in the backward.
@@ -134,7 +136,7 @@ def _exchanged(costs: Table, layouts: Layouts, setting: Setting, priced: Priced)
     for index, part in enumerate(costs.parts):
         after = costs.parts[min(1, len(costs.parts) - 1)]
         entry = after.entry if part.role == "before" else part.entry
-        micro = Micro(part=part, entry=entry, samples=layouts.micro, length=layouts.length)
+        micro = PartPass(part=part, entry=entry, samples=layouts.micro, length=layouts.length)
         for way, each in found.items():
             joined = sum((seconds(one, mesh, fabric) for one in tensor(micro, mesh, wide, way)), nothing)
             ring, rest = nothing, nothing

@@ -10,13 +10,13 @@ import numpy as np
 
 from phalanx.config import Cluster, Plan
 from phalanx.forecast.layouts import Layouts, Whole
-from phalanx.forecast.memory import Memory, on_hosts
+from phalanx.forecast.memory import MemoryForecast, on_hosts
 from phalanx.forecast.operation_arrays import Array
 from phalanx.forecast.presets import PHALANX, Preset
-from phalanx.forecast.step import ForecastInput, StepTime
+from phalanx.forecast.step_time import ForecastInput, StepTime
 from phalanx.forecast.uncertainty import SAFE, assumed, interval, runs_out, uncut, unpriced
-from phalanx.forecast.uneven_shares import deal, memory_of, step_of
-from phalanx.forecast.work import Work
+from phalanx.forecast.unequal_devices import device_shares, memory_of, step_of
+from phalanx.forecast.workload import Work
 from phalanx.placement.limits import not_run_yet
 
 
@@ -31,7 +31,7 @@ class Forecast:
         low: seconds of a step that four of five alike plans stay above or below ``high`` of.
         high: see ``low``.
         basis: what ``low`` and ``high`` rest on.
-        memory: bytes at the peak on the rank that needs most, by what they are (see ``Memory``).
+        memory: bytes at the peak on the rank that needs most, by what they are (see ``MemoryForecast``).
         parts: the same, each at its own peak.
         allocated: bytes of tensors at the peak.
         reserved: bytes the allocator then holds.
@@ -128,7 +128,7 @@ class Sweep:
 
     plans: tuple[Plan, ...]
     step: StepTime
-    memory: Memory
+    memory: MemoryForecast
     room: Array
     samples: Array
 
@@ -150,22 +150,22 @@ def sweep(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset = 
         step=StepTime(
             **{one.name: _joined([part.step for part in parts], one.name, order) for one in fields(StepTime)}
         ),
-        memory=Memory(
-            **{one.name: _joined([part.memory for part in parts], one.name, order) for one in fields(Memory)}
+        memory=MemoryForecast(
+            **{one.name: _joined([part.memory for part in parts], one.name, order) for one in fields(MemoryForecast)}
         ),
         room=_joined(parts, "room", order),
         samples=_joined(parts, "samples", order),
     )
 
 
-def _joined(parts: Sequence[Sweep | StepTime | Memory], name: str, order: Whole) -> Array:
+def _joined(parts: Sequence[Sweep | StepTime | MemoryForecast], name: str, order: Whole) -> Array:
     together: Array = np.concatenate([getattr(part, name) for part in parts], axis=-1)
     return together[..., order]
 
 
 def _of_one_precision(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset) -> Sweep:
     scene = ForecastInput(work=work, cluster=cluster, precision=plans[0].precision, preset=preset)
-    out = deal(scene, Layouts.of(plans, work.batch, work.tokens))
+    out = device_shares(scene, Layouts.of(plans, work.batch, work.tokens))
     needed, room = memory_of(scene, out)
     each = np.stack([one.samples * one.fsdp * one.ep for one in out.layouts])
     return Sweep(
@@ -185,7 +185,7 @@ def times(
     With ``events`` pipelines are run event by event, which takes milliseconds each; else they are priced by formula.
     """
     scene = ForecastInput(work=work, cluster=cluster, precision=precision, preset=preset)
-    return step_of(scene, deal(scene, layouts), events)
+    return step_of(scene, device_shares(scene, layouts), events)
 
 
 def forecast(work: Work, plan: Plan, cluster: Cluster, preset: Preset = PHALANX) -> Forecast:
@@ -210,7 +210,7 @@ def forecasts(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Prese
                 high=max(one.high for one in spans),
                 basis=max(spans, key=lambda one: one.high).basis,
                 memory={name: float(size[index]) for name, size in found.memory.at_peak().items()},
-                parts={one.name: float(getattr(found.memory, one.name)[index]) for one in fields(Memory)},
+                parts={one.name: float(getattr(found.memory, one.name)[index]) for one in fields(MemoryForecast)},
                 allocated=float(found.memory.allocated[index]),
                 reserved=float(found.memory.reserved[index]),
                 room=float(found.room[index]),

@@ -9,22 +9,22 @@ import numpy as np
 
 from phalanx.config.sync import Codec, Compression
 from phalanx.forecast.compute import Times
-from phalanx.forecast.kernels import Setting, widths
+from phalanx.forecast.kernels import DeviceSetting, widths
 from phalanx.forecast.layouts import DILOCO, NESTEROV, Layouts, Texts
 from phalanx.forecast.network import collective, seconds
-from phalanx.forecast.operation_arrays import Array, Table
-from phalanx.forecast.pipeline import Stages, held, stages
+from phalanx.forecast.operation_arrays import Array, OperationArrays
+from phalanx.forecast.pipeline import StageCounts, parameters_held, stages
 from phalanx.placement.collective_bytes import Elements, add_up, elements, gather, reductions, scatter
 
 _KINDS = (False, True)
 """Whether parameters are of experts."""
 
 
-def replicas(costs: Table, times: Times, layouts: Layouts, setting: Setting) -> Array:
+def replicas(costs: OperationArrays, times: Times, layouts: Layouts, setting: DeviceSetting) -> Array:
     """Seconds of a step in which replicas are brought together, beyond what computing hides."""
     lie = stages(costs, layouts)
     first, last = (np.einsum("kpn,pn->kn", lie.each, each).max(axis=0) for each in (times.before, times.back))
-    count = held(costs, layouts, lie)
+    count = parameters_held(costs, layouts, lie)
     late = _reduced(costs, lie, first, last, layouts, setting)
     smaller = compressed(layouts)
     if smaller.any():
@@ -32,16 +32,18 @@ def replicas(costs: Table, times: Times, layouts: Layouts, setting: Setting) -> 
     found = np.where(layouts.zero == 3, _sharded(costs, times, layouts, setting), late)
     computing = layouts.micros * (first + last)
     found = found + averaged(count, computing, layouts, setting)
-    return np.where(layouts.server > 0, served(count, computing, layouts, setting), found)
+    return np.where(layouts.server > 0, server_time(count, computing, layouts, setting), found)
 
 
-def _reduced(costs: Table, lie: Stages, first: Array, last: Array, layouts: Layouts, setting: Setting) -> Array:
+def _reduced(
+    costs: OperationArrays, lie: StageCounts, first: Array, last: Array, layouts: Layouts, setting: DeviceSetting
+) -> Array:
     """Gradients are reduced behind the last micro-batch's backward, with ``zero=2`` behind that of each; then what was
     stepped in shards is gathered."""
     preset = setting.preset
     sent, again = np.zeros_like(first), np.zeros_like(first)
     for expert in _KINDS:
-        count = held(costs, layouts, lie, experts=expert)
+        count = parameters_held(costs, layouts, lie, experts=expert)
         there, back = _there_and_back(Elements(learn=count, expert=expert), layouts, setting)
         sent, again = sent + back, again + there
     if preset.gathers_ahead:
@@ -49,14 +51,14 @@ def _reduced(costs: Table, lie: Stages, first: Array, last: Array, layouts: Layo
     return reductions(layouts.mesh) * _beyond(sent, last, preset.overlap) + again
 
 
-def _compressed(count: Array, thin: Array, last: Array, layouts: Layouts, setting: Setting) -> Array:
+def _compressed(count: Array, thin: Array, last: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
     """What is sent hides behind backward, as whole gradients do; making it smaller takes the memory's time from it."""
     sent, made = averaging(count, thin, layouts, np.ones_like(count), setting)
     found = _beyond(sent, last, setting.preset.overlap) + made
     return np.where(layouts.alike > 1, found, 0.0)
 
 
-def _sharded(costs: Table, times: Times, layouts: Layouts, setting: Setting) -> Array:
+def _sharded(costs: OperationArrays, times: Times, layouts: Layouts, setting: DeviceSetting) -> Array:
     """Parameters are gathered, and gradients scattered, block by block behind the block before; of a model without
     repeated blocks all at once, behind nothing."""
     preset = setting.preset
@@ -91,13 +93,13 @@ def _over(held: Elements, ranks: Array) -> Elements:
     return replace(held, learn=held.learn / np.maximum(ranks, 1), frozen=held.frozen / np.maximum(ranks, 1))
 
 
-def _all_there_and_back(units: Sequence[Elements], layouts: Layouts, setting: Setting) -> tuple[Array, Array]:
+def _all_there_and_back(units: Sequence[Elements], layouts: Layouts, setting: DeviceSetting) -> tuple[Array, Array]:
     each = [_there_and_back(one, layouts, setting) for one in units]
     nothing = np.zeros_like(layouts.tp)
     return sum((there for there, _ in each), nothing), sum((back for _, back in each), nothing)
 
 
-def _there_and_back(held: Elements, layouts: Layouts, setting: Setting) -> tuple[Array, Array]:
+def _there_and_back(held: Elements, layouts: Layouts, setting: DeviceSetting) -> tuple[Array, Array]:
     """Seconds to gather these, and to bring their gradients together."""
     mesh, preset = layouts.mesh, setting.preset
     wide = widths(preset, setting.precision, layouts.zero)
@@ -113,13 +115,13 @@ def _beyond(sent: Array, computing: Array, overlap: float) -> Array:
     return np.maximum(sent - overlap * computing, sent * (1 - overlap))
 
 
-def update(costs: Table, layouts: Layouts, setting: Setting) -> Array:
+def update(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Array:
     """The optimizer moves each parameter's gradient, state and value through memory once.
 
     Where it works on the host, gradients go there and values come back; parameters that live there come for each pass.
     """
     lie = stages(costs, layouts)
-    count = held(costs, layouts, lie) / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
+    count = parameters_held(costs, layouts, lie) / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
     stepped = count * setting.preset.update / (setting.rates.bandwidth * setting.rates.kernels.stream)
     weighty = np.array([float(bool(part.weights)) for part in costs.parts])
     there = np.einsum("kpn,p->kn", lie.each, weighty).max(axis=0)
@@ -154,7 +156,7 @@ def message(layouts: Layouts) -> Array:
     return _each(layouts.compress, lambda one: 8 * one.amount if one.codec == "topk" else _BYTES[one.codec])
 
 
-def averaging(count: Array, thin: Array, layouts: Layouts, inner: Array, setting: Setting) -> tuple[Array, Array]:
+def averaging(count: Array, thin: Array, layouts: Layouts, inner: Array, setting: DeviceSetting) -> tuple[Array, Array]:
     """Seconds to average ``count`` elements over ``dp``, on the wire and in memory; whole ones in one all-reduce.
 
     Half and byte messages go to the rank that adds a chunk up, and the mean of it to all; those of ``topk`` go to all.
@@ -171,7 +173,7 @@ def averaging(count: Array, thin: Array, layouts: Layouts, inner: Array, setting
     return wire / setting.preset.reach, moved / (setting.rates.bandwidth * setting.rates.kernels.stream)
 
 
-def pushed(count: Array, layouts: Layouts, setting: Setting) -> tuple[Array, Array]:
+def pushed(count: Array, layouts: Layouts, setting: DeviceSetting) -> tuple[Array, Array]:
     """Seconds for a worker to encode ``count`` elements, and for a server's host to read them from all workers."""
     encode = count * _each(layouts.compress, lambda one: _PUSHED.get(one.codec, 0.0))
     read = np.where(compressed(layouts), count * _READ * layouts.dp, 0.0)
@@ -184,7 +186,7 @@ def fed_back(layouts: Layouts) -> Array:
     return np.where((layouts.sync > 0) | (layouts.server > 0), 0.0, there)
 
 
-def thin(costs: Table, lie: Stages, layouts: Layouts) -> Array:
+def thin(costs: OperationArrays, lie: StageCounts, layouts: Layouts) -> Array:
     """Elements that PowerSGD sums: two thin matrices for each, as if all of a part's were square and of its mean size.
 
     Source: Vogels et al., "PowerSGD", 2019, section 3: r (n + m) of n m elements, which is least where n = m.
@@ -222,7 +224,7 @@ _LATE = 5.0
 """Steps behind which a fragment's averaging may hide, if the next one's turn does not come sooner."""
 
 
-def averaged(count: Array, computing: Array, layouts: Layouts, setting: Setting) -> Array:
+def averaged(count: Array, computing: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
     """Seconds of a step for averaging ``count`` parameters of a rank over ``dp`` once every so many steps.
 
     Nothing hides it where all are averaged at once; of several fragments each hides behind the ``computing`` of the
@@ -248,7 +250,7 @@ def kept_apart(layouts: Layouts) -> Array:
     return np.where(layouts.sync > 0, _FULL + momentum, 0.0)
 
 
-def served(count: Array, computing: Array, layouts: Layouts, setting: Setting) -> Array:
+def server_time(count: Array, computing: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
     """Seconds that a worker's step is longer than its computing because servers hold the ``count`` parameters.
 
     Each worker pushes its gradients and pulls parameters. Both ways take what the slower of its link and its part of
@@ -270,11 +272,11 @@ def served(count: Array, computing: Array, layouts: Layouts, setting: Setting) -
     return np.maximum(np.maximum(np.maximum(busiest, turn), computing + encode) - computing, 0.0)
 
 
-def _nodes(layouts: Layouts, setting: Setting) -> Array:
+def _nodes(layouts: Layouts, setting: DeviceSetting) -> Array:
     return np.maximum(np.ceil(layouts.devices / setting.fabric.per_node), 1.0)
 
 
-def _way(size: Array, layouts: Layouts, setting: Setting) -> Array:
+def _way(size: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
     """Seconds until all workers have sent ``size`` bytes to the servers, or have got as many.
 
     Over the network, servers on one node share its adapters, as do the workers of one; within a node, a server takes in

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.forecast.network import Fabric
-from phalanx.forecast.operation_arrays import Array, Mask, Table
+from phalanx.forecast.operation_arrays import Array, Mask, OperationArrays
 from phalanx.forecast.presets import Preset
 from phalanx.forecast.rates import Rates
 from phalanx.placement.collective_bytes import Widths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class DeviceSetting:
     """One kind of device, joined in one way, used by one framework.
 
     Attributes:
@@ -80,7 +80,7 @@ def itemsize(precision: str) -> float:
     return _ITEMSIZE[precision]
 
 
-def price(costs: Table, shapes: Shapes, setting: Setting) -> Priced:
+def price(costs: OperationArrays, shapes: Shapes, setting: DeviceSetting) -> Priced:
     """Every operation of ``costs`` under every candidate of ``shapes``."""
     rates, preset, precision = setting.rates, setting.preset, setting.precision
     dims = _dims(costs, shapes)
@@ -107,7 +107,7 @@ def price(costs: Table, shapes: Shapes, setting: Setting) -> Priced:
     return Priced(seconds=seconds, flops=flops)
 
 
-def _on_a_core(costs: Table, shapes: Shapes, dims: list[Array], rates: Rates, precision: str) -> Priced:
+def _on_a_core(costs: OperationArrays, shapes: Shapes, dims: list[Array], rates: Rates, precision: str) -> Priced:
     """Every operation by the laws of a CPU core, which the machine's own constants go with."""
     assert rates.core
     core, size, returned = rates.core, itemsize(precision), shapes.returned > 0
@@ -140,7 +140,7 @@ def _on_a_core(costs: Table, shapes: Shapes, dims: list[Array], rates: Rates, pr
     return Priced(seconds=seconds, flops=flops)
 
 
-def _divided(costs: Table, shapes: Shapes) -> Array:
+def _divided(costs: OperationArrays, shapes: Shapes) -> Array:
     """By how many ranks the elements of each operation are divided: shape (operations, N)."""
     by = np.ones((len(costs.part), len(shapes.tp)))
     by[costs.inner] *= shapes.tp
@@ -148,7 +148,7 @@ def _divided(costs: Table, shapes: Shapes) -> Array:
     return by * np.where((costs.traffic.length > 0)[:, None], shapes.cp, 1.0)
 
 
-def _dims(costs: Table, shapes: Shapes) -> list[Array]:
+def _dims(costs: OperationArrays, shapes: Shapes) -> list[Array]:
     """The six dimensions of each operation on one rank."""
     dims = [laws.at(shapes.samples, shapes.length) for laws in costs.dims]
     waiting: Mask = np.ones(len(costs.part), dtype=bool)
@@ -196,7 +196,9 @@ def _products(batch: Array, m: Array, n: Array, k: Array, *, rates: Rates, preci
     return np.maximum(best, moved / (rates.bandwidth * kernels.stream)) + kernels.floor
 
 
-def _attention(costs: Table, dims: list[Array], rates: Rates, preset: Preset, precision: str) -> tuple[Array, Array]:
+def _attention(
+    costs: OperationArrays, dims: list[Array], rates: Rates, preset: Preset, precision: str
+) -> tuple[Array, Array]:
     samples, heads, _, queries, keys, width = dims
     backward = costs.backward[costs.attention][:, None]
     pairs = samples * heads * queries * keys

@@ -13,7 +13,7 @@ from phalanx.config import Plan
 from phalanx.config.fields import Attention, Offload, Recompute, Schedule
 from phalanx.forecast.kernels import Shapes
 from phalanx.forecast.operation_arrays import Array
-from phalanx.placement.collective_bytes import Mesh
+from phalanx.placement.collective_bytes import MeshSizes
 from phalanx.placement.limits import returns_freed_memory
 from phalanx.placement.schedules import SCHEDULES as PIPELINE_SCHEDULES
 from phalanx.placement.schedules import PipelineSchedule
@@ -132,9 +132,9 @@ class Layouts:
         return np.ceil(self.samples / self.micro - 1e-9)
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> MeshSizes:
         """What exchanges depend on."""
-        return Mesh(
+        return MeshSizes(
             dp=self.alike,
             fsdp=self.fsdp,
             tp=self.tp,

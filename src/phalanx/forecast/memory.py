@@ -13,11 +13,11 @@ from phalanx.forecast.gradient_sync import fed_back, kept_apart
 from phalanx.forecast.kernels import itemsize
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.operation_arrays import Array, table
-from phalanx.forecast.pipeline import held, stages
+from phalanx.forecast.pipeline import parameters_held, stages
 from phalanx.forecast.presets import Preset
-from phalanx.forecast.saved_activations import Ranks, SavedActivations, kept, ranks
-from phalanx.forecast.work import Work
-from phalanx.trace import Part, Profile
+from phalanx.forecast.saved_activations import Ranks, SavedActivations, ranks, saved_activations
+from phalanx.forecast.workload import Work
+from phalanx.trace import ModelPart, Profile
 
 BLOCK = 2.0 * 2**20
 """Bytes in which the CUDA allocator takes memory at least."""
@@ -26,7 +26,7 @@ _COPIED = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Memory:
+class MemoryForecast:
     """Bytes on the rank that needs most, each part at its own peak: shape (N,) each.
 
     Attributes:
@@ -89,11 +89,11 @@ class Memory:
         }
 
 
-def memory(profile: Profile, layouts: Layouts, preset: Preset, precision: str, state: float) -> Memory:
+def memory(profile: Profile, layouts: Layouts, preset: Preset, precision: str, state: float) -> MemoryForecast:
     """The memory of every candidate; ``state`` is bytes of optimizer state a parameter."""
     lie = ranks(profile, layouts, preset)
     fixed = _fixed(profile, layouts, preset, lie, state, precision)
-    active = kept(profile, layouts, preset, lie, precision)
+    active = saved_activations(profile, layouts, preset, lie, precision)
     gathered, reducing = _gathered(profile, layouts, preset, lie, precision)
     reducing = reducing + _in_buckets(profile, layouts, preset, lie)
     passing = _messages(profile, layouts, lie, precision) + _in_flight(profile, layouts, preset, lie)
@@ -103,10 +103,10 @@ def memory(profile: Profile, layouts: Layouts, preset: Preset, precision: str, s
     every = [_together(active, fixed, moving, layouts, preset, at) for at in range(3)]
     needed = np.stack([one.reserved for one in every]) + there
     worst = needed.argmax(axis=0)[None]
-    return Memory(
+    return MemoryForecast(
         **{
             one.name: np.take_along_axis(np.stack([getattr(rank, one.name) for rank in every]), worst, axis=0)[0]
-            for one in fields(Memory)
+            for one in fields(MemoryForecast)
         }
     )
 
@@ -133,7 +133,7 @@ class _Moving:
 
 def _together(
     active: SavedActivations, fixed: _Fixed, moving: _Moving, layouts: Layouts, preset: Preset, at: int
-) -> Memory:
+) -> MemoryForecast:
     """One rank: in the last forward or the first backward, or in the optimizer's step, whichever needs more."""
     gradients, activations, working = fixed.gradients[at], active.saved[at], active.working[at]
     there = np.where(_gradients_stay(layouts, preset), gradients, 0.0)
@@ -144,7 +144,7 @@ def _together(
     apart = together - gradients - activations - working - collectives - moving.passing[at]
     allocated = fixed.parameters[at] + fixed.optimizer[at] + together
     most = np.maximum(allocated, fixed.start[at])
-    return Memory(
+    return MemoryForecast(
         parameters=fixed.parameters[at],
         gathered=moving.gathered[at],
         gradients=gradients,
@@ -204,7 +204,7 @@ def _uncut(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks) -> Ar
     return (np.where(shared, np.maximum(block, outer), 0.0) + one) * preset.weights
 
 
-def _largest(part: Part) -> float:
+def _largest(part: ModelPart) -> float:
     """Elements of the largest tensor; where that is not known, of all of its kind."""
     return max((float(one.largest or one.elements + one.frozen) for one in part.weights), default=0.0)
 
@@ -295,7 +295,7 @@ def _staying(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, pre
     return np.where(whole, (learn + still) * size + learn * preset.sent, 0.0)
 
 
-def _elements(part: Part, layouts: Layouts) -> Array:
+def _elements(part: ModelPart, layouts: Layouts) -> Array:
     none = np.zeros_like(layouts.tp)
     each = [(one.elements + one.frozen) / _cut(layouts, one.share, one.expert) for one in part.weights]
     return sum(each, none)
@@ -330,7 +330,7 @@ def on_hosts(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset
     """
     layouts = Layouts.of(plans, work.batch, work.tokens)
     costs = table(work.profile, preset.balances)
-    stepped = held(costs, layouts, stages(costs, layouts)) / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
+    stepped = parameters_held(costs, layouts, stages(costs, layouts)) / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
     each = np.where(layouts.offload > 0, stepped * (4.0 + preset.sent + work.state), 0.0)
     needed = np.stack([each * np.minimum(layouts.devices, group.per_node) for group in cluster.groups])
     room = np.stack([np.full_like(each, group.host.memory or np.inf) for group in cluster.groups])

@@ -12,7 +12,7 @@ from phalanx.config.plan import AXES
 from phalanx.forecast.operation_arrays import Array
 from phalanx.forecast.rates import Wires
 from phalanx.hardware.exchanges import CACHED
-from phalanx.placement.collective_bytes import Exchange, Mesh
+from phalanx.placement.collective_bytes import Exchange, MeshSizes
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 
@@ -36,7 +36,7 @@ class Fabric:
     socket: int = 4
 
 
-def seconds(exchange: Exchange, mesh: Mesh, fabric: Fabric) -> Array:
+def seconds(exchange: Exchange, mesh: MeshSizes, fabric: Fabric) -> Array:
     """Seconds of all that ``exchange`` is in a pass or a step: shape (N,).
 
     Its ranks stand as ``AXES`` orders them: those of the last dimension are neighbours.

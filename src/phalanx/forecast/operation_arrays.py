@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.trace import Operation, Part, Profile, Size
+from phalanx.trace import ModelPart, Operation, Profile, SizeLaw
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -17,7 +17,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Laws:
-    """Many ``Size``: shape (rows,) each.
+    """Many ``SizeLaw``: shape (rows,) each.
 
     Attributes:
         factor: for one sample of one token.
@@ -30,7 +30,7 @@ class Laws:
     length: Array
 
     @classmethod
-    def of(cls, sizes: Sequence[Size]) -> Laws:
+    def of(cls, sizes: Sequence[SizeLaw]) -> Laws:
         """The laws of ``sizes``, in their order."""
         return cls(
             factor=np.array([size.factor for size in sizes], dtype=float),
@@ -48,7 +48,7 @@ class Laws:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Table:
+class OperationArrays:
     """The operations of a profile.
 
     Attributes:
@@ -92,7 +92,7 @@ class Table:
     traffic: Laws
     fused: Laws
     names: tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ModelPart, ...]
     length: int = 1
     balanced: bool = True
     recomputes: bool = False
@@ -103,19 +103,19 @@ _WIDE = ("log_softmax", "nll_loss", "cross_entropy")
 
 
 @lru_cache(maxsize=512)
-def table(profile: Profile, balanced: bool = True) -> Table:
+def table(profile: Profile, balanced: bool = True) -> OperationArrays:
     """The operations of ``profile``, forward and backward of each part in turn."""
     rows: list[tuple[int, bool, Operation]] = []
     for index, part in enumerate(profile.parts):
         rows += [(index, False, operation) for operation in part.forward]
         rows += [(index, True, operation) for operation in part.backward]
     operations = [operation for _, _, operation in rows]
-    one = Size(1.0)
+    one = SizeLaw(1.0)
 
     def having(name: str, *values: str) -> Mask:
         return np.array([getattr(operation, name) in values for operation in operations], dtype=bool)
 
-    return Table(
+    return OperationArrays(
         part=np.array([index for index, _, _ in rows], dtype=np.intp),
         backward=np.array([backward for _, backward, _ in rows], dtype=bool),
         matmul=having("kind", "matmul", "convolution"),

@@ -8,10 +8,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from phalanx.config.model_costs import Part, Weights, flops
+from phalanx.config.model_costs import ModelPart, Weights, flops
 from phalanx.config.plan import Schedule
 from phalanx.forecast.layouts import RECOMPUTES, SCHEDULES, Layouts
-from phalanx.forecast.operation_arrays import Array, Table
+from phalanx.forecast.operation_arrays import Array, OperationArrays
 from phalanx.placement.schedules import Action, Filling, cost, holders, in_halves, makespan, order
 from phalanx.placement.stages import on_ranks as placed
 
@@ -74,7 +74,7 @@ def simulated(lanes: Lanes, layouts: Layouts, *, whole: bool = False, recomputes
     for at, ranks in enumerate(layouts.pp.astype(int)):
         where = [0, *[1] * (ranks - 2), 2][:ranks]
         chunks, recompute = max(int(layouts.stages[at]), 1), RECOMPUTES[int(layouts.recompute[at])]
-        one = Pipeline(
+        one = PipelineTimes(
             schedule=SCHEDULES[int(layouts.schedule[at])] if ranks > 1 else "gpipe",
             halves=not whole or in_halves(recompute, int(layouts.zero[at]), recomputes=recomputes),
             ranks=int(ranks),
@@ -89,7 +89,7 @@ def simulated(lanes: Lanes, layouts: Layouts, *, whole: bool = False, recomputes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Stages:
+class StageCounts:
     """How parts lie on the ranks of ``pp``.
 
     Attributes:
@@ -101,7 +101,7 @@ class Stages:
     there: Array
 
 
-def stages(costs: Table, layouts: Layouts) -> Stages:
+def stages(costs: OperationArrays, layouts: Layouts) -> StageCounts:
     """The first rank, the busiest between, and the last one."""
     pp = layouts.pp
     there = np.stack([np.ones_like(pp), np.maximum(pp - 2, 0), np.where(pp > 1, 1.0, 0.0)])
@@ -110,7 +110,7 @@ def stages(costs: Table, layouts: Layouts) -> Stages:
     if not costs.balanced:  # others' runs with fewer blocks at the ends take as long as if these were full
         blocks = [part.role == "block" for part in costs.parts]
         each[:, blocks] = each[:, blocks].max(axis=0)
-    return Stages(each=each, there=there)
+    return StageCounts(each=each, there=there)
 
 
 Rank = tuple[float, ...]
@@ -118,7 +118,7 @@ Rank = tuple[float, ...]
 
 
 def on_ranks(
-    parts: Sequence[Part], length: int, layouts: Layouts, balanced: bool, pick: Callable[[Sequence[Rank]], Rank]
+    parts: Sequence[ModelPart], length: int, layouts: Layouts, balanced: bool, pick: Callable[[Sequence[Rank]], Rank]
 ) -> Array:
     """How many of each part the first rank holds, the one that is picked of those between, and the last: (3, parts, N).
 
@@ -136,7 +136,7 @@ def on_ranks(
     return found[..., which.reshape(-1)]
 
 
-def _evenly(parts: Sequence[Part], length: int, schedule: Schedule, ranks: int, chunks: int) -> tuple[Rank, ...]:
+def _evenly(parts: Sequence[ModelPart], length: int, schedule: Schedule, ranks: int, chunks: int) -> tuple[Rank, ...]:
     blocks = sum(part.count for part in parts if part.role == "block")
     full = -(-blocks // ranks)
     last = holders(schedule, ranks, ranks * chunks)[-1]
@@ -153,7 +153,9 @@ def _evenly(parts: Sequence[Part], length: int, schedule: Schedule, ranks: int, 
     )
 
 
-def held(costs: Table, layouts: Layouts, lie: Stages, *, experts: bool | None = None) -> Array:
+def parameters_held(
+    costs: OperationArrays, layouts: Layouts, lie: StageCounts, *, experts: bool | None = None
+) -> Array:
     """Parameters on the rank that holds most, before ``fsdp`` shards them; with ``experts`` theirs, or the others."""
     each = np.zeros((len(costs.parts), len(layouts.tp)))
     for index, part in enumerate(costs.parts):
@@ -173,7 +175,7 @@ as many rounds as these, up to ``_MOST``, because schedules that go in rounds sp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pipeline:
+class PipelineTimes:
     """What takes how long, in seconds of one micro-batch.
 
     Attributes:
@@ -206,7 +208,7 @@ class Pipeline:
 
 
 @lru_cache(maxsize=4096)
-def duration(pipeline: Pipeline) -> float:
+def duration(pipeline: PipelineTimes) -> float:
     """Seconds from the first forward to the last backward.
 
     Of many micro-batches, as long as a few take and the rest at the pace that these have come to.
@@ -220,7 +222,7 @@ def duration(pipeline: Pipeline) -> float:
     return max(pipeline.busiest, steady + each * (pipeline.micros - few - pipeline.ranks))
 
 
-def _run(pipeline: Pipeline, micros: int) -> float:
+def _run(pipeline: PipelineTimes, micros: int) -> float:
     chunks, schedule = pipeline.chunks, pipeline.schedule
     each = [
         {

@@ -12,7 +12,7 @@ from phalanx.forecast.operation_arrays import Array
 from phalanx.forecast.pipeline import on_ranks
 from phalanx.forecast.presets import Preset
 from phalanx.placement.schedules import SCHEDULES as PIPELINE_SCHEDULES
-from phalanx.trace import Part, Profile, Saved, Size
+from phalanx.trace import ModelPart, Profile, Saved, SizeLaw
 
 _STREAM_NORMS = ("layer_norm", "rms_norm")
 
@@ -64,20 +64,22 @@ class _Micro:
             wider=np.where(cast & (layouts.zero != 3), 4.0 - size, 0.0),
         )
 
-    def count(self, law: Size) -> Array:
+    def count(self, law: SizeLaw) -> Array:
         """Elements: shape (N,)."""
         grown: Array = law.at(self.samples, self.tokens) * self.scale
         return grown
 
 
-def kept(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, precision: str) -> SavedActivations:
+def saved_activations(
+    profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, precision: str
+) -> SavedActivations:
     """Activations of every candidate under its recomputation, when the part that needs most of them runs backward."""
     micro = _Micro.of(profile, layouts, preset, precision)
     every = [_bytes(part, micro, layouts, preset) for part in profile.parts]
     stays, anew = zip(
         *(_recomputed(part, one, layouts, preset) for part, one in zip(profile.parts, every, strict=True)), strict=True
     )
-    under_way = sum((lie.holds[:, at] * lie.flight[:, at] * one for at, one in enumerate(stays)), 0 * lie.there)
+    under_way = sum((lie.holds[:, at] * lie.in_flight[:, at] * one for at, one in enumerate(stays)), 0 * lie.there)
     of_one = [lie.holds[:, at] * one for at, one in enumerate(stays)]
     saved, together = np.zeros_like(lie.there), np.zeros_like(lie.there)
     for index, part in enumerate(profile.parts):
@@ -90,7 +92,7 @@ def kept(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, precisi
     return SavedActivations(saved=saved, working=np.maximum(together - saved, 0.0))
 
 
-def _recomputed(part: Part, one: _Bytes, layouts: Layouts, preset: Preset) -> tuple[Array, Array]:
+def _recomputed(part: ModelPart, one: _Bytes, layouts: Layouts, preset: Preset) -> tuple[Array, Array]:
     """Bytes that stay, and bytes that a backward makes again."""
     everything = one.entry + one.saved + one.scores
     if part.role != "block":
@@ -106,7 +108,7 @@ def _recomputed(part: Part, one: _Bytes, layouts: Layouts, preset: Preset) -> tu
     return np.select(chosen, [one.entry, some], everything), np.select(chosen, [everything - one.entry, again], 0.0)
 
 
-def _bytes(part: Part, micro: _Micro, layouts: Layouts, preset: Preset) -> _Bytes:
+def _bytes(part: ModelPart, micro: _Micro, layouts: Layouts, preset: Preset) -> _Bytes:
     stream = micro.count(part.entry)
     entry = stream * (micro.size + micro.wider) / _divided("tokens", layouts)
     saved, whole = np.zeros_like(stream), np.full_like(stream, 1e-9)
@@ -129,13 +131,13 @@ def _bytes(part: Part, micro: _Micro, layouts: Layouts, preset: Preset) -> _Byte
     )
 
 
-def _times(part: Part, one: Saved, layouts: Layouts, preset: Preset) -> Array:
+def _times(part: ModelPart, one: Saved, layouts: Layouts, preset: Preset) -> Array:
     """How often something saved is there: a loss over classes that ``tp`` has cut may keep them once more."""
     twice = preset.logits_twice and part.role == "after" and one.share == "inner"
     return np.where((layouts.tp > 1) & twice, 2.0, 1.0)
 
 
-def _by_norms(part: Part, stream: Array, micro: _Micro, layouts: Layouts, preset: Preset) -> Array:
+def _by_norms(part: ModelPart, stream: Array, micro: _Micro, layouts: Layouts, preset: Preset) -> Array:
     """Bytes that norms keep beyond the profile's, and what sequence parallelism gathers behind them."""
     norms = sum(any(name in operation.name for name in _STREAM_NORMS) for operation in part.forward)
     each = preset.norms_kept + np.where(norms > 1, micro.wider * (norms - 1) / max(norms, 1), 0.0)
@@ -145,7 +147,7 @@ def _by_norms(part: Part, stream: Array, micro: _Micro, layouts: Layouts, preset
     return found
 
 
-def _by_casts(part: Part, micro: _Micro, layouts: Layouts, preset: Preset) -> Array:
+def _by_casts(part: ModelPart, micro: _Micro, layouts: Layouts, preset: Preset) -> Array:
     """Under autocast: the loss in fp32, and weights in half precision until backward has read them."""
     found = np.zeros_like(micro.wider)
     if part.role == "before":
@@ -159,7 +161,7 @@ def _by_casts(part: Part, micro: _Micro, layouts: Layouts, preset: Preset) -> Ar
     return found
 
 
-def _results(part: Part, micro: _Micro, layouts: Layouts, stride: int) -> Array:
+def _results(part: ModelPart, micro: _Micro, layouts: Layouts, stride: int) -> Array:
     """Elements of the results of attention and of every ``stride``-th product, which selective recompute keeps."""
     found, products = np.zeros_like(layouts.micro), 0
     for operation in part.forward:
@@ -184,7 +186,7 @@ def _divided(share: str, layouts: Layouts) -> Array:
     return np.ones_like(layouts.tp)
 
 
-def _scores(part: Part, micro: _Micro, layouts: Layouts, preset: Preset) -> Array:
+def _scores(part: ModelPart, micro: _Micro, layouts: Layouts, preset: Preset) -> Array:
     """Bytes of attention's scores, softmax and its dropout (Korthikanti et al. 2022, section 4.1)."""
     found = np.zeros_like(layouts.tp)
     if preset.attention == "fused":
@@ -197,7 +199,7 @@ def _scores(part: Part, micro: _Micro, layouts: Layouts, preset: Preset) -> Arra
     return found
 
 
-def _logits(part: Part, micro: _Micro) -> Array:
+def _logits(part: ModelPart, micro: _Micro) -> Array:
     """Elements of the widest product's result in the last part."""
     found = np.zeros_like(micro.samples)
     for operation in part.forward:
@@ -207,7 +209,7 @@ def _logits(part: Part, micro: _Micro) -> Array:
     return found
 
 
-def _cut(part: Part, micro: _Micro) -> Array:
+def _cut(part: ModelPart, micro: _Micro) -> Array:
     """Bytes saved that are as wide as the classes."""
     found = np.zeros_like(micro.samples)
     for one in part.saved:
@@ -222,12 +224,12 @@ class Ranks:
 
     Attributes:
         holds: how many of each part lie there: shape (3, parts, N).
-        flight: micro-batches for which each part keeps activations at the peak: shape (3, parts, N).
+        in_flight: micro-batches for which each part keeps activations at the peak: shape (3, parts, N).
         there: 1 where there is such a rank: shape (3, N).
     """
 
     holds: Array
-    flight: Array
+    in_flight: Array
     there: Array
 
 
@@ -242,7 +244,7 @@ def ranks(profile: Profile, layouts: Layouts, preset: Preset) -> Ranks:
     for index, part in enumerate(parts):
         if part.role == "after":
             flight[:, index] = np.where(all_forwards_first, flight[:, index], 1.0)
-    return Ranks(holds=holds, flight=flight, there=np.stack([np.ones_like(pp), pp > 2, pp > 1]).astype(float))
+    return Ranks(holds=holds, in_flight=flight, there=np.stack([np.ones_like(pp), pp > 2, pp > 1]).astype(float))
 
 
 def _under_way(place: Array, layouts: Layouts, ahead: float) -> Array:

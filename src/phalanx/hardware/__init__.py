@@ -1,6 +1,6 @@
 """What machines have: this one as probed, others from the catalog."""
 
-from phalanx.hardware.catalog import Entry, Source, device, entry, names
+from phalanx.hardware.catalog import CatalogEntry, Source, device, entry, names
 from phalanx.hardware.cluster_text import cluster
 from phalanx.hardware.probe import (
     cores,
@@ -13,7 +13,7 @@ from phalanx.hardware.probe import (
 )
 
 __all__ = [
-    "Entry",
+    "CatalogEntry",
     "Source",
     "cluster",
     "cores",

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.config import Cluster, Link
-from phalanx.hardware.exchanges import CACHED, Exchange
-from phalanx.hardware.sweeps import Point
+from phalanx.hardware.exchanges import CACHED, MeasuredExchange
+from phalanx.hardware.sweeps import Measurement
 
 _LONG = 1e-4  # seconds from which a call says how busy cores slow each other down
 
@@ -31,10 +31,10 @@ class Sweeps:
         relay: seconds in which a stage of a pipeline that computes next to nothing hands a result on, by processes.
     """
 
-    kept: tuple[Point, ...]
-    returned: tuple[Point, ...]
-    beside: tuple[tuple[Point, ...], ...]
-    exchanges: tuple[Exchange, ...]
+    kept: tuple[Measurement, ...]
+    returned: tuple[Measurement, ...]
+    beside: tuple[tuple[Measurement, ...], ...]
+    exchanges: tuple[MeasuredExchange, ...]
     rest: Mapping[int, float]
     relay: Mapping[int, float]
 
@@ -77,7 +77,7 @@ Array = npt.NDArray[np.float64]
 _PIECE = 2**20
 
 
-def core(kept: Sequence[Point], returned: Sequence[Point]) -> dict[str, float]:
+def core(kept: Sequence[Measurement], returned: Sequence[Measurement]) -> dict[str, float]:
     """Constants of a CPU core by the names that ``Device.measured`` has, and ``peak.fp32``, ``peak.bf16``.
 
     Args:
@@ -101,7 +101,7 @@ def core(kept: Sequence[Point], returned: Sequence[Point]) -> dict[str, float]:
     return found
 
 
-def products(points: Sequence[Point], floor: float) -> tuple[float, float]:
+def products(points: Sequence[Measurement], floor: float) -> tuple[float, float]:
     """FLOP/s, and seconds for each element read or written beside computing, from products of m, n, k."""
     m, n, k = np.array([one.sizes for one in points]).T
     seconds = np.array([one.seconds for one in points])
@@ -109,7 +109,7 @@ def products(points: Sequence[Point], floor: float) -> tuple[float, float]:
     return 1 / each if each else float((2 * m * n * k / seconds).max()), operand
 
 
-def streams(points: Sequence[Point], floor: float) -> tuple[float, float, float]:
+def streams(points: Sequence[Measurement], floor: float) -> tuple[float, float, float]:
     """Bytes/s near and far, and the bytes of traffic between the two, from sums of two tensors."""
     moved = np.array([4 * one.sizes[0] for one in points])
     seconds = np.array([one.seconds for one in points])
@@ -124,13 +124,13 @@ def streams(points: Sequence[Point], floor: float) -> tuple[float, float, float]
     return best[1:] if best[1] else (rate, rate, float(moved.max()))
 
 
-def fresh(kept: Sequence[Point], returned: Sequence[Point]) -> float:
+def fresh(kept: Sequence[Measurement], returned: Sequence[Measurement]) -> float:
     """Seconds for each byte of a result of 1 MiB or more whose pages come from the kernel."""
     pairs = [(slow, quick) for slow, quick in zip(returned, kept, strict=True) if slow.sizes[1] >= _PIECE]
     return max(0.0, median((slow.seconds - quick.seconds) / slow.sizes[1] for slow, quick in pairs)) if pairs else 0.0
 
 
-def optimizers(kept: Sequence[Point], returned: Sequence[Point]) -> dict[str, float]:
+def optimizers(kept: Sequence[Measurement], returned: Sequence[Measurement]) -> dict[str, float]:
     """Seconds to step a parameter and a tensor, from one step of few parameters and one of many."""
     found: dict[str, float] = {}
     for name in dict.fromkeys(one.name for one in kept):
@@ -142,7 +142,7 @@ def optimizers(kept: Sequence[Point], returned: Sequence[Point]) -> dict[str, fl
     return found
 
 
-def lines(points: Sequence[Exchange]) -> dict[str, float]:
+def lines(points: Sequence[MeasuredExchange]) -> dict[str, float]:
     """Seconds to start a collective and for each byte, by ``kind.ranks.start`` and ``kind.ranks.byte``; and by
     ``kind.ranks.far`` for each byte beyond ``CACHED``, where that was measured."""
     found: dict[str, float] = {}
@@ -157,7 +157,9 @@ def lines(points: Sequence[Exchange]) -> dict[str, float]:
     return found
 
 
-def slowdown(alone: Sequence[Point], beside: Iterable[Sequence[Point]], kinds: Sequence[str], least: float) -> float:
+def slowdown(
+    alone: Sequence[Measurement], beside: Iterable[Sequence[Measurement]], kinds: Sequence[str], least: float
+) -> float:
     """By how much longer work of ``kinds`` takes beside others; calls shorter than ``least`` seconds say nothing."""
     ratios = [
         slow.seconds / quick.seconds
@@ -168,7 +170,7 @@ def slowdown(alone: Sequence[Point], beside: Iterable[Sequence[Point]], kinds: S
     return max(1.0, median(ratios)) if ratios else 1.0
 
 
-def convolutions(points: Sequence[Point], peak: float, floor: float) -> tuple[float, float]:
+def convolutions(points: Sequence[Measurement], peak: float, floor: float) -> tuple[float, float]:
     """Share of ``peak``, and the least size at which half of it is reached; the backward is two products."""
     sizes = np.array([one.sizes for one in points])
     flops = 2 * sizes.prod(axis=1) * np.array([2.0 if one.backward else 1.0 for one in points])
@@ -179,10 +181,10 @@ def convolutions(points: Sequence[Point], peak: float, floor: float) -> tuple[fl
     return 1 / each / peak, half / each
 
 
-def _attention(points: Sequence[Point], found: dict[str, float], floor: float) -> dict[str, float]:
+def _attention(points: Sequence[Measurement], found: dict[str, float], floor: float) -> dict[str, float]:
     """Shares of the peak that causal attention reaches, counted as ``profile.flops`` does."""
 
-    def share(one: Point) -> float:
+    def share(one: Measurement) -> float:
         samples, heads, tokens, width = one.sizes
         flops = (10 if one.backward else 4) / 2 * samples * heads * tokens**2 * width
         return flops / max(one.seconds - floor, 1e-9) / found["peak.fp32"]
@@ -194,7 +196,7 @@ def _attention(points: Sequence[Point], found: dict[str, float], floor: float) -
     }
 
 
-def _named(points: Sequence[Point], found: dict[str, float], floor: float) -> dict[str, float]:
+def _named(points: Sequence[Measurement], found: dict[str, float], floor: float) -> dict[str, float]:
     """Seconds for each element beyond what its traffic takes, and the share that is written, by operation."""
     result: dict[str, float] = {}
     for one in _of(points, "named"):
@@ -207,7 +209,7 @@ def _named(points: Sequence[Point], found: dict[str, float], floor: float) -> di
     return result
 
 
-def _of(points: Sequence[Point], kind: str, name: str = "") -> list[Point]:
+def _of(points: Sequence[Measurement], kind: str, name: str = "") -> list[Measurement]:
     return [one for one in points if one.kind == kind and (not name or one.name == name)]
 
 

@@ -33,7 +33,7 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class CatalogEntry:
     """A device with what usually surrounds it.
 
     Attributes:
@@ -84,7 +84,7 @@ def device(name: str) -> Device:
     return entry(name).device
 
 
-def entry(name: str) -> Entry:
+def entry(name: str) -> CatalogEntry:
     """The device called ``name`` with its link, host, network and sources.
 
     Raises:
@@ -101,7 +101,7 @@ def context(kind: str) -> int:
     return parse_bytes(_tables()["assumptions"][kind])
 
 
-def find(name: str) -> Entry | None:
+def find(name: str) -> CatalogEntry | None:
     """The entry called ``name``, which may be an alias, in any case; ``None`` if there is none."""
     known = _by_any_name().get(_key(name))
     return _entries()[known] if known else None
@@ -137,18 +137,18 @@ def _tables() -> dict[str, Any]:
 
 
 @cache
-def _entries() -> dict[str, Entry]:
+def _entries() -> dict[str, CatalogEntry]:
     tables = _tables()
     return {name: _entry(name, tables) for name in tables["devices"]}
 
 
-def _entry(name: str, tables: Mapping[str, Any]) -> Entry:
+def _entry(name: str, tables: Mapping[str, Any]) -> CatalogEntry:
     row = tables["devices"][name]
     host, network = tables["hosts"][row["host"]], tables["networks"][row["network"]]
     link, host_link = tables["links"][row["link"]], tables["links"].get(host.get("link"))
     parts = {"device": row, "link": link, "host": host, "host link": host_link, "network": network}
     parts["room"] = tables["assumptions"]
-    return Entry(
+    return CatalogEntry(
         device=_device(name, row, tables["assumptions"]),
         link=_link(link),
         host=Host(
@@ -199,7 +199,7 @@ LEGEND = (
 )
 
 
-def cells(one: Entry) -> dict[str, str]:
+def cells(one: CatalogEntry) -> dict[str, str]:
     """One device as a row of a table: ``HEADINGS`` → text."""
     device, network = one.device, one.network(one.per_node)
     return {
@@ -214,7 +214,7 @@ def cells(one: Entry) -> dict[str, str]:
     }
 
 
-def facts(one: Entry) -> list[tuple[str, str]]:
+def facts(one: CatalogEntry) -> list[tuple[str, str]]:
     """Everything the catalog says of a device, as label and text, its sources last."""
     device, network = one.device, one.network(one.per_node)
     peaks = ", ".join(f"{dtype} {_tera(device.peak[dtype])}" for dtype in DTYPES if dtype in device.peak)

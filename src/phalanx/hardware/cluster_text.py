@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.config import Cluster, Group, Network
 from phalanx.errors import Problem, SpecError
-from phalanx.hardware.catalog import Entry, entry, find, unknown
+from phalanx.hardware.catalog import CatalogEntry, entry, find, unknown
 
 _FORM = "[nodes x] [devices x] name, joined by +, and at the end @ a rate for each node"
 _FIX = "4x8xH100@8x400Gb/s"
@@ -110,7 +110,7 @@ class _Reader:
         return SpecError([Problem(where="cluster", given=given, allowed=expected, fix=fix)])
 
 
-def _group_of(counts: list[int], found: Entry, text: str) -> tuple[Group, Network]:
+def _group_of(counts: list[int], found: CatalogEntry, text: str) -> tuple[Group, Network]:
     slots = found.host.slots
     match counts:
         case [nodes, per_node]:
@@ -125,7 +125,7 @@ def _group_of(counts: list[int], found: Entry, text: str) -> tuple[Group, Networ
     return group, found.network(per_node)
 
 
-def _indivisible(count: int, found: Entry, text: str) -> Problem:
+def _indivisible(count: int, found: CatalogEntry, text: str) -> Problem:
     slots, name = found.host.slots, found.device.name
     below = count // slots * slots
     return Problem(
@@ -159,7 +159,7 @@ def _from_file(path: Path) -> Cluster:
     return Cluster.from_table(_without_none(table))
 
 
-def _filled(row: Any) -> Entry | None:
+def _filled(row: Any) -> CatalogEntry | None:
     """Put the catalog's figures where a row of a file names a device; the entry it named."""
     if not (isinstance(row, dict) and isinstance(row.get("device"), str)):
         return None
@@ -170,7 +170,7 @@ def _filled(row: Any) -> Entry | None:
     return found
 
 
-def _count(row: dict[str, Any], found: Entry) -> int:
+def _count(row: dict[str, Any], found: CatalogEntry) -> int:
     count = row.get("per_node", 1)
     return count if isinstance(count, int) and count > 0 else found.per_node
 

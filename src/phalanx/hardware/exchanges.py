@@ -19,7 +19,7 @@ _CALLS = 4  # of a round
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
+class MeasuredExchange:
     """One measurement.
 
     Attributes:
@@ -37,12 +37,12 @@ class Exchange:
 
 def exchanges(
     kinds: tuple[str, ...] = KINDS, *, device: str = "cpu", rounds: int = 7, sizes: tuple[int, ...] = SIZES
-) -> list[Exchange]:
+) -> list[MeasuredExchange]:
     """Collectives of ``kinds`` at every size. Collective; every rank gets its own times, which differ little."""
     import torch
     import torch.distributed as dist
 
-    ranks, found = dist.get_world_size(), list[Exchange]()
+    ranks, found = dist.get_world_size(), list[MeasuredExchange]()
     for size in sizes:
         count = max(1, size // 4 // ranks) * ranks
         whole, part = torch.ones(count, device=device), torch.ones(count // ranks, device=device)
@@ -52,7 +52,7 @@ def exchanges(
             fewer = 1 if size < CACHED else 2 if size == CACHED else 5
             seconds = _together(work, device, max(2, rounds // fewer))
             seconds /= 2 if kind == "send" else 1
-            found.append(Exchange(kind=kind, ranks=ranks, size=4.0 * count, seconds=seconds))
+            found.append(MeasuredExchange(kind=kind, ranks=ranks, size=4.0 * count, seconds=seconds))
     return found
 
 

@@ -21,7 +21,7 @@ from itertools import groupby
 from pathlib import Path
 
 from phalanx.config import Cluster, Device, Group, Host, Link, Network
-from phalanx.hardware.catalog import Entry, context, entry, find, names
+from phalanx.hardware.catalog import CatalogEntry, context, entry, find, names
 
 _ROOT = Path("/")
 _ASK_TORCH = """
@@ -149,7 +149,7 @@ class Gpu:
     memory: int
 
 
-def matched(gpu: Gpu) -> Entry:
+def matched(gpu: Gpu) -> CatalogEntry:
     """The catalog's entry for a device; the entry ``cuda`` where the catalog does not know it."""
     name = gpu.name.strip()
     while (shorter := re.sub(_MAKERS, "", name, flags=re.IGNORECASE)) != name:
@@ -164,14 +164,14 @@ def matched(gpu: Gpu) -> Entry:
     return min(fitting, key=lambda one: one.device.memory - gpu.memory, default=entry("cuda"))
 
 
-def measured(gpu: Gpu, found: Entry) -> Device:
+def measured(gpu: Gpu, found: CatalogEntry) -> Device:
     """The entry's device, with the memory that the driver offers on this one."""
     size = max(found.device.memory, gpu.memory) if found.device.name != "cuda" else gpu.memory
     kept = min(size, size - gpu.memory + context(found.device.kind))
     return replace(found.device, memory=size, kept=kept)
 
 
-def link_of(matrix: str, count: int, found: Entry) -> Link:
+def link_of(matrix: str, count: int, found: CatalogEntry) -> Link:
     """What joins ``count`` GPUs, from the matrix that ``nvidia-smi topo -m`` prints; the catalog's link without one.
 
     NVLink counts where it leads from every GPU to every other, if over others: rings follow it. Else it is PCIe.

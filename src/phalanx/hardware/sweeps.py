@@ -39,7 +39,7 @@ _ROWS, _WIDTH = 512, 384
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class Measurement:
     """One measurement.
 
     Attributes:
@@ -79,7 +79,7 @@ class Pace:
 QUICK = Pace(rounds=1, seconds=0.0, passes=1, shapes=3, parameters=10_000)
 
 
-def sweep(pace: Pace, device: str = "cpu") -> list[Point]:
+def sweep(pace: Pace, device: str = "cpu") -> list[Measurement]:
     """Every sweep of one device, in about 10 s at the usual pace."""
     parts = (floors, products, convolutions, attentions, streams, named, optimizers)
     with _alone():
@@ -87,7 +87,7 @@ def sweep(pace: Pace, device: str = "cpu") -> list[Point]:
     return [replace(same[0], seconds=mean(one.seconds for one in same)) for same in zip(*passes, strict=True)]
 
 
-def products(pace: Pace, device: str) -> Iterator[Point]:
+def products(pace: Pace, device: str) -> Iterator[Measurement]:
     """Products m x k by k x n in fp32 and bf16; sizes: m, n, k."""
     import torch
 
@@ -98,10 +98,10 @@ def products(pace: Pace, device: str) -> Iterator[Point]:
             copies = 1 + int(_CACHES / (n * k * left.element_size()))
             weights = cycle([torch.randn(n, k, device=device).to(dtype) for _ in range(min(copies, 16))])
             seconds = seconds_of(lambda: torch.nn.functional.linear(left, next(weights)), pace, device)  # noqa: B023
-            yield Point(kind="product", name=name, sizes=(m, n, k), seconds=seconds)
+            yield Measurement(kind="product", name=name, sizes=(m, n, k), seconds=seconds)
 
 
-def convolutions(pace: Pace, device: str) -> Iterator[Point]:
+def convolutions(pace: Pace, device: str) -> Iterator[Measurement]:
     """3 x 3 convolutions; sizes: m, n, k of the product each amounts to. Backward: of both gradients together."""
     import torch
 
@@ -113,11 +113,11 @@ def convolutions(pace: Pace, device: str) -> Iterator[Point]:
             lambda: torch.nn.functional.conv2d(image, weight, padding=1),  # noqa: B023
             (image, weight), pace, device,
         )  # fmt: skip
-        yield Point(kind="convolution", name="fp32", sizes=sizes, seconds=forward)
-        yield Point(kind="convolution", name="fp32", sizes=sizes, seconds=backward, backward=True)
+        yield Measurement(kind="convolution", name="fp32", sizes=sizes, seconds=forward)
+        yield Measurement(kind="convolution", name="fp32", sizes=sizes, seconds=backward, backward=True)
 
 
-def attentions(pace: Pace, device: str) -> Iterator[Point]:
+def attentions(pace: Pace, device: str) -> Iterator[Measurement]:
     """Fused causal attention; sizes: samples, heads, tokens, width of a head."""
     import torch
 
@@ -127,24 +127,24 @@ def attentions(pace: Pace, device: str) -> Iterator[Point]:
             lambda: torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True),  # noqa: B023
             (query, key, value), pace, device,
         )  # fmt: skip
-        yield Point(kind="attention", name="fp32", sizes=sizes, seconds=forward)
-        yield Point(kind="attention", name="fp32", sizes=sizes, seconds=backward, backward=True)
+        yield Measurement(kind="attention", name="fp32", sizes=sizes, seconds=forward)
+        yield Measurement(kind="attention", name="fp32", sizes=sizes, seconds=backward, backward=True)
 
 
-def streams(pace: Pace, device: str) -> Iterator[Point]:
+def streams(pace: Pace, device: str) -> Iterator[Measurement]:
     """Sums of two tensors; sizes: elements read and written, bytes written."""
     import torch
 
     for count in _STREAMS[: pace.shapes]:
         left, right = torch.randn(count, device=device), torch.randn(count, device=device)
         seconds = seconds_of(lambda: left + right, pace, device)  # noqa: B023
-        yield Point(kind="stream", name="add", sizes=(3 * count, 4 * count), seconds=seconds)
+        yield Measurement(kind="stream", name="add", sizes=(3 * count, 4 * count), seconds=seconds)
 
 
-def named(pace: Pace, device: str) -> Iterator[Point]:
+def named(pace: Pace, device: str) -> Iterator[Measurement]:
     """Operations that do more than their traffic; sizes: elements read and written, elements written."""
     for name, (work, moved, written) in operations(device).items():
-        yield Point(kind="named", name=name, sizes=(moved, written), seconds=seconds_of(work, pace, device))
+        yield Measurement(kind="named", name=name, sizes=(moved, written), seconds=seconds_of(work, pace, device))
 
 
 Call = tuple[Callable[[], Any], float, float]
@@ -247,12 +247,12 @@ def _of_images(device: str) -> dict[str, Call]:
     }
 
 
-def floors(pace: Pace, device: str) -> Iterator[Point]:
+def floors(pace: Pace, device: str) -> Iterator[Measurement]:
     """A call of one operation, and an eager step of many small layers; sizes: operations of forward and backward."""
     import torch
 
     one = torch.ones(1, device=device)
-    yield Point(kind="floor", name="call", sizes=(1.0,), seconds=seconds_of(lambda: one + one, pace, device))
+    yield Measurement(kind="floor", name="call", sizes=(1.0,), seconds=seconds_of(lambda: one + one, pace, device))
 
     net = torch.nn.Sequential()
     for _ in range(_LAYERS):
@@ -263,10 +263,10 @@ def floors(pace: Pace, device: str) -> Iterator[Point]:
         net(x).sum().backward()
         net.zero_grad()
 
-    yield Point(kind="floor", name="linear", sizes=(6.0 * _LAYERS,), seconds=seconds_of(step, pace, device))
+    yield Measurement(kind="floor", name="linear", sizes=(6.0 * _LAYERS,), seconds=seconds_of(step, pace, device))
 
 
-def optimizers(pace: Pace, device: str) -> Iterator[Point]:
+def optimizers(pace: Pace, device: str) -> Iterator[Measurement]:
     """One step of each; sizes: parameters, tensors."""
     import torch
 
@@ -281,7 +281,9 @@ def optimizers(pace: Pace, device: str) -> Iterator[Point]:
             for one in held:
                 one.grad = torch.randn_like(one)
             seconds = seconds_of(make(held).step, pace, device)
-            yield Point(kind="optimizer", name=name, sizes=(float(tensors * each), float(tensors)), seconds=seconds)
+            yield Measurement(
+                kind="optimizer", name=name, sizes=(float(tensors * each), float(tensors)), seconds=seconds
+            )
 
 
 def seconds_of(work: Callable[[], Any], pace: Pace, device: str = "cpu") -> float:

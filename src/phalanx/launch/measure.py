@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 from statistics import mean
 from typing import Any
 
-from phalanx.comm import Place, device_for, joined
+from phalanx.comm import Place, default_process_group, device_for
 from phalanx.hardware import return_freed_memory
 from phalanx.hardware.calibrate import Sweeps
-from phalanx.hardware.exchanges import KINDS, SIZES, WHOLE, Exchange, exchanges
-from phalanx.hardware.sweeps import QUICK, Pace, Point, sweep
+from phalanx.hardware.exchanges import KINDS, SIZES, WHOLE, MeasuredExchange, exchanges
+from phalanx.hardware.sweeps import QUICK, Measurement, Pace, sweep
 from phalanx.launch.local import launch
 
 
@@ -28,7 +28,7 @@ def measure(cores: int, counts: Sequence[int], *, quick: bool = False) -> Sweeps
     kept = [_sweep_in_workers(1, pace)[0]]
     returned = kept[0] if quick else _sweep_in_workers(1, hasty, returned=True)[0]
     beside = _sweep_in_workers(cores, hasty) if cores > 1 and not quick else ()
-    groups: list[Exchange] = []
+    groups: list[MeasuredExchange] = []
     for count in counts:
         groups += _exchange_in_workers(count, quick)
         if not quick:
@@ -38,12 +38,12 @@ def measure(cores: int, counts: Sequence[int], *, quick: bool = False) -> Sweeps
     return Sweeps(kept=_mean(kept), returned=returned, beside=beside, exchanges=tuple(groups), rest={}, relay={})
 
 
-def _mean(sweeps: Sequence[Sequence[Point]]) -> tuple[Point, ...]:
+def _mean(sweeps: Sequence[Sequence[Measurement]]) -> tuple[Measurement, ...]:
     """The mean of each point over the sweeps."""
     return tuple(replace(same[0], seconds=mean(one.seconds for one in same)) for same in zip(*sweeps, strict=True))
 
 
-def _sweep_in_workers(workers: int, pace: Pace, *, returned: bool = False) -> tuple[tuple[Point, ...], ...]:
+def _sweep_in_workers(workers: int, pace: Pace, *, returned: bool = False) -> tuple[tuple[Measurement, ...], ...]:
     """The sweep of so many workers at once."""
 
     def work(place: Place, report: Callable[[int], None]) -> list[dict[str, Any]]:
@@ -54,20 +54,20 @@ def _sweep_in_workers(workers: int, pace: Pace, *, returned: bool = False) -> tu
     return tuple(tuple(_point(row) for row in rows) for rows in launch(work, workers))
 
 
-def _exchange_in_workers(ranks: int, quick: bool) -> tuple[Exchange, ...]:
+def _exchange_in_workers(ranks: int, quick: bool) -> tuple[MeasuredExchange, ...]:
     def work(place: Place, report: Callable[[int], None]) -> list[dict[str, Any]]:
         import torch
 
         torch.set_num_threads(1)
-        with joined(place, device_for(place, "cpu")):
+        with default_process_group(place, device_for(place, "cpu")):
             rows = exchanges(WHOLE, **few)
             return_freed_memory()  # as plans have it that shard or split, whose exchanges the others are
             rows += exchanges(tuple(kind for kind in KINDS if kind not in WHOLE), **few)
         return [asdict(row) for row in rows]
 
     few: dict[str, Any] = {"rounds": 2, "sizes": SIZES[:2]} if quick else {}
-    return tuple(Exchange(**row) for row in launch(work, ranks)[0])
+    return tuple(MeasuredExchange(**row) for row in launch(work, ranks)[0])
 
 
-def _point(row: dict[str, Any]) -> Point:
-    return Point(**{**row, "sizes": tuple(row["sizes"])})
+def _point(row: dict[str, Any]) -> Measurement:
+    return Measurement(**{**row, "sizes": tuple(row["sizes"])})

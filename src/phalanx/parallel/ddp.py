@@ -55,7 +55,7 @@ class DdpLayout(Layout):
         self._held = RankHoldings(module=self._module, parameters=parameters, divisor=world_size, sender=sender)
 
     @property
-    def held(self) -> RankHoldings:
+    def holdings(self) -> RankHoldings:
         return self._held
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:

@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.hardware import return_freed_memory
 from phalanx.parallel.example import Example
-from phalanx.parallel.expert.find import called_as_experts
+from phalanx.parallel.expert.find_experts import called_as_experts
 from phalanx.parallel.local_shards.axis import piece
-from phalanx.parallel.operation_tape import Step, Tape, TensorPlace
-from phalanx.parallel.tensor.find import dry
+from phalanx.parallel.operation_tape import OperationTape, TapedOperation, TensorPlace
+from phalanx.parallel.tensor.find_pairs import dry
 from phalanx.parallel.tensor_shard import TensorShard
 from phalanx.trace.fake_tensors import fake, quiet
 
@@ -45,7 +45,7 @@ class UnrecordedError(Exception):
 class Recipe:
     """How a parameter comes about; kept on the parameter that stands for it, which is on the meta device."""
 
-    def __init__(self, tape: Tape, place: TensorPlace) -> None:
+    def __init__(self, tape: OperationTape, place: TensorPlace) -> None:
         self.tape, self.place = tape, place
 
 
@@ -56,14 +56,14 @@ def recorded(make: Callable[[], Any]) -> Any:
         UnrecordedError: if its making cannot be recorded.
     """
     return_freed_memory()
-    recorder = _Recorder()
+    recorder = _InitRecorder()
     try:
         with quiet(), _Objects(), recorder:
             module = make()
     except UnrecordedError:
         raise
     except Exception as error:  # what fakes cannot follow; if it is the model's own, building it whole shows that
-        raise UnrecordedError(said(error)) from None
+        raise UnrecordedError(in_one_line(error)) from None
     if isinstance(module, nn.Module):
         recorder.settle(module)
     return module
@@ -142,10 +142,10 @@ def followed(module: nn.Module, example: Example) -> str:
                 pass
         return ""
     except Exception as error:  # whatever the model raises on fake tensors
-        return said(error)
+        return in_one_line(error)
 
 
-def said(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """An error in one line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
@@ -171,12 +171,12 @@ class _Objects(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Recorder(TorchDispatchMode):
+class _InitRecorder(TorchDispatchMode):
     """Makes large tensors fakes, and keeps a tape of what happens to them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._tape = Tape()
+        self._tape = OperationTape()
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -246,7 +246,7 @@ class _Recorder(TorchDispatchMode):
             swap = _scratch if _name(func) in _DRAWS or _is_like(func) else self._value
             func(*tree_map(swap, args), **tree_map(swap, kwargs))
         self._tape.add(
-            Step(
+            TapedOperation(
                 func=func,
                 args=tree_map(self._kept, args),
                 kwargs={key: tree_map(self._kept, value) for key, value in kwargs.items() if key != "generator"},

@@ -19,7 +19,7 @@ from phalanx.errors import Problem, RefusedError
 from phalanx.trace.blocks import blocks
 
 
-class Outer:
+class OuterOptimizer:
     """The copies that replicas began from, flat on the host in fp32, one a fragment, and the optimizer that steps them.
 
     The same on every replica: each steps its own, by the same gradient.
@@ -130,7 +130,7 @@ class Fragment:
             local(like).copy_(piece.view(local(like).shape))
             yield name, like
 
-    def joined(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """What ``cut`` took apart."""
         return flattened([local(tensors[name]) for name in self.names])
 

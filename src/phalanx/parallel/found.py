@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.comm import within
 from phalanx.config import Plan
 from phalanx.parallel.context.regions import Entrance
-from phalanx.parallel.expert.find import Experts
+from phalanx.parallel.expert.find_experts import Experts
 from phalanx.parallel.local_shards import Cut
 from phalanx.parallel.pipeline import StageCuts
 

@@ -58,7 +58,7 @@ class FsdpLayout(Layout):
         self._statistics = BufferSync(module)
 
     @property
-    def held(self) -> RankHoldings:
+    def holdings(self) -> RankHoldings:
         return self._held
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:

@@ -95,7 +95,7 @@ class Sync(ABC):
 
     @property
     @abstractmethod
-    def alone(self) -> bool:
+    def per_replica(self) -> bool:
         """Whether the step's group is one replica of several, each of which counts for itself."""
 
     @abstractmethod
@@ -115,7 +115,7 @@ class EveryStep(Sync):
     """Gradients are summed over all replicas in every step, which layouts do on the way."""
 
     @property
-    def alone(self) -> bool:
+    def per_replica(self) -> bool:
         return False
 
     def gradients_ready(self, step: int, totals: Any) -> Any:

@@ -69,12 +69,12 @@ class Layout(ABC):
 
     @property
     @abstractmethod
-    def held(self) -> RankHoldings:
+    def holdings(self) -> RankHoldings:
         """What this rank holds."""
 
     def begin(self) -> None:
         """A step begins: drop gradients that others left, such as a second loss that reads this model's output."""
-        drop_gradients((*self.held.module.parameters(), *self.held.parameters.values()))
+        drop_gradients((*self.holdings.module.parameters(), *self.holdings.parameters.values()))
 
     @abstractmethod
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
@@ -90,27 +90,27 @@ class Layout(ABC):
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output without gradients; ``None`` on a rank of a pipeline that does not have it. Collective."""
-        return self.held.module(*args, **kwargs)
+        return self.holdings.module(*args, **kwargs)
 
     @property
     def module(self) -> nn.Module:
         """``held.module``."""
-        return self.held.module
+        return self.holdings.module
 
     @property
     def modules(self) -> list[nn.Module]:
         """Every copy of the model in this process; the first is ``module``."""
-        return [self.held.module]
+        return [self.holdings.module]
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
         """``held.parameters``."""
-        return self.held.parameters
+        return self.holdings.parameters
 
     @property
     def divisor(self) -> float:
         """``held.divisor``."""
-        return self.held.divisor
+        return self.holdings.divisor
 
 
 def each_micro_batch(

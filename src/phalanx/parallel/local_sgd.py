@@ -34,7 +34,7 @@ from phalanx.config import Plan
 from phalanx.errors import DataError, LossError
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.compression import Feedback, Wire, averaged, codec, lane
-from phalanx.parallel.diloco import Fragment, Outer, divide, flattened, owners, spread
+from phalanx.parallel.diloco import Fragment, OuterOptimizer, divide, flattened, owners, spread
 from phalanx.parallel.grad_reduce import Sync
 from phalanx.parallel.layout import Layout, RankHoldings
 
@@ -82,14 +82,14 @@ class LocalSgd(Sync):
 
     def __init__(self, plan: Plan, layout: Layout, across: Across, first_step: int, last_step: int | None) -> None:
         """``last_step``: steps taken at the end, when replicas are brought together; ``None`` where nobody knows."""
-        held = layout.held
+        held = layout.holdings
         self.across = across
         self._news: deque[Averaged] = deque(maxlen=1000)
         self._plan, self._layout, self._steps, self._last = plan, layout, first_step, last_step
         groups = divide(_sizes(held), owners(held.module), plan.fragments)
         self._fragments = [Fragment(held.parameters, names) for names in groups]
         self._statistics = BufferSync(held.module)
-        self._outer = Outer(plan, [fragment.read() for fragment in self._fragments])
+        self._outer = OuterOptimizer(plan, [fragment.read() for fragment in self._fragments])
         self._averaging = Averaging(across, plan.compress)
         self._lane = lane(torch.device("cpu"))
         self._sent: _Sent | None = None
@@ -99,7 +99,7 @@ class LocalSgd(Sync):
         self._since = [0] * plan.fragments  # steps since then
 
     @property
-    def alone(self) -> bool:
+    def per_replica(self) -> bool:
         return True
 
     def gradients_ready(self, step: int, totals: Any) -> Any:
@@ -153,7 +153,7 @@ class LocalSgd(Sync):
         self._begin()
         if momentum and self._plan.outer_momentum:
             for index, fragment in enumerate(self._fragments):
-                self._outer.remember(index, fragment.joined(momentum))
+                self._outer.remember(index, fragment.flat(momentum))
 
     @torch.no_grad()
     def momentum(self) -> dict[str, Tensor]:
@@ -169,7 +169,7 @@ class LocalSgd(Sync):
         """Zeros in the place of what ``momentum`` gives."""
         return {name: tensor for one in self._fragments for name, tensor in one.cut(torch.zeros_like(one.read()))}
 
-    def told(self) -> Iterator[Averaged]:
+    def news(self) -> Iterator[Averaged]:
         """The averagings that nobody has been told of yet."""
         while self._news:
             yield self._news.popleft()

@@ -31,10 +31,10 @@ class OptimizerOnHost(Layout):
         self._host: dict[str, torch.Tensor] = {
             name: nn.Parameter(self._to_host(tensor.detach())) for name, tensor in inner.parameters.items()
         }
-        self._held = replace(inner.held, parameters=self._host)
+        self._held = replace(inner.holdings, parameters=self._host)
 
     @property
-    def held(self) -> RankHoldings:
+    def holdings(self) -> RankHoldings:
         return self._held
 
     def begin(self) -> None:

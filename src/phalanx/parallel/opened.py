@@ -49,7 +49,7 @@ def _uses(module: nn.Module, example: Example) -> dict[int, set[nn.Module]]:
     for mode in modes:
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet(), faked(module, mode) as meant:
-                run = _Run(meant)
+                run = _OpenedRun(meant)
 
                 def given(leaf: Any, mode: Mode = mode) -> Any:
                     return fake(mode, leaf) if isinstance(leaf, Tensor) else leaf
@@ -62,7 +62,7 @@ def _uses(module: nn.Module, example: Example) -> dict[int, set[nn.Module]]:
     return {}
 
 
-class _Run(TorchFunctionMode):
+class _OpenedRun(TorchFunctionMode):
     def __init__(self, meant: Mapping[int, nn.Parameter]) -> None:
         super().__init__()
         self.around: dict[int, set[nn.Module]] = {}

@@ -26,7 +26,7 @@ class TensorPlace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class TapedOperation:
     """One operation.
 
     Attributes:
@@ -65,11 +65,11 @@ class Step:
         return {leaf.memory for leaf in leaves if isinstance(leaf, TensorPlace)}
 
 
-class Tape:
+class OperationTape:
     """Steps in order. Memory is numbered; that of each step before it is written into again is the step's."""
 
     def __init__(self) -> None:
-        self._steps: list[Step] = []
+        self._steps: list[TapedOperation] = []
         self._writers: dict[int, list[int]] = {}
         self._numbers: dict[int, int] = {}
         self._memory: list[Any] = []  # kept, so that no two have one address
@@ -88,7 +88,7 @@ class Tape:
         number = self._numbers.get(tensor.untyped_storage()._cdata)
         return number in self._writers
 
-    def add(self, step: Step) -> None:
+    def add(self, step: TapedOperation) -> None:
         """Note a step down."""
         for memory in {*step.writes, *step.makes}:
             self._writers.setdefault(memory, []).append(len(self._steps))
@@ -213,7 +213,7 @@ def _at(place: TensorPlace, there: dict[int, torch.UntypedStorage]) -> Tensor:
     return tensor.set_(there[place.memory], place.offset, place.shape, place.stride)  # pyright: ignore
 
 
-def _do(step: Step, there: dict[int, torch.UntypedStorage]) -> None:
+def _do(step: TapedOperation, there: dict[int, torch.UntypedStorage]) -> None:
     args, kwargs = tree_map(
         lambda leaf: _at(leaf, there) if isinstance(leaf, TensorPlace) else leaf, (step.args, step.kwargs)
     )

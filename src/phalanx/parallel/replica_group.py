@@ -21,7 +21,7 @@ from phalanx.parallel.layout import trainable
 COPIES = ("dp", "ep", "cp")
 """Dimensions whose ranks hold copies of the same slice, beside ``fsdp``, whose ranks may share it out."""
 
-APART = ("dp", "cp")
+EXPERT_COPIES = ("dp", "cp")
 """The same for experts, of which the ranks of ``ep`` hold different ones."""
 
 
@@ -62,7 +62,7 @@ class Whole(Replicas):
         self._parameters = trainable(module)
         self._may_be_unused = job.unused == "allow"
         self._group = mesh.group("fsdp", *COPIES)
-        self._apart = dict.fromkeys(dealt.slices, mesh.group("fsdp", *APART))
+        self._apart = dict.fromkeys(dealt.slices, mesh.group("fsdp", *EXPERT_COPIES))
         self._statistics = BufferSync(module, self._group, alone=self._group is None)
 
     @property
@@ -103,7 +103,7 @@ class Rows(Replicas):
         from phalanx.parallel.zero import Partition, Scattering
 
         everyone = mesh.group("fsdp", *COPIES)
-        apart = dict.fromkeys(dealt.slices, mesh.group(*APART))
+        apart = dict.fromkeys(dealt.slices, mesh.group(*EXPERT_COPIES))
         self._partition = Partition(module, mesh.sharding(device, "fsdp", ()), mesh.group(*COPIES), everyone, apart)
         # The stages of a pipeline run backward at different times, and some in two halves, which hooks do not see.
         when = "end" if mesh.plan.pp > 1 else "each" if mesh.plan.zero == 2 else "last"
@@ -146,7 +146,7 @@ class Sharded(Replicas):
 
         plan = mesh.plan
         for name in dealt.modules if plan.ep > 1 else ():
-            apply(module.get_submodule(name), device, plan, mesh.sharding(device, "fsdp", APART), values)
+            apply(module.get_submodule(name), device, plan, mesh.sharding(device, "fsdp", EXPERT_COPIES), values)
         apply(module, device, plan, mesh.sharding(device, "fsdp", COPIES), values)
         # Reads parameters as they are, which from now on the model's own code may see as wholes of their slices.
         module._get_fsdp_state()._lazy_init()  # pyright: ignore

@@ -24,7 +24,7 @@ class SingleLayout(Layout):
         self._held = RankHoldings(module=self._module, parameters=trainable(module))
 
     @property
-    def held(self) -> RankHoldings:
+    def holdings(self) -> RankHoldings:
         return self._held
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:

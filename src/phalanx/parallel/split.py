@@ -26,14 +26,14 @@ from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_m
 from phalanx.parallel.local_shards import Axis, Cut, Placed
 from phalanx.parallel.replica_group import Replicas, Rows, Sharded, Whole
 from phalanx.parallel.tensor import Places, dry, find, show_slices, split_weights
-from phalanx.parallel.tensor.find import Model
+from phalanx.parallel.tensor.find_pairs import Model
 from phalanx.parallel.tensor_shard import TensorShard
 from phalanx.placement.limits import no_attention, no_layers_to_cut
 from phalanx.trace.blocks import leave_cache_out, parts
 from phalanx.units import show_names
 
 if TYPE_CHECKING:
-    from phalanx.parallel.stage_ownership import Stages
+    from phalanx.parallel.stage_ownership import OwnedStages
 
 
 class SplitLayout(Layout):
@@ -44,7 +44,7 @@ class SplitLayout(Layout):
     ) -> None:
         self._device, self._module = device, module
         known, again = recipes(module), parts(module)
-        cut = _Cut(module, device, plan, mesh, example)
+        cut = _SplitModel(module, device, plan, mesh, example)
         if plan.zero < 3:
             fill(module, known, cut.slices, device=device)
             module.to(device)
@@ -78,7 +78,7 @@ class SplitLayout(Layout):
         )
 
     @property
-    def held(self) -> RankHoldings:
+    def holdings(self) -> RankHoldings:
         return self._held
 
     def begin(self) -> None:
@@ -107,7 +107,7 @@ class SplitLayout(Layout):
         self._replicas.stepped()
 
 
-class _Cut:
+class _SplitModel:
     """A model with its weights and tokens shared out, in place.
 
     Attributes:
@@ -131,11 +131,11 @@ class _Cut:
         self.late, self.remarks = found.late, _remarks(found, plan)
         self.entrances = [*found.over_cp, *found.over_tp]
         expert.by_rows(module, experts)
-        self.stages: Stages | None = None
+        self.stages: OwnedStages | None = None
         if plan.pp > 1:
-            from phalanx.parallel.stage_ownership import Stages
+            from phalanx.parallel.stage_ownership import OwnedStages
 
-            self.stages = Stages(module, device, plan, mesh, example, found.stages)
+            self.stages = OwnedStages(module, device, plan, mesh, example, found.stages)
             here = {name for name, _ in module.named_parameters()}
             cuts = {name: how for name, how in cuts.items() if name in here}
             experts = [one for one in experts if one.whole_name(one.parameters[0]) in here]

@@ -14,13 +14,13 @@ from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.example import Example
 from phalanx.parallel.grad_reduce import add_up
-from phalanx.parallel.pipeline import Call, Pipeline, PipelineRunner, StageCuts, cut
-from phalanx.parallel.replica_group import APART, COPIES
+from phalanx.parallel.pipeline import CutPipeline, PipelineRunner, StageCuts, UnitCall, cut
+from phalanx.parallel.replica_group import COPIES, EXPERT_COPIES
 from phalanx.parallel.tensor_shard import TensorShard
 from phalanx.placement.schedules import in_halves
 
 
-class Stages:
+class OwnedStages:
     """The stages on this rank.
 
     Attributes:
@@ -41,7 +41,16 @@ class Stages:
         ``known``: where to cut it; looked for where that is not given.
         """
         # Groups are made by all ranks together, and not every stage has what would ask for each of these.
-        for names in (("tp",), ("cp",), ("ep",), ("ep", "tp"), ("fsdp", *COPIES), COPIES, ("fsdp", *APART), APART):
+        for names in (
+            ("tp",),
+            ("cp",),
+            ("ep",),
+            ("ep", "tp"),
+            ("fsdp", *COPIES),
+            COPIES,
+            ("fsdp", *EXPERT_COPIES),
+            EXPERT_COPIES,
+        ):
             mesh.group(*names)
         shapes = {name: tensor.shape for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         pipeline = cut(module, example, plan, known)
@@ -77,7 +86,7 @@ class Stages:
             raise RefusedError([_reads(pipeline.plan, reading[0])])
         return found
 
-    def _calls(self) -> list[Call]:
+    def _calls(self) -> list[UnitCall]:
         pipeline = self.runner.pipeline
         return [pipeline.program.calls[at] for stage in self.runner.stages_here for at in pipeline.regions[stage]]
 
@@ -114,7 +123,7 @@ def _reads(plan: Plan, name: str) -> Problem:
     )
 
 
-def _elsewhere(module: nn.Module, pipeline: Pipeline, rank: int) -> list[str]:
+def _elsewhere(module: nn.Module, pipeline: CutPipeline, rank: int) -> list[str]:
     """Names of buffers that another rank keeps up to date: that of their unit, or the first where they are in none."""
     keepers: dict[str, int] = {}
     for stage, keeper in enumerate(pipeline.rank_of):

@@ -21,14 +21,14 @@ from phalanx.parallel.example import Example
 
 if TYPE_CHECKING:  # loaded by plans that split a model
     from phalanx.parallel.found import SplitParts
-    from phalanx.parallel.pipeline import Pipeline
+    from phalanx.parallel.pipeline import CutPipeline
 
 Ranges = tuple[tuple[int, int], ...]
 """Elements [start, stop) of one dimension, in order, none empty."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """Part of a tensor.
 
     Attributes:
@@ -38,7 +38,7 @@ class Piece:
     ranges: tuple[Ranges, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Piece:
+    def whole(cls, shape: Sequence[int]) -> TensorPiece:
         """All of a tensor."""
         return cls(tuple(((0, size),) if size else () for size in shape))
 
@@ -52,7 +52,7 @@ class Piece:
         """How many."""
         return prod(self.shape)
 
-    def part(self, dim: int, kept: Ranges) -> Piece:
+    def part(self, dim: int, kept: Ranges) -> TensorPiece:
         """What is left of it if of its own elements along ``dim`` only ``kept`` are."""
         found: list[tuple[int, int]] = []
         begins = accumulate((stop - start for start, stop in self.ranges[dim]), initial=0)
@@ -61,7 +61,7 @@ class Piece:
                 a, b = max(start, start + first - at), min(stop, start + last - at)
                 if a < b:
                     found.append((a, b))
-        return Piece((*self.ranges[:dim], tuple(found), *self.ranges[dim + 1 :]))
+        return TensorPiece((*self.ranges[:dim], tuple(found), *self.ranges[dim + 1 :]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,9 +120,9 @@ class ParameterShard:
     """
 
     tensor: Tensor
-    parameter: Piece
-    gradient: Piece | None
-    stepped: Piece | None
+    parameter: TensorPiece
+    gradient: TensorPiece | None
+    stepped: TensorPiece | None
     shares: tuple[DimensionShare, ...] = ()
 
     @property
@@ -142,7 +142,7 @@ class ParameterShard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
+class StageSurvey:
     """One stage of a pipeline.
 
     Attributes:
@@ -179,7 +179,7 @@ class Survey:
     plan: Plan
     parameters: tuple[Tensor, ...]
     buffers: tuple[Tensor, ...]
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[StageSurvey, ...] = ()
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     whole: tuple[str, ...] = ()
     parts: SplitParts | None = None
@@ -192,7 +192,7 @@ class Survey:
         """Of all parameters."""
         return sum(tensor.elements for tensor in self.parameters)
 
-    def held(self, rank: int) -> tuple[ParameterShard, ...]:
+    def shards_of(self, rank: int) -> tuple[ParameterShard, ...]:
         """What ``rank`` holds of each parameter, in the model's order; those of which it holds nothing are not there.
 
         Ranks of equal ``place`` get the same object.
@@ -233,7 +233,7 @@ class Survey:
         )
 
     def _one(self, tensor: Tensor, share: DimensionShare | None, at: Mapping[str, int]) -> ParameterShard:
-        mine, shares = Piece.whole(tensor.shape), (share,) if share else ()
+        mine, shares = TensorPiece.whole(tensor.shape), (share,) if share else ()
         for one in shares:
             mine = mine.part(one.dim, one.ranges[_index(self.plan, one.axes, at)])
         zero, learns = self.plan.zero, tensor.learns
@@ -270,7 +270,7 @@ def survey(module: nn.Module, plan: Plan, example: Example | None = None) -> Sur
 
     assert example is not None
     found = look(module, plan, example)
-    pipeline: Pipeline | None = None
+    pipeline: CutPipeline | None = None
     if plan.pp > 1:
         from phalanx.parallel.pipeline import cut
 
@@ -328,12 +328,12 @@ def _shares(found: SplitParts, plan: Plan, here: set[str]) -> dict[str, Dimensio
     return shares
 
 
-def _stages(pipeline: Pipeline, sizes: Mapping[str, int]) -> tuple[Stage, ...]:
-    made: list[Stage] = []
+def _stages(pipeline: CutPipeline, sizes: Mapping[str, int]) -> tuple[StageSurvey, ...]:
+    made: list[StageSurvey] = []
     for index, regions in enumerate(pipeline.regions):
         names = tuple(name for name, stages in pipeline.stages_of.items() if index in stages)
         made.append(
-            Stage(
+            StageSurvey(
                 index=index,
                 rank=pipeline.rank_of[index],
                 units=tuple(dict.fromkeys(pipeline.names(index))),

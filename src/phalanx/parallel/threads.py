@@ -84,7 +84,7 @@ class ThreadsLayout(Layout):
         )
 
     @property
-    def held(self) -> RankHoldings:
+    def holdings(self) -> RankHoldings:
         return self._held
 
     @property

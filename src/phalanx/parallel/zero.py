@@ -44,7 +44,7 @@ class ShardedRows(Layout):
         self._held = RankHoldings(module=self._module, parameters=self._partition.shards)
 
     @property
-    def held(self) -> RankHoldings:
+    def holdings(self) -> RankHoldings:
         return self._held
 
     def begin(self) -> None:
@@ -126,7 +126,7 @@ class Scattering:
             self._launch_next()
         self._inside = False
 
-    def _hook(self, piece: Slice) -> Any:
+    def _hook(self, piece: ParameterSlice) -> Any:
         def arrived(_: torch.Tensor) -> None:
             self._seen.add(piece.name)
             if not self._inside:
@@ -173,11 +173,11 @@ class Partition:
         trainable = [(name, tensor) for name, tensor in module.named_parameters() if tensor.requires_grad]
         self.everyone, self.world_size = everyone, dist.get_world_size(everyone)
         self._statistics = BufferSync(module, everyone)
-        self.slices = [Slice(name, tensor, shards) for name, tensor in trainable]
+        self.slices = [ParameterSlice(name, tensor, shards) for name, tensor in trainable]
         self.shards: dict[str, torch.Tensor] = {piece.name: piece.shard for piece in self.slices}
         # Backward reaches parameters roughly in reverse order of definition.
         others = apart or {}
-        kinds: dict[dist.ProcessGroup | None, list[Slice]] = {}
+        kinds: dict[dist.ProcessGroup | None, list[ParameterSlice]] = {}
         for piece in self.slices[::-1]:
             kinds.setdefault(others.get(piece.name, replicas), []).append(piece)
         self.buckets = [
@@ -208,7 +208,7 @@ class Partition:
         self._statistics.share()
 
 
-class Slice:
+class ParameterSlice:
     """One parameter's rows on this rank, as a view into the whole and as the DTensor the optimizer steps.
 
     Rows are cut like ``torch.chunk``: ceil(rows / ranks) each, the last ones fewer or none. A parameter without
@@ -272,7 +272,9 @@ class Slice:
 class Bucket:
     """Slices whose gradients are reduced, and whose values are gathered, in one collective."""
 
-    def __init__(self, slices: list[Slice], group: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, slices: list[ParameterSlice], group: dist.ProcessGroup, replicas: dist.ProcessGroup | None
+    ) -> None:
         self.slices = slices
         self._group, self._replicas = group, replicas
         self._ranks = slices[0].ranks
@@ -290,7 +292,7 @@ class Bucket:
         self.wait()
         self._missing = {piece.name for piece in self.slices}
 
-    def arrived(self, piece: Slice) -> None:
+    def arrived(self, piece: ParameterSlice) -> None:
         """The whole gradient of ``piece`` is complete."""
         self._missing.discard(piece.name)
 
@@ -337,9 +339,9 @@ class Bucket:
             offset += piece.padded
 
 
-def cut(slices: list[Slice]) -> list[list[Slice]]:
+def cut(slices: list[ParameterSlice]) -> list[list[ParameterSlice]]:
     """Slices in runs of one dtype and about ``BUCKET_BYTES`` each; a larger one stands alone."""
-    runs: list[list[Slice]] = []
+    runs: list[list[ParameterSlice]] = []
     size = 0
     for piece in slices:
         bytes_ = piece.whole.numel() * piece.whole.element_size()

@@ -1,7 +1,7 @@
 """What ranks send one another in an optimizer step: kinds of exchange, over which ranks, how many bytes, how often.
 
 Written once, for numbers and for arrays with one for each of many plans: forecasts price these exchanges, and a test
-counts that these run and no others. Elements are told by whoever has a model's ``Part``; bytes of each come from
+counts that these run and no others. Elements are told by whoever has a model's ``ModelPart``; bytes of each come from
 ``Widths``. Plans whose replicas step by themselves, compress what they send or use servers send other messages, which
 they count as they run.
 """
@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, Literal
 
 from phalanx.config import Plan
-from phalanx.config.model_costs import Part, Size, Weights
+from phalanx.config.model_costs import ModelPart, SizeLaw, Weights
 from phalanx.config.plan import AXES
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send", "ring"]
@@ -45,7 +45,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mesh:
+class MeshSizes:
     """What of a plan exchanges depend on.
 
     Attributes:
@@ -79,7 +79,7 @@ class Mesh:
         return prod(getattr(self, axis) for axis in over)
 
     @classmethod
-    def of(cls, plan: Plan, batch: int) -> Mesh:
+    def of(cls, plan: Plan, batch: int) -> MeshSizes:
         """That of ``plan`` for a global batch that its replicas share evenly."""
         share = batch // plan.replicas
         return cls(
@@ -122,7 +122,7 @@ _CLASSES = 4  # bytes of a number in the loss, whatever the model computes in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Micro:
+class PartPass:
     """One micro-batch in one part of a model, on one rank.
 
     Attributes:
@@ -132,8 +132,8 @@ class Micro:
         length: tokens of each, before ``cp`` cuts them.
     """
 
-    part: Part
-    entry: Size
+    part: ModelPart
+    entry: SizeLaw
     samples: Number
     length: Number
 
@@ -147,7 +147,7 @@ Pass = Literal["forward", "again", "backward"]
 """``again``: the forward of a block once more, in its backward, up to what it saved last, without its result."""
 
 
-def tensor(micro: Micro, mesh: Mesh, widths: Widths, way: Pass = "forward") -> list[Exchange]:
+def tensor(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass = "forward") -> list[Exchange]:
     """Over ``tp``, in one pass of one micro-batch through one part.
 
     Results of row-parallel products are added up, and so are the gradients of what entered the column-parallel ones
@@ -183,7 +183,7 @@ def tensor(micro: Micro, mesh: Mesh, widths: Widths, way: Pass = "forward") -> l
 _PRODUCTS = ("matmul", "convolution")
 
 
-def _joined(gathers: int, sums: int, size: Number, mesh: Mesh) -> Iterator[Exchange]:
+def _joined(gathers: int, sums: int, size: Number, mesh: MeshSizes) -> Iterator[Exchange]:
     why = "row-parallel products"
     yield Exchange(why=why, kind="all-reduce", over=("tp",), size=size, times=sums * (1 - mesh.sequence))
     yield _gathered(why, gathers * mesh.sequence, size)
@@ -194,7 +194,7 @@ def _gathered(why: str, times: Number, size: Number) -> Exchange:
     return Exchange(why=why, kind="all-gather", over=("tp",), size=size, times=times)
 
 
-def context(micro: Micro, mesh: Mesh, widths: Widths, way: Pass = "forward") -> list[Exchange]:
+def context(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass = "forward") -> list[Exchange]:
     """Over ``cp``, in one pass of one micro-batch through one part.
 
     Keys and values go around a ring, and in the backward once more with their gradients behind them (Liu et al. 2023);
@@ -230,7 +230,7 @@ def _over_cp(why: str, kind: Kind, size: Number, times: Number) -> Exchange:
     return Exchange(why=why, kind=kind, over=("cp",), size=size, times=times)
 
 
-def experts(micro: Micro, mesh: Mesh, widths: Widths, way: Pass = "forward") -> list[Exchange]:
+def experts(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass = "forward") -> list[Exchange]:
     """Over ``ep``, in one pass of one micro-batch through one part.
 
     A row for every expert that a token chose goes to it with a factor and comes back; gradients go the same ways
@@ -249,7 +249,7 @@ def experts(micro: Micro, mesh: Mesh, widths: Widths, way: Pass = "forward") -> 
     return [replace(one, times=one.times * some) for one in found]
 
 
-def stages(entry: Size, mesh: Mesh, widths: Widths, samples: Number, length: Number) -> Exchange:
+def stages(entry: SizeLaw, mesh: MeshSizes, widths: Widths, samples: Number, length: Number) -> Exchange:
     """What one stage of a pipeline hands to the next, or its gradient back, of one micro-batch."""
     share = 1 + (mesh.tp - 1) * mesh.sequence
     size = entry.at(samples, length) / mesh.cp / share * widths.stream
@@ -276,7 +276,7 @@ def copies(expert: bool) -> tuple[str, ...]:
     return ("dp", "cp") if expert else ("dp", "ep", "cp")
 
 
-def gather(held: Elements, widths: Widths, mesh: Mesh, shards: tuple[str, ...] = ("fsdp",)) -> Exchange:
+def gather(held: Elements, widths: Widths, mesh: MeshSizes, shards: tuple[str, ...] = ("fsdp",)) -> Exchange:
     """Sharded parameters made whole: to compute with (``zero=3``), or after they were stepped.
 
     ``shards``: along what they are sharded.
@@ -286,20 +286,20 @@ def gather(held: Elements, widths: Widths, mesh: Mesh, shards: tuple[str, ...] =
     return Exchange(why="sharded parameters", kind="all-gather", over=shards, size=size, times=1 * (mesh.zero > 0))
 
 
-def scatter(held: Elements, widths: Widths, mesh: Mesh, shards: tuple[str, ...] = ("fsdp",)) -> Exchange:
+def scatter(held: Elements, widths: Widths, mesh: MeshSizes, shards: tuple[str, ...] = ("fsdp",)) -> Exchange:
     """Gradients added up over shards, each rank keeping its own (Rajbhandari et al. 2020, section 7)."""
     size = held.learn * widths.sent
     return Exchange(why="gradients", kind="reduce-scatter", over=shards, size=size, times=1 * (mesh.zero > 0))
 
 
-def add_up(held: Elements, widths: Widths, mesh: Mesh, shards: tuple[str, ...] = ("fsdp",)) -> Exchange:
+def add_up(held: Elements, widths: Widths, mesh: MeshSizes, shards: tuple[str, ...] = ("fsdp",)) -> Exchange:
     """Gradients, or shards of them, added up over copies (Zhao et al. 2023, section 3.2.2)."""
     over = tuple(axis for axis in copies(held.expert) if axis not in shards)
     size = held.learn / mesh.ranks(shards) * widths.sent
     return Exchange(why="copies' gradients", kind="all-reduce", over=over, size=size, times=1 * (mesh.ranks(over) > 1))
 
 
-def replicas(units: Sequence[Elements], widths: Widths, mesh: Mesh) -> list[Exchange]:
+def replicas(units: Sequence[Elements], widths: Widths, mesh: MeshSizes) -> list[Exchange]:
     """Everything that keeps replicas together in a step, for parameters in ``units`` that are gathered one by one.
 
     ``zero=3`` gathers each for forward and for backward of every micro-batch; 2 and 3 scatter the gradients of each
@@ -315,12 +315,12 @@ def replicas(units: Sequence[Elements], widths: Widths, mesh: Mesh) -> list[Exch
     return found
 
 
-def reductions(mesh: Mesh) -> Number:
+def reductions(mesh: MeshSizes) -> Number:
     """How often gradients are added up in a step."""
     return 1 + (mesh.zero > 1) * (mesh.micros - 1)
 
 
-def elements(weights: Sequence[Weights], mesh: Mesh) -> list[Elements]:
+def elements(weights: Sequence[Weights], mesh: MeshSizes) -> list[Elements]:
     """What a rank holds of these: of the experts, and of the rest."""
     found: dict[bool, Elements] = {}
     for one in weights:

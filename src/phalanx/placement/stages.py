@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from phalanx.config.fields import Schedule
-from phalanx.config.model_costs import Part, flops
+from phalanx.config.model_costs import ModelPart, flops
 from phalanx.placement.schedules import holders
 
 
@@ -45,7 +45,7 @@ def balanced(costs: Sequence[float], stages: int, allowed: Sequence[bool]) -> li
 
 
 def on_ranks(
-    parts: Sequence[Part], length: int, schedule: Schedule, ranks: int, stages: int
+    parts: Sequence[ModelPart], length: int, schedule: Schedule, ranks: int, stages: int
 ) -> tuple[tuple[int, ...], ...]:
     """For each rank of a pipeline with so many ``stages`` on each, how many of each part it holds.
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from phalanx.config import Plan
-from phalanx.config.model_costs import Part, Profile, Size
+from phalanx.config.model_costs import ModelPart, Profile, SizeLaw
 from phalanx.config.plan import AXES
 from phalanx.placement.collective_bytes import (
     Elements,
     Exchange,
-    Mesh,
-    Micro,
+    MeshSizes,
+    PartPass,
     Pass,
     Widths,
     context,
@@ -36,7 +36,7 @@ def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Wi
 
     ``clips``: whether gradients' norm is wanted, of what no rank holds whole.
     """
-    mesh = Mesh.of(plan, batch)
+    mesh = MeshSizes.of(plan, batch)
     samples = batch / plan.replicas / mesh.micros
     here = _Here.of(profile, plan, rank)
     found = [
@@ -52,7 +52,7 @@ def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Wi
 
 def parameters_held(profile: Profile, plan: Plan, rank: int) -> float:
     """Elements of parameters on ``rank``, frozen ones among them; with ``zero=3`` of its shards alone."""
-    units = _Here.of(profile, plan, rank).units(profile, Mesh.of(plan, plan.replicas))
+    units = _Here.of(profile, plan, rank).units(profile, MeshSizes.of(plan, plan.replicas))
     return sum(one.learn + one.frozen for one in units) / (plan.fsdp if plan.zero == 3 else 1)
 
 
@@ -67,7 +67,7 @@ class _Here:
     """
 
     stages: tuple[int, ...]
-    parts: tuple[tuple[Part, int], ...]
+    parts: tuple[tuple[ModelPart, int], ...]
     last: bool
 
     @classmethod
@@ -81,7 +81,7 @@ class _Here:
         parts = tuple((part, number) for part, number in kept if number)
         return cls(stages=tuple(mine), parts=parts, last=count - 1 in mine)
 
-    def units(self, profile: Profile, mesh: Mesh) -> list[Elements]:
+    def units(self, profile: Profile, mesh: MeshSizes) -> list[Elements]:
         """What is gathered and scattered one by one: with ``zero=3`` blocks, where there are several, and the rest."""
         outside = [weights for part, _ in self.parts if part.role != "block" for weights in part.weights]
         blocks = [part.weights for part, number in self.parts if part.role == "block" for _ in range(number)]
@@ -90,17 +90,17 @@ class _Here:
         return [one for unit in (outside, *blocks) for one in elements(unit, mesh)]
 
 
-def _entry(profile: Profile, part: Part) -> Size:
+def _entry(profile: Profile, part: ModelPart) -> SizeLaw:
     """Hidden states that enter ``part``, or that it makes."""
     after = next((one for one in profile.parts if one.role == "block"), profile.parts[-1])
     return after.entry if part.role == "before" else part.entry
 
 
 def _inside(
-    profile: Profile, plan: Plan, mesh: Mesh, widths: Widths, here: _Here, samples: float
+    profile: Profile, plan: Plan, mesh: MeshSizes, widths: Widths, here: _Here, samples: float
 ) -> Iterator[Exchange]:
     for part, number in here.parts:
-        micro = Micro(part=part, entry=_entry(profile, part), samples=samples, length=profile.length)
+        micro = PartPass(part=part, entry=_entry(profile, part), samples=samples, length=profile.length)
         for one in (tensor, context, experts):
             again: list[Pass] = ["again"] if mesh.again and part.role == "block" else []
             for way in ("forward", *again, "backward"):
@@ -109,7 +109,7 @@ def _inside(
 
 
 def _between(
-    profile: Profile, plan: Plan, mesh: Mesh, widths: Widths, here: _Here, samples: float
+    profile: Profile, plan: Plan, mesh: MeshSizes, widths: Widths, here: _Here, samples: float
 ) -> Iterator[Exchange]:
     """Messages that this rank sends: outputs to the stage after, gradients to the one before, on other ranks."""
     if plan.pp == 1:
@@ -133,7 +133,7 @@ def _loss_of_tokens(plan: Plan, here: _Here) -> list[Exchange]:
     )
 
 
-def _late(mesh: Mesh, widths: Widths, here: _Here) -> list[Exchange]:
+def _late(mesh: MeshSizes, widths: Widths, here: _Here) -> list[Exchange]:
     """Gradients of weights that each rank of ``tp`` reads for its own tokens only (Korthikanti et al. 2022)."""
     whole = sum(
         number * one.elements

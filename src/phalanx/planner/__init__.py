@@ -7,7 +7,7 @@ from phalanx.planner.nearest_fit import Change, Shortfall, shortfall
 from phalanx.planner.question import Question
 from phalanx.planner.rank import Goal, Ranking, rank
 from phalanx.planner.rules import refuse
-from phalanx.planner.scale import Curve, Point, scale
+from phalanx.planner.scale import Curve, ScalingPoint, scale
 
 __all__ = [
     "Advice",
@@ -17,10 +17,10 @@ __all__ = [
     "Explanation",
     "Goal",
     "Neighbour",
-    "Point",
     "Prices",
     "Question",
     "Ranking",
+    "ScalingPoint",
     "Shortfall",
     "advise",
     "bill",

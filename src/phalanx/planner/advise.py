@@ -10,12 +10,12 @@ from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.forecast import Forecast, Work, forecast
 from phalanx.planner.cost import Bill, bill
-from phalanx.planner.explain import Explanation, explain, stated
+from phalanx.planner.explain import Explanation, explain, plan_and_keys
 from phalanx.planner.nearest_fit import Shortfall, shortfall
 from phalanx.planner.question import Question
 from phalanx.planner.rank import Goal, Ranking, rank
 from phalanx.planner.rules import refusals
-from phalanx.planner.scale import told
+from phalanx.planner.scale import forecast_to_dict
 from phalanx.units import show_count
 
 
@@ -51,7 +51,7 @@ def advise(question: Question, goal: Goal | None = None, because: str | None = N
         SpecError: if the goal asks for what nobody knows, or ``because`` is no plan.
         RefusedError: if no plan at all can deal the work out to the devices, or the one to be argued cannot.
     """
-    argued, keys = stated(because) if because else (None, ())
+    argued, keys = plan_and_keys(because) if because else (None, ())
     ranking = rank(question, goal)
     if not ranking.plans and not ranking.search.considered:
         raise RefusedError([_none(question)])
@@ -93,14 +93,14 @@ class PlanForecast:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            **told(self.forecast),
+            **forecast_to_dict(self.forecast),
             "steps": self.question.steps or None,
             "bill": self.bill.to_dict(),
             "shortfall": self.shortfall.to_dict() if self.shortfall else None,
         }
 
 
-def foretell(question: Question, plan: Plan | None = None) -> PlanForecast:
+def forecast_plan(question: Question, plan: Plan | None = None) -> PlanForecast:
     """The future of ``plan``, or of replicas on all devices where none is given.
 
     Raises:

@@ -32,7 +32,7 @@ class Prices:
     currency: str = ""
 
     @property
-    def known(self) -> bool:
+    def stated(self) -> bool:
         """Whether anybody says."""
         return self.each is not None or bool(self.by_device)
 
@@ -42,7 +42,7 @@ class Prices:
         Raises:
             SpecError: if prices go by device, and a device of ``cluster`` has none.
         """
-        if not self.known:
+        if not self.stated:
             return None
         if self.each is not None:
             return self.each * cluster.devices

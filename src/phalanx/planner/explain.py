@@ -15,7 +15,7 @@ from phalanx.forecast.uncertainty import CHANCE
 from phalanx.planner.question import Question
 from phalanx.planner.rank import Ranking, neighbours
 from phalanx.planner.rules import refusals
-from phalanx.planner.scale import told
+from phalanx.planner.scale import forecast_to_dict
 from phalanx.planner.search import SEARCHED, search
 from phalanx.units import show_bytes, show_seconds
 
@@ -55,7 +55,7 @@ class Neighbour:
             "change": self.change,
             "slower": self.slower,
             "why": self.why,
-            "forecast": told(self.forecast),
+            "forecast": forecast_to_dict(self.forecast),
         }
 
 
@@ -98,7 +98,7 @@ def explain(ranking: Ranking, because: Plan | None = None, *, keys: Sequence[str
         return None
     near = list(neighbours(best.plan, question))
     priced = forecasts(question.work, [plan for _, plan in near], question.cluster, question.preset) if near else ()
-    found = [beside(best, one, change) for (change, _), one in zip(near, priced, strict=True)]
+    found = [differences(best, one, change) for (change, _), one in zip(near, priced, strict=True)]
     found.sort(key=lambda one: (not one.forecast.fits, one.forecast.step))
     return Explanation(
         reasons=tuple(_reasons(ranking)),
@@ -107,7 +107,7 @@ def explain(ranking: Ranking, because: Plan | None = None, *, keys: Sequence[str
     )
 
 
-def beside(best: Forecast, other: Forecast, change: str) -> Neighbour:
+def differences(best: Forecast, other: Forecast, change: str) -> Neighbour:
     """``other`` against ``best``: what makes the difference."""
     slower = other.step / best.step - 1
     if not other.fits:
@@ -215,7 +215,7 @@ def _argued(ranking: Ranking, because: Plan, keys: Sequence[str]) -> Neighbour:
     there = forecast(question.work, plan, question.cluster, question.preset)
     if there.plan == best.plan:
         return Neighbour(change=str(plan), forecast=there, slower=0.0, why="it is the first plan")
-    return beside(best, there, str(plan))
+    return differences(best, there, str(plan))
 
 
 def _completed(question: Question, because: Plan, keys: Sequence[str]) -> Plan | None:
@@ -226,7 +226,7 @@ def _completed(question: Question, because: Plan, keys: Sequence[str]) -> Plan |
     return found.best or found.leanest
 
 
-def stated(text: str) -> tuple[Plan, tuple[str, ...]]:
+def plan_and_keys(text: str) -> tuple[Plan, tuple[str, ...]]:
     """The plan of a text, and which keys it states.
 
     Raises:

@@ -15,7 +15,7 @@ from phalanx.placement.schedules import SCHEDULES
 from phalanx.planner.cost import Bill, bill
 from phalanx.planner.question import Question, doublings
 from phalanx.planner.rules import problems
-from phalanx.planner.scale import Point, compared, curve, point_of, told
+from phalanx.planner.scale import ScalingPoint, compared, curve, forecast_to_dict, point_of
 from phalanx.planner.search import Search, search
 
 _STEPS = 4  # from a plan to a faster neighbour of it, at most
@@ -72,7 +72,7 @@ class Ranking:
     goal: Goal
     search: Search
     plans: tuple[Forecast, ...]
-    points: tuple[Point, ...]
+    points: tuple[ScalingPoint, ...]
     bill: Bill | None
     met: bool
 
@@ -82,7 +82,7 @@ class Ranking:
         return self.plans[0] if self.plans else None
 
     @property
-    def fewer(self) -> Point | None:
+    def fewer(self) -> ScalingPoint | None:
         """The fastest on fewer devices, where it is as fast as the first plan or faster."""
         if self.best is None:
             return None
@@ -102,7 +102,7 @@ class Ranking:
             "steps": self.question.steps or None,
             "considered": self.search.considered,
             "fitting": self.search.fitting,
-            "plans": [told(one) for one in self.plans],
+            "plans": [forecast_to_dict(one) for one in self.plans],
             "points": [one.to_dict() for one in self.points],
             "fewer": self.fewer.devices if self.fewer else None,
             "bill": self.bill.to_dict() if self.bill else None,
@@ -176,7 +176,7 @@ def _that_run(question: Question, plans: list[Forecast]) -> list[Forecast]:
     return sorted(plans, key=lambda one: bool(one.unrun))
 
 
-def _chosen(goal: Goal, points: list[Point]) -> Point:
+def _chosen(goal: Goal, points: list[ScalingPoint]) -> ScalingPoint:
     within = [point for point in points if _within(goal, point.bill)]
     if goal.by == "cost":
         return min(within or points, key=lambda one: (one.bill.amount, one.forecast.step))

@@ -11,7 +11,7 @@ from phalanx.forecast.kernels import itemsize
 from phalanx.hardware import cluster
 from phalanx.planner.explain import PARTS
 from phalanx.planner.question import Question, precision_for
-from phalanx.planner.scale import told
+from phalanx.planner.scale import forecast_to_dict
 from phalanx.planner.search import search
 from phalanx.trace import flops
 
@@ -45,7 +45,7 @@ class RooflinePoint:
         """For JSON."""
         names = ("device", "precision", "intensity", "ridge", "attainable", "missing", "bound", "most")
         own = {name: getattr(self, name) for name in names}
-        return {**own, "forecast": told(self.forecast) if self.forecast else None}
+        return {**own, "forecast": forecast_to_dict(self.forecast) if self.forecast else None}
 
 
 def rooflines(work: Work, devices: Iterable[str]) -> list[RooflinePoint]:

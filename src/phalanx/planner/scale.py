@@ -15,7 +15,7 @@ from phalanx.units import show_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
+class ScalingPoint:
     """The fastest plan of a number of devices.
 
     Attributes:
@@ -35,7 +35,7 @@ class Point:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         own = {name: getattr(self, name) for name in ("devices", "speed_up", "efficiency", "gain")}
-        return {**own, "bill": self.bill.to_dict(), "forecast": told(self.forecast)}
+        return {**own, "bill": self.bill.to_dict(), "forecast": forecast_to_dict(self.forecast)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class Curve:
         deadline: most seconds it may take; 0 for any.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[ScalingPoint, ...]
     without: dict[int, str]
     share: float
     steps: int
@@ -59,7 +59,7 @@ class Curve:
     deadline: float = 0.0
 
     @property
-    def knee(self) -> Point | None:
+    def knee(self) -> ScalingPoint | None:
         """The last before doubling the devices gains less than ``share`` of what it could; ``None`` if it never does.
 
         Of a step to other than twice the devices the ideal gain is the ratio less 1.
@@ -70,7 +70,7 @@ class Curve:
         return None
 
     @property
-    def slower(self) -> Point | None:
+    def slower(self) -> ScalingPoint | None:
         """The first that is slower than one with fewer devices; ``None`` if there is none."""
         best = float("inf")
         for point in self.points:
@@ -80,17 +80,17 @@ class Curve:
         return None
 
     @property
-    def fastest(self) -> Point | None:
+    def fastest(self) -> ScalingPoint | None:
         """With the shortest step; of equal ones the fewest devices."""
         return min(self.points, key=lambda one: one.forecast.step, default=None)
 
     @property
-    def cheapest(self) -> Point | None:
+    def cheapest(self) -> ScalingPoint | None:
         """With the least bill; of equal ones the fastest."""
         return min(self.points, key=lambda one: (one.bill.amount, one.forecast.step), default=None)
 
     @property
-    def allowed(self) -> tuple[Point, ...]:
+    def allowed(self) -> tuple[ScalingPoint, ...]:
         """Within budget and deadline."""
         return tuple(
             one
@@ -100,7 +100,7 @@ class Curve:
         )
 
     @property
-    def stop(self) -> Point | None:
+    def stop(self) -> ScalingPoint | None:
         """Where to stop: the fastest within budget and deadline that is not past the knee; ``None`` if none is.
 
         Where a deadline can only be met past the knee, the fewest devices that meet it.
@@ -114,7 +114,7 @@ class Curve:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         named = ("knee", "slower", "fastest", "cheapest", "stop")
-        marked: dict[str, Point | None] = {name: getattr(self, name) for name in named}
+        marked: dict[str, ScalingPoint | None] = {name: getattr(self, name) for name in named}
         return {
             "points": [one.to_dict() for one in self.points],
             "without": {str(devices): why for devices, why in self.without.items()},
@@ -140,9 +140,9 @@ def scale(question: Question, up_to: int, *, share: float = 0.5, budget: float =
     return Curve(points=points, without=without, share=share, steps=question.steps, budget=budget, deadline=deadline)
 
 
-def curve(question: Question, counts: Iterable[int]) -> tuple[tuple[Point, ...], dict[int, str]]:
+def curve(question: Question, counts: Iterable[int]) -> tuple[tuple[ScalingPoint, ...], dict[int, str]]:
     """The fastest plan of each number of devices, and why others have none."""
-    points: list[Point] = []
+    points: list[ScalingPoint] = []
     without: dict[int, str] = {}
     for devices in counts:
         there = question.on(devices)
@@ -157,15 +157,15 @@ def curve(question: Question, counts: Iterable[int]) -> tuple[tuple[Point, ...],
     return compared(points), without
 
 
-def compared(points: Sequence[Point]) -> tuple[Point, ...]:
+def compared(points: Sequence[ScalingPoint]) -> tuple[ScalingPoint, ...]:
     """The points with their efficiency."""
     least = min((one.devices * one.forecast.step for one in points), default=0.0)
     return tuple(replace(one, efficiency=least / (one.devices * one.forecast.step)) for one in points)
 
 
-def point_of(question: Question, found: Forecast, before: Sequence[Point]) -> Point:
+def point_of(question: Question, found: Forecast, before: Sequence[ScalingPoint]) -> ScalingPoint:
     """A forecast beside those on fewer devices; its efficiency is ``compared`` later."""
-    return Point(
+    return ScalingPoint(
         devices=question.cluster.devices,
         forecast=found,
         speed_up=before[0].forecast.step / found.step if before else 1.0,
@@ -182,7 +182,7 @@ def _why(least: float, considered: int, question: Question) -> str:
     return f"does not fit: {show_bytes(least - room)} too little on each device"
 
 
-def told(one: Forecast) -> dict[str, Any]:
+def forecast_to_dict(one: Forecast) -> dict[str, Any]:
     """A forecast: seconds, bytes, and what follows from them."""
     return {
         "plan": str(one.plan),

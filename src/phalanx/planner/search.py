@@ -14,9 +14,9 @@ from phalanx.config.plan import Precision
 from phalanx.config.sync import AUTO
 from phalanx.forecast.forecast import times
 from phalanx.forecast.layouts import RECOMPUTES, SCHEDULES, Layouts
-from phalanx.forecast.step import ForecastInput
+from phalanx.forecast.step_time import ForecastInput
 from phalanx.forecast.uncertainty import SAFE
-from phalanx.forecast.uneven_shares import deal, memory_of
+from phalanx.forecast.unequal_devices import device_shares, memory_of
 from phalanx.placement.limits import Limits
 from phalanx.placement.schedules import SCHEDULES as PIPELINE_SCHEDULES
 from phalanx.planner.question import Question
@@ -279,7 +279,7 @@ def search(question: Question, held: Mapping[str, Any] | None = None, *, most: i
         whole = whole.take(whole.where(held))
     work, precision = question.work, question.precision
     scene = ForecastInput(work=work, cluster=question.cluster, precision=precision, preset=question.preset)
-    needed, room = memory_of(scene, deal(scene, whole.layouts()))
+    needed, room = memory_of(scene, device_shares(scene, whole.layouts()))
     reserved = needed.reserved
     fits: npt.NDArray[np.bool_] = reserved <= room
     safe: npt.NDArray[np.bool_] = reserved <= SAFE * room

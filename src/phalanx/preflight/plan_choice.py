@@ -27,7 +27,7 @@ WORTH = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class PlanChoice:
     """A plan that nobody gave.
 
     Attributes:
@@ -48,13 +48,13 @@ def plain(batch: int) -> Plan:
     return Plan(dp=min(max(1, cuda_devices()), batch))
 
 
-def choose(job: Job) -> Choice:
+def choose(job: Job) -> PlanChoice:
     """The best plan for ``job`` on the CUDA devices here; ``plain`` where there are none or none can be made."""
     from phalanx.hardware import cuda_devices
 
     given = plain(job.batch)
     if not cuda_devices():
-        return Choice(plan=given, source="default")
+        return PlanChoice(plan=given, source="default")
     with SideProcess(lambda send: _send_best(job, given, send)) as side:
         message = side.next(PATIENCE)
     if message is None:
@@ -63,8 +63,8 @@ def choose(job: Job) -> Choice:
         why = f"no plan was made: {message['missing']}"
     else:
         plan = Plan.parse(message["plan"])
-        return Choice(plan=plan, source="planner" if plan != given else "default", why=message["why"])
-    return Choice(plan=given, source="default", why=f"{why}; {given} is taken")
+        return PlanChoice(plan=plan, source="planner" if plan != given else "default", why=message["why"])
+    return PlanChoice(plan=given, source="default", why=f"{why}; {given} is taken")
 
 
 def _send_best(job: Job, given: Plan, send: Send) -> None:
@@ -77,7 +77,7 @@ def _send_best(job: Job, given: Plan, send: Send) -> None:
 def _best(job: Job, given: Plan) -> dict[str, Any]:
     from phalanx.forecast import forecast
     from phalanx.planner import Question, rank
-    from phalanx.train.work import work_of
+    from phalanx.train.traced_job import work_of
 
     work, cluster = work_of(job), cluster_for(given)
     there = forecast(work, given, cluster)
@@ -158,12 +158,12 @@ def forecast_of(job: Job, plan: Plan, threads: int | None = None, module: nn.Mod
     """
     from phalanx.forecast import forecast
     from phalanx.planner import Question, shortfall
-    from phalanx.planner.scale import told
-    from phalanx.train.work import steps_of, work_of
+    from phalanx.planner.scale import forecast_to_dict
+    from phalanx.train.traced_job import steps_of, work_of
 
     work, cluster = work_of(job, module=module), cluster_for(plan, threads)
     found = forecast(work, plan, cluster)
-    answer: dict[str, Any] = {"forecast": {**told(found), "parts": found.parts}, "instead": ""}
+    answer: dict[str, Any] = {"forecast": {**forecast_to_dict(found), "parts": found.parts}, "instead": ""}
     if not found.fits:
         question = Question(work=work, cluster=cluster, precision=plan.precision, steps=steps_of(job) or 0)
         missing = shortfall(question, plan)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from phalanx.config import Plan
-from phalanx.config.fields import APART
+from phalanx.config.fields import SYNC_KEYS
 from phalanx.config.sync import weights
 from phalanx.data.batch_split import Lane, cuts, spans
 from phalanx.placement.schedules import Timed, holders
@@ -159,7 +159,7 @@ def _served(plan: Plan) -> list[str]:
 
 
 def _averaged(plan: Plan) -> list[str]:
-    inner = replace(plan, dp=1, **{name: getattr(Plan(), name) for name in APART})
+    inner = replace(plan, dp=1, **{name: getattr(Plan(), name) for name in SYNC_KEYS})
     what = "parameters are averaged over replicas"
     if plan.sync == "diloco":
         what = f"what replicas learnt is averaged and stepped ({plan.outer})"

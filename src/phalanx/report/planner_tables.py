@@ -18,7 +18,7 @@ from phalanx.planner import Bill, Ranking, Shortfall
 from phalanx.planner.advise import Advice, PlanForecast
 from phalanx.planner.explain import PARTS, Explanation, Neighbour, tied
 from phalanx.planner.roofline import RooflinePoint
-from phalanx.planner.scale import Curve, Point
+from phalanx.planner.scale import Curve, ScalingPoint
 from phalanx.report.text import scaling_chart
 from phalanx.units import show_bytes, show_count, show_seconds
 
@@ -222,7 +222,7 @@ def _fewer(ranking: Ranking) -> RenderableType:
     return table
 
 
-def _cost(one: Point, shown: bool) -> tuple[str, ...]:
+def _cost(one: ScalingPoint, shown: bool) -> tuple[str, ...]:
     return (money(one.bill),) if shown else ()
 
 
@@ -306,7 +306,7 @@ def headings(curve: Curve) -> tuple[str, ...]:
     return ("time\nper step", *(() if whole else ("samples/s",)), "effi-\nciency", *whole, *energy, *cost)
 
 
-def cells(curve: Curve, one: Point) -> tuple[str, ...]:
+def cells(curve: Curve, one: ScalingPoint) -> tuple[str, ...]:
     """Of one row, for ``headings``."""
     wanted = headings(curve)
     made = [show_seconds(one.forecast.step)]

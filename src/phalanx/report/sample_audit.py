@@ -60,7 +60,7 @@ class SamplesSeen:
         return {"once": self.once, **asdict(self)}
 
 
-def seen(folder: Path) -> SamplesSeen:
+def samples_seen(folder: Path) -> SamplesSeen:
     """What the ledger of the run in ``folder`` shows, over all its parts where it was resumed.
 
     Raises:

@@ -13,12 +13,12 @@ from phalanx.data.batch_split import share
 from phalanx.errors import PhalanxError
 from phalanx.launch import look_ahead
 from phalanx.parallel import device_kind
-from phalanx.parallel.survey import ParameterShard, Piece, Survey
+from phalanx.parallel.survey import ParameterShard, Survey, TensorPiece
 from phalanx.placement.schedules import Action, Timed, order, timed, work
 from phalanx.report.comparison import LATE, stored
 from phalanx.report.drawing import Timeline, samples_of
 from phalanx.report.summary import RunSummary, events_of, summary_of
-from phalanx.train.rehearsal import outlook, without_values
+from phalanx.train.rehearsal import preview, without_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Planned:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasuredRun:
     """What a run measured.
 
     Attributes:
@@ -73,7 +73,7 @@ class Shown:
     device: str
     survey: Survey | None
     planned: Planned | None
-    measured: Measured | None = None
+    measured: MeasuredRun | None = None
     notes: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 
@@ -110,7 +110,7 @@ def of_job(job: Job, plan: Plan) -> Shown:
     Raises:
         RefusedError: if the plan cannot serve the job.
     """
-    found = outlook(without_values(job), plan)
+    found = preview(without_values(job), plan)
     causes = look_ahead(job, plan).causes
     return Shown(
         name=job.name,
@@ -136,7 +136,7 @@ def of_run(folder: Path, load: Callable[[], Job], foretell: Callable[[Job, Plan]
     foretold: dict[str, Any] | None = None
     try:
         job = replace(load(), batch=batch)
-        survey = outlook(without_values(job), plan).survey
+        survey = preview(without_values(job), plan).survey
         if (stored(folder) or {}).get("missing") == LATE:
             foretold = foretell(job, plan)
     except PhalanxError as error:
@@ -188,7 +188,7 @@ def ranks_of(plan: Plan) -> tuple[int, ...]:
     return tuple(range(0, plan.world_size, plan.world_size // plan.pp))
 
 
-def described(piece: Piece, shape: Sequence[int]) -> str:
+def described(piece: TensorPiece, shape: Sequence[int]) -> str:
     """A part of a tensor of this shape in words, such as ``rows 0:64``."""
     if not piece.elements:
         return "nothing"
@@ -206,23 +206,23 @@ def _timeline(title: str, actions: Iterable[Timed], plan: Plan) -> Timeline:
     return Timeline(title=title, actions=tuple(actions), ranks=ranks_of(plan))
 
 
-def _measured(events: Sequence[Mapping[str, Any]], plan: Plan, summary: RunSummary) -> Measured:
+def _measured(events: Sequence[Mapping[str, Any]], plan: Plan, summary: RunSummary) -> MeasuredRun:
     of_ranks = {event["rank"]: event for event in events if event["event"] == "timeline"}
     ranks = ranks_of(plan)
     if plan.pp == 1 or not set(ranks) <= set(of_ranks):
-        return Measured(summary=summary)
+        return MeasuredRun(summary=summary)
     actions = [
         Timed(place, Action(kind, stage, micro), begin, end)
         for place, rank in enumerate(ranks)
         for kind, stage, micro, begin, end in of_ranks[rank]["actions"]
     ]
     if not actions:
-        return Measured(summary=summary)
+        return MeasuredRun(summary=summary)
     title = f"measured: step {of_ranks[ranks[0]]['step']}"
     found = Timeline(
         title=title, actions=tuple(sorted(actions, key=lambda one: (one.begin, one.rank))), ranks=ranks, seconds=True
     )
-    return Measured(summary=summary, timeline=found, free=_without_messages(found, plan))
+    return MeasuredRun(summary=summary, timeline=found, free=_without_messages(found, plan))
 
 
 def _without_messages(found: Timeline, plan: Plan) -> float:
@@ -255,7 +255,7 @@ def _survey_as_dict(survey: Survey | None, plan: Plan, batch: int) -> dict[str, 
     holds: list[list[dict[str, Any]]] = []
     ranks: list[dict[str, Any]] = []
     for rank in range(plan.world_size):
-        held = survey.held(rank)
+        held = survey.shards_of(rank)
         if survey.place(rank) not in places:
             places[survey.place(rank)] = len(holds)
             holds.append([_held_as_dict(one) for one in held])
@@ -297,7 +297,7 @@ def _survey_as_dict(survey: Survey | None, plan: Plan, batch: int) -> dict[str, 
 
 
 def _held_as_dict(held: ParameterShard) -> dict[str, Any]:
-    def part(piece: Piece | None) -> dict[str, Any] | None:
+    def part(piece: TensorPiece | None) -> dict[str, Any] | None:
         return piece and {"shape": list(piece.shape), "ranges": [[list(run) for run in dim] for dim in piece.ranges]}
 
     return {

@@ -32,7 +32,7 @@ from phalanx.report.drawing import (
     svg_legend,
     svg_rows,
 )
-from phalanx.report.show import Measured, Planned, Shown, described
+from phalanx.report.show import MeasuredRun, Planned, Shown, described
 from phalanx.report.tables import memory_table
 from phalanx.report.text import grouped, runs
 from phalanx.units import show_bytes, show_count, show_seconds
@@ -98,7 +98,7 @@ def _places(survey: Survey) -> list[Place]:
     for place, its in ranks.items():
         by_pipe.setdefault(place[0], []).append(its)
     kept = [its[at] for its in by_pipe.values() for at in drawn_places(len(its)) if at is not None]
-    return [(its, {one.tensor.name: one for one in survey.held(its[0])}) for its in kept]
+    return [(its, {one.tensor.name: one for one in survey.shards_of(its[0])}) for its in kept]
 
 
 def _told(survey: Survey, places: Sequence[Place]) -> dict[str, Hashable]:
@@ -168,7 +168,7 @@ def _stages(survey: Survey) -> RenderableType:
     return table
 
 
-def _schedule(planned: Planned, measured: Measured | None, *, known: bool, width: int) -> Iterator[RenderableType]:
+def _schedule(planned: Planned, measured: MeasuredRun | None, *, known: bool, width: int) -> Iterator[RenderableType]:
     even = f"{planned.even:.0%} if all stages cost the same"
     idle = f"{planned.timeline.idle:.0%} idle, {even}" if known else f"idle {even}"
     yield from _drawn(planned.timeline, f"{planned.timeline.title}: {idle}, messages taking no time", width)
@@ -270,7 +270,7 @@ def _draw_boxes(page: _Page, shown: Shown) -> None:
 def _bytes(survey: Survey | None, rank: int) -> list[str]:
     if survey is None:
         return []
-    held = survey.held(rank)
+    held = survey.shards_of(rank)
     return [
         f"holds {show_bytes(sum(one.bytes for one in held))} of parameters",
         f"steps {show_count(sum(one.stepped_elements for one in held))} of them",

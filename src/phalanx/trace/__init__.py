@@ -1,6 +1,6 @@
 """A model's costs: operations, parameters and saved activations, found without a device."""
 
-from phalanx.config.model_costs import Operation, Part, Profile, Saved, Share, Size, Weights, flops
+from phalanx.config.model_costs import ModelPart, Operation, Profile, Saved, Share, SizeLaw, Weights, flops
 from phalanx.trace.hf_config import from_config
 from phalanx.trace.standard_models import Family, Shape, standard
 from phalanx.trace.tracing import ModelCall, length_of, trace
@@ -8,13 +8,13 @@ from phalanx.trace.tracing import ModelCall, length_of, trace
 __all__ = [
     "Family",
     "ModelCall",
+    "ModelPart",
     "Operation",
-    "Part",
     "Profile",
     "Saved",
     "Shape",
     "Share",
-    "Size",
+    "SizeLaw",
     "Weights",
     "flops",
     "from_config",

@@ -10,7 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from phalanx.trace.recorder import Recorder
+from phalanx.trace.operation_recorder import OperationRecorder
 
 _opened: WeakSet[nn.Module] = WeakSet()
 
@@ -132,20 +132,20 @@ class MadeTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class NotTensor:
     """What is no tensor."""
 
     value: Any
 
 
-Spec = int | MadeTensor | Plain
+Spec = int | MadeTensor | NotTensor
 """One leaf of what a block gives; a number where it is that tensor of those it was given."""
 
 
 def spec(value: Any, inputs: list[Tensor]) -> Spec:
     """The form of one leaf of what a block gives, called with ``inputs``."""
     if not isinstance(value, Tensor):
-        return Plain(value)
+        return NotTensor(value)
     for index, one in enumerate(inputs):
         if one is value:
             return index
@@ -162,7 +162,7 @@ class Stub(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recorder: Recorder, back: Any, made: list[MadeTensor], anchor: Tensor, *floats: Tensor
+        ctx: Any, recorder: OperationRecorder, back: Any, made: list[MadeTensor], anchor: Tensor, *floats: Tensor
     ) -> Any:
         """Stand-ins for what the block makes."""
         ctx.recorder, ctx.back, ctx.forms = recorder, back, [(one.shape, one.dtype) for one in floats]

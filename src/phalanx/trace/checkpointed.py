@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import checkpoint as checkpointing
 from torch.utils._pytree import tree_leaves
 
-from phalanx.trace.recorder import Recorder
+from phalanx.trace.operation_recorder import OperationRecorder
 
 
 @contextmanager
-def recomputation_seen(recorder: Recorder) -> Iterator[None]:
+def recomputation_seen(recorder: OperationRecorder) -> Iterator[None]:
     """Inside, ``recorder`` knows what lies in a checkpoint, what that keeps, and what is computed a second time.
 
     A reentrant checkpoint runs as the other kind does, which ``torch.autograd.grad`` can follow: it keeps and computes
@@ -44,7 +44,7 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     return partial(checkpointing.checkpoint, function, use_reentrant=False)
 
 
-def _again(recorder: Recorder, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _again(recorder: OperationRecorder, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with recorder.recomputing():
         return function(*args, **kwargs)
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from phalanx.errors import Problem, ProfileError
 
 
-class Forms(TorchDispatchMode):
+class MetaMode(TorchDispatchMode):
     """Inside, new tensors are on the meta device.
 
     Forms of what elementwise operations and a few others give are found here: torch's own rules for them load its
@@ -194,7 +194,7 @@ class Values:
         pass
 
 
-Mode = FakeTensorMode | Forms | Values
+Mode = FakeTensorMode | MetaMode | Values
 """What stand-ins are: fakes with a device of their own, tensors of the meta device, or copies."""
 
 

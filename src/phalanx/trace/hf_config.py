@@ -41,14 +41,14 @@ def from_config(path: str | Path, *, length: int = 0) -> Shape | ModelCall:
 
     if model := built(config, length or _MOST_TOKENS):
         return model
-    near = difflib.get_close_matches(kind, known(), n=3) or sorted(_KNOWN)[:3]
+    near = difflib.get_close_matches(kind, known_architectures(), n=3) or sorted(_KNOWN)[:3]
     allowed = "an architecture that is known here, or to the installed transformers"
     raise SpecError(
         [_wrong(path, f"model_type {kind!r}", allowed, f'"model_type": "{near[0]}"  (near: {", ".join(near)})')]
     )
 
 
-def known() -> list[str]:
+def known_architectures() -> list[str]:
     """Architectures that need no transformers, by ``model_type``."""
     return sorted(_KNOWN)
 

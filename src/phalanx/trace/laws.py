@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from phalanx.config.model_costs import Operation, Part, Profile, Saved, Share, Size
+from phalanx.config.model_costs import ModelPart, Operation, Profile, Saved, Share, SizeLaw
 from phalanx.errors import PhalanxError
 from phalanx.trace.blocks import blocks
 from phalanx.trace.fake_tensors import refusal
-from phalanx.trace.measured import Measured, Op, Piece, SavedBytes, Units, measured
-from phalanx.trace.tracer import Call, traced
+from phalanx.trace.measured import MeasuredModel, MeasuredPart, Op, SavedBytes, Units, measured
+from phalanx.trace.tracer import TracedCall, traced
 from phalanx.trace.tracing import ModelCall, length_of
 
 _CLOSE = 0.01
@@ -31,7 +31,7 @@ class Sizes:
     shorter: int
 
 
-def profile_of(runs: Sequence[Measured], sizes: Sizes, notes: Sequence[str] = ()) -> Profile:
+def profile_of(runs: Sequence[MeasuredModel], sizes: Sizes, notes: Sequence[str] = ()) -> Profile:
     """The profile that three measurements give; one with a fixed length if the third is missing."""
     first, said = runs[0], list(notes)
     alike = [all(_same(first, other)) for other in runs[1:]]
@@ -45,7 +45,7 @@ def profile_of(runs: Sequence[Measured], sizes: Sizes, notes: Sequence[str] = ()
         said.append(f"{', '.join(recurrent)} counts as memory traffic only: the products in it are not seen")
     fit = _Fit(sizes, len(runs) > 2)
     before, after = (first.around[0], first.around[1:]) if first.turns else (None, [])
-    parts: list[Part] = []
+    parts: list[ModelPart] = []
     if before is not None:
         parts.append(_part([run.around[0] for run in runs], fit, all(alike)))
     for name, index, count, again in _rows(first):
@@ -69,17 +69,17 @@ class _Fit:
         self._sizes = sizes
         self._lengths = lengths
 
-    def size(self, values: Sequence[float]) -> Size:
+    def size(self, values: Sequence[float]) -> SizeLaw:
         """The law that goes through the values."""
         value = values[0]
         if not value:
-            return Size(0.0)
+            return SizeLaw(0.0)
         by_samples = _power(values[1] / value, 2.0)
         shorter = values[2] if self._lengths else value
         by_length = (
             _power(value / shorter, self._sizes.length / self._sizes.shorter) if self._lengths and shorter else 0.0
         )
-        return Size(value / self._sizes.samples**by_samples / self._sizes.length**by_length, by_samples, by_length)
+        return SizeLaw(value / self._sizes.samples**by_samples / self._sizes.length**by_length, by_samples, by_length)
 
 
 def _power(ratio: float, base: float) -> float:
@@ -89,19 +89,19 @@ def _power(ratio: float, base: float) -> float:
     return float(round(power)) if abs(power - round(power)) < _CLOSE else power
 
 
-def _same(one: Measured, other: Measured) -> list[bool]:
+def _same(one: MeasuredModel, other: MeasuredModel) -> list[bool]:
     if one.turns != other.turns or len(one.blocks) != len(other.blocks):
         return [False]
     pairs = [*((one.blocks[key], other.blocks[key]) for key in one.blocks), *zip(one.around, other.around, strict=True)]
     return [_form(first) == _form(second) for first, second in pairs]
 
 
-def _form(piece: Piece) -> tuple[object, ...]:
+def _form(piece: MeasuredPart) -> tuple[object, ...]:
     ops = tuple((op.kind, op.name, op.weights, op.expert) for op in (*piece.forward, *piece.backward))
     return ops, tuple((one.itemsize, one.cheap) for one in piece.saved)
 
 
-def _rows(run: Measured) -> list[tuple[str, int, int, bool]]:
+def _rows(run: MeasuredModel) -> list[tuple[str, int, int, bool]]:
     """(name, block, count, whether its parameters were counted before) of each run of alike blocks."""
     rows: list[tuple[str, int, int, bool]] = []
     for name, index, again in run.turns:
@@ -112,10 +112,12 @@ def _rows(run: Measured) -> list[tuple[str, int, int, bool]]:
     return rows
 
 
-def _part(pieces: Sequence[Piece], fit: _Fit, alike: bool, name: str = "", count: int = 1, again: bool = False) -> Part:
+def _part(
+    pieces: Sequence[MeasuredPart], fit: _Fit, alike: bool, name: str = "", count: int = 1, again: bool = False
+) -> ModelPart:
     first = pieces[0]
     pieces = pieces if alike else [first] * len(pieces)
-    return Part(
+    return ModelPart(
         name=name or first.name,
         role=first.role,
         count=count,
@@ -159,7 +161,7 @@ def _saved(each: Sequence[Saved]) -> tuple[Saved, ...]:
         key = (one.elements.by_samples, one.elements.by_length, one.itemsize, one.share, one.cheap, one.expert)
         groups[key] = groups.get(key, 0.0) + one.elements.factor
     return tuple(
-        Saved(elements=Size(factor, samples, length), itemsize=itemsize, share=share, cheap=cheap, expert=expert)
+        Saved(elements=SizeLaw(factor, samples, length), itemsize=itemsize, share=share, cheap=cheap, expert=expert)
         for (samples, length, itemsize, share, cheap, expert), factor in groups.items()
     )
 
@@ -173,7 +175,7 @@ _SAMPLES = 2  # one sample would let dimensions of 1 pass for others
 
 def measured_at_sizes(described: ModelCall) -> Profile:
     """The profile of a model, from traces of 2 and 4 samples, and of half the length."""
-    call = Call(
+    call = TracedCall(
         module=described.module,
         args=described.args,
         kwargs=dict(described.kwargs),
@@ -187,36 +189,36 @@ def measured_at_sizes(described: ModelCall) -> Profile:
     length = described.length or length_of(leaves)
     sizes = Sizes(samples=_SAMPLES, length=length, shorter=max(1, length // 2))
     wanted = [(_SAMPLES, length), (2 * _SAMPLES, length)] + [(_SAMPLES, sizes.shorter)] * (length > 1)
-    runs: list[Measured] = []
+    runs: list[MeasuredModel] = []
     dtype: torch.dtype | None = None if call.values else torch.bfloat16
     try:
-        runs.append(_run(call, _Form(samples, length, *wanted[0]), dtype))
+        runs.append(_run(call, _ScaledShape(samples, length, *wanted[0]), dtype))
     except Exception:  # a model may mix what it makes itself with its parameters and allow one precision only
         dtype = None
     try:
         for size in wanted[len(runs) : 2]:
-            runs.append(_run(call, _Form(samples, length, *size), dtype))
+            runs.append(_run(call, _ScaledShape(samples, length, *size), dtype))
     except Exception as error:
         raise _refused(error) from error
     notes: list[str] = []
     try:
-        runs += [_run(call, _Form(samples, length, *size), dtype) for size in wanted[2:]]
+        runs += [_run(call, _ScaledShape(samples, length, *size), dtype) for size in wanted[2:]]
     except Exception:
         notes.append(f"it runs with samples of {length} tokens only: other lengths are a guess")
     return replace(profile_of(runs, sizes, notes), repeated=bool(blocks(described.module)))
 
 
-def _run(call: Call, form: _Form, dtype: Any) -> Measured:
+def _run(call: TracedCall, form: _ScaledShape, dtype: Any) -> MeasuredModel:
     itemsize = dtype.itemsize if dtype is not None else _itemsize(call)
     return measured(traced(call, form, dtype), call.module, Units(itemsize=itemsize, samples=form.to_samples))
 
 
-def _itemsize(call: Call) -> int:
+def _itemsize(call: TracedCall) -> int:
     return next((one.itemsize for one in call.module.parameters() if one.is_floating_point()), 4)
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _ScaledShape:
     """Shapes of inputs with other numbers of samples and tokens."""
 
     samples: int

@@ -43,8 +43,8 @@ class SavedBytes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """A part at one size; fields as those of ``Part``."""
+class MeasuredPart:
+    """A part at one size; fields as those of ``ModelPart``."""
 
     name: str
     role: Role
@@ -60,12 +60,12 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasuredModel:
     """A model at one size: distinct blocks, their turns, and what is around them."""
 
-    blocks: dict[int, Piece]
+    blocks: dict[int, MeasuredPart]
     turns: list[tuple[str, int, bool]]
-    around: list[Piece]
+    around: list[MeasuredPart]
     tied: int
     recomputes: bool = False
 
@@ -78,15 +78,15 @@ class Units:
     samples: int
 
 
-def measured(run: Traced, module: nn.Module, units: Units) -> Measured:
+def measured(run: Traced, module: nn.Module, units: Units) -> MeasuredModel:
     """Numbers of a trace of ``module``."""
     known = ParameterFacts(module)
     order = {like: index for index, like in enumerate(run.blocks)}
     names = {visit.like: visit.name for visit in reversed(run.visits)}
-    outer = _Outer(run, known, units)
+    outer = _AroundBlocks(run, known, units)
     blocks = {order[like]: _block(names[like], trace, outer, units) for like, trace in run.blocks.items()}
     turns = [(visit.name, order[visit.like], visit.again) for visit in run.visits]
-    return Measured(blocks=blocks, turns=turns, around=outer.pieces(), tied=outer.tied, recomputes=run.recomputes)
+    return MeasuredModel(blocks=blocks, turns=turns, around=outer.pieces(), tied=outer.tied, recomputes=run.recomputes)
 
 
 class ParameterFacts:
@@ -128,18 +128,18 @@ def _around(trace: Trace, units: Units, *, to_loss: bool) -> Surroundings:
     )
 
 
-def _block(name: str, trace: Trace, outer: _Outer, units: Units) -> Piece:
+def _block(name: str, trace: Trace, outer: _AroundBlocks, units: Units) -> MeasuredPart:
     made = [work for step in trace.tape.steps for work in works(step)]
     found = shares(made, _around(trace, units, to_loss=False))
     experts = experts_in(made, trace.parameters)
     ops = _ops(made, found, trace, experts)
-    cut = {*found.roles, *found.beside}
+    cut = {*found.roles, *found.biases}
     first = {one: outer.known.first[f"{name}.{one}" if name else one] for one in trace.parameters.values()}
     own = {whole for whole in first.values() if whole.startswith(f"{name}.") and whole not in outer.names}
     outer.tied += sum(outer.known.elements[whole] for whole in first.values() if whole not in own)
     mine = [(whole, one in cut, one in experts) for one, whole in first.items() if whole in own]
     saved = [number for number in trace.tape.saved if number not in trace.leaving]
-    return Piece(
+    return MeasuredPart(
         name=name,
         role="block",
         forward=tuple(op for op, work in zip(ops, made, strict=True) if not work.step.backward),
@@ -154,11 +154,11 @@ def _block(name: str, trace: Trace, outer: _Outer, units: Units) -> Piece:
     )
 
 
-class _Outer:
+class _AroundBlocks:
     """What is around the blocks, as what comes before and what comes after."""
 
     def __init__(self, run: Traced, known: ParameterFacts, units: Units) -> None:
-        self.run, self.trace, self.known, self.units = run, run.rest, known, units
+        self.run, self.trace, self.known, self.units = run, run.around, known, units
         self.turns = len(run.visits)
         self.made = [work for step in self.trace.tape.steps for work in works(step)]
         self.found = shares(self.made, _around(self.trace, units, to_loss=True))
@@ -167,7 +167,7 @@ class _Outer:
         self.names = {name for name in known.elements if not name.startswith(prefixes)} | self._used(self.made)
         self.tied = 0
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[MeasuredPart]:
         """Before and after; one piece if there are no blocks."""
         ops = _ops(self.made, self.found, self.trace, self.experts)
         if not self.turns:
@@ -184,13 +184,13 @@ class _Outer:
         held = self.trace.parameters
         return {held[one.memory] for work in made for one in work.step.inputs if one.memory in held}
 
-    def _piece(self, role: Role, segments: range, ops: list[Op], names: set[str]) -> Piece:
+    def _piece(self, role: Role, segments: range, ops: list[Op], names: set[str]) -> MeasuredPart:
         trace, known = self.trace, self.known
-        saved = [one for one, at in (trace.tape.saved | trace.kept).items() if at in segments]
+        saved = [one for one, at in (trace.tape.saved | trace.saved).items() if at in segments]
         here = [(op, work) for op, work in zip(ops, self.made, strict=True) if work.step.segment in segments]
-        cut = {*self.found.roles, *self.found.beside, *self._tables()}
+        cut = {*self.found.roles, *self.found.biases, *self._tables()}
         entry = trace.entries[-1:] if role == "after" else trace.entries[: 0 if self.turns else 1]
-        return Piece(
+        return MeasuredPart(
             name="(model)" if role == "block" else f"({role})",
             role=role,
             forward=tuple(op for op, work in here if not work.step.backward),
@@ -263,7 +263,7 @@ def _fused(made: Sequence[KernelWork], trace: Trace) -> list[float]:
     for index, work in enumerate(made):
         for one in work.step.inputs:
             last_read[one.memory] = index
-    held = set(trace.tape.saved) | set(trace.leaving) | set(trace.gradients) | set(trace.kept)
+    held = set(trace.tape.saved) | set(trace.leaving) | set(trace.gradients) | set(trace.saved)
     start = 0
     while start < len(made):
         if not fusible(made[start]):

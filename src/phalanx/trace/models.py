@@ -86,7 +86,7 @@ def _norm(shape: Shape) -> nn.Module:
     return nn.LayerNorm(shape.hidden, bias=shape.family != "mpt")
 
 
-class Attention(nn.Module):
+class StandardAttention(nn.Module):
     """Attention of every kind of standard model; fused projections, except for llama."""
 
     def __init__(self, shape: Shape) -> None:
@@ -150,14 +150,14 @@ class FeedForward(nn.Module):
         return self.dropout(self.down(F.gelu(self.up(x_BTD))))
 
 
-class Block(nn.Module):
+class StandardBlock(nn.Module):
     """Attention and feed-forward network, each added to the stream; norms come before, for bert after."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.after = shape.family == "bert"
         self.norm_1, self.norm_2 = _norm(shape), _norm(shape)
-        self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
+        self.attention, self.feed_forward = StandardAttention(shape), FeedForward(shape)
 
     def forward(self, x_BTD: Tensor, *around: Tensor) -> Tensor:
         """The stream after this block."""
@@ -180,7 +180,7 @@ class Decoder(nn.Module):
         rows = max(shape.places, shape.length)
         self.position = nn.Embedding(rows, shape.hidden) if self.positions == "learned" else None
         self.dropout = nn.Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(StandardBlock(shape) for _ in range(shape.layers))
         self.norm = _norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
         if shape.tied:
@@ -220,7 +220,7 @@ class Bert(nn.Module):
         self.kind = nn.Embedding(2, shape.hidden)
         self.norm = nn.LayerNorm(shape.hidden)
         self.dropout = nn.Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(StandardBlock(shape) for _ in range(shape.layers))
         self.pooler = nn.Linear(shape.hidden, shape.hidden)
         self.transform = nn.Linear(shape.hidden, shape.hidden)
         self.transform_norm = nn.LayerNorm(shape.hidden)

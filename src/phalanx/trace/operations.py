@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from phalanx.trace.recorder import Recorder, Step, TensorUse
+from phalanx.trace.operation_recorder import OperationRecorder, RecordedOperation, TensorUse
 
 Kind = Literal["matmul", "convolution", "attention", "memory"]
 
@@ -43,11 +43,11 @@ class KernelWork:
     dims: tuple[float, ...]
     traffic: float
     operands: tuple[TensorUse, ...]
-    step: Step
+    step: RecordedOperation
     outputs: tuple[TensorUse, ...]
 
 
-def works(step: Step) -> list[KernelWork]:
+def works(step: RecordedOperation) -> list[KernelWork]:
     """The kernels of an operation: one, or two of the backward of a convolution."""
     if step.name in _PRODUCTS:
         first, second = (step.given[index] for index in _PRODUCTS[step.name])
@@ -88,7 +88,7 @@ _ALONE = (
 ).split()
 
 
-def _product(step: Step, first: TensorUse, second: TensorUse) -> KernelWork:
+def _product(step: RecordedOperation, first: TensorUse, second: TensorUse) -> KernelWork:
     left, right = first.shape, second.shape
     if step.name == "linear":
         right = (right[1], right[0])
@@ -111,7 +111,7 @@ def _product(step: Step, first: TensorUse, second: TensorUse) -> KernelWork:
     return KernelWork("matmul", step.name, dims, moved, (first, second), step, step.outputs)
 
 
-def _convolution(step: Step) -> KernelWork:
+def _convolution(step: RecordedOperation) -> KernelWork:
     input, weight = step.given[0], step.given[1]
     dims = _as_product(input, weight, step.outputs[0], transposed=bool(step.given[6]))
     moved = input.elements + weight.elements + step.outputs[0].elements
@@ -126,7 +126,7 @@ def _as_product(input: TensorUse, weight: TensorUse, output: TensorUse, *, trans
     return (1.0, float(rows), float(weight.shape[0]), float(prod(weight.shape[1:])))
 
 
-def _convolution_backward(step: Step) -> list[KernelWork]:
+def _convolution_backward(step: RecordedOperation) -> list[KernelWork]:
     grad, input, weight = step.given[:3]
     _, rows, columns, inner = _as_product(input, weight, grad, transposed=bool(step.given[7]))
     wanted, left = step.given[-1], list(step.outputs)
@@ -143,7 +143,7 @@ def _convolution_backward(step: Step) -> list[KernelWork]:
     return found or [KernelWork("memory", step.name, (), _moved(step), (), step, step.outputs)]
 
 
-def _attention(step: Step) -> KernelWork:
+def _attention(step: RecordedOperation) -> KernelWork:
     query, key, value = _first_four_dimensional(step)
     samples, heads, queries, width = query.shape[-4:]
     # A value may be of another width than a key: the two products then average.
@@ -152,7 +152,7 @@ def _attention(step: Step) -> KernelWork:
     return KernelWork("attention", step.name, dims, _moved(step), (query, key, value), step, step.outputs)
 
 
-def _first_four_dimensional(step: Step) -> tuple[TensorUse, TensorUse, TensorUse]:
+def _first_four_dimensional(step: RecordedOperation) -> tuple[TensorUse, TensorUse, TensorUse]:
     tensors = [one for one in step.given if isinstance(one, TensorUse)]
     start = 1 if "backward" in step.name and step.name.startswith("_") else 0
     query, key, value = (_four(one) for one in tensors[start : start + 3])
@@ -168,24 +168,24 @@ def _four(one: TensorUse) -> TensorUse:
     return TensorUse(one.memory, (prod(shape[:-3]), *shape[-3:]), one.floating)
 
 
-def _moved(step: Step) -> float:
+def _moved(step: RecordedOperation) -> float:
     return _MOVED.get(step.name, _all_of_it)(step)
 
 
-def _all_of_it(step: Step) -> float:
+def _all_of_it(step: RecordedOperation) -> float:
     return sum(one.elements for one in step.inputs) + sum(one.elements for one in step.outputs)
 
 
-def _what_is_looked_up(step: Step) -> float:
+def _what_is_looked_up(step: RecordedOperation) -> float:
     return 2 * step.outputs[0].elements + sum(one.elements for one in step.inputs[1:])
 
 
-def _written_over(step: Step) -> float:
+def _written_over(step: RecordedOperation) -> float:
     read = [one for one in step.inputs if one.memory != step.outputs[0].memory]
     return sum(one.elements for one in (*read, *step.outputs))
 
 
-_MOVED: dict[str, Callable[[Step], float]] = {
+_MOVED: dict[str, Callable[[RecordedOperation], float]] = {
     "embedding": _what_is_looked_up,
     "index": _what_is_looked_up,
     "index_select": _what_is_looked_up,
@@ -200,7 +200,7 @@ ATTENTION, ATTENTION_BACKWARD = "scaled_dot_product_attention", "scaled_dot_prod
 
 
 @contextmanager
-def as_on_accelerators(recorder: Recorder) -> Iterator[None]:
+def as_on_accelerators(recorder: OperationRecorder) -> Iterator[None]:
     """Inside, functions with fused kernels are recorded as these."""
 
     def attention(
@@ -214,7 +214,7 @@ def as_on_accelerators(recorder: Recorder) -> Iterator[None]:
     ) -> Tensor:
         causal = is_causal or (attn_mask is not None and recorder.is_causal(attn_mask))
         settings = {"is_causal": is_causal, **how}
-        return _Attention.apply((recorder, causal, settings), query, key, value, attn_mask)  # pyright: ignore[reportReturnType]
+        return _FusedAttention.apply((recorder, causal, settings), query, key, value, attn_mask)  # pyright: ignore[reportReturnType]
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
@@ -252,7 +252,7 @@ class _Instead(TorchFunctionMode):
         return called(*args, **(kwargs or {}))
 
 
-def _put_values(recorder: Recorder, output: Tensor, name: str, *args: Any, **how: Any) -> None:
+def _put_values(recorder: OperationRecorder, output: Tensor, name: str, *args: Any, **how: Any) -> None:
     """Compute into ``output`` where tensors have values: what comes after may have shapes that depend on them."""
     if isinstance(output, FakeTensor) or output.device.type == "meta":
         return
@@ -260,11 +260,11 @@ def _put_values(recorder: Recorder, output: Tensor, name: str, *args: Any, **how
         output.copy_(_ORIGINAL[name](*args, **how))
 
 
-class _Attention(torch.autograd.Function):
+class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        how: tuple[Recorder, bool, dict[str, Any]],
+        how: tuple[OperationRecorder, bool, dict[str, Any]],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -282,8 +282,8 @@ class _Attention(torch.autograd.Function):
         given = (recorder.see(query), recorder.see(key), recorder.see(value))
         recorder.add(
             ATTENTION,
-            recorder.seen((query, key, value, mask)),
-            recorder.seen((output, sums)),
+            recorder.tensors_in((query, key, value, mask)),
+            recorder.tensors_in((output, sums)),
             given=given,
             causal=causal,
         )
@@ -291,20 +291,20 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        recorder: Recorder = ctx.recorder
+        recorder: OperationRecorder = ctx.recorder
         query, key, value, mask, output, sums = ctx.saved_tensors
         made = [torch.empty_like(one) for one in (query, key, value)]
         mask_grad = torch.empty_like(mask) if mask is not None and ctx.needs_input_grad[4] else None
-        read = recorder.seen((query, key, value, mask, output, sums, grads))
+        read = recorder.tensors_in((query, key, value, mask, output, sums, grads))
         given = (recorder.see(query), recorder.see(key), recorder.see(value))
-        recorder.add(ATTENTION_BACKWARD, read, recorder.seen((made, mask_grad)), given=given, causal=ctx.causal)
+        recorder.add(ATTENTION_BACKWARD, read, recorder.tensors_in((made, mask_grad)), given=given, causal=ctx.causal)
         return None, *made, mask_grad
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, how: tuple[Recorder, list[int], float | None], input: Tensor, weight: Tensor | None
+        ctx: Any, how: tuple[OperationRecorder, list[int], float | None], input: Tensor, weight: Tensor | None
     ) -> Tensor:
         recorder, shape, eps = how
         output = torch.empty_like(input)
@@ -312,15 +312,15 @@ class _RMSNorm(torch.autograd.Function):
         scale = input.new_empty((*input.shape[:-1], 1), dtype=torch.float32)
         ctx.recorder = recorder
         ctx.save_for_backward(input, weight, scale)
-        recorder.add("rms_norm", recorder.seen((input, weight)), recorder.seen((output, scale)))
+        recorder.add("rms_norm", recorder.tensors_in((input, weight)), recorder.tensors_in((output, scale)))
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        recorder: Recorder = ctx.recorder
+        recorder: OperationRecorder = ctx.recorder
         input, weight, scale = ctx.saved_tensors
         made = torch.empty_like(input)
         of_weight = None if weight is None else torch.empty_like(weight)
-        read = recorder.seen((input, weight, scale, grads))
-        recorder.add("rms_norm_backward", read, recorder.seen((made, of_weight)))
+        read = recorder.tensors_in((input, weight, scale, grads))
+        recorder.add("rms_norm_backward", read, recorder.tensors_in((made, of_weight)))
         return None, made, of_weight

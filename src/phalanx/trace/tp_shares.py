@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.config.model_costs import Share
+from phalanx.trace.operation_recorder import TensorUse
 from phalanx.trace.operations import KernelWork
-from phalanx.trace.recorder import TensorUse
 from phalanx.trace.tracer import Trace
 
 FEWEST_CLASSES = 32
@@ -49,7 +49,7 @@ class Shares:
         works: for each operation.
         memories: memory → ``inner`` or ``tokens``; others are whole.
         roles: name of a weight → ``column`` or ``row``.
-        beside: names of biases that are cut as the column they are added to.
+        biases: names of biases that are cut as the column they are added to.
         heads: fewest heads of keys in an attention; 0 without.
         widths: of the columns.
     """
@@ -57,7 +57,7 @@ class Shares:
     works: list[Share]
     memories: dict[int, Share]
     roles: dict[str, Share]
-    beside: set[str]
+    biases: set[str]
     heads: int
     widths: frozenset[int]
 
@@ -67,7 +67,7 @@ def shares(works: Sequence[KernelWork], around: Surroundings) -> Shares:
     whole: set[str] = set()
     forward = [work for work in works if not work.step.backward]
     while True:
-        run = _Run(around, whole)
+        run = _ShareWalk(around, whole)
         for work in forward:
             run.forward(work)
         run.leave()
@@ -78,7 +78,7 @@ def shares(works: Sequence[KernelWork], around: Surroundings) -> Shares:
 
 
 @dataclass(slots=True)
-class _Run:
+class _ShareWalk:
     around: Surroundings
     whole: set[str]
     inner: dict[int, frozenset[str]] = field(default_factory=dict[int, "frozenset[str]"])

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from phalanx.trace.blocks import Entered, MadeTensor, Spec, Stub, among, leave_cache_out, likeness, parts, spec
 from phalanx.trace.checkpointed import hides_later, recomputation_seen, recomputed
-from phalanx.trace.fake_tensors import Forms, Values, fake, faked, quiet, resized
+from phalanx.trace.fake_tensors import MetaMode, Values, fake, faked, quiet, resized
+from phalanx.trace.operation_recorder import OperationRecorder, RecordedRun, TensorUse
 from phalanx.trace.operations import as_on_accelerators
-from phalanx.trace.recorder import Recorder, Tape, TensorUse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,17 +30,17 @@ class Trace:
         entries: what entered, the stream first; then gradients of what leaves, or around blocks what each block left.
         others: memories of what else was given, kept by who gave it.
         leaving: memories that others read.
-        kept: memories, with their segment, that blocks keep beside what enters them.
+        saved: memories, with their segment, that blocks keep beside what enters them.
         modules: calls of modules without children, by segment.
     """
 
-    tape: Tape
+    tape: RecordedRun
     parameters: dict[int, str]
     gradients: dict[int, str]
     entries: tuple[TensorUse, ...]
     others: frozenset[int]
     leaving: frozenset[int]
-    kept: dict[int, int] = field(default_factory=dict[int, int])
+    saved: dict[int, int] = field(default_factory=dict[int, int])
     modules: dict[int, int] = field(default_factory=dict[int, int])
 
 
@@ -60,21 +60,21 @@ class Traced:
     Attributes:
         visits: blocks in the order of their turns.
         blocks: trace of each distinct block.
-        rest: trace of what is around them.
+        around: trace of what is around them.
     """
 
     visits: list[BlockCall]
     blocks: dict[Any, Trace]
-    rest: Trace
+    around: Trace
 
     @property
     def recomputes(self) -> bool:
         """Whether the model recomputes activations by itself."""
-        return any(trace.tape.recomputes for trace in (*self.blocks.values(), self.rest))
+        return any(trace.tape.recomputes for trace in (*self.blocks.values(), self.around))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class TracedCall:
     """A model and how it is called; tensors may be on any device, only their forms are read.
 
     Attributes:
@@ -96,7 +96,7 @@ class Call:
     values: bool = False
 
 
-def traced(call: Call, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.dtype | None) -> Traced:
+def traced(call: TracedCall, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.dtype | None) -> Traced:
     """Run the model with inputs of the shapes that ``form`` gives, computing in ``dtype``.
 
     Raises:
@@ -104,14 +104,14 @@ def traced(call: Call, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.d
     """
     module = call.module
     leave_cache_out(module)
-    mode = Values() if call.values else Forms() if call.meta else FakeTensorMode(allow_non_fake_inputs=True)
+    mode = Values() if call.values else MetaMode() if call.meta else FakeTensorMode(allow_non_fake_inputs=True)
     names = {id(tensor): name for name, tensor in module.named_parameters()}
     tensors = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
     masks = {id(leaf) for leaf in tensors if hides_later(leaf)}
     causal_buffers = {name for name, one in module.named_buffers() if hides_later(one)}
     with quiet(), _training(module), faked(module, mode, dtype) as meant:
         parameters = [(names[id(real)], stand_in) for stand_in, real in _stand_ins(module, meant)]
-        run = _Run(module, parameters, values=call.values)
+        run = _TracedRun(module, parameters, values=call.values)
 
         def given(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -134,7 +134,7 @@ def _stand_ins(module: nn.Module, meant: dict[int, nn.Parameter]) -> Iterator[tu
         yield tensor, meant[id(tensor)]
 
 
-class _Run:
+class _TracedRun:
     def __init__(self, module: nn.Module, parameters: list[tuple[str, nn.Parameter]], *, values: bool) -> None:
         self.module = module
         self.values = values
@@ -147,7 +147,7 @@ class _Run:
         self.traces: dict[Any, Trace] = {}
         self.forms: dict[Any, Any] = {}
         self.likes = {block: likeness(block) for block in self.blocks}
-        self.recorder = Recorder()
+        self.recorder = OperationRecorder()
         self.anchor = torch.empty(1, requires_grad=True)
         self.kept: dict[int, int] = {}
         self.entries: list[TensorUse] = []
@@ -192,10 +192,10 @@ class _Run:
             entries=(*(one for one in entries if one.floating), *self.entries),
             others=others | self.entered | {one.memory for one in self.entries},
             leaving=frozenset(self.leaving),
-            kept=self.kept,
+            saved=self.kept,
             modules=counted,
         )
-        return Traced(visits=self.visits, blocks=self.traces, rest=trace)
+        return Traced(visits=self.visits, blocks=self.traces, around=trace)
 
     def _within(self) -> set[nn.Module]:
         return {child for block in self.blocks for child in block.modules()}
@@ -269,7 +269,7 @@ class _Run:
 
 
 def _alone(
-    block: nn.Module, forward: Callable[..., Any], leaves: list[Any], structure: Any, outside: Recorder
+    block: nn.Module, forward: Callable[..., Any], leaves: list[Any], structure: Any, outside: OperationRecorder
 ) -> tuple[Trace, Any]:
     """One block's forward and backward; its trace, and what its output is made of."""
     originals = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -277,7 +277,7 @@ def _alone(
     tensors = [Entered.apply(one) if one.requires_grad else one for one in outer]
     given_in_turn = iter(tensors)
     inputs = [next(given_in_turn) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    recorder = Recorder()
+    recorder = OperationRecorder()
     named = dict(block.named_parameters())
     held = {recorder.number(one): name for name, one in named.items()}
     given = [recorder.see(one) for one in tensors]
@@ -304,7 +304,7 @@ def _alone(
         learning = [(name, one) for name, one in named.items() if one.requires_grad]
         wanted = [one for one in outer if one.requires_grad]
         recorder.begin_backward()
-        streams = recorder.seen([ones, [one for one in tensors if one.requires_grad]])
+        streams = recorder.tensors_in([ones, [one for one in tensors if one.requires_grad]])
         output = results = None
         sought = [*wanted, *(one for _, one in learning)]
         grads = torch.autograd.grad(made, sought, ones, allow_unused=True) if made and sought else ()

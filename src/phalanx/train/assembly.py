@@ -45,7 +45,7 @@ class Assembly:
         notes: what this plan does not keep of one device's result.
         advice: what the plan wastes or leaves unread.
         parameters: elements of the whole model's.
-        apart: what brings replicas together that step by themselves; ``None`` where none do.
+        local_sgd: what brings replicas together that step by themselves; ``None`` where none do.
     """
 
     step: Step
@@ -56,11 +56,11 @@ class Assembly:
     notes: list[str]
     advice: list[str]
     parameters: int
-    apart: LocalSgd | None = None
+    local_sgd: LocalSgd | None = None
 
     def from_every_rank(self, value: Any) -> list[Any]:
         """One small JSON-like value from each worker, in rank order. Collective."""
-        return self.apart.from_every_rank(value) if self.apart else from_every_rank(value)
+        return self.local_sgd.from_every_rank(value) if self.local_sgd else from_every_rank(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +134,7 @@ def build(
     with buffers_kept(module):
         layout = assemble(module, job, own, there, lambda: _look_with(job, module, loader, facts, found))
     optimizer = _optimizer(job, layout, own, tried=facts is not None)
-    refuse_rows(job, optimizer, layout.held, own)
+    refuse_rows(job, optimizer, layout.holdings, own)
     resumes = first_step > 0
     problems = optimizer_problems(optimizer, plan)
     problems += scheduler_problems(job, plan, optimizer, lr_scale=lr_scale, resumes=resumes)
@@ -148,7 +148,7 @@ def build(
     step = Step(job, own, layout, optimizer, course, apart)
     if plan.shares:
         step.sharing = Sharing(job, plan, place, loader, first_step, apart.from_every_rank if apart else everyone)
-        step.sharing.watch(layout.held, optimizer, cuda=kind == "cuda")
+        step.sharing.watch(layout.holdings, optimizer, cuda=kind == "cuda")
     everyone(None)  # a rank that ended at once would cut connections of groups that others are still making
     return Assembly(
         step=step,
@@ -157,15 +157,15 @@ def build(
         optimizer=optimizer,
         device=kind,
         notes=found,
-        advice=[*advice(job, plan, kind), *layout.held.remarks],
+        advice=[*advice(job, plan, kind), *layout.holdings.remarks],
         parameters=size,
-        apart=apart,
+        local_sgd=apart,
     )
 
 
 def _optimizer(job: Job, layout: Layout, plan: Plan, *, tried: bool) -> torch.optim.Optimizer:
     if not tried:
-        refuse_slices(job, layout.held, plan)
+        refuse_slices(job, layout.holdings, plan)
     return build_optimizer(job, layout)
 
 
@@ -299,7 +299,7 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 def build_optimizer(job: Job, layout: Layout) -> torch.optim.Optimizer:
     """The job's optimizer, which must hold exactly the parameters it was given."""
-    note_slices(layout.held)
+    note_slices(layout.holdings)
     # A stage of frozen parameters alone has none to step, and no optimizer is built over nothing.
     optimizer = optimizer_over(job, layout.parameters or {_STAND_IN: nn.Parameter(torch.empty(0))})
     if not layout.parameters:

@@ -63,7 +63,7 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
     inputs = Inputs(job, layout.module)
     sums: Sums = {}
     samples = 0
-    averaged = assembly.apart.averaged() if assembly.apart else nullcontext()
+    averaged = assembly.local_sgd.averaged() if assembly.local_sgd else nullcontext()
     with averaged, torch.no_grad(), evaluation_mode(layout.module):
         lane = assembly.loader.lane(assembly.step.progress.step)
         for batch in evaluation_batches(dataset, job, lane, micro=plan.micro):
@@ -76,15 +76,15 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
                 samples += micro.samples
                 add_up(sums, found if micro.samples else dict.fromkeys(found, (0.0, 0.0)))
     names = sorted(sums)
-    if layout.held.stages is not None:
+    if layout.holdings.stages is not None:
         names = max(from_every_rank(names), key=len)
     flat = [value for name in names for value in sums.get(name, (0.0, 0.0))]
     totals = torch.tensor([float(samples), *flat], dtype=torch.float64, device=device)
-    if not layout.held.counts:
+    if not layout.holdings.counts:
         totals.zero_()  # another rank computes the same
     sum_over_ranks(totals)
-    if assembly.apart:
-        assembly.apart.across.sum(totals)
+    if assembly.local_sgd:
+        assembly.local_sgd.across.sum(totals)
     everywhere, *values = totals.tolist()
     whole = dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
     return Evaluation.of(whole, int(everywhere), begun)

@@ -22,7 +22,7 @@ from phalanx.data import MicroBatch, StepBatch
 from phalanx.parallel import MicroBatchWork
 from phalanx.parallel.rng_streams import reseed, stream
 from phalanx.train.inputs import to_device
-from phalanx.train.loss import Reading, read_loss
+from phalanx.train.loss import LossReading, read_loss
 from phalanx.train.metrics import Totals
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class GradAccumulation(MicroBatchWork):
     def __init__(self, owner: Step, batch: StepBatch) -> None:
         self._step, self._batch = owner, batch
         self._job = owner.job
-        self._read: dict[tuple[int, int], Reading] = {}
+        self._read: dict[tuple[int, int], LossReading] = {}
         self._at_hand: dict[int, tuple[MicroBatch, Any]] = {}
         self._divided_by = 0.0
         self._exact = False
@@ -61,7 +61,7 @@ class GradAccumulation(MicroBatchWork):
         # kept to the end of the step: with its graph it would keep a half-done backward's activations, too
         self._read[self._places[id(micro)]] = replace(read, value=read.value.detach())
         factor = self._factor(read)
-        if last and active() and step.layout.held.stages is None:
+        if last and active() and step.layout.holdings.stages is None:
             self._start_reducing(device)
         return read.value * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else read.value
 
@@ -95,13 +95,13 @@ class GradAccumulation(MicroBatchWork):
             return factor / (totals[1] or math.nan)
         return (factor / totals[1].clamp(min=1e-30)).to(torch.float32)
 
-    def _factor(self, read: Reading) -> Any:
+    def _factor(self, read: LossReading) -> Any:
         """What to multiply this micro-batch's value by before backward; 0 for a filler, there to keep ranks in step."""
         step = self._step
         if step.progress.loss_scale:
             self._divided_by = self._constant()
             return read.weight / self._divided_by
-        if read.mean and not step.sync.alone:
+        if read.mean and not step.sync.per_replica:
             self._exact = True
             return read.samples * step.layout.divisor / self._batch.samples
         if step.whole_here and len(self._batch.parts[0]) == 1:
@@ -125,7 +125,7 @@ class GradAccumulation(MicroBatchWork):
         return read.value.device if read else next(self._step.layout.module.parameters()).device
 
     def _local_totals(self, device: torch.device) -> Totals:
-        reads = [self._read[place] for place in sorted(self._read)] if self._step.layout.held.counts else []
+        reads = [self._read[place] for place in sorted(self._read)] if self._step.layout.holdings.counts else []
         if device.type == "cpu":
             total = sum(read.value.item() * read.weight for read in reads)
             return total, sum(float(read.count) for read in reads)  # not in the counts' own type, perhaps bf16

@@ -15,7 +15,7 @@ from phalanx.train.assembly import Findings
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
-from phalanx.train.recorder import Lap, RunRecorder
+from phalanx.train.run_recorder import Lap, RunRecorder
 
 
 def train(
@@ -42,7 +42,7 @@ def train(
     from phalanx.train.mesh_stepper import rank_of_mesh
 
     with rank_of_mesh(job, run, place, report, observer=observer, findings=findings) as (stepper, recorder):
-        return Loop(job, run, stepper, recorder, observer).run()
+        return TrainingLoop(job, run, stepper, recorder, observer).run()
 
 
 class StepsLostError(Exception):
@@ -108,7 +108,7 @@ class Stepper(ABC):
 
 
 @final
-class Loop:
+class TrainingLoop:
     """Steps with what happens between them."""
 
     def __init__(self, job: Job, run: RunSpec, stepper: Stepper, recorder: RunRecorder, observer: Observer) -> None:

@@ -197,7 +197,7 @@ def _at_least_fp32(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LossReading:
     """What a loss function gave for one micro-batch: ``value * weight`` is a sum over ``count``.
 
     Attributes:
@@ -215,7 +215,7 @@ class Reading:
     mean: bool
 
 
-def read_loss(result: Any, samples: int, where: int | str) -> Reading:
+def read_loss(result: Any, samples: int, where: int | str) -> LossReading:
     """Read what a loss function gave for ``samples`` samples (0: a filler); ``where`` is the step, or what else it was.
 
     Raises:
@@ -228,11 +228,11 @@ def read_loss(result: Any, samples: int, where: int | str) -> Reading:
         if count.dim() != 0 if isinstance(count, torch.Tensor) else not isinstance(count, Real):
             raise LossError(_wrong_form(f"a count that is {_describe(count)}", where))
         if not samples:
-            return Reading(total, 0.0, 0, 0, False)
-        return Reading(total, 1.0, count, samples, False)
+            return LossReading(total, 0.0, 0, 0, False)
+        return LossReading(total, 1.0, count, samples, False)
     if not isinstance(result, torch.Tensor) or result.dim() != 0:
         raise LossError(_wrong_form(_describe(result), where))
-    return Reading(result, float(samples), samples, samples, True)
+    return LossReading(result, float(samples), samples, samples, True)
 
 
 def check_totals(step: int, total: float, count: float, *, overflows: bool = False) -> None:

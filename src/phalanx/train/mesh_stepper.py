@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 
-from phalanx.comm import Place, device_for, joined, place_within, within
+from phalanx.comm import Place, default_process_group, device_for, place_within, within
 from phalanx.config import Job, RunSpec
 from phalanx.data import Ledger, StepBatch
 from phalanx.events import EventLog
@@ -21,10 +21,10 @@ from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.loop import Stepper
 from phalanx.train.lr_schedule import resume_notes
-from phalanx.train.memory import MeasuredStep
+from phalanx.train.memory_use import MeasuredStep
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import AssemblyScene, Observer
-from phalanx.train.recorder import Lap, RunRecorder
+from phalanx.train.run_recorder import Lap, RunRecorder
 from phalanx.train.state import come_together, newest_checkpoint, restore, save, traffic
 from phalanx.train.timeline import Listener, only_step
 
@@ -41,7 +41,7 @@ def rank_of_mesh(
     """
     here = place.workers_here * run.plan.threads
     refuse(job, run.plan, place.world_size, here)
-    with joined(place_within(run.plan, place), device_for(place, device_kind(run.plan, here))):
+    with default_process_group(place_within(run.plan, place), device_for(place, device_kind(run.plan, here))):
         path, first = newest_checkpoint(run) if run.resume else (None, 0)
         assembly = build(job, run.plan, place, first_step=first, lr_scale=run.lr_scale, findings=findings)
         assembly.notes.extend(findings.causes)
@@ -95,14 +95,14 @@ class MeshStepper(Stepper):
     ) -> None:
         self._job, self._run, self._rank, self._assembly = job, run, rank, assembly
         self._recorder, self._report, self._ended = recorder, report, False
-        progress, loader, replicas = assembly.step.progress, assembly.loader, assembly.apart
+        progress, loader, replicas = assembly.step.progress, assembly.loader, assembly.local_sgd
         self._samples_before = progress.samples
         self._batches = iter(loader)
         self._evaluation_data = _evaluation_data(job)
         self._measured = MeasuredStep(assembly.step, assembly.device)
         only = only_step(assembly.device, progress.step, loader.total_steps)
         in_mesh = rank if replicas is None else replicas.across.rank
-        self._listener = Listener(assembly.layout.held, within(run.plan), in_mesh, only)
+        self._listener = Listener(assembly.layout.holdings, within(run.plan), in_mesh, only)
         self._record_news()
 
     @property
@@ -147,7 +147,7 @@ class MeshStepper(Stepper):
     def save(self, folder: Path, *, keep: int) -> Path | None:
         come_together(self._assembly)
         self._record_news()
-        if self._assembly.apart and not self._assembly.apart.across.counts:
+        if self._assembly.local_sgd and not self._assembly.local_sgd.across.counts:
             return None  # it equals the replica that is saved
         return save(folder, self._job, self._assembly, keep=keep)
 
@@ -155,19 +155,19 @@ class MeshStepper(Stepper):
         assembly, found = self._assembly, list[tuple[str, dict[str, Any]]]()
         if kinds := ", ".join(sorted(self._measured.uncounted)):
             found.append(("warning", {"message": f"memory: the tensors of these kinds are not counted: {kinds}"}))
-        across = assembly.apart.across if assembly.apart else None
+        across = assembly.local_sgd.across if assembly.local_sgd else None
         for event in self._listener.events():
             found.append(("timeline", event | ({"rank": across.named(event["rank"])} if across else {})))
-        found += [("traffic", event) for event in traffic(assembly.layout.held)]
+        found += [("traffic", event) for event in traffic(assembly.layout.holdings)]
         everywhere = assembly.from_every_rank({"peak_bytes": peak_memory(), **self._measured.parts().to_dict()})
         return [*found, *(("memory", {"rank": rank, **parts}) for rank, parts in enumerate(everywhere))]
 
     def _record_news(self) -> None:
         """Record what has changed in the ranks' shares, and the averagings since the last time."""
-        sharing, replicas = self._assembly.step.sharing, self._assembly.apart
+        sharing, replicas = self._assembly.step.sharing, self._assembly.local_sgd
         for shift in sharing.news() if sharing else ():
             self._recorder.write("shares", **shift.to_dict())
-        for averaging in replicas.told() if replicas else ():
+        for averaging in replicas.news() if replicas else ():
             self._recorder.write("sync", **asdict(averaging))
 
     @contextmanager

@@ -130,11 +130,11 @@ class AssemblyScene(Scene):
 
     @property
     def replica(self) -> int:
-        return self._assembly.apart.across.index if self._assembly.apart else 0
+        return self._assembly.local_sgd.across.index if self._assembly.local_sgd else 0
 
     @property
     def slices(self) -> Mapping[str, TensorShard]:
-        return self._assembly.layout.held.slices
+        return self._assembly.layout.holdings.slices
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -112,7 +112,7 @@ class LARS(Optimizer):
             self._move(part, direction)
         return loss
 
-    def _move(self, part: _Slice, direction: Tensors) -> None:
+    def _move(self, part: _AlikeParameters, direction: Tensors) -> None:
         group = part.group
         if group["lr_in_velocity"]:
             direction = torch._foreach_mul(direction, group["lr"])
@@ -200,7 +200,7 @@ class LAMB(Optimizer):
             torch._foreach_add_(part.weights, direction, alpha=-part.group["lr"])
         return loss
 
-    def _direction(self, part: _Slice) -> list[Tensor]:
+    def _direction(self, part: _AlikeParameters) -> list[Tensor]:
         """Adam's update of these parameters, weight decay included, before the trust ratio."""
         group, gradients = part.group, part.gradients
         beta1, beta2 = group["betas"]
@@ -231,7 +231,7 @@ class LAMB(Optimizer):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Slice:
+class _AlikeParameters:
     """Parameters that are stepped alike: of one group, with or without trust ratio. Tensors are the local ones."""
 
     group: dict[str, Any]
@@ -245,15 +245,15 @@ class _Slice:
         return self.group["weight_decay"] if self.adapted else 0.0
 
 
-def _slices(name: str, groups: list[dict[str, Any]]) -> list[_Slice]:
-    found: list[_Slice] = []
+def _slices(name: str, groups: list[dict[str, Any]]) -> list[_AlikeParameters]:
+    found: list[_AlikeParameters] = []
     for group in groups:
         with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
         for adapted in (True, False):
             chosen = [p for p in with_gradient if (p.ndim > 1 or not group["exclude_1d"]) is adapted]
             if chosen:
                 found.append(
-                    _Slice(
+                    _AlikeParameters(
                         group=group,
                         adapted=adapted,
                         parameters=chosen,

@@ -52,7 +52,7 @@ class PlanPreview:
     notes: tuple[str, ...]
 
 
-def outlook(job: Job, plan: Plan) -> PlanPreview:
+def preview(job: Job, plan: Plan) -> PlanPreview:
     """Build the model of ``job``, without values where that can be, and look at it as the plan's ranks would.
 
     The devices need not be here.
@@ -99,7 +99,7 @@ def refusals(job: Job, plan: Plan) -> list[Problem]:
     if there.precision in ("fp8", "tf32"):
         there = replace(there, precision="bf16")
     try:
-        outlook(without_values(job), there)
+        preview(without_values(job), there)
     except RefusedError as error:
         return list(error.problems)
     return []

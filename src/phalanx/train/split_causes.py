@@ -20,7 +20,7 @@ from phalanx.config import Job, Plan
 from phalanx.data import Loader
 from phalanx.parallel import batch_statistics, dropouts
 from phalanx.train.inputs import Inputs
-from phalanx.train.loss import Reading, read_loss
+from phalanx.train.loss import LossReading, read_loss
 from phalanx.units import show_names
 
 _SAMPLES = 4
@@ -43,13 +43,13 @@ def causes(job: Job, plan: Plan, module: nn.Module, loader: Loader) -> list[str]
     """
     if not splits_batches(job, plan):
         return []
-    look = _Look(job, module, loader)
+    look = _CauseSearch(job, module, loader)
     with torch.no_grad():
         found = [*look.samples(), *look.buffers(plan)]
         return [*found, *look.random(), *(look.output() or look.loss())]
 
 
-class _Look:
+class _CauseSearch:
     """The first samples of a job, its model and its loss."""
 
     def __init__(self, job: Job, module: nn.Module, loader: Loader) -> None:
@@ -58,7 +58,7 @@ class _Look:
         size = _SAMPLES if loader.length is None else min(_SAMPLES, loader.length)
         self._places = [place for place, _ in loader.spread(size)]
         self._loader = loader
-        self._batch = loader.together(self._places)
+        self._batch = loader.collate(self._places)
         self._sliced = loader.length is None  # samples of a stream are read once
         self._training = not _draws(module)
         self._changed: dict[str, torch.Tensor] = {}
@@ -67,14 +67,14 @@ class _Look:
         """Whether a sample is the same each time, and whichever samples are beside it."""
         if len(self._places) < 2:
             return []
-        again = self._loader.together(self._places)
+        again = self._loader.collate(self._places)
         if names := _unlike(self._batch, again):
             self._sliced = True
             return [
                 f"data: a sample read twice is not the same ({names}): job.data or job.collate draws from a source "
                 "that Phalanx cannot seed, so that nothing repeats."
             ]
-        turned = self._loader.together(self._places[::-1])
+        turned = self._loader.collate(self._places[::-1])
         if names := _unlike(self._batch, tree_map(self._flipped, turned)):
             self._sliced = True
             where = "collate" if self._job.collate is not None else "__getitems__ of the data"
@@ -153,11 +153,11 @@ class _Look:
             ]
         return [_of_weights(aligned or value, self._token_counts())]
 
-    def _values(self, batch_of: Callable[[Sequence[int]], Any]) -> dict[tuple[int, ...], Reading] | None:
+    def _values(self, batch_of: Callable[[Sequence[int]], Any]) -> dict[tuple[int, ...], LossReading] | None:
         """The loss of the whole, of halves, pairs and single samples, by their indices."""
         every = range(len(self._places))
         groups = [tuple(every), *((one,) for one in every), (0, 1), (1, 2), (0, 2), tuple(every)[2:]]
-        found: dict[tuple[int, ...], Reading] = {}
+        found: dict[tuple[int, ...], LossReading] = {}
         for group in dict.fromkeys(groups):
             read = self._value(batch_of([self._places[index] for index in group]), 0, samples=len(group))
             if read is None:
@@ -165,7 +165,7 @@ class _Look:
             found[group] = read
         return found
 
-    def _value(self, batch: Any, seed: int, samples: int = 0) -> Reading | None:
+    def _value(self, batch: Any, seed: int, samples: int = 0) -> LossReading | None:
         output = self._forward(batch, seed=seed)
         result = self._job.loss(output, batch)
         read = read_loss(result, samples or len(self._places), "a look at a few samples")
@@ -187,7 +187,7 @@ class _Look:
     def _part(self, places: Sequence[int]) -> Any:
         if self._sliced:
             return _cut(self._batch, [self._places.index(one) for one in places], len(self._places))
-        return self._loader.together(list(places))
+        return self._loader.collate(list(places))
 
     def _flipped(self, leaf: Any) -> Any:
         rows = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == len(self._places)
@@ -208,7 +208,7 @@ class _Look:
 _COUNTED = "px.Loss(sum, count), as px.cross_entropy and px.next_token_loss give it, is exact."
 
 
-def _of_weights(values: dict[tuple[int, ...], Reading], tokens: list[float]) -> str:
+def _of_weights(values: dict[tuple[int, ...], LossReading], tokens: list[float]) -> str:
     """Why single samples' losses do not add up: their weights in a mean, or what one is compared with."""
     if not all(one.mean for one in values.values()):
         return _COUPLED
@@ -241,7 +241,7 @@ _COUPLED = (
 )
 
 
-def _adds_up(values: dict[tuple[int, ...], Reading]) -> bool:
+def _adds_up(values: dict[tuple[int, ...], LossReading]) -> bool:
     whole = next(iter(values))
     splits: Iterable[Sequence[tuple[int, ...]]] = ([(index,) for index in whole], [(0, 1), whole[2:]])
     total = values[whole]
@@ -254,11 +254,11 @@ def _adds_up(values: dict[tuple[int, ...], Reading]) -> bool:
     return True
 
 
-def _sum(one: Reading) -> float:
+def _sum(one: LossReading) -> float:
     return float(one.value) * one.weight
 
 
-def _mean(one: Reading) -> float:
+def _mean(one: LossReading) -> float:
     return _sum(one) / (float(one.count) or 1.0)
 
 

@@ -18,7 +18,7 @@ from phalanx.train.assembly import Assembly
 from phalanx.train.loss_scaling import LossScale
 
 if TYPE_CHECKING:
-    from phalanx.checkpoint import Part, Pieces
+    from phalanx.checkpoint import PartTensor, TensorPart
 
 
 def newest_checkpoint(run: RunSpec) -> tuple[Path, int]:
@@ -43,7 +43,7 @@ def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
     from phalanx import checkpoint  # not before the first step: it takes half as long to load as torch
 
     progress = assembly.step.progress
-    held = assembly.layout.held
+    held = assembly.layout.holdings
     tensors, groups = checkpoint.optimizer_tensors(assembly.optimizer, held.parameters, parts(held))
     outer, told = outer_tensors(assembly, parts(held))
     state = {
@@ -70,7 +70,7 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
     """
     from phalanx import checkpoint
 
-    state, held = checkpoint.read_state(path), assembly.layout.held
+    state, held = checkpoint.read_state(path), assembly.layout.holdings
     refuse_other_job(state["identity"], job, assembly.loader.length, path)
     restore_values(path, assembly.layout, assembly.optimizer)
     with torch.no_grad():
@@ -95,12 +95,12 @@ def restore_values(path: Path, layout: Layout, optimizer: torch.optim.Optimizer)
     own = [_hyper_parameters(group) for group in optimizer.param_groups]
     with torch.no_grad():
         checkpoint.load(path, model_tensors(layout))
-        checkpoint.restore_optimizer(optimizer, layout.held.parameters, path, parts(layout.held))
+        checkpoint.restore_optimizer(optimizer, layout.holdings.parameters, path, parts(layout.holdings))
         for group, values in zip(optimizer.param_groups, own, strict=True):
             _reset(group, values)
 
 
-def model_tensors(layout: Layout) -> dict[str, torch.Tensor | Pieces]:
+def model_tensors(layout: Layout) -> dict[str, torch.Tensor | PartTensor]:
     """Every tensor of the model once, as ``model.<name>``: what the optimizer steps, frozen parameters, buffers.
 
     Those named in ``held.slices`` come with the part of the whole that they are.
@@ -113,18 +113,18 @@ def model_tensors(layout: Layout) -> dict[str, torch.Tensor | Pieces]:
         if isinstance(tensor, torch.Tensor) and id(tensor) not in trained and id(tensor) not in seen:
             seen.add(id(tensor))
             found[name] = tensor.detach()
-    sliced = parts(layout.held)
+    sliced = parts(layout.holdings)
     return {f"model.{name}": _with(tensor, sliced.get(name)) for name, tensor in found.items()}
 
 
-def parts(held: RankHoldings) -> dict[str, Part]:
+def parts(held: RankHoldings) -> dict[str, TensorPart]:
     """What each tensor in ``held.slices`` is of the whole, in the words of checkpoints, which know no meshes."""
     if not held.slices:
         return {}
-    from phalanx.checkpoint import Part
+    from phalanx.checkpoint import TensorPart
 
     return {
-        name: Part(
+        name: TensorPart(
             shape=tuple(holding.shape),
             ranges={one.dim: one.cut.expanded()[one.axis.rank] for one in holding.placed},
             counts=holding.counts,
@@ -133,12 +133,12 @@ def parts(held: RankHoldings) -> dict[str, Part]:
     }
 
 
-def _with(tensor: torch.Tensor, part: Part | None) -> torch.Tensor | Pieces:
+def _with(tensor: torch.Tensor, part: TensorPart | None) -> torch.Tensor | PartTensor:
     if part is None:
         return tensor
-    from phalanx.checkpoint import Pieces
+    from phalanx.checkpoint import PartTensor
 
-    return Pieces(tensor, part)
+    return PartTensor(tensor, part)
 
 
 def identity(job: Job, length: int | None) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def come_together(assembly: Assembly) -> None:
 
     Nothing where replicas do not step by themselves. Collective.
     """
-    apart = assembly.apart
+    apart = assembly.local_sgd
     if apart is None:
         return
     apart.together()
@@ -204,30 +204,32 @@ def come_together(assembly: Assembly) -> None:
         progress.loss_scale = LossScale(**apart.across.from_counterparts(asdict(progress.loss_scale))[0])
 
 
-def outer_tensors(assembly: Assembly, parts: Mapping[str, Part]) -> tuple[dict[str, Any], dict[str, Any]]:
+def outer_tensors(assembly: Assembly, parts: Mapping[str, TensorPart]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The outer momentum by name, to save beside the model; and what to save as ``state["outer"]``."""
-    momentum = assembly.apart.momentum() if assembly.apart else {}
+    momentum = assembly.local_sgd.momentum() if assembly.local_sgd else {}
     return _named(momentum, parts), {"momentum": bool(momentum)}
 
 
-def restore_outer(assembly: Assembly, path: Path, state: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
+def restore_outer(assembly: Assembly, path: Path, state: Mapping[str, Any], parts: Mapping[str, TensorPart]) -> None:
     """Let replicas step by themselves from what was restored, with the outer momentum if any was saved. Collective."""
-    if assembly.apart is None:
+    if assembly.local_sgd is None:
         return
     from phalanx import checkpoint
 
     found: dict[str, torch.Tensor] = {}
     if (state.get(OUTER_SECTION) or {}).get("momentum"):
-        found = assembly.apart.room_for_momentum()
+        found = assembly.local_sgd.room_for_momentum()
         checkpoint.load(path, _named(found, parts))
-    assembly.apart.restored(state["step"], found)
+    assembly.local_sgd.restored(state["step"], found)
 
 
-def _named(momentum: Mapping[str, torch.Tensor], parts: Mapping[str, Part]) -> dict[str, torch.Tensor | Pieces]:
-    from phalanx.checkpoint import Pieces
+def _named(
+    momentum: Mapping[str, torch.Tensor], parts: Mapping[str, TensorPart]
+) -> dict[str, torch.Tensor | PartTensor]:
+    from phalanx.checkpoint import PartTensor
 
     return {
-        f"{OUTER_SECTION}.{name}": Pieces(tensor, parts[name]) if name in parts else tensor
+        f"{OUTER_SECTION}.{name}": PartTensor(tensor, parts[name]) if name in parts else tensor
         for name, tensor in momentum.items()
     }
 

@@ -101,7 +101,7 @@ class Step:
         self.inputs = Inputs(job, layout.module)
         self._rates = LearningRates(job, optimizer, total_steps=course.total_steps, scale=course.lr_scale)
         self.first_part = course.first_part
-        self.whole_here = not active() and plan.devices == 1 and not self.sync.alone
+        self.whole_here = not active() and plan.devices == 1 and not self.sync.per_replica
         self._checked = False
         self.reads_means: bool | None = None
         self._unchecked: Metrics | None = None
@@ -152,7 +152,7 @@ class Step:
 
     def update(self, batch: StepBatch, totals: Totals) -> Metrics:
         """Clip, step the optimizer at the schedule's rate, bring the new values to where forward reads them."""
-        held = self.layout.held
+        held = self.layout.holdings
         parameters = held.parameters.values()
         lr = self._rates.set(self.progress.step)
         scaling = self.progress.loss_scale
@@ -221,7 +221,7 @@ class Step:
 
         On CUDA it is found out where this rank has no samples; counting waits for the device.
         """
-        if not self.sync.alone:
+        if not self.sync.per_replica:
             return False
         if isinstance(totals, torch.Tensor) and any(micro.samples for part in batch.parts for micro in part):
             return False

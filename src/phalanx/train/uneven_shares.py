@@ -23,7 +23,7 @@ import torch
 
 from phalanx.comm import Place, from_every_rank
 from phalanx.config import Job, Plan
-from phalanx.config.sync import AUTO, dealt
+from phalanx.config.sync import AUTO, split_by_weight
 from phalanx.data import Loader, StepBatch
 from phalanx.errors import Problem, RefusedError
 from phalanx.hardware import memory_bytes, peak_memory
@@ -75,7 +75,7 @@ class Sharing:
         """
         self._plan, self._place, self._loader, self._everyone = plan, place, loader, everyone
         full = min(job.batch, loader.length or job.batch)
-        counts = dealt(full, loader.lane(step).weights)
+        counts = split_by_weight(full, loader.lane(step).weights)
         self._news = [SharesFrom(step=step, shares=counts)]
         self._balance: Balance | None = None
         if plan.shares == AUTO:
@@ -126,7 +126,7 @@ class Sharing:
         start = max(int(row[3]) for row in rows)
         if self._loader.total_steps is not None and start >= self._loader.total_steps:
             return  # all that is left has been read already
-        self._loader.deal(balance.counts, start)
+        self._loader.set_weights(balance.counts, start)
         seconds = tuple(pace.each for pace in balance.paces)
         self._news.append(SharesFrom(step=start, shares=balance.counts, seconds=seconds))
         self._since = start + 1  # memory for the new sizes is allocated in the first step with them

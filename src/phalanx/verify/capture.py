@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
-from phalanx.comm import Place, device_for, joined
+from phalanx.comm import Place, default_process_group, device_for
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.launch import launch, make_ready
 from phalanx.train import loop
@@ -23,7 +23,7 @@ from phalanx.verify.dropout import BySample
 from phalanx.verify.mask_recording import MaskRecording
 from phalanx.verify.mask_statistics import MaskStatistics, statistics_of
 from phalanx.verify.module_trace import Tracing, traces_of
-from phalanx.verify.record import Record, record_of, workers_of
+from phalanx.verify.record import RunRecord, record_of, workers_of
 from phalanx.verify.recording import Recording
 
 Watch = Callable[[], None] | None
@@ -43,7 +43,7 @@ def capture(
     *,
     dropout: Dropout = "off",
     findings: Findings | None = None,
-) -> Record:
+) -> RunRecord:
     """Train ``given``, from ``proven``, under ``plan`` as ``phalanx train`` does, look on, and give what was seen.
 
     Tensors, and the run itself, are written into ``folder``; its checkpoint is read back. ``watch`` is called ten times
@@ -89,8 +89,8 @@ def proven(job: Job, steps: int, taken: int | None = None) -> Job:
 
 
 def traced(
-    record: Record, job: Job, plan: Plan, folder: Path, watch: Watch = None, *, dropout: Dropout = "off"
-) -> Record:
+    record: RunRecord, job: Job, plan: Plan, folder: Path, watch: Watch = None, *, dropout: Dropout = "off"
+) -> RunRecord:
     """``record`` with what passes the modules in the first step, for which that is taken once more."""
     run = _run(job, plan, folder)
     answers = _trained(proven(job, 1), run, lambda place: Tracing(folder, plan), watch, dropout=dropout)
@@ -227,7 +227,7 @@ def loaded_by_one_device(
 
     def work(place: Place, report: Callable[[int], None]) -> Any:
         plan = Plan(device="cpu")
-        with joined(place, device_for(place, "cpu")):
+        with default_process_group(place, device_for(place, "cpu")):
             assembly = build(job, plan, place)
             restore(path, job, assembly)
             scene = AssemblyScene(assembly)

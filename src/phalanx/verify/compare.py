@@ -170,10 +170,10 @@ class Difference:
 
 def losses(reference: Sequence[float], other: Sequence[float]) -> list[float]:
     """Relative difference of each step's loss."""
-    return [apart(a, b) for a, b in zip(reference, other, strict=True)]
+    return [relative_difference(a, b) for a, b in zip(reference, other, strict=True)]
 
 
-def apart(a: float, b: float) -> float:
+def relative_difference(a: float, b: float) -> float:
     """Relative difference of two numbers; 0 where both are no number, or the same infinity."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0

@@ -87,7 +87,7 @@ def _same_samples(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan
 
 
 def _ranks_apart(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
-    found = split.apart(evidence, "end")
+    found = split.differing_copies(evidence, "end")
     if not found:
         return ""
     return (

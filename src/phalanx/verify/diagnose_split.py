@@ -44,7 +44,7 @@ def other_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) 
 
 def copies_apart_at_the_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
     """Ranks that hold the same part of a parameter hold other values of it."""
-    found = apart(evidence, "start")
+    found = differing_copies(evidence, "start")
     if not found:
         return ""
     return (
@@ -53,7 +53,7 @@ def copies_apart_at_the_start(evidence: Evidence, tolerance: Tolerance, job: Job
     )
 
 
-def apart(evidence: Evidence, when: str) -> str:
+def differing_copies(evidence: Evidence, when: str) -> str:
     """Which ranks hold different values of which parameters, in words; empty where copies are equal, bit by bit."""
     _, found = copies_apart(evidence.other, when, everywhere=True)
     pairs: dict[str, list[str]] = {}
@@ -80,7 +80,7 @@ def _forward(evidence: Evidence, names: list[str], allowed: float, plan: Plan) -
         reference = evidence.one.traces[0][name]
         assert reference.output is not None
         given = _by_rank(evidence, name, grad=False)
-        if not given or max(one.apart(reference.output) for one in given) <= allowed:
+        if not given or max(one.distance(reference.output) for one in given) <= allowed:
             continue
         # A bias is added on each rank, to its part of the sum: what is left out here was in all of them.
         expected, *given = _without_bias(evidence, name, reference.rows, [reference.output, *given])
@@ -114,7 +114,7 @@ def _backward(evidence: Evidence, names: list[str], allowed: float, plan: Plan) 
             # Backward runs on sums over constants that differ by plan: the last output tells by how much.
             scale = given[0].ratio(reference)
         expected = reference.plus(reference, scale - 1)
-        if max(one.apart(expected) for one in given) <= allowed:
+        if max(one.distance(expected) for one in given) <= allowed:
             after = name
             continue
         where = f"the gradient that comes back to the output of {name}"
@@ -171,14 +171,14 @@ def _without_bias(evidence: Evidence, name: str, rows: float, outputs: list[Fing
 def _parts(reference: Fingerprint, given: list[Fingerprint], scale: float, allowed: float) -> bool:
     """Whether the ranks' are unequal parts of what one device has."""
     expected = reference.plus(reference, scale - 1)
-    unequal = len(given) > 1 and max(one.apart(given[0]) for one in given) > allowed
-    return unequal and Fingerprint.total(given).apart(expected) <= allowed * len(given)
+    unequal = len(given) > 1 and max(one.distance(given[0]) for one in given) > allowed
+    return unequal and Fingerprint.total(given).distance(expected) <= allowed * len(given)
 
 
 def _times(reference: Fingerprint, given: list[Fingerprint], scale: float, allowed: float, ranks: int) -> bool:
     """Whether each rank's is as many times one device's as there are ranks."""
     expected = reference.plus(reference, scale * ranks - 1)
-    return all(one.apart(expected) <= allowed for one in given)
+    return all(one.distance(expected) <= allowed for one in given)
 
 
 def auxiliary_once_per_rank(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
@@ -266,8 +266,8 @@ def not_synchronised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: P
 def _unlike(given: list[Fingerprint], tolerance: Tolerance) -> bool:
     """Whether ranks' gradients differ by more than rounding explains."""
     norm = math.sqrt(max(one.square for one in given))
-    root = math.sqrt(len(given[0].sums))
-    return max(math.dist(one.sums, given[0].sums) for one in given) > tolerance.gradient * norm * root
+    root = math.sqrt(len(given[0].products))
+    return max(math.dist(one.products, given[0].products) for one in given) > tolerance.gradient * norm * root
 
 
 def _adds_up(evidence: Evidence, name: str, piece: Piece, given: list[Fingerprint], tolerance: Tolerance) -> bool:
@@ -277,4 +277,4 @@ def _adds_up(evidence: Evidence, name: str, piece: Piece, given: list[Fingerprin
         return False
     expected, found = Fingerprint.of(cut_out(whole, piece)), Fingerprint.total(given)
     allowed = max(1e-3, 4 * tolerance.gradient)
-    return any(found.apart(expected.plus(expected, times - 1)) <= allowed for times in (1, len(given)))
+    return any(found.distance(expected.plus(expected, times - 1)) <= allowed for times in (1, len(given)))

@@ -15,7 +15,7 @@ from phalanx.config import Plan
 from phalanx.verify import compare
 from phalanx.verify.compare import Bound, Difference, FirstGradient, Tolerance
 from phalanx.verify.fingerprints import Piece, Prints, cut_out, in_words
-from phalanx.verify.record import FIRST, Copy, Record
+from phalanx.verify.record import FIRST, Copy, RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class Evidence:
     """
 
     plan: Plan
-    one: Record
-    other: Record
+    one: RunRecord
+    other: RunRecord
     losses: list[float]
     skipped: int | None
     initial: list[Difference]
@@ -103,7 +103,7 @@ def where(a: Tensor, b: Tensor, by_piece: dict[Piece, list[int]], plan: Plan) ->
     return f"stage {stages.pop()}" if plan.pp > 1 and len(stages) == 1 else ""
 
 
-def bound_of(one: Record, step: int, tolerance: Tolerance, *, used: bool = False) -> Bound:
+def bound_of(one: RunRecord, step: int, tolerance: Tolerance, *, used: bool = False) -> Bound:
     """What gradients of ``step`` may be off by: reduced, or with ``used`` as the optimizer gets them."""
     magnitudes, total = one.magnitudes.get(step, {}), one.steps[step].norm if one.magnitudes else None
     if used and total:
@@ -113,7 +113,7 @@ def bound_of(one: Record, step: int, tolerance: Tolerance, *, used: bool = False
     return Bound(tolerance=tolerance, step=step, magnitudes=magnitudes, total=total)
 
 
-def first_gradients(one: Record, tolerance: Tolerance) -> dict[str, FirstGradient]:
+def first_gradients(one: RunRecord, tolerance: Tolerance) -> dict[str, FirstGradient]:
     """The first gradient of each parameter that is not zero but for rounding.
 
     Adam makes a whole step of rounding: in each step before as far as in the first.

@@ -31,11 +31,11 @@ class Fingerprint:
     """Of one tensor, or of several of one form, added up.
 
     Attributes:
-        sums: of the elements, each times the sign that its place in the last dimension has; one a column of signs.
+        products: of the elements, each times the sign that its place in the last dimension has; one a column of signs.
         square: the sum of squares.
     """
 
-    sums: tuple[float, ...]
+    products: tuple[float, ...]
     square: float
 
     @classmethod
@@ -54,31 +54,31 @@ class Fingerprint:
     def total(cls, several: Iterable[Fingerprint]) -> Fingerprint:
         """The print of what the ranks hold together, each a part of it: summed."""
         found = list(several)
-        sums = zip(*(one.sums for one in found), strict=True)
+        sums = zip(*(one.products for one in found), strict=True)
         return cls(tuple(math.fsum(each) for each in sums), math.fsum(one.square for one in found))
 
     def plus(self, other: Fingerprint, times: float) -> Fingerprint:
         """The linear part of this and ``times`` the other."""
-        return Fingerprint(tuple(a + times * b for a, b in zip(self.sums, other.sums, strict=True)), math.nan)
+        return Fingerprint(tuple(a + times * b for a, b in zip(self.products, other.products, strict=True)), math.nan)
 
-    def apart(self, other: Fingerprint) -> float:
+    def distance(self, other: Fingerprint) -> float:
         """How far the sums lie apart, relative to the other's; not a number where one is not."""
-        distance = math.dist(self.sums, other.sums)
+        distance = math.dist(self.products, other.products)
         return distance / max(other.size, 1e-30) if distance else 0.0
 
     def ratio(self, other: Fingerprint) -> float:
         """The factor that brings the other closest to this."""
         squares = other.size**2
-        return sum(a * b for a, b in zip(self.sums, other.sums, strict=True)) / squares if squares else math.nan
+        return sum(a * b for a, b in zip(self.products, other.products, strict=True)) / squares if squares else math.nan
 
     @property
     def size(self) -> float:
         """Norm of the sums."""
-        return math.hypot(*self.sums)
+        return math.hypot(*self.products)
 
     def to_json(self) -> list[Any]:
         """As lists."""
-        return [list(self.sums), self.square]
+        return [list(self.products), self.square]
 
     @classmethod
     def from_json(cls, given: Any) -> Fingerprint:

@@ -12,7 +12,7 @@ from phalanx.verify import compare
 from phalanx.verify.compare import Difference, FirstGradient, Tolerance
 from phalanx.verify.evidence import bound_of, first_gradients, holders, where
 from phalanx.verify.judge_kept import WORDS, Check, CopiesDiffer, checkpoint, copies_apart, evaluations
-from phalanx.verify.record import END, FIRST, START, Record, StepRecord, Tensors
+from phalanx.verify.record import END, FIRST, START, RunRecord, StepRecord, Tensors
 from phalanx.verify.recording import GRADIENT_STEPS
 
 
@@ -27,8 +27,8 @@ class Pair:
         tolerance: what rounding may make differ.
     """
 
-    one: Record
-    other: Record
+    one: RunRecord
+    other: RunRecord
     plan: Plan
     tolerance: Tolerance
 
@@ -61,7 +61,7 @@ _SAME = 1e-6
 
 def _step(pair: Pair, index: int, here: StepRecord, there: StepRecord) -> Iterator[Check]:
     one, tolerance = pair.one, pair.tolerance
-    off = compare.apart(here.loss, there.loss)
+    off = compare.relative_difference(here.loss, there.loss)
     beyond = not off <= tolerance.loss
     words = f"the loss of step {index}, by {off:.2g} (allowed {tolerance.loss:.2g})" if beyond else ""
     yield Check(
@@ -188,7 +188,7 @@ def _tensors(pair: Pair, kind: str, moment: str, found: Sequence[Difference], st
     )
 
 
-def _side(record: Record, of: str, moment: str) -> Tensors:
+def _side(record: RunRecord, of: str, moment: str) -> Tensors:
     name, _, step = moment.partition("-")
     if of == "gradient":
         return (record.reduced if name == "reduced" else record.used).get(int(step), {})
@@ -245,7 +245,7 @@ def _exact(what: str, when: str, found: tuple[int, list[str]]) -> Check:
     return Check(kind="exact", when=when, many=many, largest=largest, first=first, wrong=tuple(wrong))
 
 
-def _options(one: Record, other: Record) -> tuple[int, list[str]]:
+def _options(one: RunRecord, other: RunRecord) -> tuple[int, list[str]]:
     many, wrong = 0, list[str]()
     for name in one.options if one.options and other.options else ():
         here, there = dict(one.options[name]), dict(other.options.get(name, {}))
@@ -268,7 +268,7 @@ def _different(one: Mapping[str, Any], other: Mapping[str, Any], within: float =
         f"{key} is {other.get(key, 'missing')}, not {one.get(key, 'there')}"
         for key in keys
         if one.get(key) != other.get(key)
-        and not (key in one and key in other and within and compare.apart(one[key], other[key]) <= within)
+        and not (key in one and key in other and within and compare.relative_difference(one[key], other[key]) <= within)
     ]
     return len(keys), wrong
 
@@ -290,7 +290,7 @@ def _numbers(pair: Pair, step: int, here: StepRecord, there: StepRecord) -> tupl
         if a is None or b is None:
             continue
         many += 1
-        if not compare.apart(float(a), float(b)) <= most:
+        if not compare.relative_difference(float(a), float(b)) <= most:
             wrong.append(f"{name} is {b}, not {a}")
     expected = here.rates
     if pair.plan.server:  # the first server tells those of the parameters that it holds
@@ -299,7 +299,7 @@ def _numbers(pair: Pair, step: int, here: StepRecord, there: StepRecord) -> tupl
     return many + compared, wrong + [f"the learning rate of {text}" for text in rates]
 
 
-def _ranks_agree(other: Record) -> Check:
+def _ranks_agree(other: RunRecord) -> Check:
     """Every rank of a replica tells the same of every step and has the same numbers in its optimizer's state, and all
     tell the same of evaluations."""
     many, wrong = 0, list[str]()
@@ -310,7 +310,7 @@ def _ranks_agree(other: Record) -> Check:
             for key, value in numbers.items():
                 before, one = known.setdefault((told.replica, moment, key), (rank, value))
                 many += before != rank
-                if compare.apart(one, value):
+                if compare.relative_difference(one, value):
                     wrong.append(f"{key} {WORDS[moment]} is {one} on rank {before} and {value} on rank {rank}")
         first = firsts.setdefault(told.replica, rank)
         if first == rank:

@@ -12,7 +12,7 @@ from torch import Tensor
 from phalanx.verify import compare
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.fingerprints import Piece, in_words
-from phalanx.verify.record import END, FIRST, START, Copy, Record, Tensors
+from phalanx.verify.record import END, FIRST, START, Copy, RunRecord, Tensors
 
 WORDS = {START: "before the first step", FIRST: "after the first update", END: "after the last step"}
 """Moments of a run."""
@@ -73,7 +73,7 @@ class CopiesDiffer:
 
 
 def copies_apart(
-    record: Record, moment: str, everywhere: bool, *, values: bool = False
+    record: RunRecord, moment: str, everywhere: bool, *, values: bool = False
 ) -> tuple[int, list[CopiesDiffer]]:
     """How many copies of what another rank holds as well there are at ``moment``, and those that differ.
 
@@ -85,9 +85,9 @@ def copies_apart(
     for rank, told in enumerate(record.ranks):
         for key, copy in told.copies.get(moment, {}).items():
             replica = 0 if everywhere or (values and key.startswith("value.")) else told.replica
-            many += len(copy.beside)
-            beside = [thread for thread, by in enumerate(copy.beside, 1) if by]
-            found += [_apart(key, copy, f"threads 0 and {thread}", copy.beside[thread - 1]) for thread in beside]
+            many += len(copy.differs_by)
+            beside = [thread for thread, by in enumerate(copy.differs_by, 1) if by]
+            found += [_apart(key, copy, f"threads 0 and {thread}", copy.differs_by[thread - 1]) for thread in beside]
             first, known = firsts.setdefault((replica, key, copy.piece), (rank, copy))
             if first == rank:
                 continue
@@ -114,7 +114,7 @@ def _by(a: Tensor | None, b: Tensor | None) -> float:
     return compare.difference("", a, b, max(compare.norm(a), 1e-30), 0.0).relative
 
 
-def evaluations(one: Record, other: Record, tolerance: Tolerance) -> Iterator[Check]:
+def evaluations(one: RunRecord, other: RunRecord, tolerance: Tolerance) -> Iterator[Check]:
     """Every evaluation says the same: the loss within what a step's may differ, metrics within what parameters may."""
     for step, here in one.evaluations.items():
         there = other.evaluations.get(step, {})
@@ -122,7 +122,7 @@ def evaluations(one: Record, other: Record, tolerance: Tolerance) -> Iterator[Ch
         pairs |= {
             name: (value, there.get("metrics", {}).get(name, math.nan)) for name, value in here["metrics"].items()
         }
-        off = {name: compare.apart(float(a), float(b)) for name, (a, b) in pairs.items()}
+        off = {name: compare.relative_difference(float(a), float(b)) for name, (a, b) in pairs.items()}
         # A loss is a mean over samples, here over fewer or more of them than in a step; a metric may be of any form.
         fewer = math.sqrt(max(1.0, (one.steps[0].samples or 0) / max(1, here["samples"])))
         within = {name: tolerance.loss * fewer if name == "loss" else tolerance.parameter for name in off}
@@ -144,7 +144,7 @@ def evaluations(one: Record, other: Record, tolerance: Tolerance) -> Iterator[Ch
         )
 
 
-def checkpoint(other: Record) -> Iterator[Check]:
+def checkpoint(other: RunRecord) -> Iterator[Check]:
     """What is saved, and what one device makes of it, is all that was held, bit for bit."""
     kept = {f"model.{name}": tensor for name, tensor in other.values[END].items()}
     kept |= {f"optimizer.{name}": tensor for name, tensor in other.state.get(END, {}).items()}

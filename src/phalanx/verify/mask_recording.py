@@ -178,10 +178,10 @@ class MaskRecording(Observer):
         return attention
 
     def _look_at_tiles(self) -> None:
-        plain: Any = flash_block.Plain
+        plain: Any = flash_block.UnfusedAttention
         kept = plain._kept
 
-        def looked_at(kernel: flash_block.Plain, tile: flash_block.Tile, like: Tensor) -> Tensor | None:
+        def looked_at(kernel: flash_block.UnfusedAttention, tile: flash_block.Tile, like: Tensor) -> Tensor | None:
             found = kept(kernel, tile, like)
             if found is not None and not only_looked_at(like):
                 with torch.no_grad():

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Plan
 from phalanx.data import StepBatch
-from phalanx.parallel.expert.find import expert_count, experts_call
+from phalanx.parallel.expert.find_experts import expert_count, experts_call
 from phalanx.train.metrics import Totals
 from phalanx.train.observer import AssemblyScene, Observer, Scene
 from phalanx.train.step import Step

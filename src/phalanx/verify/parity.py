@@ -23,7 +23,7 @@ from phalanx.verify.judge import Pair, judged
 from phalanx.verify.judge_kept import Check
 from phalanx.verify.mask_statistics import MaskStatistics
 from phalanx.verify.module_trace import traceable
-from phalanx.verify.record import Record
+from phalanx.verify.record import RunRecord
 from phalanx.verify.references import ModelFacts, facts_of, own_record, plain_record
 from phalanx.verify.witness import OwnLoop, why_not
 
@@ -110,7 +110,7 @@ class OneDevice:
     device: Device
     reference: str
     _facts: ModelFacts
-    _record: Record
+    _record: RunRecord
     dropout: bool = False
 
     @classmethod
@@ -203,7 +203,7 @@ class OneDevice:
     def _how(self) -> Dropout:
         return frozenset(self._record.masks_of_no_sample) if self.dropout else "off"
 
-    def _masks(self, plan: Plan, other: Record, watch: Watch) -> MaskStatistics | None:
+    def _masks(self, plan: Plan, other: RunRecord, watch: Watch) -> MaskStatistics | None:
         """What the plan drops with dropout on, where it was off; ``None`` where there is nothing to measure."""
         if not other.drops:
             return None
@@ -299,7 +299,7 @@ def most_steps(steps: int) -> int:
 _AT_LEAST = 4  # more steps, for branches behind branches that start at zero
 
 
-def _own_reference(job: Job, alone: Plan, steps: int, watch: Watch, *, dropout: bool) -> Record:
+def _own_reference(job: Job, alone: Plan, steps: int, watch: Watch, *, dropout: bool) -> RunRecord:
     """Phalanx on one device; once more with as many steps as a proof takes where parameters have had no gradient."""
     for taken in (steps, most_steps(steps)):
         with _folder() as name:
@@ -311,7 +311,7 @@ def _own_reference(job: Job, alone: Plan, steps: int, watch: Watch, *, dropout: 
     return record
 
 
-def _plain(job: Job, alone: Plan, steps: tuple[int, int], folder: Path, watch: Watch, *, dropout: bool) -> Record:
+def _plain(job: Job, alone: Plan, steps: tuple[int, int], folder: Path, watch: Watch, *, dropout: bool) -> RunRecord:
     """The plain loop's record. A job that it fails with is tried by Phalanx, whose errors say what to do."""
     try:
         return plain_record(job, alone, steps, folder, watch, dropout=dropout)

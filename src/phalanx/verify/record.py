@@ -53,14 +53,14 @@ class Copy:
         shape: of the whole tensor.
         values: on the host, where they had to be kept: of the first process with this piece, and of those that had
             other bytes than it.
-        beside: by how much each further copy of it in the same process differs, relative to it.
+        differs_by: by how much each further copy of it in the same process differs, relative to it.
     """
 
     piece: Piece
     digest: str
     shape: tuple[int, ...] = ()
     values: Tensor | None = None
-    beside: tuple[float, ...] = ()
+    differs_by: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ class RankRecord:
     """What one process of a plan told.
 
     Attributes:
-        steps: as in ``Record``, as this process knows them.
+        steps: as in ``RunRecord``, as this process knows them.
         replica: which of the replicas that step by themselves it is of.
         ids: samples of its part of the first batch.
         copies: moment → kind and name (``value.<parameter>``) → what it held.
@@ -85,7 +85,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class RunRecord:
     """What a run gave; tensors are whole.
 
     A loop that is not Phalanx's gives the fields that it knows, ``steps`` and ``values`` at least.
@@ -187,7 +187,7 @@ class Record:
         return found
 
 
-def record_of(answers: list[dict[str, Any]], folder: Path, first: int = 0, after: int = 0) -> Record:
+def record_of(answers: list[dict[str, Any]], folder: Path, first: int = 0, after: int = 0) -> RunRecord:
     """The record of a run whose processes gave ``answers``, in order from rank ``first`` on, written to ``folder``.
 
     In the first ``after`` steps replicas that step by themselves tell of the whole batch, later of their own part.
@@ -211,7 +211,7 @@ def record_of(answers: list[dict[str, Any]], folder: Path, first: int = 0, after
         for moment in answers[0]["numbers"]
     }
     options = {name: values for answer in answers for group, values in answer["groups"] for name in group}
-    return Record(
+    return RunRecord(
         steps=_steps_of_all(ranks, after),
         values={moment: _kind(found, "value") for moment, found in whole.items() if "-" not in moment},
         buffers={moment: _kind(found, "buffer") for moment, found in whole.items() if "-" not in moment},
@@ -238,7 +238,9 @@ def _file(folder: Path, moment: str, rank: int) -> dict[str, Tensor]:
 
 def _copies(told: Mapping[str, Any], values: Mapping[str, Tensor]) -> dict[str, Copy]:
     return {
-        key: Copy(piece=_piece(piece), digest=digest, values=values.get(key), shape=tuple(shape), beside=tuple(beside))
+        key: Copy(
+            piece=_piece(piece), digest=digest, values=values.get(key), shape=tuple(shape), differs_by=tuple(beside)
+        )
         for key, (piece, digest, shape, beside) in told.items()
     }
 

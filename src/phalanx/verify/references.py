@@ -20,7 +20,7 @@ from phalanx.parallel import batch_statistics, device_kind, dropouts
 from phalanx.train.assembly import build_model
 from phalanx.verify.capture import Watch, proven, switch_off_dropout
 from phalanx.verify.dropout import off_by_sample
-from phalanx.verify.record import Record, StepRecord
+from phalanx.verify.record import RunRecord, StepRecord
 from phalanx.verify.witness import OwnLoop, Witness
 
 _MOMENTS = ("values", "buffers", "reduced", "used")
@@ -28,7 +28,7 @@ _MOMENTS = ("values", "buffers", "reduced", "used")
 
 def plain_record(
     job: Job, alone: Plan, steps: tuple[int, int], folder: Path, watch: Watch = None, *, dropout: bool = False
-) -> Record:
+) -> RunRecord:
     """What the plain loop of ``job`` gives, in the precision and on the device of ``alone``.
 
     It takes the first number of ``steps``, and goes on, to the second at most, until each parameter had a gradient.
@@ -49,7 +49,7 @@ def plain_record(
     return _observed(run, alone, folder, watch)
 
 
-def own_record(loop: OwnLoop, job: Job, alone: Plan, steps: int, folder: Path, watch: Watch = None) -> Record:
+def own_record(loop: OwnLoop, job: Job, alone: Plan, steps: int, folder: Path, watch: Watch = None) -> RunRecord:
     """What a user's own loop gives.
 
     Raises:
@@ -64,7 +64,7 @@ def own_record(loop: OwnLoop, job: Job, alone: Plan, steps: int, folder: Path, w
     return _observed(run, alone, folder, watch)
 
 
-def _observed(run: Callable[[torch.device], Witness], alone: Plan, folder: Path, watch: Watch) -> Record:
+def _observed(run: Callable[[torch.device], Witness], alone: Plan, folder: Path, watch: Watch) -> RunRecord:
     """Run it in a process of its own, with dropout as on the other side."""
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
@@ -123,12 +123,12 @@ def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
     }
 
 
-def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> Record:
+def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> RunRecord:
     kinds: dict[str, dict[str, dict[str, Tensor]]] = {kind: {} for kind in (*_MOMENTS, "state")}
     for key, tensor in tensors.items():
         kind, moment, name = key.split("|", 2)
         kinds[kind].setdefault(moment, {})[name] = tensor
-    return Record(
+    return RunRecord(
         steps=[StepRecord(**step) for step in answer["steps"]],
         values=kinds["values"],
         buffers=kinds["buffers"],

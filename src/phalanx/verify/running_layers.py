@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from phalanx.data.loader import Pieces
+from phalanx.data.loader import BatchPieces
 from phalanx.parallel.pipeline import stage as stages
 from phalanx.train import grad_accumulation
-from phalanx.train.parameter_server.compute import Computer
+from phalanx.train.parameter_server.piece_compute import Computer
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Layer:
 
 
 @dataclass(slots=True)
-class Running:
+class RunningState:
     """What one thread computes on.
 
     Attributes:
@@ -72,10 +72,10 @@ class RunningLayers:
         self._here = threading.local()
 
     @property
-    def here(self) -> Running:
+    def here(self) -> RunningState:
         """What this thread computes on; in backward what it last did."""
         if not hasattr(self._here, "running"):
-            self._here.running = Running()
+            self._here.running = RunningState()
         return self._here.running
 
     def install(self) -> None:
@@ -102,14 +102,14 @@ class RunningLayers:
     def _follow_workers(self) -> None:
         """Those of servers compute pieces by themselves."""
         computers: Any = Computer
-        data: Any = Pieces
+        data: Any = BatchPieces
         gradients, micros = computers.gradients, data.micros
 
         def known(computer: Any, *rest: Any) -> Any:
             self._know(computer._layout.module)
             return gradients(computer, *rest)
 
-        def one_by_one(pieces: Pieces, step: int, part: int) -> Iterator[Any]:
+        def one_by_one(pieces: BatchPieces, step: int, part: int) -> Iterator[Any]:
             for micro in micros(pieces, step, part):
                 self._starts(step, micro.ids)
                 yield micro
@@ -118,7 +118,7 @@ class RunningLayers:
 
     def _follow_stages(self) -> None:
         """A block that another stage runs counts as called."""
-        run_of_a_stage: Any = stages._Run
+        run_of_a_stage: Any = stages._StageRun
         called = run_of_a_stage.called
 
         def counted(run: Any, unit: nn.Module, *rest: Any) -> Any:

@@ -12,8 +12,8 @@ from typing import Self, final
 
 from phalanx.errors import Problem, RunError, SpecError
 from phalanx.launch.hosts.host_process import Quotas
-from phalanx.launch.hosts.link import Link, refuse
-from phalanx.launch.hosts.network import Network, move_into
+from phalanx.launch.hosts.link import HostLink, refuse
+from phalanx.launch.hosts.namespaces import HostNetwork, move_into
 
 _DEVICE = "net0"
 _MOST = 200
@@ -47,10 +47,10 @@ class Hosts:
         if per_host < 1:
             raise SpecError([Problem(where="per_host", given=str(per_host), allowed="1 or more", fix="per_host=1")])
         self.count, self.per_host = count, per_host
-        self.link = Link.parse(rate, delay, loss)
+        self.link = HostLink.parse(rate, delay, loss)
         self._marks = memoryview(mmap.mmap(-1, 8 * _MARKS * count)).cast("q")
         self._up = ExitStack()
-        self._network: Network | None = None
+        self._network: HostNetwork | None = None
         self._quotas: Quotas | None = None
 
     def __enter__(self) -> Self:
@@ -62,7 +62,7 @@ class Hosts:
         """
         refuse(self.link)
         with ExitStack() as up:
-            self._network = Network(self.count, self.link)
+            self._network = HostNetwork(self.count, self.link)
             up.callback(self._network.close)
             self._quotas = Quotas.find(self.count)
             if self._quotas:
@@ -179,7 +179,7 @@ class Hosts:
         return host
 
     @property
-    def _there(self) -> Network:
+    def _there(self) -> HostNetwork:
         if self._network is None:
             raise RunError('these hosts are not there\n    try: with Hosts(2, rate="100mbit") as hosts: ...')
         return self._network

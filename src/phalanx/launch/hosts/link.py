@@ -22,7 +22,7 @@ _ROOM = 0.1  # seconds of the rate that may wait for a link before packets are d
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class HostLink:
     """A host's link to the switch that joins all hosts; the same in both directions but for delay and loss.
 
     Attributes:
@@ -101,7 +101,7 @@ _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unsha
 _NET_ADMIN, _SYS_ADMIN = 12, 21  # bits of capabilities
 
 
-def lacking(link: Link) -> Problem | None:
+def lacking(link: HostLink) -> Problem | None:
     """Why hosts with such links cannot be made here; ``None`` where they can."""
     if sys.platform != "linux":
         return _problem(f"a machine with {sys.platform}", "Linux, whose network namespaces stand in for machines")
@@ -124,7 +124,7 @@ def lacking(link: Link) -> Problem | None:
     return None
 
 
-def refuse(link: Link) -> None:
+def refuse(link: HostLink) -> None:
     """Raise what is missing here for hosts with such links.
 
     Raises:

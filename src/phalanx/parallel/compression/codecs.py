@@ -224,16 +224,16 @@ class TopK(Codec):
     def __init__(self, share: float) -> None:
         self._share = share
 
-    def kept(self, count: int) -> int:
+    def sent_count(self, count: int) -> int:
         """Elements sent of ``count``."""
         return min(count, max(1, round(self._share * count)))
 
     def sizes(self, count: int) -> list[tuple[int, torch.dtype]]:
-        kept = self.kept(count)
+        kept = self.sent_count(count)
         return [(kept, torch.float32), (kept, torch.int32)]
 
     def encode(self, flat: Tensor) -> list[Tensor]:
-        places = _largest(flat.abs(), self.kept(flat.numel()))
+        places = _largest(flat.abs(), self.sent_count(flat.numel()))
         return [flat[places].float(), places.to(torch.int32)]
 
     def decode(self, parts: Sequence[Tensor], out: Tensor, *, add: bool = False) -> None:

@@ -12,8 +12,8 @@ from torch.futures import Future
 
 from phalanx.config.sync import Compression
 from phalanx.parallel.compression.codecs import Codec, TopK, codec, message, read, write
-from phalanx.parallel.compression.error_feedback import Average, Bucket, Feedback, LeftOut
-from phalanx.parallel.compression.exchange import Traffic, Wire, lane
+from phalanx.parallel.compression.error_feedback import Average, CompressedBucket, Feedback, LeftOut
+from phalanx.parallel.compression.exchange import CompressedTraffic, Wire, lane
 from phalanx.parallel.compression.powersgd import PowerSGD
 
 _MANY = 16
@@ -28,7 +28,7 @@ def averaged(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None =
     """
     if wire.size == 1 or not flat.numel():
         return
-    wire.traffic.beside(flat.numel(), wire.size)
+    wire.traffic.count_uncompressed(flat.numel(), wire.size)
     (_gathered if isinstance(codec, TopK) else _in_two)(flat, wire, codec, feedback)
 
 
@@ -94,7 +94,7 @@ class Coded(Average):
         self._codec, self._wire = codec, wire
         self._left_out = LeftOut(parameters) if codec.feeds_back else None
 
-    def __call__(self, bucket: Bucket) -> None:
+    def __call__(self, bucket: CompressedBucket) -> None:
         feedback = Feedback(self._codec, self._left_out.of(bucket)) if self._left_out else None
         averaged(bucket.flat, self._wire, self._codec, feedback)
 
@@ -121,7 +121,7 @@ class Sender:
 
     def __init__(self, compress: str, group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> None:
         """``compress`` as plans have it; ``group`` is nobody else's; ``parameters`` are those that learn, by name."""
-        self.traffic, self.kind = Traffic(), f"compress={compress} over {group.size()} ranks"
+        self.traffic, self.kind = CompressedTraffic(), f"compress={compress} over {group.size()} ranks"
         self._names = {id(tensor): name for name, tensor in parameters.items()}
         self._wire = Wire(group, self.traffic)
         self._average = _average(compress, self._wire, parameters)
@@ -150,7 +150,7 @@ class Sender:
     @torch.no_grad()
     def _averaged(self, names: tuple[str, ...], shapes: tuple[torch.Size, ...], buffer: Tensor) -> Tensor:
         flat = buffer.float()
-        self._average(Bucket(names=names, shapes=shapes, flat=flat))
+        self._average(CompressedBucket(names=names, shapes=shapes, flat=flat))
         if flat is not buffer:
             buffer.copy_(flat)
         return buffer

@@ -15,7 +15,7 @@ from phalanx.parallel.compression.exchange import Wire
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bucket:
+class CompressedBucket:
     """Gradients that are averaged together.
 
     Attributes:
@@ -32,7 +32,7 @@ class Average(ABC):
     """A way to average buckets over ranks."""
 
     @abstractmethod
-    def __call__(self, bucket: Bucket) -> None:
+    def __call__(self, bucket: CompressedBucket) -> None:
         """Put the mean over the ranks into ``bucket.flat``, in place: the same bits on every rank. Collective."""
 
     @abstractmethod
@@ -126,7 +126,7 @@ class LeftOut:
         """What was left out of one parameter: its shape, to be changed in place."""
         return self._each[name]
 
-    def of(self, bucket: Bucket) -> Tensor:
+    def of(self, bucket: CompressedBucket) -> Tensor:
         """What belongs to ``bucket.flat``: (count,), to be changed in place."""
         found = self._flats.get(bucket.names)
         if found is None:

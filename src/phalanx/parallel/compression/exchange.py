@@ -89,7 +89,7 @@ class _Stream(ExchangeQueue):
 
 
 @dataclass(kw_only=True, slots=True)
-class Traffic:
+class CompressedTraffic:
     """What this rank handed to the network, and what would have gone otherwise.
 
     Attributes:
@@ -104,7 +104,7 @@ class Traffic:
     whole: int = 0
     steps: int = 0
 
-    def beside(self, count: int, ranks: int) -> None:
+    def count_uncompressed(self, count: int, ranks: int) -> None:
         """``count`` fp32 elements were averaged over so many ranks in another way than by a ring of whole numbers."""
         self.whole += 8 * count * (ranks - 1) // ranks
 
@@ -115,9 +115,9 @@ class Wire:
     ``group`` is any ``ProcessGroup``, or a backend made by itself, such as ``ProcessGroupGloo``.
     """
 
-    def __init__(self, group: Any, traffic: Traffic | None = None) -> None:
+    def __init__(self, group: Any, traffic: CompressedTraffic | None = None) -> None:
         self._group = group
-        self.traffic = traffic or Traffic()
+        self.traffic = traffic or CompressedTraffic()
         self.rank: int = group.rank()
         self.size: int = group.size()
 

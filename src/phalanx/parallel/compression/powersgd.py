@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from phalanx.parallel.compression.error_feedback import Average, Bucket, LeftOut, lack
+from phalanx.parallel.compression.error_feedback import Average, CompressedBucket, LeftOut, lack
 from phalanx.parallel.compression.exchange import Wire
 
 
@@ -28,11 +28,11 @@ class PowerSGD(Average):
         self._left_out = LeftOut({name: parameters[name] for name in ranks})
         self._q_MR = {name: _random(name, parameters[name], rank) for name in ranks}
 
-    def __call__(self, bucket: Bucket) -> None:
+    def __call__(self, bucket: CompressedBucket) -> None:
         wire = self._wire
         if wire.size == 1:
             return
-        wire.traffic.beside(bucket.flat.numel(), wire.size)
+        wire.traffic.count_uncompressed(bucket.flat.numel(), wire.size)
         matrices, plain = dict[str, Tensor](), list[Tensor]()
         pieces = bucket.flat.split([shape.numel() for shape in bucket.shapes])
         for name, piece in zip(bucket.names, pieces, strict=True):

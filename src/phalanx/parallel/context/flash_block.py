@@ -57,7 +57,7 @@ class Kernel(Protocol):
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None, dropout: float) -> Kernel:
     """The fastest way that can compute tiles of these, whose features lie side by side in memory."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    plain = Plain(factor, dropout)
+    plain = UnfusedAttention(factor, dropout)
     if dropout or q.shape[-1] != v.shape[-1] or (mask is not None and mask.requires_grad):
         return plain
     if q.device.type == "cpu":
@@ -74,7 +74,7 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: f
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class UnfusedAttention:
     """Written out, in float32 at least; for what the fused ways cannot do, dropout and gradients of masks among it."""
 
     scale: float
@@ -139,7 +139,7 @@ class OnCpu:
     def forward(self, tile: Tile) -> tuple[Tensor, Tensor]:
         """See ``Kernel``."""
         if tile.causal and tile.bias is not None:
-            return Plain(self.scale).forward(tile)
+            return UnfusedAttention(self.scale).forward(tile)
         bias = None if tile.bias is None else _added(tile.bias, tile.q.dtype)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             tile.q, tile.k, tile.v, 0.0, tile.causal, attn_mask=bias, scale=self.scale
@@ -149,7 +149,7 @@ class OnCpu:
     def backward(self, tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """See ``Kernel``."""
         if tile.causal and tile.bias is not None:
-            return Plain(self.scale).backward(tile, grad, out, lse)
+            return UnfusedAttention(self.scale).backward(tile, grad, out, lse)
         bias = None if tile.bias is None else _added(tile.bias, tile.q.dtype)
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, tile.q, tile.k, tile.v, out, lse, 0.0, tile.causal, attn_mask=bias, scale=self.scale

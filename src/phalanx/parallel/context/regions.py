@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from phalanx.parallel.local_shards import Axis, Cut, Placed, Sliced, is_sliced
 from phalanx.parallel.local_shards.axis import taken
-from phalanx.parallel.tensor.find import Model
+from phalanx.parallel.tensor.find_pairs import Model
 from phalanx.parallel.tensor.trial import Trial, fixed, shown_as_slices
 
 

@@ -35,7 +35,7 @@ def attend(axis: Axis, cut: Cut, q: Tensor, k: Tensor, v: Tensor, how: SdpaArgs)
     seed = _drawn(q.device) if how.dropout else 0
     q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     kernel = kernel_for(q, k, v, how.mask, scale=how.scale, dropout=how.dropout)
-    return _Ring.apply(_Way(axis, cut, kernel, how.causal, seed), q, k, v, how.mask)
+    return _Ring.apply(_RingPass(axis, cut, kernel, how.causal, seed), q, k, v, how.mask)
 
 
 def meetings(cut: Cut, mine: int, theirs: int, *, causal: bool) -> list[Meeting]:
@@ -60,8 +60,8 @@ def meetings(cut: Cut, mine: int, theirs: int, *, causal: bool) -> list[Meeting]
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: _Way, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        running = _Running(q, v)
+    def forward(ctx: Any, way: _RingPass, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        running = _OnlineSoftmax(q, v)
         with torch.autocast(q.device.type, enabled=False):
             for owner, (keys, values) in way.visits(k, v):
                 for tile, meeting in way.tiles(owner, (q, keys, values), mask):
@@ -78,7 +78,7 @@ class _Ring(torch.autograd.Function):
             return None, *_gradients(ctx.way, grad, ctx.saved_tensors, ctx.needs_input_grad[1:])
 
 
-def _gradients(way: _Way, grad: Tensor, saved: tuple[Any, ...], needed: tuple[bool, ...]) -> Iterator[Any]:
+def _gradients(way: _RingPass, grad: Tensor, saved: tuple[Any, ...], needed: tuple[bool, ...]) -> Iterator[Any]:
     q, k, v, mask, out, lse = saved
     lse = lse.masked_fill(lse == -torch.inf, 0)  # of queries that meet no key: every weight is 0 then
     grad = grad.contiguous() if grad.stride(-1) != 1 else grad
@@ -111,7 +111,7 @@ def _of_tile(kernel: Kernel, tile: Tile, rows: slice, whole: tuple[Tensor, Tenso
     return kernel.backward(tile, grad, out, lse)
 
 
-class _Running:
+class _OnlineSoftmax:
     """The softmax over the keys that were met so far."""
 
     def __init__(self, q: Tensor, v: Tensor) -> None:
@@ -134,7 +134,7 @@ class _Running:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _RingPass:
     """One trip around the ring, as this rank sees it."""
 
     axis: Axis

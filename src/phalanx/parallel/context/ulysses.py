@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.parallel.context.sdpa_args import SdpaArgs
-from phalanx.parallel.local_shards.axis import Axis, joined, piece
+from phalanx.parallel.local_shards.axis import Axis, concatenated, piece
 from phalanx.parallel.local_shards.cut import Cut
 
 Heads = tuple[tuple[int, int], ...]
@@ -107,7 +107,7 @@ class _Swap:
             for length in self._cut.lengths
         ]
         came = self._exchange(out, shapes)
-        return tuple(joined(list(pieces), _TOKENS, self._cut) for pieces in zip(*came, strict=True))
+        return tuple(concatenated(list(pieces), _TOKENS, self._cut) for pieces in zip(*came, strict=True))
 
     def to_tokens(self, heads: Sequence[Heads], counts: Sequence[int], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Each rank is sent its tokens of the heads that are here; what several ranks have of a head is added up."""

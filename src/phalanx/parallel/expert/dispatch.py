@@ -24,7 +24,7 @@ from phalanx.comm import Mesh
 from phalanx.config import Plan
 from phalanx.errors import RunError
 from phalanx.parallel.context.regions import unpacked
-from phalanx.parallel.expert.find import Experts, counting, or_alike, whole_call
+from phalanx.parallel.expert.find_experts import Experts, counting, or_alike, whole_call
 from phalanx.parallel.local_shards import Axis, Cut, Placed, Sliced, is_sliced, sliced
 from phalanx.parallel.local_shards.axis import taken, whole
 from phalanx.parallel.local_shards.tensor import brought
@@ -53,9 +53,9 @@ def by_rows(module: nn.Module, found: Sequence[Experts]) -> None:
     """Make experts that are called with sliced tensors work on the rows that are here, in place."""
     for experts in found:
         child = module.get_submodule(experts.name)
-        if not isinstance(child.forward, _Call):
+        if not isinstance(child.forward, _ExpertsForward):
             alone = Axis("ep", size=1, rank=0, group=None)
-            child.forward = _Call(child, experts, child.forward, alone, None)
+            child.forward = _ExpertsForward(child, experts, child.forward, alone, None)
 
 
 def deal_out(module: nn.Module, found: Sequence[Experts], plan: Plan, mesh: Mesh, tensors: Axis) -> DispatchedExperts:
@@ -72,8 +72,8 @@ def deal_out(module: nn.Module, found: Sequence[Experts], plan: Plan, mesh: Mesh
     for experts in found:
         child = module.get_submodule(experts.name)
         inside += [experts.whole_name(name) for name, _ in child.named_parameters()]
-        forward = child.forward.forward if isinstance(child.forward, _Call) else child.forward
-        child.forward = _Call(child, experts, forward, owners, spread)
+        forward = child.forward.forward if isinstance(child.forward, _ExpertsForward) else child.forward
+        child.forward = _ExpertsForward(child, experts, forward, owners, spread)
     slices, _ = split_weights(module, cuts)
     late = [name for name in inside if name not in slices or "tp" not in over] if spread is not None else []
     modules = tuple(experts.name for experts in found)
@@ -96,7 +96,7 @@ def rows_of(found: Sequence[Experts], plan: Plan) -> dict[str, Cut]:
     }
 
 
-class _Call:
+class _ExpertsForward:
     """What stands in place of the forward of a module that holds experts."""
 
     def __init__(

@@ -85,7 +85,7 @@ class Axis:
         all_gather_flat(flat, local.view(-1), self.group)
         each = flat.view(self.size, *local.shape)
         pieces = [one.narrow(dim, 0, length) for one, length in zip(each, cut.lengths, strict=True)]
-        return joined(pieces, dim, cut)
+        return concatenated(pieces, dim, cut)
 
     def add_up_and_keep(self, tensor: Tensor, dim: int, cut: Cut) -> Tensor:
         """This rank's ``cut`` along ``dim`` of ``tensor`` summed over the ranks."""
@@ -128,7 +128,7 @@ def piece(whole: Tensor, dim: int, cut: Cut, rank: int) -> Tensor:
     return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
-def joined(pieces: list[Tensor], dim: int, cut: Cut) -> Tensor:
+def concatenated(pieces: list[Tensor], dim: int, cut: Cut) -> Tensor:
     """The whole tensor from what each rank holds, in rank order."""
     if cut.in_order:
         return torch.cat(pieces, dim)
@@ -169,7 +169,7 @@ def total(tensor: Tensor, axis: Axis) -> Tensor:
     return _Total.apply(tensor, axis)
 
 
-def kept(tensor: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
+def reduce_scattered(tensor: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
     """The sum over ranks of what each has computed, each rank keeping its slice. Backward: all-gather."""
     return _Goes.apply(tensor, (_to_sum, _to_whole), dim, cut, axis)
 

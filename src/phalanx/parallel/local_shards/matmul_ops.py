@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.parallel.local_shards.axis import Axis, Placed, kept, total
+from phalanx.parallel.local_shards.axis import Axis, Placed, reduce_scattered, total
 from phalanx.parallel.local_shards.cut import Cut
 from phalanx.parallel.local_shards.tensor import RULES, brought, gathered, is_sliced, sliced
 
@@ -116,7 +116,7 @@ def _summed(local: Tensor, axis: Axis, placed: list[Placed]) -> tuple[Tensor, li
     if rest or not axis.length:
         return total(local, axis), []
     cut = Cut.even(local.shape[tokens], axis.size, outer=samples)
-    return kept(local, tokens, cut, axis), [Placed(axis, tokens, cut)]
+    return reduce_scattered(local, tokens, cut, axis), [Placed(axis, tokens, cut)]
 
 
 def _beside(bias: Any, out: str, axes: Iterable[Axis], cuts: list[tuple[Axis, str, Cut]]) -> list[Any]:

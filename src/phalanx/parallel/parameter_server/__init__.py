@@ -1,19 +1,19 @@
 """Asynchronous data parallelism: servers hold the parameters, deal pieces of global batches out, apply updates."""
 
-from phalanx.parallel.parameter_server.shards import Flat, Form, Slice, cut_out, form_of, partition, starved
+from phalanx.parallel.parameter_server.shards import Flat, Form, RowSlice, cut_out, form_of, partition, starved
 from phalanx.parallel.parameter_server.update import Pushed, Rule, Shard
-from phalanx.parallel.parameter_server.work_queue import Kind, Piece, Report, StalenessBound, WorkQueue
+from phalanx.parallel.parameter_server.work_queue import BatchPiece, FrameKind, Report, StalenessBound, WorkQueue
 
 __all__ = [
+    "BatchPiece",
     "Flat",
     "Form",
-    "Kind",
-    "Piece",
+    "FrameKind",
     "Pushed",
     "Report",
+    "RowSlice",
     "Rule",
     "Shard",
-    "Slice",
     "StalenessBound",
     "WorkQueue",
     "cut_out",

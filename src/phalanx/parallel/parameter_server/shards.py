@@ -22,7 +22,7 @@ from phalanx.errors import Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Slice:
+class RowSlice:
     """Rows of a parameter, along its first dimension.
 
     Attributes:
@@ -38,7 +38,7 @@ class Slice:
     whole: bool
 
 
-def partition(tensors: Mapping[str, torch.Tensor], servers: int, *, cut: bool) -> list[list[Slice]]:
+def partition(tensors: Mapping[str, torch.Tensor], servers: int, *, cut: bool) -> list[list[RowSlice]]:
     """What each server holds, in the order of ``tensors``; a server may be left with nothing.
 
     Args:
@@ -50,7 +50,7 @@ def partition(tensors: Mapping[str, torch.Tensor], servers: int, *, cut: bool) -
     even = sum(sizes.values()) / servers
     large = {name for name, size in sizes.items() if cut and size > even / 4 and tensors[name].dim() and servers > 1}
     loads = [0.0] * servers
-    held: list[dict[str, Slice]] = [{} for _ in range(servers)]
+    held: list[dict[str, RowSlice]] = [{} for _ in range(servers)]
     for name in sorted(sizes.keys() - large, key=lambda one: (-sizes[one], one)):
         at = loads.index(min(loads))
         held[at][name] = _whole(name, tensors[name])
@@ -61,14 +61,14 @@ def partition(tensors: Mapping[str, torch.Tensor], servers: int, *, cut: bool) -
         for at in sorted(range(servers), key=lambda one: loads[one]):
             stop = min(rows, start + max(0, ceil((even - loads[at]) / row - 1e-9)))
             if stop > start:
-                held[at][name] = Slice(name=name, start=start, stop=stop, whole=stop - start == rows)
+                held[at][name] = RowSlice(name=name, start=start, stop=stop, whole=stop - start == rows)
                 loads[at] += (stop - start) * row
                 start = stop
         assert start == rows, "even shares leave room for every row"
     return [[mine[name] for name in tensors if name in mine] for mine in held]
 
 
-def cut_out(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
+def cut_out(tensor: torch.Tensor, part: RowSlice) -> torch.Tensor:
     """The rows of ``tensor`` that ``part`` names: a view."""
     return tensor if part.whole else tensor[part.start : part.stop]
 
@@ -84,8 +84,8 @@ def starved(tensors: Mapping[str, torch.Tensor], plan: Plan, *, cut: bool) -> li
     return [Problem(where="plan.server", given=given, allowed=allowed, fix=f"server={most} dp={max(2, plan.dp)}")]
 
 
-def _whole(name: str, tensor: torch.Tensor) -> Slice:
-    return Slice(name=name, start=0, stop=tensor.shape[0] if tensor.dim() else 0, whole=True)
+def _whole(name: str, tensor: torch.Tensor) -> RowSlice:
+    return RowSlice(name=name, start=0, stop=tensor.shape[0] if tensor.dim() else 0, whole=True)
 
 
 Form = dict[str, tuple[torch.Size, torch.dtype]]

@@ -39,24 +39,24 @@ class Rule:
         strength: lambda of ``delay``.
         memory: of ``delay``'s adaptive form, DC-ASGD-a: ``strength`` is divided by the root of a running mean of g * g
             that keeps this share of itself with each piece. 0 for the constant form.
-        apart: keep the pieces of a step apart, since not all of them may be applied.
+        keeps_each_gradient: keep the pieces of a step apart, since not all of them may be applied.
         ahead: whether values are read while updates are made; each then goes into other memory.
     """
 
     compensate: Compensate = "none"
     strength: float = 2.0
     memory: float = 0.95
-    apart: bool = False
+    keeps_each_gradient: bool = False
     ahead: bool = False
 
     @property
     def keeps_pieces(self) -> bool:
         """Whether pieces are kept apart until their step is applied."""
-        return self.apart or self.compensate != "none"
+        return self.keeps_each_gradient or self.compensate != "none"
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenVersion:
     lock: threading.Lock = field(default_factory=threading.Lock)
     parts: set[int] = field(default_factory=set[int])
     total: Flat | None = None
@@ -119,7 +119,7 @@ class Shard:
         self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.used: dict[str, torch.Tensor] = {}
         self._places = {name: place for place, name in enumerate(self.form)}
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenVersion] = {}
         self._done: set[int] = set()
         self._ready: tuple[int, Flat] | None = None
         self._then: dict[int, Flat] = {}
@@ -149,7 +149,7 @@ class Shard:
         """
         with self._news:
             over = pushed.step < self._floor or pushed.step in self._done or pushed.term != self.term
-            known = None if over else self._open.setdefault(pushed.step, _Open())
+            known = None if over else self._open.setdefault(pushed.step, _OpenVersion())
         if known is None:
             self.give_back(gradient)
             return False
@@ -265,7 +265,7 @@ class Shard:
             "optimizer": sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
         }
 
-    def _together(self, known: _Open, parts: Collection[int]) -> Flat:
+    def _together(self, known: _OpenVersion, parts: Collection[int]) -> Flat:
         total: Flat | None = None
         self._slowed = self._mean_rate(known, parts)
         for part in sorted(parts):
@@ -286,7 +286,7 @@ class Shard:
         assert total is not None
         return total
 
-    def _mean_rate(self, known: _Open, parts: Collection[int]) -> float:
+    def _mean_rate(self, known: _OpenVersion, parts: Collection[int]) -> float:
         """Factor on the learning rate of pieces of these ages."""
         if self._rule.compensate != "rate":
             return 1.0

@@ -24,7 +24,7 @@ from typing import final
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BatchPiece:
     """A part of the global batch of a step."""
 
     step: int
@@ -38,20 +38,20 @@ class Report:
     Attributes:
         worker: its rank.
         version: of the parameters the gradient is of; the oldest of the servers'.
-        sums: name → (sum, count): of the loss, and in evaluations of each metric.
+        gradient_sums: name → (sum, count): of the loss, and in evaluations of each metric.
         samples: in the piece.
         seconds: that it took, the exchange included.
     """
 
     worker: int
     version: int
-    sums: dict[str, tuple[float, float]]
+    gradient_sums: dict[str, tuple[float, float]]
     samples: int
     seconds: float
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenStep:
     parts: tuple[int, ...]
     needed: int
     reports: dict[int, Report] = field(default_factory=dict[int, Report])
@@ -104,8 +104,8 @@ class WorkQueue:
         self.done: set[int] = set()
         self.limit = limit
         self._sizes, self._pace = sizes, pace or StalenessBound()
-        self._open: dict[int, _Open] = {}
-        self._held: dict[int, tuple[Piece, int]] = {}
+        self._open: dict[int, _OpenStep] = {}
+        self._held: dict[int, tuple[BatchPiece, int]] = {}
         self._silent: set[int] = set()
 
     @property
@@ -119,12 +119,12 @@ class WorkQueue:
         heard = (version for worker, (_, version) in self._held.items() if worker not in self._silent)
         return min(heard, default=self.version)
 
-    def held(self, worker: int) -> Piece | None:
+    def piece_of(self, worker: int) -> BatchPiece | None:
         """The piece that ``worker`` was dealt last and has not given back."""
         found = self._held.get(worker)
         return found[0] if found else None
 
-    def ask(self, worker: int) -> Piece | None:
+    def ask(self, worker: int) -> BatchPiece | None:
         """The next piece for ``worker``; ``None`` as long as there is none. What it held before may go to others."""
         self.leave(worker)
         busy = {piece for other, (piece, _) in self._held.items() if other not in self._silent}
@@ -133,7 +133,7 @@ class WorkQueue:
             if known.complete or not self._pace.allows(step, self.version):
                 continue
             for part in known.parts:
-                piece = Piece(step, part)
+                piece = BatchPiece(step, part)
                 if part not in known.reports and piece not in busy:
                     return self._give(worker, piece)
         while self._next in self.done:
@@ -143,12 +143,12 @@ class WorkQueue:
         step, self._next = self._next, self._next + 1
         sizes = self._sizes(step)
         parts = tuple(part for part, size in enumerate(sizes) if size)
-        self._open[step] = _Open(parts, max(1, min(len(parts), len(sizes) - self._pace.backup)))
-        return self._give(worker, Piece(step, parts[0]))
+        self._open[step] = _OpenStep(parts, max(1, min(len(parts), len(sizes) - self._pace.backup)))
+        return self._give(worker, BatchPiece(step, parts[0]))
 
-    def put(self, worker: int, piece: Piece, report: Report) -> bool:
+    def put(self, worker: int, piece: BatchPiece, report: Report) -> bool:
         """Take in that ``piece`` is computed. Returns whether it counts: not if it came too late, or twice."""
-        if self.held(worker) == piece:
+        if self.piece_of(worker) == piece:
             del self._held[worker]
         known = self._open.get(piece.step)
         if known is None or known.complete or piece.part not in known.parts or piece.part in known.reports:
@@ -186,7 +186,7 @@ class WorkQueue:
         """Nothing is heard of ``worker``: what it holds may go to others, too; whoever is first counts."""
         self._silent.add(worker)
 
-    def heard(self, worker: int) -> None:
+    def returned(self, worker: int) -> None:
         """``worker`` is heard of again."""
         self._silent.discard(worker)
 
@@ -198,12 +198,12 @@ class WorkQueue:
         self._open.clear()
         self._held.clear()
 
-    def _give(self, worker: int, piece: Piece) -> Piece:
+    def _give(self, worker: int, piece: BatchPiece) -> BatchPiece:
         self._held[worker] = (piece, self.version)
         return piece
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """Each frame's kind; in brackets who sends it, and what its JSON holds."""
 
     HELLO = 1

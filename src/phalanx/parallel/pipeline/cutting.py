@@ -14,7 +14,7 @@ from phalanx.parallel.example import Example
 from phalanx.parallel.mixed_precision import gathered_type
 from phalanx.parallel.pipeline.cuts import chosen, take_apart, units
 from phalanx.parallel.pipeline.program import Program, program
-from phalanx.parallel.pipeline.stage import Forms, Stage, strip
+from phalanx.parallel.pipeline.stage import Stage, UnitOutlines, strip
 from phalanx.placement.schedules import holders
 
 
@@ -32,7 +32,7 @@ class StageCuts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pipeline:
+class CutPipeline:
     """A model cut into stages, the same on every rank.
 
     Attributes:
@@ -74,7 +74,7 @@ class Pipeline:
     def keep(self, rank: int, device: torch.device) -> list[Stage]:
         """This rank's stages; of the model, only their parameters are left. To be called once."""
         mine = [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
-        forms = Forms(self.program)
+        forms = UnitOutlines(self.program)
         fakes = strip(self.program, set(self.owned(rank)), device, gathered_type(self.plan))
         if len(mine) > 1:
             own = {self.program.calls[region].unit: None for stage in mine for region in self.regions[stage]}
@@ -82,7 +82,7 @@ class Pipeline:
         return [Stage(self.program, stage, self.regions[stage], forms) for stage in mine]
 
 
-def cut(module: nn.Module, example: Example, plan: Plan, known: StageCuts | None = None) -> Pipeline:
+def cut(module: nn.Module, example: Example, plan: Plan, known: StageCuts | None = None) -> CutPipeline:
     """Cut ``module``, which holds all its parameters, into the stages of ``plan``.
 
     Raises:
@@ -101,7 +101,7 @@ def cut(module: nn.Module, example: Example, plan: Plan, known: StageCuts | None
         name: tuple(sorted({stage_of[region] for region in its})) or (0,)
         for name, its in found.parameters.items()
     }
-    return Pipeline(
+    return CutPipeline(
         plan=plan,
         program=found,
         regions=regions,

@@ -77,7 +77,7 @@ def wants_order(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type == "cuda" and "nccl" in dist.get_backend_config(group)
 
 
-class Traffic:
+class StageMessages:
     """The messages of one run of one rank."""
 
     def __init__(

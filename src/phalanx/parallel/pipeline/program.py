@@ -29,7 +29,7 @@ from phalanx.trace.fake_tensors import fake
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class UnitCall:
     """One call of a unit.
 
     Attributes:
@@ -85,7 +85,7 @@ class Program:
 
     module: nn.Module
     fakes: FakeTensorMode
-    calls: tuple[Call, ...]
+    calls: tuple[UnitCall, ...]
     values: dict[Key, Value]
     parameters: dict[str, frozenset[int]]
     costs: tuple[float, ...]
@@ -202,7 +202,7 @@ _KEPT = 2**31  # stands for whatever a unit keeps to itself
 
 
 @dataclass(slots=True)
-class _Seen:
+class _UnitForm:
     signature: Any
     outline: Outline
     parts: Any
@@ -211,14 +211,14 @@ class _Seen:
 class _Dry(Flow):
     def __init__(self, module: nn.Module, units: Mapping[nn.Module, str]) -> None:
         super().__init__(FakeTensorMode(allow_non_fake_inputs=True))
-        self.calls: list[Call] = []
+        self.calls: list[UnitCall] = []
         self.values: dict[Key, Value] = {}
         self.regions: dict[int, set[int]] = {}
         self._module, self._units = module, units
         self._meant: dict[int, nn.Parameter] = {}
         self._given: set[int] = set()
         self._reads = False
-        self._seen: list[_Seen] = []
+        self._seen: list[_UnitForm] = []
 
     @contextmanager
     def fake_parameters(self) -> Iterator[None]:
@@ -327,7 +327,7 @@ class _Dry(Flow):
                 mark = self.mark_of(leaf) if isinstance(leaf, Tensor) else None
                 keys.append(mark.key if mark is not None else None)
         self.calls.append(
-            Call(
+            UnitCall(
                 name=self._units[unit],
                 unit=unit,
                 keys=tuple(keys),
@@ -376,7 +376,7 @@ class _Dry(Flow):
             tuple((name, type(child)) for name, child in unit.named_modules()),
             tuple((name, tuple(tensor.shape)) for name, tensor in unit.named_parameters()),
         )
-        self._seen.append(_Seen(given, form, parts))
+        self._seen.append(_UnitForm(given, form, parts))
         for index, seen in enumerate(self._seen[:-1]):
             if seen.signature == given and seen.outline == form and seen.parts == parts:
                 return index

@@ -49,13 +49,13 @@ class Attribute:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ArgumentTree:
     """Nested arguments or results: their leaves, each a ``Slot``, an ``Attribute`` or a constant."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
 
-    def same(self, other: Form) -> bool:
+    def same(self, other: ArgumentTree) -> bool:
         """Whether it is put together from the same."""
         return self.spec == other.spec and all(map(same, self.leaves, other.leaves))
 
@@ -69,7 +69,7 @@ class Form:
 
 
 @dataclass(slots=True)
-class Operation:
+class ReplayedCall:
     """A call of a unit or of one of torch's functions.
 
     Attributes:
@@ -84,7 +84,7 @@ class Operation:
     """
 
     call: Callable[..., Any]
-    given: Form
+    given: ArgumentTree
     makes: tuple[Slot | None, ...]
     guard: Any
     context: tuple[Any, ...]
@@ -92,7 +92,7 @@ class Operation:
     keeps: bool
     frees: tuple[Slot, ...] = ()
 
-    def same(self, other: Operation) -> bool:
+    def same(self, other: ReplayedCall) -> bool:
         """Whether it is the same call of the same."""
         return (
             same(self.call, other.call)
@@ -108,7 +108,7 @@ class GuardError(Exception):
 
 
 @dataclass(slots=True)
-class Tape:
+class StageTape:
     """What a stage does for arguments of one form.
 
     Attributes:
@@ -123,17 +123,17 @@ class Tape:
         state: Python values that the model's code reads.
     """
 
-    operations: list[Operation]
+    operations: list[ReplayedCall]
     arrives: int
     expected: list[Tensor]
     arrivals: tuple[Slot, ...]
-    result: Form
+    result: ArgumentTree
     given: int
     slots: int
     context: tuple[Any, ...]
     state: PythonState
 
-    def same(self, other: Tape) -> bool:
+    def same(self, other: StageTape) -> bool:
         """Whether both do the same."""
         return (
             (self.arrives, self.arrivals, self.given, self.context)
@@ -196,7 +196,7 @@ class Tape:
             one.frees = tuple(slot for slot, at in last.items() if at == index and slot not in set(self.result.slots()))
 
 
-def _made(one: Operation) -> Iterator[Slot]:
+def _made(one: ReplayedCall) -> Iterator[Slot]:
     return (slot for slot in one.makes if slot is not None)
 
 

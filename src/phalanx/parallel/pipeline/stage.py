@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.buffer_sync import buffers_kept
-from phalanx.parallel.pipeline.program import Call, Program, by_values, intercepted, quiet
-from phalanx.parallel.pipeline.recording import Recorder, Tapes
+from phalanx.parallel.pipeline.program import Program, UnitCall, by_values, intercepted, quiet
 from phalanx.parallel.pipeline.replay import GuardError
+from phalanx.parallel.pipeline.stage_recording import StageRecorder, Tapes
 from phalanx.parallel.pipeline.stand_in import Outline, drawn, like_arguments, outline, signature
 from phalanx.parallel.pipeline.value_flow import Flow, Key, TensorMark, tensors, told_to
 from phalanx.parallel.rng_streams import branch
@@ -41,7 +41,7 @@ class Stage:
         result: what the last call gave.
     """
 
-    def __init__(self, program: Program, index: int, regions: range, forms: Forms) -> None:
+    def __init__(self, program: Program, index: int, regions: range, forms: UnitOutlines) -> None:
         self.program, self.index, self.regions, self._forms = program, index, regions, forms
         self.arriving = program.crossing(regions.start)
         self.leaving = program.crossing(regions.stop) if regions.stop < len(program.calls) else []
@@ -81,7 +81,7 @@ class Stage:
             before, self.receive = self.receive, receive
             try:
                 with buffers_kept(self.program.module):
-                    self._follow(_Run(self, self._forms), self.program.module.forward, args, kwargs)
+                    self._follow(_StageRun(self, self._forms), self.program.module.forward, args, kwargs)
             finally:
                 self.receive = before
             self._shapes[key] = found
@@ -92,7 +92,7 @@ class Stage:
         for tape in self._tapes.ready(key):
             with suppress(GuardError):
                 return tape.play(list(tensors((args, kwargs))), self._received)
-        run = _Run(self, self._forms)
+        run = _StageRun(self, self._forms)
         run.recorder = self._tapes.recorder(key, args, kwargs, real=run.real)
         if run.recorder is None:
             return self._follow(run, forward, args, kwargs)
@@ -108,7 +108,7 @@ class Stage:
             branch(values[0].device, self.index)
         return values
 
-    def _follow(self, run: _Run, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _follow(self, run: _StageRun, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the model's own code."""
         try:
             with intercepted(self._units, run.called), told_to(run), quiet(), run:
@@ -126,7 +126,7 @@ class Stage:
         return output
 
 
-class Forms:
+class UnitOutlines:
     """What units that are not run here would give, by what they are called with."""
 
     def __init__(self, program: Program) -> None:
@@ -211,13 +211,13 @@ class _Leave(BaseException):
         self.values = values
 
 
-class _Run(Flow):
+class _StageRun(Flow):
     """One run of a stage."""
 
-    def __init__(self, stage: Stage, forms: Forms) -> None:
+    def __init__(self, stage: Stage, forms: UnitOutlines) -> None:
         super().__init__(stage.program.fakes)
         self.real = stage.regions.start == 0
-        self.recorder: Recorder | None = None
+        self.recorder: StageRecorder | None = None
         self._stage, self._forms = stage, forms
         self._waits = dict.fromkeys(stage.arriving) if not self.real else {}
         self._leaves = dict.fromkeys(stage.leaving)
@@ -281,7 +281,7 @@ class _Run(Flow):
         self._mark(known.keys, output, known.name)
         return output
 
-    def _computed(self, known: Call, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _computed(self, known: UnitCall, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # What reads more than it is called with is not there any more in backward.
         wrapped = call if known.reads else self.recomputed(call)
         if self.recorder is None:

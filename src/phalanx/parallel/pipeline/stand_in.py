@@ -19,7 +19,7 @@ from phalanx.trace.fake_tensors import fake
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class LeafOrigin:
     """How one leaf of an output comes about.
 
     Attributes:
@@ -45,7 +45,7 @@ class Way:
 class Outline:
     """The leaves of an output, and how they are put together."""
 
-    ways: tuple[Way, ...]
+    ways: tuple[LeafOrigin, ...]
     spec: TreeSpec
 
 
@@ -55,15 +55,15 @@ def outline(output: Any, args: Any, kwargs: Any, fakes: FakeTensorMode) -> tuple
     given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     places = {id(leaf): index for index, leaf in enumerate(given)}
     shapes = {(tuple(leaf.shape), leaf.dtype): index for index, leaf in reversed(list(enumerate(given)))}
-    ways: list[Way] = []
+    ways: list[LeafOrigin] = []
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            ways.append(Way(False, other=leaf))
+            ways.append(LeafOrigin(False, other=leaf))
         elif id(leaf) in places:
-            ways.append(Way(False, argument=places[id(leaf)]))
+            ways.append(LeafOrigin(False, argument=places[id(leaf)]))
         else:
             shape, stride = tuple(leaf.shape), tuple(leaf.stride()) if leaf.layout == torch.strided else ()
-            ways.append(Way(True, shapes.get((shape, leaf.dtype), -1), shape, stride, leaf.dtype, leaf.device))
+            ways.append(LeafOrigin(True, shapes.get((shape, leaf.dtype), -1), shape, stride, leaf.dtype, leaf.device))
             if not isinstance(leaf, FakeTensor):
                 leaves[index] = fake(fakes, leaf.detach())
     return Outline(tuple(ways), spec), tree_unflatten(leaves, spec)
@@ -85,7 +85,7 @@ def drawn(form: Outline, args: Any, kwargs: Any, fakes: FakeTensorMode) -> Any:
 def like_arguments(form: Outline, args: Any, kwargs: Any) -> Outline | None:
     """The same form, new tensors shaped as the arguments that they once were shaped as; ``None`` if one was not."""
     given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    ways: list[Way] = []
+    ways: list[LeafOrigin] = []
     for way in form.ways:
         if way.made:
             if way.argument < 0:
@@ -93,7 +93,7 @@ def like_arguments(form: Outline, args: Any, kwargs: Any) -> Outline | None:
             model = given[way.argument]
             shape = tuple(model.shape)
             stride = torch.empty(shape, device="meta").stride()
-            way = Way(True, way.argument, shape, stride, model.dtype, model.device)
+            way = LeafOrigin(True, way.argument, shape, stride, model.dtype, model.device)
         ways.append(way)
     return Outline(tuple(ways), form.spec)
 

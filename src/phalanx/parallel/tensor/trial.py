@@ -183,20 +183,20 @@ class Overrides:
     """What is said of weights, by the id of the parameter.
 
     Attributes:
-        told: by the job: the dimension to cut, or ``None`` for a weight that is to stay whole.
-        own: by the model's own plan: the dimension to cut. Followed where it goes well.
+        of_job: by the job: the dimension to cut, or ``None`` for a weight that is to stay whole.
+        of_model: by the model's own plan: the dimension to cut. Followed where it goes well.
     """
 
-    told: Mapping[int, int | None]
-    own: Mapping[int, int]
+    of_job: Mapping[int, int | None]
+    of_model: Mapping[int, int]
 
     def dims(self, weight: Tensor, *, own: bool = True) -> Sequence[int]:
         """The dimensions of ``weight`` to try; ``own=False`` leaves the model's own plan aside."""
-        if id(weight) in self.told:
-            dim = self.told[id(weight)]
+        if id(weight) in self.of_job:
+            dim = self.of_job[id(weight)]
             return () if dim is None else (dim,)
-        if own and id(weight) in self.own:
-            return (self.own[id(weight)],)
+        if own and id(weight) in self.of_model:
+            return (self.of_model[id(weight)],)
         return range(2) if weight.dim() == 2 else ()
 
 
@@ -222,7 +222,7 @@ def wishes(module: nn.Module, told: Mapping[str, Cutting]) -> Overrides:
             found |= {id(weight): _dim(owner, how) for owner, _, weight in matrices}
     if problems:
         raise RefusedError(problems)
-    return Overrides(told=found, own=_own(module))
+    return Overrides(of_job=found, of_model=_own(module))
 
 
 _UNKNOWN = -1

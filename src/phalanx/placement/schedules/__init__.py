@@ -1,5 +1,6 @@
 """Pipeline schedules, one file each, as orders that the runtime executes, forecasts price and ``show`` draws."""
 
+from phalanx.placement.schedules.all_schedules import SCHEDULES, forwards, holders, order
 from phalanx.placement.schedules.order import (
     Order,
     StuckError,
@@ -12,8 +13,7 @@ from phalanx.placement.schedules.order import (
     timed,
     work,
 )
-from phalanx.placement.schedules.schedule import Action, Filling, PipelineSchedule
-from phalanx.placement.schedules.table import SCHEDULES, forwards, holders, order
+from phalanx.placement.schedules.pipeline_schedule import Action, Filling, PipelineSchedule
 
 __all__ = [
     "SCHEDULES",

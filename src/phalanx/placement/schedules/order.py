@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from phalanx.config.plan import Plan
-from phalanx.placement.schedules.schedule import Action
+from phalanx.placement.schedules.pipeline_schedule import Action
 
 
-class Link(NamedTuple):
+class LinkedAction(NamedTuple):
     """An action as part of a whole order, whose actions are numbered such that none comes before what it needs.
 
     Attributes:
@@ -49,7 +49,7 @@ class Order:
         return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
 
     @cached_property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[LinkedAction, ...]:
         """All actions of all ranks, each after what it needs.
 
         Raises:
@@ -145,10 +145,10 @@ def bubble(order: Order, cost: Callable[[Action], float] | None = None) -> float
     return 1.0 - sum(one.end - one.begin for one in found) / whole
 
 
-def _linked(order: Order) -> tuple[Link, ...]:
+def _linked(order: Order) -> tuple[LinkedAction, ...]:
     """Lets every rank go on for as long as it can, in turn, until all are through."""
     rank_of, stages = order.rank_of, len(order.rank_of)
-    found, at, latest = list[Link](), [0] * len(order.ranks), [-1] * len(order.ranks)
+    found, at, latest = list[LinkedAction](), [0] * len(order.ranks), [-1] * len(order.ranks)
     done: dict[tuple[bool, int, int], int] = {}  # forward or backward for inputs, stage, micro-batch → its number
     waiting, idle = deque(range(len(order.ranks))), 0
     while waiting and idle < len(waiting):
@@ -169,7 +169,7 @@ def _linked(order: Order) -> tuple[Link, ...]:
                 break
             if kind != "W":
                 done[kind == "F", stage, micro] = len(found)
-            found.append(Link(rank, action, latest[rank], awaits))
+            found.append(LinkedAction(rank, action, latest[rank], awaits))
             latest[rank] = len(found) - 1
             at[rank] += 1
         idle = 0 if at[rank] > first else idle + 1

@@ -17,9 +17,9 @@ import torch
 
 from phalanx.config import Job, RunSpec
 from phalanx.data import Ledger, MicroBatch, StepBatch
-from phalanx.data.loader import Pieces
+from phalanx.data.loader import BatchPieces
 from phalanx.errors import RunError
-from phalanx.parallel.parameter_server import Kind, Report, StalenessBound, WorkQueue
+from phalanx.parallel.parameter_server import FrameKind, Report, StalenessBound, WorkQueue
 from phalanx.train.evaluate import Evaluation, Sums, add_up
 from phalanx.train.grad_clipping import clip_factor
 from phalanx.train.loop import Stepper, StepsLostError
@@ -30,7 +30,7 @@ from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Directory, Patience, ServerGroup, ServerScene
 from phalanx.train.parameter_server.shard_store import ShardStore, put_together
-from phalanx.train.recorder import Lap, RunRecorder
+from phalanx.train.run_recorder import Lap, RunRecorder
 
 _LOOK = 0.2  # seconds between looks at who is there, while nothing comes in
 
@@ -55,8 +55,8 @@ class Coordinator(Stepper):
     requests: RequestHandler
     recorder: RunRecorder
     directory: Directory
-    pieces: Pieces
-    evaluation: Pieces | None
+    pieces: BatchPieces
+    evaluation: BatchPieces | None
     patience: Patience
     observer: Observer
     scene: ServerScene
@@ -121,7 +121,7 @@ class Coordinator(Stepper):
                 reports = queue.pieces(step) if step is not None else {}
             if step is not None:
                 yield step, reports
-                requests.deal()
+                requests.dispatch()
             self._look()
 
     def _look(self) -> None:
@@ -140,13 +140,13 @@ class Coordinator(Stepper):
     def _update(self, step: int, reports: Mapping[int, Report]) -> tuple[StepBatch, Metrics]:
         """Have every server clip and step."""
         job, observer, group, scene, parts = self.job, self.observer, self.group, self.scene, list(reports)
-        total, count = (sum(report.sums["loss"][index] for report in reports.values()) for index in range(2))
+        total, count = (sum(report.gradient_sums["loss"][index] for report in reports.values()) for index in range(2))
         check_totals(step, total, count)
         rate = self.run.lr_scale * job.schedule.factor(step=step, batch=job.batch, total_steps=self._total)
         scale, norm, prepared = self._divisor / count, None, False
         batch = batch_of(self.pieces, step, parts)
         if job.clip is not None or observer.listens:
-            squares = group.tell(Kind.PREPARE, {"step": step, "parts": parts})
+            squares = group.tell(FrameKind.PREPARE, {"step": step, "parts": parts})
             prepared, scene.scale, scene.stepped_with = True, scale, False
             observer.gradients(batch, (total, count))
             if job.clip is not None:
@@ -156,7 +156,7 @@ class Coordinator(Stepper):
         with self.requests.news:
             oldest = self._queue.oldest
         order = {"step": step, "scale": scale, "rate": rate, "oldest": oldest, "watched": observer.listens}
-        group.tell(Kind.APPLY, order if prepared else {**order, "parts": parts})
+        group.tell(FrameKind.APPLY, order if prepared else {**order, "parts": parts})
         scene.stepped_with = True
         observer.steps(batch)
         metrics = Metrics(
@@ -175,7 +175,7 @@ class Coordinator(Stepper):
         with self.requests.news:
             queue = {"floor": self._queue.floor, "done": sorted(self._queue.done)}
         progress = {**queue, "samples": self._samples, "begun": self.samples_before}
-        self.group.tell(Kind.SNAPSHOT, {"progress": progress})
+        self.group.tell(FrameKind.SNAPSHOT, {"progress": progress})
 
     def evaluate(self) -> Evaluation | None:
         data, begun = self.evaluation, time.perf_counter()
@@ -189,7 +189,7 @@ class Coordinator(Stepper):
         for step, reports in self._complete(queue):
             for report in reports.values():
                 samples += report.samples
-                add_up(sums, report.sums)
+                add_up(sums, report.gradient_sums)
             with self.requests.news:
                 queue.applied(step)
         self.requests.turn_to("train", self._queue)
@@ -204,7 +204,7 @@ class Coordinator(Stepper):
         """Bring every server to the newest version that all of them can go back to."""
         queue = self._queue
         self.find_others()
-        answers = self.group.tell(Kind.HELLO)
+        answers = self.group.tell(FrameKind.HELLO)
         initial = {0} if not self.run.resume else set[int]()
         common = set.intersection(*({*answer["snapshots"]} | initial for answer in answers))
         if not common:
@@ -214,7 +214,7 @@ class Coordinator(Stepper):
         version, term = max(common), max([self.requests.term, *(answer["term"] for answer in answers)]) + 1
         progress = self.store.progress(version) or {"floor": 0, "done": [], "samples": 0, "begun": 0}
         self.requests.restart(term)
-        self.group.tell(Kind.RESTORE, {"version": version, "term": term, "progress": progress})
+        self.group.tell(FrameKind.RESTORE, {"version": version, "term": term, "progress": progress})
         with self.requests.news:
             before = queue.version
             queue.restore(progress["floor"], progress["done"])
@@ -232,7 +232,7 @@ class Coordinator(Stepper):
             while requests.present and time.monotonic() < until:
                 requests.news.wait(_LOOK)
         self.directory.finish()
-        servers = [answer["memory"] for answer in self.group.tell(Kind.END)]
+        servers = [answer["memory"] for answer in self.group.tell(FrameKind.END)]
         self._record_workers()
         workers = sorted(requests.workers.items())
         held = {rank: worker.memory for rank, worker in workers if worker.memory}
@@ -286,12 +286,12 @@ def segment(run: RunSpec, first: int) -> Ledger:
     return Ledger(run.folder / "ledger", rank=0, first_step=first, world_size=1)
 
 
-def whole_batch(pieces: Pieces, step: int) -> StepBatch:
+def whole_batch(pieces: BatchPieces, step: int) -> StepBatch:
     """The samples of a step, all of whose parts are taken."""
     return batch_of(pieces, step, [part for part, size in enumerate(pieces.sizes(step)) if size])
 
 
-def batch_of(pieces: Pieces, step: int, parts: list[int]) -> StepBatch:
+def batch_of(pieces: BatchPieces, step: int, parts: list[int]) -> StepBatch:
     """The samples of a step's ``parts``; the batches themselves are with the workers."""
     micros = tuple(
         MicroBatch(batch=None, ids=tuple(ids.tolist()), samples=len(ids))

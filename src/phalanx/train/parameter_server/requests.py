@@ -11,7 +11,7 @@ from typing import Any, final
 
 from phalanx.comm.frames import Connection, Frame, LostError
 from phalanx.errors import DataError
-from phalanx.parallel.parameter_server import Flat, Form, Kind, Piece, Report, WorkQueue
+from phalanx.parallel.parameter_server import BatchPiece, Flat, Form, FrameKind, Report, WorkQueue
 from phalanx.train.parameter_server.server_group import Patience
 
 
@@ -70,9 +70,9 @@ class RequestHandler:
         """From now on deal pieces of ``queue`` out, for ``train`` or ``evaluate``."""
         with self.news:
             self._what, self.queue = what, queue
-        self.deal()
+        self.dispatch()
 
-    def deal(self) -> None:
+    def dispatch(self) -> None:
         """Give work to those that wait, as far as there is any."""
         with self.news:
             waiting = [rank for rank, known in sorted(self.workers.items()) if known.waiting]
@@ -90,7 +90,7 @@ class RequestHandler:
         """Tell everybody who asks that all is done."""
         with self.news:
             self._finished = True
-        self.deal()
+        self.dispatch()
 
     @property
     def present(self) -> list[int]:
@@ -111,18 +111,18 @@ class RequestHandler:
         with self.news:
             for rank, known in self.workers.items():
                 quiet = time.monotonic() - known.connection.heard if known.connection else 0.0
-                if not known.silent and quiet > limit and self.queue.held(rank):
+                if not known.silent and quiet > limit and self.queue.piece_of(rank):
                     known.silent = fallen = True
                     self.queue.silent(rank)
                     self._note(rank, "silent", f"nothing heard for {quiet:.1f} s")
                 elif known.silent and quiet < limit and known.connection:
                     known.silent = False
-                    self.queue.heard(rank)
+                    self.queue.returned(rank)
                     self._note(rank, "returned", "it is heard of again")
         if fallen:
-            self.deal()
+            self.dispatch()
 
-    def joined(self, rank: int, connection: Connection, length: int) -> None:
+    def connected(self, rank: int, connection: Connection, length: int) -> None:
         """A worker has connected, or come back."""
         with self.news:
             before = self.workers.get(rank)
@@ -174,17 +174,17 @@ class RequestHandler:
             if not self.present:
                 self._nobody_since = time.monotonic()
             self.news.notify_all()
-        self.deal()
+        self.dispatch()
 
     def _take_in(self, rank: int, known: WorkerState, done: dict[str, Any], brought: Flat | None) -> None:
-        piece = Piece(done["step"], done["part"])
+        piece = BatchPiece(done["step"], done["part"])
         if done["term"] != self.term or done["what"] != self._what:
             return
         sums = {name: (float(total), float(count)) for name, (total, count) in done["sums"].items()}
         report = Report(
             worker=rank,
             version=done["version"],
-            sums=sums,
+            gradient_sums=sums,
             samples=done["samples"],
             seconds=done["seconds"],
         )
@@ -213,9 +213,9 @@ class RequestHandler:
             deal = {"what": self._what, "version": self.queue.version, "term": self.term}
         try:
             if piece is None:
-                connection.send(Kind.END)
+                connection.send(FrameKind.END)
             else:
-                connection.send(Kind.DEAL, {**deal, "step": piece.step, "part": piece.part})
+                connection.send(FrameKind.DEAL, {**deal, "step": piece.step, "part": piece.part})
         except LostError:
             return  # its own thread hears of it, too
 

@@ -10,23 +10,23 @@ from typing import Any
 from phalanx.comm import Place, device_for
 from phalanx.comm.frames import Connection, LostError
 from phalanx.config import Job, RunSpec
-from phalanx.data.loader import Pieces
+from phalanx.data.loader import BatchPieces
 from phalanx.errors import RunError
 from phalanx.events import read
 from phalanx.parallel import advice, device_kind, notes
 from phalanx.parallel.compression import Codec, codec
-from phalanx.parallel.parameter_server import Kind, StalenessBound, WorkQueue
+from phalanx.parallel.parameter_server import FrameKind, StalenessBound, WorkQueue
 from phalanx.train.assembly import refuse
-from phalanx.train.loop import Loop, StepsLostError
+from phalanx.train.loop import StepsLostError, TrainingLoop
 from phalanx.train.lr_schedule import resume_notes
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.coordinator import Coordinator, divisor_of, segment
+from phalanx.train.parameter_server.gradient_worker import ServerLinks, Worker
 from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Address, Directory, Patience, ServerGroup, ServerScene
 from phalanx.train.parameter_server.shard_store import ShardStore
-from phalanx.train.parameter_server.worker import ServerLinks, Worker
-from phalanx.train.recorder import RunRecorder
+from phalanx.train.run_recorder import RunRecorder
 from phalanx.train.state import newest_checkpoint, refuse_other_job
 
 
@@ -168,7 +168,7 @@ class ServerProcess:
                     self._start(coordinator, resumed, causes)
                 coordinator.server.start(coordinator.requests)
                 self._publish(coordinator.server)
-                return Loop(self._job, self._run, coordinator, coordinator.recorder, self._observer).run(lost)
+                return TrainingLoop(self._job, self._run, coordinator, coordinator.recorder, self._observer).run(lost)
             finally:
                 coordinator.group.close()
 
@@ -201,7 +201,7 @@ class ServerProcess:
             return
         try:
             connection = Connection.to(address.host, address.port, patience=5.0, timeout=2.0)
-            connection.send(Kind.HELLO, {"rank": self._place.rank, "probe": True})
+            connection.send(FrameKind.HELLO, {"rank": self._place.rank, "probe": True})
             index = connection.receive().meta["index"]
             connection.close()
         except (OSError, LostError):
@@ -224,11 +224,11 @@ def _last_version(run: RunSpec) -> int:
     return version
 
 
-def _data(job: Job, run: RunSpec) -> tuple[Pieces, Pieces | None]:
+def _data(job: Job, run: RunSpec) -> tuple[BatchPieces, BatchPieces | None]:
     plan = run.plan
-    pieces = Pieces(job.data(), job, plan.dp, micro=plan.micro)
+    pieces = BatchPieces(job.data(), job, plan.dp, micro=plan.micro)
     found = job.evaluate() if job.evaluate is not None else None
-    evaluation = None if found is None else Pieces(found, replace(job), plan.dp, micro=plan.micro, once=True)
+    evaluation = None if found is None else BatchPieces(found, replace(job), plan.dp, micro=plan.micro, once=True)
     return pieces, evaluation
 
 

@@ -14,7 +14,7 @@ import torch
 from phalanx.comm.frames import Connection, Frame, LostError, views
 from phalanx.hardware import peak_memory
 from phalanx.parallel.compression import Codec, read
-from phalanx.parallel.parameter_server import Kind, Pushed
+from phalanx.parallel.parameter_server import FrameKind, Pushed
 from phalanx.train.parameter_server.shard_store import ServerShare, ShardStore
 
 if TYPE_CHECKING:
@@ -66,24 +66,24 @@ class Server:
         """Seconds since the coordinator was last connected; 0 while it is."""
         return 0.0 if self._leading else time.monotonic() - self._led
 
-    def obey(self, kind: Kind, meta: dict[str, Any]) -> dict[str, Any]:
+    def obey(self, kind: FrameKind, meta: dict[str, Any]) -> dict[str, Any]:
         """Do what the coordinator says; returns what there is to answer."""
         store, shard = self._store, self._store.shard
         match kind:
-            case Kind.PREPARE:
+            case FrameKind.PREPARE:
                 return {"square": shard.prepare(meta["step"], meta["parts"])}
-            case Kind.APPLY:
+            case FrameKind.APPLY:
                 if "parts" in meta:
                     shard.prepare(meta["step"], meta["parts"])
                 named = {name: meta[name] for name in ("scale", "rate", "oldest")}
                 shard.apply(meta["step"], **named, watched=meta.get("watched", False))
-            case Kind.SNAPSHOT:
+            case FrameKind.SNAPSHOT:
                 store.snapshot(meta["progress"])
-            case Kind.RESTORE:
+            case FrameKind.RESTORE:
                 store.go_back(meta["version"], meta["term"], meta["progress"])
-            case Kind.HELLO:
+            case FrameKind.HELLO:
                 return self._introduction()
-            case Kind.END:
+            case FrameKind.END:
                 return {"memory": memory_of(store)}
             case _:
                 raise LostError(f"a {kind.name} from the coordinator")
@@ -127,13 +127,13 @@ class Server:
         self._connections.add(connection)
         try:
             hello = connection.receive()
-            if hello.kind != Kind.HELLO:
+            if hello.kind != FrameKind.HELLO:
                 return
             rank = int(hello.meta["rank"])
             if rank == COORDINATOR:
                 self._follow(connection)
             elif "probe" in hello.meta:
-                connection.send(Kind.WELCOME, {"index": self._store.index})
+                connection.send(FrameKind.WELCOME, {"index": self._store.index})
             else:
                 self._serve(rank, connection, int(hello.meta["length"]))
         except LostError:
@@ -145,16 +145,16 @@ class Server:
     def _follow(self, connection: Connection) -> None:
         self._leading.add(connection)
         try:
-            connection.send(Kind.WELCOME, self._introduction())
+            connection.send(FrameKind.WELCOME, self._introduction())
             while True:
                 frame = connection.receive()
-                kind = Kind(frame.kind)
-                if kind == Kind.GATHER:
+                kind = FrameKind(frame.kind)
+                if kind == FrameKind.GATHER:
                     share = self.share(frame.meta["what"])
                     send_tensors(connection, kind, {"held": share.held, "groups": share.groups}, share.tensors)
                 else:
                     connection.send(kind, self.obey(kind, frame.meta))
-                if kind == Kind.END:
+                if kind == FrameKind.END:
                     self.over.set()
                     return
         finally:
@@ -163,22 +163,22 @@ class Server:
 
     def _serve(self, rank: int, connection: Connection, length: int) -> None:
         requests, reason = self._requests, "its connection has ended"
-        connection.send(Kind.WELCOME, self._introduction())
+        connection.send(FrameKind.WELCOME, self._introduction())
         if requests:
-            requests.joined(rank, connection, length)
+            requests.connected(rank, connection, length)
         try:
             while True:
                 frame = connection.receive()
-                match Kind(frame.kind):
-                    case Kind.PULL:
+                match FrameKind(frame.kind):
+                    case FrameKind.PULL:
                         self._pull(connection, frame)
-                    case Kind.PUSH:
+                    case FrameKind.PUSH:
                         self._push(connection, frame)
-                    case Kind.BEAT:
-                        connection.send(Kind.BEAT)
-                    case Kind.ASK if requests:
+                    case FrameKind.BEAT:
+                        connection.send(FrameKind.BEAT)
+                    case FrameKind.ASK if requests:
                         requests.asked(rank, connection, frame)
-                    case Kind.END if requests:
+                    case FrameKind.END if requests:
                         requests.parted(rank, frame.meta["memory"])
                         return
                     case kind:
@@ -195,10 +195,10 @@ class Server:
         with shard.values() as (version, flat):
             meta = {"version": version, "term": shard.term}
             if (frame.meta["version"], frame.meta["term"]) == (version, shard.term):
-                connection.send(Kind.VALUES, meta)
+                connection.send(FrameKind.VALUES, meta)
                 return
             statistics = [one.clone() for one in self._store.statistics.whole] if self._store.index == 0 else []
-            connection.send(Kind.VALUES, meta, [*flat.wire, *views(statistics)])
+            connection.send(FrameKind.VALUES, meta, [*flat.wire, *views(statistics)])
 
     def _push(self, connection: Connection, frame: Frame) -> None:
         shard = self._store.shard
@@ -214,7 +214,7 @@ class Server:
         except BaseException:
             shard.give_back(flat)
             raise
-        connection.send(Kind.TAKEN, {"new": shard.push(Pushed(**frame.meta), flat)})
+        connection.send(FrameKind.TAKEN, {"new": shard.push(Pushed(**frame.meta), flat)})
 
 
 def memory_of(store: ShardStore) -> dict[str, int]:
@@ -225,7 +225,9 @@ def memory_of(store: ShardStore) -> dict[str, int]:
 _NAMES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def send_tensors(connection: Connection, kind: Kind, meta: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+def send_tensors(
+    connection: Connection, kind: FrameKind, meta: dict[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> None:
     """One frame with ``tensors`` (on the host), what they are, and ``meta``."""
     dense = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     described = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in dense.items()]

@@ -15,7 +15,7 @@ from phalanx.comm import Place
 from phalanx.comm.frames import Connection, LostError
 from phalanx.comm.process_group import meet
 from phalanx.parallel import TensorShard
-from phalanx.parallel.parameter_server import Kind
+from phalanx.parallel.parameter_server import FrameKind
 from phalanx.train.loop import StepsLostError
 from phalanx.train.observer import Scene, State, groups_of
 from phalanx.train.parameter_server.server import COORDINATOR, Server, receive_tensors
@@ -40,7 +40,7 @@ class ServerGroup:
         """Whether server ``index`` could be reached at ``address``."""
         try:
             connection = Connection.to(address.host, address.port, patience=self._patience.answer)
-            connection.send(Kind.HELLO, {"rank": COORDINATOR})
+            connection.send(FrameKind.HELLO, {"rank": COORDINATOR})
             connection.receive()
         except OSError:
             return False
@@ -65,14 +65,14 @@ class ServerGroup:
                 self.lose(index)
                 raise StepsLostError(index, "its connection has ended")
 
-    def tell(self, kind: Kind, meta: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    def tell(self, kind: FrameKind, meta: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """Have every server do something, all at once; their answers in the order of servers.
 
         Raises:
             StepsLostError: if one is gone.
         """
         meta = meta or {}
-        self._wait(self._patience.task if kind in (Kind.SNAPSHOT, Kind.RESTORE) else self._patience.answer)
+        self._wait(self._patience.task if kind in (FrameKind.SNAPSHOT, FrameKind.RESTORE) else self._patience.answer)
         for index in self._others:
             self._of(index, lambda connection: connection.send(kind, meta))
         answers = [self._server.obey(kind, meta)]
@@ -92,7 +92,7 @@ class ServerGroup:
 
         self._wait(self._patience.task)
         for index in self._others:
-            self._of(index, lambda connection: connection.send(Kind.GATHER, {"what": what}))
+            self._of(index, lambda connection: connection.send(FrameKind.GATHER, {"what": what}))
         return [self._server.share(what), *(self._of(index, taken) for index in self._others)]
 
     def close(self) -> None:

@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_map
 from phalanx.config import Job, Plan
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.layout import RankHoldings
-from phalanx.parallel.parameter_server import Flat, Rule, Shard, Slice, cut_out, form_of, partition, starved
+from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, Shard, cut_out, form_of, partition, starved
 from phalanx.parallel.single import SingleLayout
 from phalanx.train.assembly import build_model, build_optimizer
 from phalanx.train.elementwise import Parameters, elementwise
 from phalanx.train.state import identity, model_tensors, restore_values
 
-KEPT = 2
+SNAPSHOTS_KEPT = 2
 """Snapshots of each server that are kept."""
 
 
@@ -80,7 +80,7 @@ class ShardStore:
             raise RefusedError(problems)
         self.slices = {one.name: one for one in partition(parameters, plan.server, cut=cut)[index]}
         self.rates = [float(group["lr"]) for group in self._whole.param_groups]
-        rule = Rule(compensate=plan.compensate, apart=plan.backup > 0, ahead=bool(plan.staleness))
+        rule = Rule(compensate=plan.compensate, keeps_each_gradient=plan.backup > 0, ahead=bool(plan.staleness))
         self.elements = sum(tensor.numel() for tensor in self.layout.module.parameters())
         self.shard = Shard(self._cut(parameters), self._make, rule)
         self._buffers = ServerStatistics(self.layout.module)
@@ -100,7 +100,7 @@ class ShardStore:
         restore_values(path, self.layout, self._whole)
         step = int(state["step"])
         with self.shard.restoring(step, 0, step):
-            self._set(self.layout.held)
+            self._set(self.layout.holdings)
         self.statistics = self._buffers.take()
         return state
 
@@ -136,7 +136,7 @@ class ShardStore:
             step=shard.version,
             tensors={**model, **statistics, **tensors},
             state={"optimizer": groups, "progress": dict(progress)},
-            keep=KEPT,
+            keep=SNAPSHOTS_KEPT,
         )
 
     def go_back(self, version: int, term: int, progress: Mapping[str, Any]) -> None:
@@ -157,7 +157,7 @@ class ShardStore:
                 self._whole = build_optimizer(self._job, self.layout)
                 self._buffers = ServerStatistics(self.layout.module)
                 self.statistics = self._buffers.take()
-                self._set(self.layout.held)
+                self._set(self.layout.holdings)
                 self.settle()
 
     def progress(self, version: int) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class ShardStore:
         """Write an ordinary checkpoint: ``tensors`` put together, and what is not tensors of each state."""
         from phalanx import checkpoint
 
-        held = self.layout.held
+        held = self.layout.holdings
         with torch.no_grad():
             for name, parameter in held.parameters.items():
                 parameter.copy_(tensors.pop(f"model.{name}"))
@@ -230,7 +230,7 @@ class ShardStore:
                 self.shard.optimizer.state.pop(mine)
 
 
-def _rows(value: Any, whole: torch.Tensor, part: Slice) -> Any:
+def _rows(value: Any, whole: torch.Tensor, part: RowSlice) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return (cut_out(value, part) if value.shape == whole.shape else value).clone()

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from phalanx.config import Job
 from phalanx.verify.witness import samples
-from phalanx.verify.witness.loop import END, FIRST, START, WHOLE, Witness
+from phalanx.verify.witness.plain_loop import END, FIRST, START, WHOLE, Witness
 
 _FORM = (
     "a training loop yields the loss of each optimizer step and returns the model, "

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.config import Cluster, Group
-from phalanx.config.sync import AUTO, dealt, weights
+from phalanx.config.sync import AUTO, split_by_weight, weights
 from phalanx.forecast.layouts import Layouts
-from phalanx.forecast.memory import Memory, memory
+from phalanx.forecast.memory import MemoryForecast, memory
 from phalanx.forecast.operation_arrays import Array
-from phalanx.forecast.step import ForecastInput, StepTime, alone
-from phalanx.forecast.work import held
+from phalanx.forecast.step_time import ForecastInput, StepTime, on_one_kind
+from phalanx.forecast.workload import for_memory
 
 _ROUNDS = 4
 _APART = ("replicas", "stragglers", "rest")
@@ -36,7 +36,7 @@ class DeviceShares:
     there: npt.NDArray[np.bool_]
 
 
-def deal(scene: ForecastInput, layouts: Layouts) -> DeviceShares:
+def device_shares(scene: ForecastInput, layouts: Layouts) -> DeviceShares:
     """The samples of the global batch that ranks of each kind of device take.
 
     Even shares are the same for all. Weights go to ranks of ``dp``, which lie on the groups in their order. ``auto``
@@ -68,29 +68,31 @@ def kinds(cluster: Cluster, precision: str) -> tuple[Group, ...]:
 
 def step_of(scene: ForecastInput, dealt_out: DeviceShares, events: bool = False) -> StepTime:
     """The step of every layout on the kind of device that takes longest, which all others wait for."""
-    each = [alone(scene, one, group, events) for group, one in zip(dealt_out.groups, dealt_out.layouts, strict=True)]
+    each = [
+        on_one_kind(scene, one, group, events) for group, one in zip(dealt_out.groups, dealt_out.layouts, strict=True)
+    ]
     total = np.where(dealt_out.there, np.stack([one.total for one in each]), -np.inf)
     return StepTime(**_picked(each, total.argmax(axis=0), [one.name for one in fields(StepTime)]))
 
 
-def memory_of(scene: ForecastInput, dealt_out: DeviceShares) -> tuple[Memory, Array]:
+def memory_of(scene: ForecastInput, dealt_out: DeviceShares) -> tuple[MemoryForecast, Array]:
     """The memory of every layout on the kind of device that comes nearest to its room, and that room: bytes, (N,)."""
     each = [_memory(scene, one) for one in dealt_out.layouts]
     rooms = np.array([float(group.device.room) for group in dealt_out.groups])
     full = np.stack([one.reserved for one in each]) - rooms[:, None]
     worst = np.where(dealt_out.there, full, -np.inf).argmax(axis=0)
-    return Memory(**_picked(each, worst, [one.name for one in fields(Memory)])), rooms[worst]
+    return MemoryForecast(**_picked(each, worst, [one.name for one in fields(MemoryForecast)])), rooms[worst]
 
 
-def _memory(scene: ForecastInput, layouts: Layouts) -> Memory:
+def _memory(scene: ForecastInput, layouts: Layouts) -> MemoryForecast:
     here = any(group.device.kind == "cpu" for group in scene.cluster.groups)
     preset = replace(scene.preset, one_memory=here)
-    layouts = held(scene.work.unlike, layouts)
+    layouts = for_memory(scene.work.unlike, layouts)
     return memory(scene.work.profile, layouts, preset, scene.precision, scene.work.state)
 
 
 def _picked(
-    each: Sequence[StepTime] | Sequence[Memory], at: npt.NDArray[np.intp], names: Sequence[str]
+    each: Sequence[StepTime] | Sequence[MemoryForecast], at: npt.NDArray[np.intp], names: Sequence[str]
 ) -> dict[str, Array]:
     if len(each) == 1:
         return {name: getattr(each[0], name) for name in names}
@@ -113,7 +115,7 @@ def _given(layouts: Layouts, counts: npt.NDArray[np.int64]) -> Array:
     for at, text in enumerate(layouts.shares):
         each = weights(str(text))
         if each:
-            samples = np.array(dealt(int(layouts.batch[at]), each)) / (layouts.fsdp * layouts.ep)[at]
+            samples = np.array(split_by_weight(int(layouts.batch[at]), each)) / (layouts.fsdp * layouts.ep)[at]
             ends = np.cumsum(counts[:, at])
             for kind, (end, count) in enumerate(zip(ends, counts[:, at], strict=True)):
                 found[kind, at] = samples[end - count : end].max(initial=0.0) or found[kind, at]
@@ -147,7 +149,7 @@ def _by_speed(scene: ForecastInput, groups: Sequence[Group], layouts: Layouts, c
 
 def _busy(scene: ForecastInput, layouts: Layouts, group: Group) -> Array:
     """Seconds in which a rank works by itself."""
-    step = alone(scene, layouts, group)
+    step = on_one_kind(scene, layouts, group)
     return step.total - sum((getattr(step, name) for name in _APART), np.zeros_like(step.rest))
 
 
@@ -174,7 +176,7 @@ def _shared(batch: int, speeds: Array, counts: npt.NDArray[np.int64], caps: Arra
         part[over] = caps[over]
         left -= float((counts * caps)[over].sum())
         free &= ~over
-    ranks = np.array(dealt(batch, np.repeat(part, counts).tolist()))
+    ranks = np.array(split_by_weight(batch, np.repeat(part, counts).tolist()))
     while ranks.min() < least < ranks.max():
         ranks[ranks.argmin()] += 1
         ranks[ranks.argmax()] -= 1

@@ -14,16 +14,16 @@ import torch
 
 from phalanx.comm.frames import Connection, Frame, LostError, views
 from phalanx.config import Job, Plan
-from phalanx.data.loader import Pieces
+from phalanx.data.loader import BatchPieces
 from phalanx.errors import RunError
 from phalanx.hardware import peak_memory
 from phalanx.parallel import activation_checkpointing, torch_compile
 from phalanx.parallel.compression import Codec, Feedback, message, read
-from phalanx.parallel.parameter_server import Flat, Kind, Slice, cut_out
+from phalanx.parallel.parameter_server import Flat, FrameKind, RowSlice, cut_out
 from phalanx.parallel.single import SingleLayout
 from phalanx.train.assembly import build_model
 from phalanx.train.observer import Observer
-from phalanx.train.parameter_server.compute import Computer
+from phalanx.train.parameter_server.piece_compute import Computer
 from phalanx.train.parameter_server.server_group import Directory, Patience
 from phalanx.train.parameter_server.shard_store import ServerStatistics
 
@@ -39,7 +39,7 @@ class Worker:
     """
 
     def __init__(
-        self, job: Job, plan: Plan, device: torch.device, divisor: float, data: tuple[Pieces, Pieces | None]
+        self, job: Job, plan: Plan, device: torch.device, divisor: float, data: tuple[BatchPieces, BatchPieces | None]
     ) -> None:
         """``data`` are pieces to train on and to evaluate on."""
         self.observer = Observer()
@@ -63,7 +63,7 @@ class Worker:
             try:
                 order = links.ask(done, brought.wire if brought and done else [])
                 done = brought = None
-                if order.kind == Kind.END:
+                if order.kind == FrameKind.END:
                     links.say_goodbye({"peak_bytes": peak_memory(), **self._computer.memory})
                     return
                 if order.meta["what"] == "train":
@@ -152,7 +152,7 @@ class ServerLink:
 
     index: int
     connection: Connection | None = None
-    slices: tuple[Slice, ...] = ()
+    slices: tuple[RowSlice, ...] = ()
     version: int = -1
     term: int = -1
     feedback: Feedback | None = None
@@ -160,15 +160,15 @@ class ServerLink:
     def receive(self) -> Frame:
         """The next frame that is not a sign of life."""
         assert self.connection is not None
-        while (frame := self.connection.receive()).kind == Kind.BEAT:
+        while (frame := self.connection.receive()).kind == FrameKind.BEAT:
             pass
         return frame
 
-    def expect(self, kind: Kind) -> Frame:
+    def expect(self, kind: FrameKind) -> Frame:
         """The next frame, which must be of this kind."""
         frame = self.receive()
         if frame.kind != kind:
-            raise LostError(f"{Kind(frame.kind).name} came where {kind.name} was expected")
+            raise LostError(f"{FrameKind(frame.kind).name} came where {kind.name} was expected")
         return frame
 
 
@@ -248,7 +248,7 @@ class ServerLinks:
 
         def asked(link: ServerLink) -> Frame:
             assert link.connection is not None
-            link.connection.send(Kind.ASK, {"done": done} if done else {}, brought)
+            link.connection.send(FrameKind.ASK, {"done": done} if done else {}, brought)
             return link.receive()
 
         return self._guarded(self.first, asked)
@@ -258,7 +258,7 @@ class ServerLinks:
         connection = self.first.connection
         with suppress(LostError):
             if connection:
-                connection.send(Kind.END, {"memory": memory})
+                connection.send(FrameKind.END, {"memory": memory})
 
     def pull(self, into: Mapping[str, torch.Tensor], statistics: list[memoryview]) -> tuple[int, int]:
         """Bring ``into`` (name → whole parameter, on the host) up to date. Returns the oldest version and the term.
@@ -269,8 +269,8 @@ class ServerLinks:
 
         def pulled(link: ServerLink) -> tuple[int, int]:
             assert link.connection is not None
-            link.connection.send(Kind.PULL, {"version": link.version, "term": link.term})
-            frame = link.expect(Kind.VALUES)
+            link.connection.send(FrameKind.PULL, {"version": link.version, "term": link.term})
+            frame = link.expect(FrameKind.VALUES)
             if frame.size:
                 targets = views(cut_out(into[part.name], part) for part in link.slices)
                 link.version = link.term = -1  # until all of it is here
@@ -297,8 +297,8 @@ class ServerLinks:
             parts = [cut_out(whole[part.name], part) for part in link.slices]
             without = [place for place, part in enumerate(link.slices) if part.name in none]
             payload = views(parts) if self._codec is None else views([_encoded(self._codec, link, parts)])
-            link.connection.send(Kind.PUSH, {**meta, "version": link.version, "without": without}, payload)
-            link.expect(Kind.TAKEN)
+            link.connection.send(FrameKind.PUSH, {**meta, "version": link.version, "without": without}, payload)
+            link.expect(FrameKind.TAKEN)
 
         self._each(pushed)
 
@@ -321,9 +321,9 @@ class ServerLinks:
             raise LinkLostError(link.index) from None
 
     def _introduce(self, link: ServerLink, connection: Connection) -> None:
-        connection.send(Kind.HELLO, {"rank": self._rank, "length": self._length})
+        connection.send(FrameKind.HELLO, {"rank": self._rank, "length": self._length})
         meta = connection.receive().meta
-        slices = (Slice(name=name, start=start, stop=stop, whole=whole) for name, start, stop, whole in meta["held"])
+        slices = (RowSlice(name=name, start=start, stop=stop, whole=whole) for name, start, stop, whole in meta["held"])
         link.slices = tuple(slices)
         link.version = link.term = -1
         link.connection = connection
@@ -333,7 +333,7 @@ class ServerLinks:
             connection = self.first.connection
             with suppress(LostError):
                 if connection:
-                    connection.send(Kind.BEAT)
+                    connection.send(FrameKind.BEAT)
 
 
 def _encoded(codec: Codec, link: ServerLink, parts: list[torch.Tensor]) -> torch.Tensor:

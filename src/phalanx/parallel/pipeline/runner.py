@@ -14,8 +14,8 @@ from phalanx.comm import Mesh
 from phalanx.parallel.layout import MicroBatchWork
 from phalanx.parallel.local_shards import Axis
 from phalanx.parallel.pipeline.backward import WeightHalf, input_half
-from phalanx.parallel.pipeline.cutting import Pipeline
-from phalanx.parallel.pipeline.messages import Contents, Message, Parcels, Traffic
+from phalanx.parallel.pipeline.cutting import CutPipeline
+from phalanx.parallel.pipeline.messages import Contents, Message, Parcels, StageMessages
 from phalanx.parallel.pipeline.stage import Stage
 from phalanx.placement.schedules import Order, forwards, order
 
@@ -52,7 +52,7 @@ class PipelineRunner:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: CutPipeline,
         mesh: Mesh,
         device: torch.device,
         *,
@@ -82,7 +82,7 @@ class PipelineRunner:
         """Forward and backward of all micro-batches; every rank of the pipeline with the same ones."""
         if micros:
             plan = self.pipeline.plan
-            each = _Running(self, order(plan.schedule, plan.pp, plan.stages, len(micros)), micros, work)
+            each = _PipelineRun(self, order(plan.schedule, plan.pp, plan.stages, len(micros)), micros, work)
             each.run()
 
     def evaluate(self, micros: Sequence[Any], work: MicroBatchWork) -> list[Any]:
@@ -91,7 +91,7 @@ class PipelineRunner:
             return []
         plan = self.pipeline.plan
         with torch.no_grad():
-            each = _Running(self, forwards(plan.schedule, plan.pp, plan.stages, len(micros)), micros, work)
+            each = _PipelineRun(self, forwards(plan.schedule, plan.pp, plan.stages, len(micros)), micros, work)
             each.run()
         return each.results
 
@@ -110,7 +110,7 @@ class _Arguments(MicroBatchWork):
         raise NotImplementedError
 
 
-class _Running(Contents):
+class _PipelineRun(Contents):
     """One run over some micro-batches."""
 
     def __init__(self, runner: PipelineRunner, order: Order, micros: Sequence[Any], work: MicroBatchWork) -> None:
@@ -123,7 +123,7 @@ class _Running(Contents):
         self._sizes: dict[Message, list[Tensor]] = {}
         self._inside = False
         mesh = runner._mesh
-        self._traffic = Traffic(
+        self._traffic = StageMessages(
             order,
             self._rank,
             peers=mesh.peers("pp"),

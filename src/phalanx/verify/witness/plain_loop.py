@@ -96,7 +96,7 @@ class Witness:
         Raises:
             ValueError: if ``why_not`` names a reason, or the data end before the first step.
         """
-        loop = _Loop(job, (steps, most or steps), precision, torch.device(device))
+        loop = _PlainLoop(job, (steps, most or steps), precision, torch.device(device))
         if not keyed_masks:
             return loop.run()
         loop.masks = masks = KeyedMasks(job.seed)
@@ -118,7 +118,7 @@ def why_not(job: Job, optimizer: torch.optim.Optimizer | None = None) -> str:
     return ""
 
 
-class _Loop:
+class _PlainLoop:
     """The objects of the loop, built in the order in which a script would build them."""
 
     def __init__(self, job: Job, steps: tuple[int, int], precision: str, device: torch.device) -> None:

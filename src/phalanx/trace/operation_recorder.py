@@ -38,7 +38,7 @@ class TensorUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class Storage:
     """A storage.
 
     Attributes:
@@ -53,7 +53,7 @@ class Memory:
 
 
 @dataclass(slots=True)
-class Step:
+class RecordedOperation:
     """One operation of the run.
 
     Attributes:
@@ -78,7 +78,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Tape:
+class RecordedRun:
     """What a run left behind.
 
     Attributes:
@@ -89,14 +89,14 @@ class Tape:
         recomputes: whether there was a checkpoint of the model's own.
     """
 
-    steps: list[Step] = field(default_factory=list[Step])
-    memories: dict[int, Memory] = field(default_factory=dict[int, Memory])
+    steps: list[RecordedOperation] = field(default_factory=list[RecordedOperation])
+    memories: dict[int, Storage] = field(default_factory=dict[int, Storage])
     saved: dict[int, int] = field(default_factory=dict[int, int])
     changes: list[tuple[int, int, bool]] = field(default_factory=list["tuple[int, int, bool]"])
     recomputes: bool = False
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """Records what runs inside it. Memory is known by numbers from 1, in order of first sight.
 
     Attributes:
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tape = Tape()
+        self.tape = RecordedRun()
         self.segment = 0
         self.backward = False
         self.again = False
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
         self._follow_positions(func, args, kwargs, made)
         if _is_free(func):
             return made
-        inputs, outputs = self.seen((args, kwargs)), self.seen(made)
+        inputs, outputs = self.tensors_in((args, kwargs)), self.tensors_in(made)
         if not outputs:
             return made
         name = func._schema.name.partition("::")[2]
@@ -148,10 +148,10 @@ class Recorder(TorchDispatchMode):
         if self._paused:
             return
         self.tape.steps.append(
-            Step(
+            RecordedOperation(
                 name=name,
-                inputs=inputs if isinstance(inputs, tuple) else self.seen(inputs),
-                outputs=outputs if isinstance(outputs, tuple) else self.seen(outputs),
+                inputs=inputs if isinstance(inputs, tuple) else self.tensors_in(inputs),
+                outputs=outputs if isinstance(outputs, tuple) else self.tensors_in(outputs),
                 given=given,
                 segment=self.segment,
                 backward=self.backward,
@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
             )
         )
 
-    def seen(self, value: Any) -> tuple[TensorUse, ...]:
+    def tensors_in(self, value: Any) -> tuple[TensorUse, ...]:
         """The tensors in ``value``, each once."""
         found: dict[tuple[int, tuple[int, ...]], TensorUse] = {}
         for leaf in tree_leaves(value):
@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):
         if key not in self._numbers:
             number = len(self.tape.memories) + 1
             self._numbers[key] = number
-            self.tape.memories[number] = Memory(storage.nbytes(), tensor.itemsize, tensor.is_floating_point())
+            self.tape.memories[number] = Storage(storage.nbytes(), tensor.itemsize, tensor.is_floating_point())
             self.tape.changes.append((number, self.segment, self.backward))
             self._watches[key] = weakref.ref(storage, lambda _: self._freed(key, number))
         return self._numbers[key]
@@ -247,7 +247,7 @@ class Recorder(TorchDispatchMode):
         """Accelerators keep the mean and the scale of a norm in fp32 whatever it computes in; CPUs do not."""
         for one in statistics:
             if one.is_floating_point() and one.itemsize < _FP32:
-                self.tape.memories[self.number(one)] = Memory(one.numel() * _FP32, _FP32, True)
+                self.tape.memories[self.number(one)] = Storage(one.numel() * _FP32, _FP32, True)
 
     def _freed(self, key: int, number: int) -> None:
         self._numbers.pop(key, None)

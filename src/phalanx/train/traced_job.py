@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.config import Job
 from phalanx.data import Lane, Loader
 from phalanx.forecast import Lengths, Work
-from phalanx.forecast.work import lengths_of
+from phalanx.forecast.workload import lengths_of
 from phalanx.parallel.example import Example
 from phalanx.parallel.grad_reduce import made_dense
 from phalanx.parallel.opened import look_inside
@@ -184,9 +184,9 @@ def look(loader: Loader, inputs: Callable[[Any], Any], *, seconds: float = PATIE
     found.sort()
     if len({length for length, _ in found}) < 2:
         return None, loader.example(2)
-    both = _length(inputs(loader.together([found[0][1], found[-1][1]])))
+    both = _length(inputs(loader.collate([found[0][1], found[-1][1]])))
     lengths = lengths_of([length for length, _ in found], padded=both == found[-1][0])
-    return lengths, loader.together([place for _, place in found[-2:]])
+    return lengths, loader.collate([place for _, place in found[-2:]])
 
 
 def _length(given: Any) -> int:

@@ -76,7 +76,7 @@ class MeasuredStep:
         if not self._left:
             return self._step(batch)
         self._left -= 1
-        step, saved = self._step, SavedActivations(self._kind, self._fixed(), self.uncounted)
+        step, saved = self._step, SavedActivationsMeter(self._kind, self._fixed(), self.uncounted)
         step.watch = StepObserver(around=lambda context: self._around(saved, context), gradients=self._see_gradients)
         try:
             with saved.everywhere(step.layout.module, outside=not step.plan.compile):
@@ -97,7 +97,7 @@ class MeasuredStep:
         """What was found so far."""
         return self._parts if self._left < _MEASURED else self._see_fixed()
 
-    def _see_all(self, saved: SavedActivations) -> None:
+    def _see_all(self, saved: SavedActivationsMeter) -> None:
         parts = self._see_fixed()
         parts.parameters = max(parts.parameters, self._bytes(self._values()) + saved.gathered)
         parts.activations = max(parts.activations, saved.peak)
@@ -111,13 +111,13 @@ class MeasuredStep:
         return parts
 
     def _around(
-        self, saved: SavedActivations, context: AbstractContextManager[object]
+        self, saved: SavedActivationsMeter, context: AbstractContextManager[object]
     ) -> AbstractContextManager[object]:
         self._see_gradients()  # those of the micro-batches before, which the last one's backward may scatter
         return saved.inside(context)
 
     def _see_gradients(self) -> None:
-        sender = self._step.layout.held.sender
+        sender = self._step.layout.holdings.sender
         there = [tensor.grad for tensor in self._values() if tensor.grad is not None]
         there += sender.stored() if sender else []
         self._parts.gradients = max(self._parts.gradients, self._bytes(there))
@@ -157,7 +157,7 @@ class _SavedTensor:
         self._freed.extend(self._keys)
 
 
-class SavedActivations:
+class SavedActivationsMeter:
     """Follows what autograd saves for backward.
 
     Inside its block, in each thread that enters it, every tensor that is saved counts until it is let go. What is saved
@@ -286,8 +286,8 @@ class SavedActivations:
         enter, see = graph.saved_tensors_hooks.__enter__, self._see
 
         def entering(hooks: graph.saved_tensors_hooks) -> None:
-            if not isinstance(hooks, _Hooks) and not isinstance(hooks.pack_hook, _Seen):
-                hooks.pack_hook = _Seen(hooks.pack_hook, see)
+            if not isinstance(hooks, _Hooks) and not isinstance(hooks.pack_hook, _WatchedHook):
+                hooks.pack_hook = _WatchedHook(hooks.pack_hook, see)
             enter(hooks)
 
         return entering
@@ -315,10 +315,10 @@ class SavedActivations:
 
 
 class _Hooks(graph.saved_tensors_hooks):
-    """Those of ``SavedActivations``."""
+    """Those of ``SavedActivationsMeter``."""
 
 
-class _Seen:
+class _WatchedHook:
     """Somebody else's hook, with a look at what it is given."""
 
     def __init__(self, hook: Callable[[Tensor], Any], see: Callable[[Tensor], None]) -> None:

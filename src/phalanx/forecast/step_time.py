@@ -10,14 +10,14 @@ from phalanx.config import Cluster, Group
 from phalanx.errors import Problem, RefusedError
 from phalanx.forecast.compute import KINDS, Times, compute
 from phalanx.forecast.gradient_sync import replicas, update
-from phalanx.forecast.kernels import Setting, widths
+from phalanx.forecast.kernels import DeviceSetting, widths
 from phalanx.forecast.layouts import Layouts, Whole
 from phalanx.forecast.network import Fabric, seconds
-from phalanx.forecast.operation_arrays import Array, Table, table
-from phalanx.forecast.pipeline import Lanes, Stages, held, pipeline, simulated, stages
+from phalanx.forecast.operation_arrays import Array, OperationArrays, table
+from phalanx.forecast.pipeline import Lanes, StageCounts, parameters_held, pipeline, simulated, stages
 from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.rates import Core, Rates, rates
-from phalanx.forecast.work import Work, timed
+from phalanx.forecast.workload import Work, for_time
 from phalanx.placement.collective_bytes import stages as handed
 
 
@@ -57,7 +57,9 @@ class StepTime:
         return sum((getattr(self, one.name) for one in fields(self)), np.zeros_like(self.products))
 
 
-def step_time(costs: Table, times: Times, layouts: Layouts, setting: Setting, events: bool = False) -> StepTime:
+def step_time(
+    costs: OperationArrays, times: Times, layouts: Layouts, setting: DeviceSetting, events: bool = False
+) -> StepTime:
     """The step of every candidate; with ``events`` pipelines are run event by event, else priced by formula."""
     lie = stages(costs, layouts)
     forward = np.einsum("kpn,pn->kn", lie.each, times.before)
@@ -99,7 +101,7 @@ def _stragglers(split: dict[str, Array], again: Array, layouts: Layouts, fabric:
     return fabric.wires.jitter * np.log2(nodes) * sum(split.values(), again)
 
 
-def _send(costs: Table, layouts: Layouts, setting: Setting) -> Array:
+def _send(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Array:
     """Seconds to hand one activation to the next stage."""
     entry = next((part.entry for part in costs.parts if part.role == "block"), costs.parts[0].entry)
     wide = widths(setting.preset, setting.precision, layouts.zero)
@@ -118,10 +120,12 @@ _PACKED = {0: (8.0, 0.0), 1: (24.0, 10.0), 2: (24.0, 10.0), 3: (32.0, 14.0)}
 _ADDED = 12.0  # bytes moved to add a parameter's gradient to that of the micro-batches before
 
 
-def on_cores(step: StepTime, costs: Table, layouts: Layouts, core: Core, *, cores: int, optimizer: str) -> StepTime:
+def on_cores(
+    step: StepTime, costs: OperationArrays, layouts: Layouts, core: Core, *, cores: int, optimizer: str
+) -> StepTime:
     """``step`` with the constants of ``core`` for what comes once a step, and with its processes on so many cores."""
     lie = stages(costs, layouts)
-    whole = held(costs, layouts, lie)
+    whole = parameters_held(costs, layouts, lie)
     stepped = whole / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
     tensors = np.maximum(_tensors(costs, lie), 1.0)
     update = core.stepping(optimizer, stepped, tensors, layouts.returned)
@@ -183,7 +187,7 @@ def _packing(whole: Array, layouts: Layouts, core: Core) -> Array:
     return np.where(layouts.summed * layouts.fsdp > 1, found, 0.0)
 
 
-def _tensors(costs: Table, lie: Stages) -> Array:
+def _tensors(costs: OperationArrays, lie: StageCounts) -> Array:
     """Tensors of parameters on the rank that holds most."""
     counts = [float(sum(weights.tensors for weights in part.weights)) for part in costs.parts]
     return np.einsum("kpn,p->kn", lie.each, np.array(counts)).max(axis=0)
@@ -214,7 +218,7 @@ class ForecastInput:
     preset: Preset = PHALANX
 
 
-def alone(scene: ForecastInput, layouts: Layouts, group: Group, events: bool = False) -> StepTime:
+def on_one_kind(scene: ForecastInput, layouts: Layouts, group: Group, events: bool = False) -> StepTime:
     """The step of every candidate of ``layouts`` on devices like those of ``group``; alike ones are priced once.
 
     With ``events`` pipelines are run event by event, which takes milliseconds each; else they are priced by formula.
@@ -227,7 +231,7 @@ def alone(scene: ForecastInput, layouts: Layouts, group: Group, events: bool = F
         allowed = ", ".join(group.device.peak)
         raise RefusedError([Problem(where="plan.precision", given=given, allowed=allowed, fix="precision=fp32")])
     costs, setting = table(scene.work.profile, scene.preset.balances), _setting(scene, group)
-    layouts = timed(scene.work.unlike, layouts)
+    layouts = for_time(scene.work.unlike, layouts)
     unlike, alike = _unlike(layouts)
     few = compute(costs, layouts.take(unlike), setting)
     each = Times(**{one.name: getattr(few, one.name)[..., alike] for one in fields(few)})
@@ -240,9 +244,9 @@ def alone(scene: ForecastInput, layouts: Layouts, group: Group, events: bool = F
     return replace(step, update=np.where(layouts.server > 0, 0.0, step.update))
 
 
-def _setting(scene: ForecastInput, group: Group) -> Setting:
+def _setting(scene: ForecastInput, group: Group) -> DeviceSetting:
     speeds, link, preset = rates(group.device), group.host.link, scene.preset
-    return Setting(
+    return DeviceSetting(
         rates=speeds,
         bus=link.latency if link else 0.0,
         fabric=_fabric(group, scene.cluster, speeds),

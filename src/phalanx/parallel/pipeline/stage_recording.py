@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_flatten
 
 from phalanx.parallel.local_shards import is_sliced
 from phalanx.parallel.pipeline.python_state import PythonState, calls_not_watched, calls_watched, chance
-from phalanx.parallel.pipeline.replay import CONSTANTS, NO_GUARD, Attribute, Form, Operation, Slot, Tape
+from phalanx.parallel.pipeline.replay import CONSTANTS, NO_GUARD, ArgumentTree, Attribute, ReplayedCall, Slot, StageTape
 from phalanx.parallel.pipeline.value_flow import RANDOM, writes
 
 
-class Recorder:
+class StageRecorder:
     """Makes a tape of one run.
 
     Attributes:
@@ -31,7 +31,7 @@ class Recorder:
         self._inside = {id(module._buffers) for module in inside}
         self.state = PythonState()
         self._model, self._real = model, real
-        self._operations: list[Operation] = []
+        self._operations: list[ReplayedCall] = []
         self._slots: dict[int, Slot] = {}
         self._early: set[Slot] = set()
         self._read_late: set[int] = set()
@@ -112,7 +112,7 @@ class Recorder:
         """There can be no tape of this run."""
         self.trouble = self.trouble or why
 
-    def tape(self, result: Any) -> Tape | None:
+    def tape(self, result: Any) -> StageTape | None:
         """The tape of a run that gave ``result``."""
         form = self._form(result)
         if any(not isinstance(leaf, (Slot, Attribute, *CONSTANTS)) for leaf in form.leaves):
@@ -125,7 +125,7 @@ class Recorder:
         if self.trouble or self.state.trouble:
             return None
         early = sum(one.early for one in self._operations[max(self._arrives, 0) :])
-        tape = Tape(
+        tape = StageTape(
             operations=sorted(self._operations, key=lambda one: not one.early),
             arrives=self._arrives + early if self._arrives >= 0 else -1,
             expected=self._expected,
@@ -139,13 +139,13 @@ class Recorder:
         tape.prune()
         return tape
 
-    def _keep(self, call: Any, given: Form, made: list[Any], guard: Any, *, early: bool, keeps: bool) -> None:
+    def _keep(self, call: Any, given: ArgumentTree, made: list[Any], guard: Any, *, early: bool, keeps: bool) -> None:
         if _surroundings() != self._around:
             self.refuse("it puts units or operations into a context of its own")
         makes = tuple(self._new(leaf) if isinstance(leaf, Tensor) else None for leaf in made)
         if early:
             self._early |= {slot for slot in makes if slot is not None}
-        self._operations.append(Operation(call, given, makes, guard, _context(), early, keeps))
+        self._operations.append(ReplayedCall(call, given, makes, guard, _context(), early, keeps))
 
     def _is_early(self, leaf: Any) -> bool:
         """Whether it depends on the arguments only, so that it can be computed before anything else."""
@@ -173,9 +173,9 @@ class Recorder:
         self._alive.append(tensor)
         return slot
 
-    def _form(self, tree: Any) -> Form:
+    def _form(self, tree: Any) -> ArgumentTree:
         leaves, spec = tree_flatten(tree)
-        return Form(tuple(self._leaf(leaf) for leaf in leaves), spec)
+        return ArgumentTree(tuple(self._leaf(leaf) for leaf in leaves), spec)
 
     def _leaf(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -200,8 +200,8 @@ class Tapes:
         self._model = model
         self._inside = {child for unit in units for child in unit.modules()}
         self._outside = [module for module in model.modules() if module not in self._inside]
-        self._once: dict[Any, list[Tape]] = {}
-        self._ready: dict[Any, list[Tape]] = {}
+        self._once: dict[Any, list[StageTape]] = {}
+        self._ready: dict[Any, list[StageTape]] = {}
         self._tries: dict[Any, int] = {}
         self.trouble = ""
 
@@ -223,22 +223,22 @@ class Tapes:
             bytes(module.training for module in self._outside),
         )
 
-    def ready(self, key: Any) -> Iterator[Tape]:
+    def ready(self, key: Any) -> Iterator[StageTape]:
         """The tapes that may hold now."""
         if key in self._ready and not _followed():
             yield from (tape for tape in self._ready[key] if tape.state.unchanged())
 
-    def recorder(self, key: Any, args: Any, kwargs: Any, *, real: bool) -> Recorder | None:
+    def recorder(self, key: Any, args: Any, kwargs: Any, *, real: bool) -> StageRecorder | None:
         """For a run with these arguments; ``None`` where recording has been given up."""
         hooks = _followed() or any(_has_hooks(module) for module in self._outside if module is not self._model)
         if hooks or self._tries.get(key, 0) >= _MOST_TRIES or len(self._tries) > _MOST_FORMS:
             return None
         self._tries[key] = self._tries.get(key, 0) + 1
-        recorder = Recorder(self._model, self._inside, args, kwargs, real=real)
+        recorder = StageRecorder(self._model, self._inside, args, kwargs, real=real)
         recorder.state.add_modules(self._outside, self._inside)
         return recorder
 
-    def recorded(self, key: Any, recorder: Recorder, result: Any) -> None:
+    def recorded(self, key: Any, recorder: StageRecorder, result: Any) -> None:
         """A run has ended and given ``result``."""
         tape = recorder.tape(result)
         self.trouble = recorder.trouble or recorder.state.trouble

@@ -45,7 +45,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _WeightCut:
     weight: nn.Parameter
     dim: int
     cut: Cut
@@ -58,8 +58,8 @@ def find(model: Model, ranks: int) -> Split:
         RefusedError: if the job wants cuts that cannot be.
     """
     said = wishes(model.module, model.example.tensor_parallel)
-    chosen: dict[int, _Choice] = {}
-    known: dict[Any, tuple[nn.Module, list[_Choice]]] = {}
+    chosen: dict[int, _WeightCut] = {}
+    known: dict[Any, tuple[nn.Module, list[_WeightCut]]] = {}
     for block, calls in model.calls.items():
         for choice in _like(block, known, said, partial(_pairs, block, calls, ranks, said)):
             chosen.setdefault(id(choice.weight), choice)
@@ -144,7 +144,9 @@ class Model:
         return watching
 
 
-def _like(block: nn.Module, known: dict[Any, Any], said: Overrides, look: Callable[[], list[_Choice]]) -> list[_Choice]:
+def _like(
+    block: nn.Module, known: dict[Any, Any], said: Overrides, look: Callable[[], list[_WeightCut]]
+) -> list[_WeightCut]:
     """The choices for a block; taken over from an earlier one that is made of the same parts."""
     shapes = tuple((name, type(child).__name__) for name, child in block.named_modules())
     key = (
@@ -155,28 +157,28 @@ def _like(block: nn.Module, known: dict[Any, Any], said: Overrides, look: Callab
         known[key] = (block, look())
     first, choices = known[key]
     by_name, its = dict(block.named_parameters()), {id(tensor): name for name, tensor in first.named_parameters()}
-    return [_Choice(by_name[its[id(one.weight)]], one.dim, one.cut) for one in choices if id(one.weight) in its]
+    return [_WeightCut(by_name[its[id(one.weight)]], one.dim, one.cut) for one in choices if id(one.weight) in its]
 
 
-def _pairs(block: nn.Module, call: Call, ranks: int, said: Overrides) -> list[_Choice]:
+def _pairs(block: nn.Module, call: Call, ranks: int, said: Overrides) -> list[_WeightCut]:
     """Cuts of weights that pair up within a block: as the model's own plan has it, or if that does not go, as found."""
     args, kwargs = call
     run = lambda: block(*args, **kwargs)  # noqa: E731
     found = _paired(block, run, ranks, said.dims)
-    return found or (_paired(block, run, ranks, partial(said.dims, own=False)) if said.own else [])
+    return found or (_paired(block, run, ranks, partial(said.dims, own=False)) if said.of_model else [])
 
 
 def _paired(
     block: nn.Module, run: Callable[[], Any], ranks: int, dims: Callable[[nn.Parameter], Sequence[int]]
-) -> list[_Choice]:
-    members: dict[tuple[int, ...], list[tuple[_Choice, Trial]]] = {}
+) -> list[_WeightCut]:
+    members: dict[tuple[int, ...], list[tuple[_WeightCut, Trial]]] = {}
     for weight in block.parameters():
         for dim in dims(weight):
             found = _cut(block, weight, dim, run, ranks, _ends_in_sums)
             if found is not None and all(one.dim in dims(one.weight) for one in found[1].met):
                 choice, trial = found
                 members.setdefault(tuple(id(one.weight) for one in trial.met), []).append((choice, trial))
-    chosen: dict[int, _Choice] = {}
+    chosen: dict[int, _WeightCut] = {}
     for group in members.values():
         for choice in _fitting(block, group, run, ranks):
             chosen.setdefault(id(choice.weight), choice)
@@ -190,7 +192,7 @@ def _cut(
     run: Callable[[], Any],
     ranks: int,
     good: Callable[[Trial, Any], bool],
-) -> tuple[_Choice, Trial] | None:
+) -> tuple[_WeightCut, Trial] | None:
     """A cut of one dimension that goes well."""
     tries = _tries(owner, weight, dim, run, ranks)
     return next(((choice, trial) for choice, trial, result in tries if good(trial, result)), None)
@@ -198,7 +200,7 @@ def _cut(
 
 def _tries(
     owner: nn.Module, weight: nn.Parameter, dim: int, run: Callable[[], Any], ranks: int
-) -> Iterator[tuple[_Choice, Trial, Any]]:
+) -> Iterator[tuple[_WeightCut, Trial, Any]]:
     """Cuts of one dimension that go at all; grains that the model's own views ask for are tried in turn."""
     size = weight.shape[dim]
     waiting, seen = [(1, 1)], {(1, 1)}
@@ -206,7 +208,7 @@ def _tries(
         outer, inner = waiting.pop(0)
         if size % (outer * inner) or size // (outer * inner) < ranks:
             continue
-        choice = _Choice(weight, dim, Cut.even(size, ranks, outer=outer, inner=inner))
+        choice = _WeightCut(weight, dim, Cut.even(size, ranks, outer=outer, inner=inner))
         trial, result = _outcome(owner, [choice], run, ranks)
         if trial is None:
             continue
@@ -219,7 +221,7 @@ def _tries(
 
 
 def _outcome(
-    owner: nn.Module, choices: Sequence[_Choice], run: Callable[[], Any], ranks: int
+    owner: nn.Module, choices: Sequence[_WeightCut], run: Callable[[], Any], ranks: int
 ) -> tuple[Trial | None, Any]:
     results: list[Any] = []
     try:
@@ -229,7 +231,7 @@ def _outcome(
     return trial, results[0]
 
 
-def _places(owner: nn.Module, choices: Sequence[_Choice], axis: Axis) -> Places:
+def _places(owner: nn.Module, choices: Sequence[_WeightCut], axis: Axis) -> Places:
     by_weight = {id(one.weight): (Placed(axis, one.dim, one.cut),) for one in choices}
     return [
         (child, name, by_weight[id(tensor)])
@@ -244,15 +246,19 @@ def _ends_in_sums(trial: Trial, result: Any) -> bool:
     return bool(trial.met) and weights and trial.sent == ["all_reduce"] * len(trial.met) and not _any_sliced(result)
 
 
-def _fitting(block: nn.Module, group: list[tuple[_Choice, Trial]], run: Callable[[], Any], ranks: int) -> list[_Choice]:
+def _fitting(
+    block: nn.Module, group: list[tuple[_WeightCut, Trial]], run: Callable[[], Any], ranks: int
+) -> list[_WeightCut]:
     """The largest part of a group that goes well together, with the weights that it ends in and the biases beside."""
     group = sorted(group, key=lambda pair: -pair[0].weight.numel())
     while group:
         ends = {id(one.weight): one for one in group[0][1].met}
         group = [pair for pair in group if all(one.cut.same(ends[id(one.weight)].cut) for one in pair[1].met)]
         biases = [one for _, trial in group for one in trial.beside if isinstance(one.weight, nn.Parameter)]
-        rows = [_Choice(one.weight, one.dim, one.cut) for one in ends.values() if isinstance(one.weight, nn.Parameter)]
-        sides = {id(one.weight): _Choice(one.weight, 0, one.cut) for one in biases}  # pyright: ignore
+        rows = [
+            _WeightCut(one.weight, one.dim, one.cut) for one in ends.values() if isinstance(one.weight, nn.Parameter)
+        ]
+        sides = {id(one.weight): _WeightCut(one.weight, 0, one.cut) for one in biases}  # pyright: ignore
         choices = [*(choice for choice, _ in group), *rows, *sides.values()]
         if len({id(one.weight) for one in choices}) == len(choices):
             trial, result = _outcome(block, choices, run, ranks)
@@ -262,14 +268,14 @@ def _fitting(block: nn.Module, group: list[tuple[_Choice, Trial]], run: Callable
     return []
 
 
-def _vocabulary(model: Model, chosen: dict[int, _Choice], ranks: int, said: Overrides) -> list[_Choice]:
+def _vocabulary(model: Model, chosen: dict[int, _WeightCut], ranks: int, said: Overrides) -> list[_WeightCut]:
     """Cuts of tables of words and of the products that choose among them, outside the blocks."""
     inside = set(chosen)
     if model.repeats:
         inside |= {id(tensor) for block in model.calls for tensor in block.parameters()}
-    found: list[_Choice] = []
+    found: list[_WeightCut] = []
     heads: set[int] = set()
-    tables: list[tuple[_Choice, Trial]] = []
+    tables: list[tuple[_WeightCut, Trial]] = []
     for weight in model.module.parameters():
         few = weight.dim() != 2 or weight.shape[0] < _FEW_ROWS * ranks
         if id(weight) in inside or few or 0 not in said.dims(weight):
@@ -281,22 +287,24 @@ def _vocabulary(model: Model, chosen: dict[int, _Choice], ranks: int, said: Over
         if len(trial.sent) >= 3:  # the largest logit, the sum of exponentials, the target's logit
             heads.add(weight.shape[0])
             found.append(choice)
-            found += [_Choice(one.weight, 0, one.cut) for one in trial.beside if isinstance(one.weight, nn.Parameter)]
+            found += [
+                _WeightCut(one.weight, 0, one.cut) for one in trial.beside if isinstance(one.weight, nn.Parameter)
+            ]
         else:
             tables.append((choice, trial))
     found += [one for one, _ in tables if one.weight.shape[0] in heads or one.weight.shape[0] >= _MANY_ROWS]
     return found
 
 
-def _told(model: Model, chosen: dict[int, _Choice], ranks: int, said: Overrides) -> list[_Choice]:
+def _told(model: Model, chosen: dict[int, _WeightCut], ranks: int, said: Overrides) -> list[_WeightCut]:
     """Cuts that the job wants and that pair up with nothing: of those that go, the one that sends least often.
 
     Raises:
         RefusedError: if none goes.
     """
-    found: list[_Choice] = []
+    found: list[_WeightCut] = []
     for name, weight in model.module.named_parameters():
-        dim = said.told.get(id(weight))
+        dim = said.of_job.get(id(weight))
         if dim is None or id(weight) in chosen:
             continue
         tries = list(_tries(model.module, weight, dim, model.run, ranks))
@@ -304,7 +312,7 @@ def _told(model: Model, chosen: dict[int, _Choice], ranks: int, said: Overrides)
             raise RefusedError([_uncut(name, weight, dim, ranks)])
         choice, trial, _ = min(tries, key=lambda one: len(one[1].sent))
         found.append(choice)
-        found += [_Choice(one.weight, 0, one.cut) for one in trial.beside if isinstance(one.weight, nn.Parameter)]
+        found += [_WeightCut(one.weight, 0, one.cut) for one in trial.beside if isinstance(one.weight, nn.Parameter)]
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 
 from phalanx.config import Job, Plan
-from phalanx.data.loader import Pieces
+from phalanx.data.loader import BatchPieces
 from phalanx.parallel import without_gradient
 from phalanx.parallel.layout import Layout
 from phalanx.parallel.rng_streams import reseed, stream
@@ -27,7 +27,7 @@ class Computer:
         self._inputs = Inputs(job, layout.module)
         self._checked = False
 
-    def gradients(self, pieces: Pieces, step: int, part: int) -> tuple[Sums, int]:
+    def gradients(self, pieces: BatchPieces, step: int, part: int) -> tuple[Sums, int]:
         """Leave in each parameter's ``grad`` the sum over a piece, over the divisor.
 
         Returns the sum and the count of its loss, and its samples.
@@ -57,7 +57,7 @@ class Computer:
         self._checked = True
         return {"loss": (total, count)}, samples
 
-    def measures(self, pieces: Pieces, step: int, part: int) -> tuple[Sums, int]:
+    def measures(self, pieces: BatchPieces, step: int, part: int) -> tuple[Sums, int]:
         """Sum and count of the loss and of each metric over a piece of the evaluation data, and its samples."""
         module, device = self._layout.module, self._device
         found: Sums = {}

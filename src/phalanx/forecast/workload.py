@@ -50,30 +50,30 @@ class Lengths:
     """Tokens of some samples, spread over the data.
 
     Attributes:
-        seen: of each sample that was looked at, the shortest first.
+        tokens: of each sample that was looked at, the shortest first.
         padded: whether samples of a batch are padded to the longest of them.
     """
 
-    seen: tuple[int, ...]
+    tokens: tuple[int, ...]
     padded: bool = False
 
     @property
     def longest(self) -> int:
         """Of all."""
-        return self.seen[-1]
+        return self.tokens[-1]
 
     @property
     def mean(self) -> float:
         """Of all."""
-        return sum(self.seen) / len(self.seen)
+        return sum(self.tokens) / len(self.tokens)
 
     @property
     def note(self) -> str:
         """What was seen and how it counts, for the reader."""
         counts = "the longest of each micro-batch, which others are padded to, for time" * self.padded
         return (
-            f"lengths of {len(self.seen)} samples: {self.seen[0]} to {self.longest}, mean {self.mean:.0f}; longest for "
-            f"memory, {counts or 'mean for time'}"
+            f"lengths of {len(self.tokens)} samples: {self.tokens[0]} to {self.longest}, mean {self.mean:.0f}; "
+            f"longest for memory, {counts or 'mean for time'}"
         )
 
     def of_batch(self, samples: Array) -> Array:
@@ -83,17 +83,17 @@ class Lengths:
         """
         if not self.padded:
             return np.full_like(samples, self.mean)
-        below = np.arange(len(self.seen) + 1)[:, None] / len(self.seen)
+        below = np.arange(len(self.tokens) + 1)[:, None] / len(self.tokens)
         chances = np.diff(below ** np.maximum(samples, 1.0)[None, :], axis=0)
-        return np.asarray(self.seen, dtype=float) @ chances
+        return np.asarray(self.tokens, dtype=float) @ chances
 
 
-def timed(lengths: Lengths | None, layouts: Layouts) -> Layouts:
+def for_time(lengths: Lengths | None, layouts: Layouts) -> Layouts:
     """``layouts`` with the length that a step's time is of."""
     return replace(layouts, length=lengths.of_batch(layouts.micro)) if lengths else layouts
 
 
-def held(lengths: Lengths | None, layouts: Layouts) -> Layouts:
+def for_memory(lengths: Lengths | None, layouts: Layouts) -> Layouts:
     """``layouts`` with the length that memory has to suffice for."""
     return replace(layouts, length=np.full_like(layouts.length, float(lengths.longest))) if lengths else layouts
 

@@ -23,7 +23,7 @@ from phalanx.config import Plan
 from phalanx.errors import RefusedError
 from phalanx.parallel.example import Example
 from phalanx.parallel.local_shards import Cut
-from phalanx.parallel.tensor.find import dry
+from phalanx.parallel.tensor.find_pairs import dry
 from phalanx.parallel.tensor.trial import fixed
 from phalanx.placement.limits import few_experts, no_experts
 from phalanx.trace.blocks import blocks

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, final
 
 from phalanx.errors import RunError
-from phalanx.launch.hosts.link import Link, has_netem, tool
+from phalanx.launch.hosts.link import HostLink, has_netem, tool
 
 _PROGRAM = Path(__file__).with_name("host_process.py")
 _FIRST_HOST = 10  # last number of the first host's address; the launcher has 1
@@ -31,7 +31,7 @@ _numbers = count()
 
 
 @final
-class Network:
+class HostNetwork:
     """Hosts joined by a switch. Nothing of it outlives this process.
 
     Attributes:
@@ -39,7 +39,7 @@ class Network:
         carried: their process carries the packets; else the kernel does.
     """
 
-    def __init__(self, hosts: int, link: Link) -> None:
+    def __init__(self, hosts: int, link: HostLink) -> None:
         self._hosts, self._link = hosts, link
         self.carried = bool(link.delay or link.loss) and not has_netem()
         self._name = f"phx{os.getpid()}.{next(_numbers)}"
