@@ -11,7 +11,7 @@ import sys
 from compare import BenchError, Contender, Measures, alternate, rounds_from_command_line, script, show, train
 from phalanx.config import Plan
 
-STEPS, BAR, EQUAL = 8, 1.03, 1e-4
+STEPS, BAR, EQUAL = 16, 1.05, 1e-4
 PLANS = (
     "pp=4 micro=2",
     "pp=4 micro=2 schedule=gpipe",
