@@ -58,12 +58,12 @@ def losses(plan: str, spoil: Callable[[Any], None]) -> list[list[float]]:
 
 
 def leave_gradients(layout: Any) -> None:
-    for tensor in (*layout.held.module.parameters(), *layout.parameters.values()):
+    for tensor in (*layout.holdings.module.parameters(), *layout.parameters.values()):
         tensor.grad = torch.full_like(tensor, 1000.0)
 
 
 def run_backward(layout: Any) -> None:
-    layout.held.module(torch.ones(4, 9)).sum().mul(1000.0).backward()
+    layout.holdings.module(torch.ones(4, 9)).sum().mul(1000.0).backward()
 
 
 @pytest.mark.parametrize("plan", PLANS)

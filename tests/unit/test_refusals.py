@@ -31,6 +31,7 @@ JOBS = {
     "adafactor": lambda: small(optimizer=lambda params: torch.optim.Adafactor(params)),
     "closure": lambda: small(optimizer=lambda params: torch.optim.LBFGS(params)),
     "idle scheduler": lambda: small(optimizer=idle),
+    "double": lambda: small(model=lambda: nn.Linear(6, 4, dtype=torch.float64)),
     "rprop": lambda: small(optimizer=lambda params: torch.optim.Rprop(params)),
     "scalar": lambda: small(model=Scaled),
     "sparse": lambda: small(model=Sparse),
@@ -217,6 +218,39 @@ def test_every_verb_refuses_the_same_before_a_worker_starts(
             asked()
         assert list(refused.value.problems) == found, verb
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "refused"),
+    [
+        ("gpt", "server=1 dp=2 precision=fp16", True),
+        ("gpt", "server=1 dp=2", False),
+        ("sparse", "server=1 dp=2", True),
+        ("double", "server=1 dp=2 compress=int8", True),
+        ("gpt", "tp=2 compile=true", True),
+        ("gpt", "dp=2 sync=diloco every=400 fragments=400", True),
+        ("gpt", "dp=2 sync=diloco every=2 fragments=2", False),
+    ],
+)
+def test_forecast_and_show_refuse_what_a_run_does(
+    name: str, text: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StartedError(Exception):
+        """A worker would be."""
+
+    def started(*_: Any) -> Any:
+        raise StartedError
+
+    monkeypatch.setattr(LocalLauncher, "start", started)
+    plan, found = Plan.parse(text), list[Problem]()
+    try:
+        px.fit(job(name), plan, folder=tmp_path / "run")
+    except StartedError:
+        pass
+    except RefusedError as error:
+        found = list(error.problems)
+    assert bool(found) == refused
+    assert of_forecast(name, plan) == of_show(name, plan) == found
 
 
 def of_train(name: str, plan: Plan) -> list[Problem]:

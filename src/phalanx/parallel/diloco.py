@@ -52,6 +52,20 @@ class OuterOptimizer:
         self._optimizer.state[self.copies[fragment]]["momentum_buffer"] = momentum
 
 
+def fragment_problems(parameters: int, count: int) -> list[Problem]:
+    """More fragments than a rank has parameters."""
+    if count <= parameters:
+        return []
+    return [
+        Problem(
+            where="plan.fragments",
+            given=f"fragments={count} for {parameters} parameters on a rank",
+            allowed="at most as many as a rank has parameters",
+            fix=f"fragments={parameters}",
+        )
+    ]
+
+
 def divide(sizes: Mapping[str, int], owners: Mapping[str, int], count: int) -> list[list[str]]:
     """Names in ``count`` groups of consecutive ones, such that the largest group is as small as it can be.
 
@@ -67,17 +81,8 @@ def divide(sizes: Mapping[str, int], owners: Mapping[str, int], count: int) -> l
     units = [list(names) for _, names in groupby(sizes, key=lambda name: owners.get(name, name))]
     if len(units) < count:
         units = [[name] for name in sizes]
-    if len(units) < count:
-        raise RefusedError(
-            [
-                Problem(
-                    where="plan.fragments",
-                    given=f"fragments={count} for {len(units)} parameters on a rank",
-                    allowed="at most as many as a rank has parameters",
-                    fix=f"fragments={len(units)}",
-                )
-            ]
-        )
+    if problems := fragment_problems(len(units), count):
+        raise RefusedError(problems)
     cuts = _cuts([sum(sizes[name] for name in unit) for unit in units], count)
     return [[name for unit in units[a:b] for name in unit] for a, b in pairwise(cuts)]
 

@@ -13,17 +13,24 @@ from phalanx.errors import Problem
 from phalanx.trace.blocks import blocks
 
 
+def slice_problems(plan: Plan) -> list[Problem]:
+    """Slices are told by rules that a compiler does not see, on any device."""
+    if not plan.compile or not plan.splits_blocks:
+        return []
+    return [
+        Problem(
+            where="plan.compile",
+            given=f"compile=true and blocks split over ranks ({replace(plan, compile=False)})",
+            allowed="compile=true where a rank runs its blocks whole: single, dp, fsdp, pp",
+            fix=str(replace(plan, compile=False)),
+        )
+    ]
+
+
 def check(plan: Plan, kind: str) -> list[Problem]:
-    """Compiling for CPUs needs a C++ compiler on the machine; slices are told by rules that a compiler does not see."""
-    if plan.compile and plan.splits_blocks:
-        return [
-            Problem(
-                where="plan.compile",
-                given=f"compile=true and blocks split over ranks ({replace(plan, compile=False)})",
-                allowed="compile=true where a rank runs its blocks whole: single, dp, fsdp, pp",
-                fix=str(replace(plan, compile=False)),
-            )
-        ]
+    """Also, compiling for CPUs needs a C++ compiler on the machine."""
+    if problems := slice_problems(plan):
+        return problems
     if not plan.compile or kind == "cuda" or shutil.which("g++") or shutil.which("clang++"):
         return []
     return [

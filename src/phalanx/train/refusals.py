@@ -15,6 +15,7 @@ from torch import nn
 from phalanx.config import Job, Plan
 from phalanx.errors import Problem
 from phalanx.parallel import compression
+from phalanx.parallel.diloco import fragment_problems
 from phalanx.parallel.grad_reduce import sparse_problems
 from phalanx.parallel.parameter_server import starved
 from phalanx.train.elementwise import Parameters, elementwise, learning, rows_problem, slice_problems, small
@@ -24,6 +25,8 @@ from phalanx.train.lr_schedule import scheduler_problems
 def model_problems(module: nn.Module, plan: Plan) -> list[Problem]:
     """What of the parameters of ``module``, which need no values, keeps ``plan`` from it."""
     problems = [*sparse_problems(module, plan), *compression.problems(module, plan)]
+    if plan.fragments > 1:
+        problems += fragment_problems(sum(one.requires_grad for one in module.parameters()), plan.fragments)
     if plan.zero == 3:
         from phalanx.parallel.fsdp import scalar_problems  # loads torch's DTensor
 
@@ -74,7 +77,17 @@ def server_problems(job: Job, plan: Plan) -> list[Problem]:
     problems += sparse_problems(module, plan)
     if plan.server > 1:
         problems += starved(parameters, plan, cut=elementwise(job, parameters))
-    return problems
+    return [*problems, *type_problems(parameters, plan)]
+
+
+def type_problems(parameters: Mapping[str, torch.Tensor], plan: Plan) -> list[Problem]:
+    """Parameters of types that servers do not get in smaller messages."""
+    others = {tensor.dtype for tensor in parameters.values()} - {torch.float32}
+    if plan.compress == "none" or not others:
+        return []
+    given = f"compress={plan.compress} for parameters of {', '.join(sorted(map(str, others)))}"
+    fix = str(replace(plan, compress="none"))
+    return [Problem(where="plan.compress", given=given, allowed="parameters of torch.float32", fix=fix)]
 
 
 def closure_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:

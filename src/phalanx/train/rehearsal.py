@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
-from phalanx.parallel import Example, check, device_kind, notes, without_gradient
+from phalanx.parallel import Example, check, device_kind, notes, torch_compile, without_gradient
 from phalanx.parallel.survey import Survey, survey
 from phalanx.train.assembly import Findings, begun, build_model, example_of, give_needed_values, optimizer_over
 from phalanx.train.elementwise import half_steps
@@ -32,7 +32,7 @@ from phalanx.train.evaluate import evaluation_mode, measure
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
-from phalanx.train.refusals import model_problems, optimizer_problems, rank_0
+from phalanx.train.refusals import model_problems, optimizer_problems, rank_0, server_problems
 from phalanx.train.split_causes import LARGEST, causes
 
 if TYPE_CHECKING:  # loaded by plans that have some
@@ -62,6 +62,8 @@ def preview(job: Job, plan: Plan) -> PlanPreview:
         SpecError: if the job's functions give something else than they must.
     """
     problems = [problem for problem in check(job, plan) if problem.where != "plan.device"]
+    if plan.server and not problems:
+        problems = server_problems(job, plan)
     if problems:
         raise RefusedError(problems)
     module, unbuilt = begun(job)
@@ -95,7 +97,8 @@ def refusals(job: Job, plan: Plan) -> list[Problem]:
     Raises:
         SpecError: if the job's functions give something else than they must.
     """
-    there = replace(plan, device="auto", compile=False)  # these ask for what is on this machine
+    # these ask for what is on this machine, but for a plan that compiles nowhere
+    there = replace(plan, device="auto", compile=bool(torch_compile.slice_problems(plan)))
     if there.precision in ("fp8", "tf32"):
         there = replace(there, precision="bf16")
     try:

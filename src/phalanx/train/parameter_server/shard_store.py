@@ -7,7 +7,7 @@ first piece; they are the next step's. So they go on as those of rank 0 do where
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -17,12 +17,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
 from phalanx.config import Job, Plan
-from phalanx.errors import Problem, RefusedError
+from phalanx.errors import RefusedError
 from phalanx.parallel.layout import RankHoldings
 from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, Shard, cut_out, form_of, partition, starved
 from phalanx.parallel.single import SingleLayout
 from phalanx.train.assembly import build_model, build_optimizer
 from phalanx.train.elementwise import Parameters, elementwise
+from phalanx.train.refusals import type_problems
 from phalanx.train.state import identity, model_tensors, restore_values
 
 SNAPSHOTS_KEPT = 2
@@ -70,13 +71,7 @@ class ShardStore:
         self._whole = build_optimizer(job, self.layout)
         parameters = self.layout.parameters
         cut = elementwise(job, parameters)
-        problems = starved(parameters, plan, cut=cut)
-        others = {tensor.dtype for tensor in parameters.values()} - {torch.float32}
-        if plan.compress != "none" and others:
-            given = f"compress={plan.compress} for parameters of {', '.join(sorted(map(str, others)))}"
-            fix = str(replace(plan, compress="none"))
-            problems.append(Problem(where="plan.compress", given=given, allowed="parameters of torch.float32", fix=fix))
-        if problems:
+        if problems := [*starved(parameters, plan, cut=cut), *type_problems(parameters, plan)]:
             raise RefusedError(problems)
         self.slices = {one.name: one for one in partition(parameters, plan.server, cut=cut)[index]}
         self.rates = [float(group["lr"]) for group in self._whole.param_groups]
