@@ -151,6 +151,13 @@ def test_a_model_that_recomputes_does_no_backward_in_halves() -> None:
     assert forecast(work, plan, there).seconds["pipeline"] > halves.seconds["pipeline"]
 
 
+def test_compiled_blocks_do_no_backward_in_halves() -> None:
+    plan, there = Plan.parse("pp=4 micro=8 schedule=zero-bubble stages=2"), cluster("4xA100")
+    work = _as_if_it_did_not(work_of(job(lambda: Model(outer=recomputed))))
+    halves = forecast(work, plan, there)
+    assert forecast(work, replace(plan, compile=True), there).seconds["pipeline"] > halves.seconds["pipeline"]
+
+
 def _as_if_it_did_not(work: Any) -> Any:
     return replace(work, profile=replace(work.profile, recomputes=False))
 

@@ -58,6 +58,7 @@ class Layouts:
         outer: index in ``OUTERS``.
         server: parameter servers; 0 for none.
         staleness: steps that one of their workers may be ahead of another.
+        compiles: 1 where blocks are compiled.
         shares: texts of uneven shares, as plans have them.
         compress: texts of how gradients are sent, as plans have them.
     """
@@ -85,6 +86,7 @@ class Layouts:
     outer: Array
     server: Array
     staleness: Array
+    compiles: Array
     shares: Texts
     compress: Texts
 
@@ -206,6 +208,7 @@ class Layouts:
             outer=np.array([float(OUTERS.index(plan.outer)) for plan in plans]),
             server=each("server"),
             staleness=np.array([float(plan.staleness or 0) for plan in plans]),
+            compiles=each("compile"),
             shares=np.array([plan.shares for plan in plans]),
             compress=np.array([plan.compress for plan in plans]),
         )

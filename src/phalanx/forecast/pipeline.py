@@ -76,7 +76,8 @@ def simulated(lanes: Lanes, layouts: Layouts, *, whole: bool = False, recomputes
         chunks, recompute = max(int(layouts.stages[at]), 1), RECOMPUTES[int(layouts.recompute[at])]
         one = PipelineTimes(
             schedule=SCHEDULES[int(layouts.schedule[at])] if ranks > 1 else "gpipe",
-            halves=not whole or in_halves(recompute, int(layouts.zero[at]), recomputes=recomputes),
+            halves=not whole
+            or in_halves(recompute, int(layouts.zero[at]), compiles=bool(layouts.compiles[at]), recomputes=recomputes),
             ranks=int(ranks),
             chunks=chunks if ranks > 1 else 1,
             micros=int(layouts.micros[at]),

@@ -74,6 +74,7 @@ class Space:
             outer=none,
             server=none,
             staleness=none,
+            compiles=none,
             shares=np.where(self.columns["shares"] > 0, AUTO, ""),
             compress=np.full(len(self), "none"),
         )
