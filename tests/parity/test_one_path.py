@@ -93,14 +93,14 @@ PLANS = (
     "dp=2 server=1",
 )
 OF_STEPS = (
-    "train/loop.py:Loop",
+    "train/loop.py:TrainingLoop",
     "train/run_recorder.py:RunRecorder.stepped",
     "train/step.py:Step.update",
     "train/memory_use.py:MeasuredStep",
     "train/evaluate.py:evaluate",
     "checkpoint/store.py:save",
 )
-COMPUTED = ("compute", "coordinator")
+COMPUTED = ("piece_compute", "coordinator")
 WITHOUT_CLOCK = (
     *("parallel/", "checkpoint/", "data/", "train/loop.py", "train/run_recorder.py"),
     *(f"train/parameter_server/{name}.py" for name in COMPUTED),
