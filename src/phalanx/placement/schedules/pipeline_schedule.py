@@ -33,7 +33,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSchedule:
-    """One schedule. A new one is a file with one of these, its name in ``config.fields``, and a line in ``all_schedules``.
+    """One schedule. A new one is a file with one of these, its name in ``config.fields`` and its line in a table.
 
     Attributes:
         name: as plans say it.
