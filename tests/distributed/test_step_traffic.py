@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,8 +17,10 @@ import phalanx as px
 from phalanx.comm import Place, default_process_group, local
 from phalanx.config import Plan
 from phalanx.config.model_costs import Profile
+from phalanx.forecast import PHALANX
+from phalanx.forecast.kernels import widths
 from phalanx.launch import launch
-from phalanx.placement.collective_bytes import Exchange, Widths
+from phalanx.placement.collective_bytes import Exchange
 from phalanx.placement.step_traffic import parameters_held, peers, step_traffic
 from phalanx.train.assembly import build
 from phalanx.train.traced_job import work_of
@@ -135,10 +138,10 @@ PLANS = [
 @pytest.mark.parametrize("text", PLANS)
 def test_ranks_hold_and_exchange_what_placement_says(text: str) -> None:
     plan, job = Plan.parse(text), job_for(text)
-    widths = Widths.of(plan.precision, plan.zero)
+    wide = widths(PHALANX, plan.precision, np.array(float(plan.zero)))  # as forecasts have them
     known = profile(layers(text))
     for rank, (held, rows) in enumerate(exchanges(plan.world_size)[text]):
         assert held == parameters_held(known, plan, rank)
-        said = listed(step_traffic(known, plan, job.batch, rank, widths, clips=job.clip is not None), plan, rank)
+        said = listed(step_traffic(known, plan, job.batch, rank, wide, clips=job.clip is not None), plan, rank)
         real = seen(rows, plan, rank)
         assert said == real, f"rank {rank}: listed alone {said - real}, counted alone {real - said}"

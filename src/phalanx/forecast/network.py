@@ -41,6 +41,8 @@ def seconds(exchange: Exchange, mesh: MeshSizes, fabric: Fabric) -> Array:
 
     Its ranks stand as ``AXES`` orders them: those of the last dimension are neighbours.
     """
+    if not np.any(exchange.times):
+        return np.zeros_like(mesh.tp)
     near, room = np.ones_like(mesh.tp), np.full_like(mesh.tp, float(fabric.per_node))
     for axis in reversed(AXES):
         size = getattr(mesh, axis)

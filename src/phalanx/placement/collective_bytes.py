@@ -2,8 +2,8 @@
 
 Written once, for numbers and for arrays with one for each of many plans: forecasts price these exchanges, and a test
 counts that these run and no others. Elements are told by whoever has a model's ``ModelPart``; bytes of each come from
-``Widths``. Plans whose replicas step by themselves, compress what they send or use servers send other messages, which
-they count as they run.
+``Widths``. Of experts the rows are listed as if tokens were routed evenly, which nothing counts. Plans whose replicas
+step by themselves, compress what they send or use servers send other messages, which they count as they run.
 """
 
 from __future__ import annotations
@@ -109,13 +109,6 @@ class Widths:
     gathered: Number = 4
     weights: Number = 4
     sent: Number = 4
-
-    @classmethod
-    def of(cls, precision: str, zero: int) -> Widths:
-        """Those of parameters in fp32, computed with in ``precision``: autocast leaves the stream between products in
-        fp32, but ``zero=3`` gathers parameters in half precision, of which all else is made."""
-        half = 4 if precision == "fp32" else 2
-        return cls(products=half, stream=half if zero == 3 else 4, gathered=half)
 
 
 _CLASSES = 4  # bytes of a number in the loss, whatever the model computes in
