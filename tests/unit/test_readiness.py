@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ print([train(name) for name in NAMES])
 assert torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
 with FakeTensorMode(allow_non_fake_inputs=True):
     assert torch.nn.functional.linear(torch.ones(3, 4), REAL).shape == (3, 2)
+    assert torch.nn.functional.linear(torch.ones(3, 3), REAL[:, 1:]).shape == (3, 2)
 assert isinstance(torch._dynamo.config.optimize_ddp, bool)
 assert "torch._dynamo.eval_frame" not in sys.modules
 ASK
@@ -70,7 +72,7 @@ def as_torch_does() -> list[list[float]]:
 ASKED = {  # what more than a worker needs is asked by: an attribute, a module, a name of a module held ready
     "dp=2": "torch._dynamo.reset",
     "tp=2": "import torch._dynamo.convert_frame",
-    "pp=2": "from torch._dynamo.source import AttrSource",
+    "pp=2": "from torch._dynamo.source import GlobalSource",
     "fsdp=2": "import torch._dynamo.guards",
 }
 
@@ -114,6 +116,28 @@ assert "_dynamo" not in vars(torch)
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+RUN = """
+import sys
+from dataclasses import replace
+import phalanx as px
+from phalanx.demo.jobs.gpt import gpt_job
+
+job = gpt_job(layers=2, width=16, heads=2, context=8, batch=4, steps=2)
+
+def loss(output, batch):
+    assert "torch._dynamo.eval_frame" not in sys.modules, "the compiler is loaded"
+    return job.loss(output, batch)
+
+px.fit(replace(job, loss=loss), sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2", "tp=2", "pp=2", "cp=2", "pp=2 fsdp=2 tp=2"])
+def test_no_rank_of_a_run_loads_the_compiler(tmp_path: Path, plan: str) -> None:
+    done = subprocess.run([sys.executable, "-c", RUN, plan], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_torch_of_an_unknown_version_is_left_alone() -> None:

@@ -106,7 +106,7 @@ class _Deferred(ModuleType):
         importlib.import_module(f"{_COMPILER}.config")
         del package.__path__  # whoever imports another of its modules asks for it
         vars(package).update(_STANDING_IN)
-        sys.modules[_Sources.NAME] = _Sources(_Sources.NAME)
+        package.source = sys.modules[_Sources.NAME] = _Sources(_Sources.NAME)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":
@@ -123,8 +123,8 @@ class _Deferred(ModuleType):
         mine, loader = vars(self), self.__loader__
         assert isinstance(loader, SourceFileLoader)
         mine["_loading"] = True
-        for name in _STANDING_IN:
-            del mine[name]
+        for name in (*_STANDING_IN, "source"):
+            mine.pop(name, None)
         del sys.modules[_Sources.NAME]
         mine["__path__"] = [str(Path(loader.path).parent)]
         loader.exec_module(self)
@@ -136,9 +136,12 @@ class _Sources(ModuleType):
 
     NAME = f"{_COMPILER}.source"
     ConstantSource = str
+    AttrSource = "{}.{}".format
     RandomValueSource = type("RandomValueSource", (), {})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(vars(torch)["_dynamo"].source, name)  # loads the package, which then has its own
+        package: Any = vars(torch)["_dynamo"]
+        vars(package).pop("source", None)
+        return getattr(package.source, name)  # loads the package, which then has its own
