@@ -84,6 +84,7 @@ def listed(found: list[Exchange], plan: Plan, rank: int) -> Counted:
     every: Counted = Counter()
     for one in found:
         ranks = peers(plan, rank, one.over)
+        ranks = (ranks[0], ranks[-1]) if one.ends else ranks
         kind, size, times = one.kind.replace("-", "_"), one.size, one.times
         if kind == "ring":
             kind, size, times = "send", size / len(ranks), times * (len(ranks) - 1)

@@ -11,7 +11,8 @@ from small_profiles import LARGE, transformer
 from phalanx.config import Cluster, Plan
 from phalanx.errors import RefusedError
 from phalanx.forecast import Forecast, Work, forecast
-from phalanx.forecast.kernels import DeviceSetting, Shapes, price
+from phalanx.forecast.kernels import DeviceSetting, price
+from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.network import Fabric, collective
 from phalanx.forecast.operation_arrays import Array, table
 from phalanx.forecast.presets import PHALANX
@@ -34,12 +35,8 @@ def product(m: float, n: float, k: float, device: str = "A100-80GB") -> tuple[fl
     """Seconds of a matrix product in bf16, and its FLOP."""
     dims = (SizeLaw(1.0), SizeLaw(m), SizeLaw(n), SizeLaw(k))
     part = ModelPart(name="one", role="block", forward=(Operation(kind="matmul", name="mm", dims=dims),))
-    one = np.ones(1)
-    shapes = Shapes(
-        **{each.name: one * (each.name not in ("sequence", "returned")) for each in fields(Shapes)},
-    )
     setting = DeviceSetting(rates=rates(entry(device).device), fabric=FABRIC, preset=PHALANX, precision="bf16")
-    priced = price(table(Profile(parts=(part,))), shapes, setting)
+    priced = price(table(Profile(parts=(part,))), Layouts.of([Plan()], 1, 1), setting)
     return float(priced.seconds[0, 0]), float(priced.flops[0, 0])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.config import Plan
-from phalanx.config.batch_rules import share_problems
+from phalanx.config.plan_rules import share_problems
 from phalanx.config.sync import split_by_weight, weights
 from phalanx.errors import SpecError
 from phalanx.planner.explain import plan_and_keys

@@ -9,14 +9,13 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from phalanx.config import Cluster, Plan
-from phalanx.forecast.layouts import Layouts, Whole
+from phalanx.forecast.layouts import Layouts, Whole, Work
 from phalanx.forecast.memory import MemoryForecast, on_hosts
 from phalanx.forecast.operation_arrays import Array
 from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.step_time import ForecastInput, StepTime
 from phalanx.forecast.uncertainty import SAFE, assumed, interval, runs_out, uncut, unpriced
 from phalanx.forecast.unequal_devices import device_shares, memory_of, step_of
-from phalanx.forecast.workload import Work
 from phalanx.placement.limits import not_run_yet
 
 

@@ -1,16 +1,21 @@
-"""What each operation takes on a device: products by tiles, attention by its products, the rest by its traffic."""
+"""What one micro-batch takes in each part of the model: its operations on a device, and the exchanges between.
+
+Products are priced by tiles, attention by its products, the rest by its traffic.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from phalanx.forecast.network import Fabric
+from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.network import Fabric, seconds
 from phalanx.forecast.operation_arrays import Array, Mask, OperationArrays
 from phalanx.forecast.presets import Preset
 from phalanx.forecast.rates import Rates
-from phalanx.placement.collective_bytes import Widths
+from phalanx.placement.collective_bytes import PartPass, Pass, Widths, inside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,29 +42,6 @@ class DeviceSetting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Shapes:
-    """How one micro-batch is computed on one rank, for N candidates: shape (N,) each.
-
-    Attributes:
-        samples: in a micro-batch.
-        length: tokens in a whole sample.
-        tp: ranks of tensor parallelism.
-        sequence: 1 where the stream between products is cut along the tokens, too; else 0.
-        cp: ranks that share a sample's tokens.
-        ep: ranks that share the experts.
-        returned: 1 where a CPU gives freed memory back to the kernel, as plans that shard or split have it; else 0.
-    """
-
-    samples: Array
-    length: Array
-    tp: Array
-    sequence: Array
-    cp: Array
-    ep: Array
-    returned: Array
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Priced:
     """Seconds of each operation, and what they are for: shape (operations, N) each.
 
@@ -80,16 +62,16 @@ def itemsize(precision: str) -> float:
     return _ITEMSIZE[precision]
 
 
-def price(costs: OperationArrays, shapes: Shapes, setting: DeviceSetting) -> Priced:
-    """Every operation of ``costs`` under every candidate of ``shapes``."""
+def price(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Priced:
+    """Every operation of ``costs`` under every candidate of ``layouts``."""
     rates, preset, precision = setting.rates, setting.preset, setting.precision
-    dims = _dims(costs, shapes)
+    dims = _dims(costs, layouts)
     flops = np.zeros_like(dims[0])
     seconds = np.zeros_like(dims[0])
     size = itemsize(precision)
     kernels = rates.kernels
     if rates.core:
-        return _on_a_core(costs, shapes, dims, rates, precision)
+        return _on_a_core(costs, layouts, dims, rates, precision)
     at = costs.matmul
     flops[at] = 2 * dims[0][at] * dims[1][at] * dims[2][at] * dims[3][at]
     seconds[at] = _products(*(one[at] for one in dims[:4]), rates=rates, precision=precision)
@@ -98,19 +80,19 @@ def price(costs: OperationArrays, shapes: Shapes, setting: DeviceSetting) -> Pri
     at = costs.attention
     flops[at], seconds[at] = _attention(costs, [one[at] for one in dims], rates, preset, precision)
     at = costs.memory
-    moved = costs.traffic.at(shapes.samples, shapes.length)
+    moved = costs.traffic.at(layouts.micro, layouts.length)
     if preset.joined:
-        moved += preset.joined * (costs.fused.at(shapes.samples, shapes.length) - moved)
+        moved += preset.joined * (costs.fused.at(layouts.micro, layouts.length) - moved)
     width = np.where(costs.wide, np.maximum(size, 4.0), size)[:, None]
-    moved = (moved / _divided(costs, shapes) * width)[at]
+    moved = (moved / _divided(costs, layouts) * width)[at]
     seconds[at] = moved / (rates.bandwidth * kernels.stream) + kernels.floor * (moved > 0)
     return Priced(seconds=seconds, flops=flops)
 
 
-def _on_a_core(costs: OperationArrays, shapes: Shapes, dims: list[Array], rates: Rates, precision: str) -> Priced:
+def _on_a_core(costs: OperationArrays, layouts: Layouts, dims: list[Array], rates: Rates, precision: str) -> Priced:
     """Every operation by the laws of a CPU core, which the machine's own constants go with."""
     assert rates.core
-    core, size, returned = rates.core, itemsize(precision), shapes.returned > 0
+    core, size, returned = rates.core, itemsize(precision), layouts.returned > 0
     flops, seconds = np.zeros_like(dims[0]), np.zeros_like(dims[0])
     at = costs.matmul
     batch, m, n, k = (one[at] for one in dims[:4])
@@ -133,43 +115,43 @@ def _on_a_core(costs: OperationArrays, shapes: Shapes, dims: list[Array], rates:
     made = np.where(backward, 3.0, 1.0) * samples * heads * queries * width * size
     seconds[at] = core.floor + flops[at] / (rates.peak[precision] * share) + returned * core.pages(made)
     at, names = costs.memory, [name for name, one in zip(costs.names, costs.memory, strict=True) if one]
-    elements = (costs.traffic.at(shapes.samples, shapes.length) / _divided(costs, shapes))[at]
+    elements = (costs.traffic.at(layouts.micro, layouts.length) / _divided(costs, layouts))[at]
     width = np.full((int(at.sum()), 1), 4.0)  # between products, autocast leaves the stream in fp32
     fresh = returned * core.pages(core.written(elements * width, names))
     seconds[at] = core.traffic(elements, width, names) + fresh
     return Priced(seconds=seconds, flops=flops)
 
 
-def _divided(costs: OperationArrays, shapes: Shapes) -> Array:
+def _divided(costs: OperationArrays, layouts: Layouts) -> Array:
     """By how many ranks the elements of each operation are divided: shape (operations, N)."""
-    by = np.ones((len(costs.part), len(shapes.tp)))
-    by[costs.inner] *= shapes.tp
-    by[costs.tokens] *= np.where(shapes.sequence > 0, shapes.tp, 1.0)
-    return by * np.where((costs.traffic.length > 0)[:, None], shapes.cp, 1.0)
+    by = np.ones((len(costs.part), len(layouts.tp)))
+    by[costs.inner] *= layouts.tp
+    by[costs.tokens] *= np.where(layouts.sequence > 0, layouts.tp, 1.0)
+    return by * np.where((costs.traffic.length > 0)[:, None], layouts.cp, 1.0)
 
 
-def _dims(costs: OperationArrays, shapes: Shapes) -> list[Array]:
+def _dims(costs: OperationArrays, layouts: Layouts) -> list[Array]:
     """The six dimensions of each operation on one rank."""
-    dims = [laws.at(shapes.samples, shapes.length) for laws in costs.dims]
+    dims = [laws.at(layouts.micro, layouts.length) for laws in costs.dims]
     waiting: Mask = np.ones(len(costs.part), dtype=bool)
     for laws, dim in zip(costs.dims, dims, strict=True):  # the tokens of one dimension are shared out, not of two
         cut = waiting & (laws.length > 0)
-        dim[cut] /= shapes.cp
+        dim[cut] /= layouts.cp
         waiting &= ~cut
     first, cut_n, cut_k = costs.matmul & ~costs.backward, costs.column, costs.row
-    dims[2][first & cut_n] /= shapes.tp
-    dims[3][first & cut_k] /= shapes.tp
+    dims[2][first & cut_n] /= layouts.tp
+    dims[3][first & cut_k] /= layouts.tp
     later = costs.matmul & costs.backward & ~costs.weights
-    dims[3][later & cut_n] /= shapes.tp
-    dims[2][later & cut_k] /= shapes.tp
+    dims[3][later & cut_n] /= layouts.tp
+    dims[2][later & cut_k] /= layouts.tp
     last = costs.matmul & costs.weights & (cut_n | cut_k)
-    dims[2][last] /= shapes.tp
-    dims[0][costs.matmul & costs.inner] /= shapes.tp
+    dims[2][last] /= layouts.tp
+    dims[0][costs.matmul & costs.inner] /= layouts.tp
     heads = costs.attention & costs.inner
-    dims[1][heads] /= shapes.tp
-    dims[2][heads] /= shapes.tp
-    dims[0][costs.matmul & costs.expert] /= shapes.ep
-    dims[1][costs.matmul & costs.expert] *= shapes.ep
+    dims[1][heads] /= layouts.tp
+    dims[2][heads] /= layouts.tp
+    dims[0][costs.matmul & costs.expert] /= layouts.ep
+    dims[1][costs.matmul & costs.expert] *= layouts.ep
     return dims
 
 
@@ -231,3 +213,143 @@ def widths(preset: Preset, precision: str, zero: Array) -> Widths:
         weights=preset.weights,
         sent=preset.sent,
     )
+
+
+KINDS = ("products", "attention", "memory")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Times:
+    """Seconds of one micro-batch in each part of the model (one of its count): shape (parts, N) each.
+
+    Attributes:
+        forward: computing, in the forward.
+        inputs: the backward but for what yields only weights' gradients.
+        weights: that.
+        again: recomputing, inside the backward.
+        sent_forward: exchanges that stand in the forward's way.
+        sent_backward: and in the backward's.
+        waiting_forward: the device waits for the host to launch.
+        waiting_backward: likewise.
+        by_kind: of computing: shape (kinds, parts, N), see ``KINDS``.
+    """
+
+    forward: Array
+    inputs: Array
+    weights: Array
+    again: Array
+    sent_forward: Array
+    sent_backward: Array
+    waiting_forward: Array
+    waiting_backward: Array
+    by_kind: Array
+
+    @property
+    def before(self) -> Array:
+        """All of the forward."""
+        return self.forward + self.sent_forward + self.waiting_forward
+
+    @property
+    def back(self) -> Array:
+        """All of the backward."""
+        return self.inputs + self.weights + self.again + self.sent_backward + self.waiting_backward
+
+
+def compute(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Times:
+    """The times of every part under every candidate."""
+    rates, fabric, preset = setting.rates, setting.fabric, setting.preset
+    priced = price(costs, layouts, setting)
+    count = len(costs.parts)
+    late = costs.backward & costs.weights
+    forward, inputs, weights = (
+        _summed(priced.seconds, costs, rows, count) for rows in (~costs.backward, costs.backward & ~late, late)
+    )
+    again = _again(costs, priced, layouts, preset, forward)
+    anew = np.where(layouts.recompute == 2, 1.0, 0.0) * _blocks(costs)
+    sent_forward, sent_again, sent_backward = _exchanged(costs, layouts, setting, priced)
+    sent_backward = sent_backward + anew * (sent_again if preset.stops_early else sent_forward)
+    each = rates.kernels.host * preset.launches
+    ahead, back = (_launches(costs, rows, count)[:, None] * each for rows in (~costs.backward, costs.backward))
+    rows = _summed(np.ones_like(priced.seconds), costs, costs.row & costs.matmul & ~costs.backward, count)
+    apart = rates.wires.far * rows * (layouts.tp > fabric.socket)
+    ahead, back = ahead + apart, back + apart
+    return Times(
+        forward=forward,
+        inputs=inputs,
+        weights=weights,
+        again=again,
+        sent_forward=sent_forward,
+        sent_backward=sent_backward,
+        waiting_forward=np.maximum(ahead - forward - sent_forward, 0.0),
+        waiting_backward=np.maximum(back + anew * ahead - inputs - weights - again - sent_backward, 0.0),
+        by_kind=np.stack(
+            [_summed(priced.seconds, costs, rows, count) for rows in (costs.matmul, costs.attention, costs.memory)]
+        ),
+    )
+
+
+def _blocks(costs: OperationArrays) -> Array:
+    return np.array([part.role == "block" for part in costs.parts], dtype=float)[:, None]
+
+
+def _summed(seconds: Array, costs: OperationArrays, rows: npt.NDArray[np.bool_], count: int) -> Array:
+    """Sums over the operations in ``rows``, by part."""
+    chosen = (costs.part[None, :] == np.arange(count)[:, None]) & rows[None, :]
+    return chosen.astype(float) @ seconds
+
+
+def _launches(costs: OperationArrays, rows: npt.NDArray[np.bool_], count: int) -> Array:
+    return np.bincount(costs.part[rows], minlength=count).astype(float)
+
+
+def _again(costs: OperationArrays, priced: Priced, layouts: Layouts, preset: Preset, forward: Array) -> Array:
+    """What the backward computes anew, of the blocks."""
+    count = len(costs.parts)
+    blocks = _blocks(costs)
+    if preset.selective == "attention":
+        some = _summed(priced.seconds, costs, costs.attention & ~costs.backward, count)
+    elif preset.selective == "alternate":
+        some = forward / 2
+    else:
+        some = _summed(priced.seconds, costs, costs.memory & ~costs.backward, count)
+        if preset.selective == "second":
+            some = some + _summed(priced.seconds, costs, costs.matmul & ~costs.backward, count) / 2
+    recompute = layouts.recompute
+    return blocks * np.where(recompute == 2, forward, np.where(recompute == 1, some, 0.0))
+
+
+def _exchanged(
+    costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, priced: Priced
+) -> tuple[Array, Array, Array]:
+    """Seconds of exchanges over ``tp``, ``cp`` and ``ep`` that computing does not hide: shape (parts, N) each.
+
+    In the forward, in the forward that a backward does again, and in the backward.
+
+    Only a ring is hidden: keys and values go around while attention computes (Liu et al., "Ring Attention", 2023).
+    """
+    mesh, wide, fabric = layouts.mesh, widths(setting.preset, setting.precision, layouts.zero), setting.fabric
+    nothing = np.zeros_like(layouts.tp)
+    found: dict[Pass, list[Array]] = {"forward": [], "again": [], "backward": []}
+    computing = {
+        backward: _summed(priced.seconds, costs, costs.attention & (costs.backward == backward), len(costs.parts))
+        for backward in (False, True)
+    }
+    for index, part in enumerate(costs.parts):
+        micro = PartPass.of(costs.parts, part, layouts.micro, layouts.length)
+        for way, each in found.items():
+            joined, ring, rest = nothing, nothing, nothing
+            for one in inside(micro, mesh, wide, way):
+                lasts = seconds(one, mesh, fabric)
+                if one.over == ("tp",):
+                    joined = joined + lasts
+                elif one.kind == "ring":
+                    ring = ring + lasts
+                else:
+                    rest = rest + lasts
+            ring = np.maximum(ring - computing[way == "backward"][index], _SHOWS * ring)
+            each.append(joined * (1 - setting.preset.overlap_tensor) + ring + rest)
+    forward, again, backward = (np.stack(each) for each in found.values())
+    return forward, again, backward
+
+
+_SHOWS = 0.1  # share of a ring's time that computing never hides

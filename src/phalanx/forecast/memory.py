@@ -11,12 +11,13 @@ from phalanx.config import Cluster, Plan
 from phalanx.config.sync import BUCKET_BYTES
 from phalanx.forecast.gradient_sync import fed_back, kept_apart
 from phalanx.forecast.kernels import itemsize
-from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.layouts import Layouts, Work
 from phalanx.forecast.operation_arrays import Array, table
-from phalanx.forecast.pipeline import parameters_held, stages
+from phalanx.forecast.pipeline import held, parameters_held, stages
 from phalanx.forecast.presets import Preset
 from phalanx.forecast.saved_activations import Ranks, SavedActivations, ranks, saved_activations
-from phalanx.forecast.workload import Work
+from phalanx.placement.collective_bytes import elements, hidden_states
+from phalanx.placement.step_traffic import unit_by_unit
 from phalanx.trace import ModelPart, Profile
 
 BLOCK = 2.0 * 2**20
@@ -222,37 +223,25 @@ def _shards(layouts: Layouts, preset: Preset) -> Array:
 
 def _counts(profile: Profile, layouts: Layouts, lie: Ranks) -> tuple[Array, Array]:
     """Elements that learn and that do not on each rank, before sharding: shape (3, N) each."""
-    learn, still = np.zeros_like(lie.there), np.zeros_like(lie.there)
-    for index, part in enumerate(profile.parts):
-        for weights in part.weights:
-            cut = _cut(layouts, weights.share, weights.expert)
-            learn += lie.holds[:, index] * weights.elements / cut
-            still += lie.holds[:, index] * weights.frozen / cut
-    if profile.tied:
-        apart = (layouts.pp > 1) & (lie.holds[0, -1] == 0)
-        learn[2] += np.where(apart, profile.tied / layouts.tp, 0.0)
-    return learn, still
-
-
-def _cut(layouts: Layouts, share: str, expert: bool) -> Array:
-    return (layouts.tp if share == "inner" else 1.0) * (layouts.ep if expert else np.ones_like(layouts.tp))
+    found, none = held(profile, lie.holds, layouts.mesh), np.zeros_like(lie.there)
+    return sum((one.learn for one in found), none), sum((one.frozen for one in found), none)
 
 
 def _units(profile: Profile, layouts: Layouts, lie: Ranks) -> tuple[Array, Array, Array]:
     """Elements of a rank's largest block, of all that is outside of blocks, and of the largest part of that."""
-    block, outer = np.zeros_like(lie.there), np.zeros_like(lie.there)
-    largest = np.zeros_like(lie.there)
+    block, outer, largest = (np.zeros_like(lie.there) for _ in range(3))
+    mesh = layouts.mesh
     for index, part in enumerate(profile.parts):
-        one = np.where(lie.holds[:, index] > 0, _elements(part, layouts), 0.0)
+        each = elements(((one, 1) for one in part.weights), mesh)
+        one = np.where(lie.holds[:, index] > 0, sum(one.learn + one.frozen for one in each), 0.0)
         if part.role == "block":
             block = np.maximum(block, one)
         else:
             outer = outer + one
             largest = np.maximum(largest, one)
-    if not profile.repeated:  # the whole model is one block
-        learn, still = _counts(profile, layouts, lie)
-        return learn + still, outer * 0.0, largest * 0.0
-    return block, outer, largest
+    several = unit_by_unit(profile, list(np.moveaxis(lie.holds, 1, 0)))
+    whole = sum(_counts(profile, layouts, lie))  # where all that a rank holds is one block
+    return np.where(several, block, whole), np.where(several, outer, 0.0), np.where(several, largest, 0.0)
 
 
 def _gathered(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, precision: str) -> tuple[Array, Array]:
@@ -295,16 +284,9 @@ def _staying(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, pre
     return np.where(whole, (learn + still) * size + learn * preset.sent, 0.0)
 
 
-def _elements(part: ModelPart, layouts: Layouts) -> Array:
-    none = np.zeros_like(layouts.tp)
-    each = [(one.elements + one.frozen) / _cut(layouts, one.share, one.expert) for one in part.weights]
-    return sum(each, none)
-
-
 def _messages(profile: Profile, layouts: Layouts, lie: Ranks, precision: str) -> Array:
     """Activations on their way: the whole stream gathered from ``tp``, and what goes between stages."""
-    entry = next((part.entry for part in profile.parts if part.role == "block"), profile.parts[0].entry)
-    size = entry.at(layouts.micro, layouts.length / layouts.cp) * itemsize(precision)
+    size = hidden_states(profile.parts).at(layouts.micro, layouts.length / layouts.cp) * itemsize(precision)
     along = (layouts.sequence > 0) & (layouts.tp > 1)
     between = np.where(layouts.pp > 1, 2 * size / np.where(along, layouts.tp, 1.0), 0.0)
     return np.where(along, size, 0.0) + between + np.zeros_like(lie.there)

@@ -53,7 +53,7 @@ def seconds(exchange: Exchange, mesh: MeshSizes, fabric: Fabric) -> Array:
     size = exchange.size * np.ones_like(mesh.tp)
     # a ring's messages take what a gather of the same takes, which goes around one
     kind: Collective = "all-gather" if exchange.kind == "ring" else exchange.kind
-    ranks = np.full_like(mesh.tp, 2.0) if kind == "send" else ranks
+    ranks = np.minimum(ranks, 2.0) if kind == "send" or exchange.ends else ranks
     return np.where(size > 0, exchange.times * collective(kind, size, ranks, stride, fabric), 0.0)
 
 

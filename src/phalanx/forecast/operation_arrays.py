@@ -66,12 +66,7 @@ class OperationArrays:
         dims: six laws: of products (batch, m, n, k, -, -), of attention as in ``Operation.dims``.
         traffic: elements moved by a kernel of its own.
         fused: elements moved where it is joined with its neighbours.
-        names: of the operations.
-        parts: the profile's.
-        length: tokens in one sample of the job.
         balanced: whether stages of a pipeline are cut by cost, else by number.
-        recomputes: whether the model recomputes activations by itself.
-        repeated: whether its blocks are repeated ones, which ``zero=3`` shards one by one.
     """
 
     part: npt.NDArray[np.intp]
@@ -92,11 +87,13 @@ class OperationArrays:
     traffic: Laws
     fused: Laws
     names: tuple[str, ...]
-    parts: tuple[ModelPart, ...]
-    length: int = 1
+    profile: Profile
     balanced: bool = True
-    recomputes: bool = False
-    repeated: bool = True
+
+    @property
+    def parts(self) -> tuple[ModelPart, ...]:
+        """The profile's."""
+        return self.profile.parts
 
 
 _WIDE = ("log_softmax", "nll_loss", "cross_entropy")
@@ -137,9 +134,6 @@ def table(profile: Profile, balanced: bool = True) -> OperationArrays:
         traffic=Laws.of([operation.traffic for operation in operations]),
         fused=Laws.of([operation.fused for operation in operations]),
         names=tuple(operation.name for operation in operations),
-        parts=profile.parts,
-        length=profile.length,
+        profile=profile,
         balanced=balanced,
-        recomputes=profile.recomputes,
-        repeated=profile.repeated,
     )

@@ -19,8 +19,8 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from phalanx.config import Cluster, Device, Plan
-from phalanx.config.batch_rules import unread
 from phalanx.config.plan import words
+from phalanx.config.plan_rules import unread
 from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.rates import family
 

@@ -10,11 +10,10 @@ import numpy.typing as npt
 
 from phalanx.config import Cluster, Group
 from phalanx.config.sync import AUTO, split_by_weight, weights
-from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.layouts import Layouts, for_memory
 from phalanx.forecast.memory import MemoryForecast, memory
 from phalanx.forecast.operation_arrays import Array
 from phalanx.forecast.step_time import ForecastInput, StepTime, on_one_kind
-from phalanx.forecast.workload import for_memory
 
 _ROUNDS = 4
 _APART = ("replicas", "stragglers", "rest")

@@ -9,10 +9,9 @@ from typing import Any
 from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.forecast import Forecast, Work, forecast
-from phalanx.planner.cost import Bill, bill
 from phalanx.planner.explain import Explanation, explain, plan_and_keys
 from phalanx.planner.nearest_fit import Shortfall, shortfall
-from phalanx.planner.question import Question
+from phalanx.planner.question import Bill, Question, bill
 from phalanx.planner.rank import Goal, Ranking, rank
 from phalanx.planner.rules import refusals
 from phalanx.planner.scale import forecast_to_dict
@@ -138,6 +137,6 @@ def config_work(path: str, *, batch: int, length: int = 0) -> Work:
     if not batch:
         allowed = "samples in one step of all devices: a configuration does not say"
         raise SpecError([Problem(where="--batch", given="nothing", allowed=allowed, fix="--batch 1024")])
-    from phalanx.trace.hf_config import from_config
+    from phalanx.trace.standard_models import from_config
 
     return Work(profile=from_config(path, length=length).profile(), batch=batch, length=length)

@@ -12,8 +12,7 @@ from phalanx.config.sync import AUTO
 from phalanx.errors import Problem, SpecError
 from phalanx.forecast import Forecast, forecasts
 from phalanx.placement.schedules import SCHEDULES
-from phalanx.planner.cost import Bill, bill
-from phalanx.planner.question import Question, doublings
+from phalanx.planner.question import Bill, Question, bill, doublings
 from phalanx.planner.rules import problems
 from phalanx.planner.scale import ScalingPoint, compared, curve, forecast_to_dict, point_of
 from phalanx.planner.search import Search, search

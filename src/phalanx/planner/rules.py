@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import gcd
 
 from phalanx.config import Cluster, Plan
-from phalanx.config.batch_rules import batch_problems, share_problems, stage_problems
+from phalanx.config.plan_rules import batch_problems, share_problems, stage_problems
 from phalanx.config.sync import AUTO, weights
 from phalanx.errors import Problem, RefusedError
 from phalanx.forecast import Work

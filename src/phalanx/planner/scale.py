@@ -8,8 +8,7 @@ from math import isfinite
 from typing import Any
 
 from phalanx.forecast import Forecast, forecast
-from phalanx.planner.cost import Bill, bill
-from phalanx.planner.question import Question, doublings
+from phalanx.planner.question import Bill, Question, bill, doublings
 from phalanx.planner.search import search
 from phalanx.units import show_bytes
 

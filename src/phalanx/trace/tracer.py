@@ -13,9 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from phalanx.trace.blocks import Entered, MadeTensor, Spec, Stub, among, leave_cache_out, likeness, parts, spec
-from phalanx.trace.checkpointed import hides_later, recomputation_seen, recomputed
 from phalanx.trace.fake_tensors import MetaMode, Values, fake, faked, quiet, resized
-from phalanx.trace.operation_recorder import OperationRecorder, RecordedRun, TensorUse
+from phalanx.trace.operation_recorder import (
+    OperationRecorder,
+    RecordedRun,
+    TensorUse,
+    hides_later,
+    recomputation_seen,
+    recomputed,
+)
 from phalanx.trace.operations import as_on_accelerators
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.placement.schedules.pipeline_schedule import Action, PipelineSchedule
+from phalanx.placement.schedules.order import Action, PipelineSchedule
 from phalanx.placement.schedules.v_shaped import TwoStages
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from phalanx.placement.schedules.pipeline_schedule import Action, Kind
+from phalanx.placement.schedules.order import Action, Kind
 
 
 class TwoStages:
