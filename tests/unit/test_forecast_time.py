@@ -37,7 +37,7 @@ def product(m: float, n: float, k: float, device: str = "A100-80GB") -> tuple[fl
     part = ModelPart(name="one", role="block", forward=(Operation(kind="matmul", name="mm", dims=dims),))
     setting = DeviceSetting(rates=rates(entry(device).device), fabric=FABRIC, preset=PHALANX, precision="bf16")
     priced = price(table(Profile(parts=(part,))), Layouts.of([Plan()], 1, 1), setting)
-    return float(priced.seconds[0, 0]), float(priced.flops[0, 0])
+    return float(priced[0, 0]), 2.0 * m * n * k
 
 
 def sent(kind: str, size: Array = GIB, ranks: float = 8, stride: float = 1, fabric: Fabric = FABRIC) -> float:
@@ -49,7 +49,6 @@ def test_no_product_is_faster_than_the_peak(device: str) -> None:
     peak = entry(device).device.peak["bf16"]
     for size in (16, 100, 512, 4096, 16384):
         seconds, flops = product(size, size, size, device)
-        assert flops == 2 * size**3
         assert seconds > flops / peak
     large, flops = product(16384, 16384, 16384, device)
     assert flops / large > 0.5 * peak

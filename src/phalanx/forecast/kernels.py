@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.network import Fabric, seconds
@@ -41,19 +40,6 @@ class DeviceSetting:
     processor: float = 100e9
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Priced:
-    """Seconds of each operation, and what they are for: shape (operations, N) each.
-
-    Attributes:
-        seconds: on the device.
-        flops: computed.
-    """
-
-    seconds: Array
-    flops: Array
-
-
 _ITEMSIZE = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}
 
 
@@ -62,23 +48,19 @@ def itemsize(precision: str) -> float:
     return _ITEMSIZE[precision]
 
 
-def price(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Priced:
-    """Every operation of ``costs`` under every candidate of ``layouts``."""
+def price(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Array:
+    """Seconds of every operation of ``costs`` under every candidate of ``layouts``: shape (operations, N)."""
     rates, preset, precision = setting.rates, setting.preset, setting.precision
     dims = _dims(costs, layouts)
-    flops = np.zeros_like(dims[0])
-    seconds = np.zeros_like(dims[0])
-    size = itemsize(precision)
-    kernels = rates.kernels
     if rates.core:
         return _on_a_core(costs, layouts, dims, rates, precision)
+    seconds, size, kernels = np.zeros_like(dims[0]), itemsize(precision), rates.kernels
     at = costs.matmul
-    flops[at] = 2 * dims[0][at] * dims[1][at] * dims[2][at] * dims[3][at]
     seconds[at] = _products(*(one[at] for one in dims[:4]), rates=rates, precision=precision)
     if precision != "fp32":
         seconds[costs.convolution] /= kernels.convolution
     at = costs.attention
-    flops[at], seconds[at] = _attention(costs, [one[at] for one in dims], rates, preset, precision)
+    seconds[at] = _attention(costs, [one[at] for one in dims], rates, preset, precision)
     at = costs.memory
     moved = costs.traffic.at(layouts.micro, layouts.length)
     if preset.joined:
@@ -86,17 +68,15 @@ def price(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> P
     width = np.where(costs.wide, np.maximum(size, 4.0), size)[:, None]
     moved = (moved / _divided(costs, layouts) * width)[at]
     seconds[at] = moved / (rates.bandwidth * kernels.stream) + kernels.floor * (moved > 0)
-    return Priced(seconds=seconds, flops=flops)
+    return seconds
 
 
-def _on_a_core(costs: OperationArrays, layouts: Layouts, dims: list[Array], rates: Rates, precision: str) -> Priced:
+def _on_a_core(costs: OperationArrays, layouts: Layouts, dims: list[Array], rates: Rates, precision: str) -> Array:
     """Every operation by the laws of a CPU core, which the machine's own constants go with."""
     assert rates.core
     core, size, returned = rates.core, itemsize(precision), layouts.returned > 0
-    flops, seconds = np.zeros_like(dims[0]), np.zeros_like(dims[0])
-    at = costs.matmul
+    seconds, at = np.zeros_like(dims[0]), costs.matmul
     batch, m, n, k = (one[at] for one in dims[:4])
-    flops[at] = 2 * batch * m * n * k
     products = core.products((batch, m, n, k), rates.peak[precision], precision)
     cast = batch * (m + n) * k
     folded = costs.convolution[at]
@@ -110,16 +90,16 @@ def _on_a_core(costs: OperationArrays, layouts: Layouts, dims: list[Array], rate
     at = costs.attention
     samples, heads, _, queries, keys, width = (one[at] for one in dims)
     backward = costs.backward[at][:, None]
-    flops[at] = np.where(backward, 10.0, 4.0) * costs.half[at][:, None] * samples * heads * queries * keys * width
+    flops = np.where(backward, 10.0, 4.0) * costs.half[at][:, None] * samples * heads * queries * keys * width
     share = np.where(backward, core.attention_backward, core.attention)
     made = np.where(backward, 3.0, 1.0) * samples * heads * queries * width * size
-    seconds[at] = core.floor + flops[at] / (rates.peak[precision] * share) + returned * core.pages(made)
+    seconds[at] = core.floor + flops / (rates.peak[precision] * share) + returned * core.pages(made)
     at, names = costs.memory, [name for name, one in zip(costs.names, costs.memory, strict=True) if one]
     elements = (costs.traffic.at(layouts.micro, layouts.length) / _divided(costs, layouts))[at]
     width = np.full((int(at.sum()), 1), 4.0)  # between products, autocast leaves the stream in fp32
     fresh = returned * core.pages(core.written(elements * width, names))
     seconds[at] = core.traffic(elements, width, names) + fresh
-    return Priced(seconds=seconds, flops=flops)
+    return seconds
 
 
 def _divided(costs: OperationArrays, layouts: Layouts) -> Array:
@@ -178,9 +158,7 @@ def _products(batch: Array, m: Array, n: Array, k: Array, *, rates: Rates, preci
     return np.maximum(best, moved / (rates.bandwidth * kernels.stream)) + kernels.floor
 
 
-def _attention(
-    costs: OperationArrays, dims: list[Array], rates: Rates, preset: Preset, precision: str
-) -> tuple[Array, Array]:
+def _attention(costs: OperationArrays, dims: list[Array], rates: Rates, preset: Preset, precision: str) -> Array:
     samples, heads, _, queries, keys, width = dims
     backward = costs.backward[costs.attention][:, None]
     pairs = samples * heads * queries * keys
@@ -194,13 +172,12 @@ def _attention(
         blocks = samples * heads * np.ceil(queries / 128.0)
         rounds = blocks / rates.units
         idle = np.ceil(rounds) / rounds
-        return flops, flops / (rates.peak[computed] * share * narrow) * (1 + 0.5 * (idle - 1)) + kernels.floor
+        return flops / (rates.peak[computed] * share * narrow) * (1 + 0.5 * (idle - 1)) + kernels.floor
     scores = _products(samples * heads, queries, keys, width, rates=rates, precision=computed)
     values = _products(samples * heads, queries, width, keys, rates=rates, precision=computed)
     products = np.where(backward, 2.0, 1.0) * (scores + values)
     moved = np.where(backward, 1.5, 1.0) * preset.scores * pairs * itemsize(computed)
-    flops = np.where(backward, 8.0, 4.0) * pairs * width
-    return flops, products + moved / (rates.bandwidth * kernels.stream) + 3 * kernels.floor
+    return products + moved / (rates.bandwidth * kernels.stream) + 3 * kernels.floor
 
 
 def widths(preset: Preset, precision: str, zero: Array) -> Widths:
@@ -223,68 +200,50 @@ class Times:
     """Seconds of one micro-batch in each part of the model (one of its count): shape (parts, N) each.
 
     Attributes:
-        forward: computing, in the forward.
-        inputs: the backward but for what yields only weights' gradients.
-        weights: that.
-        again: recomputing, inside the backward.
-        sent_forward: exchanges that stand in the forward's way.
-        sent_backward: and in the backward's.
-        waiting_forward: the device waits for the host to launch.
-        waiting_backward: likewise.
-        by_kind: of computing: shape (kinds, parts, N), see ``KINDS``.
+        before: all of the forward.
+        back: all of the backward.
+        weights: of it, what yields only weights' gradients.
+        again: of it, recomputing.
+        exchange: of both, exchanges that stand in their way.
+        waiting: of both, the device waits for the host to launch.
+        by_kind: computing: shape (kinds, parts, N), see ``KINDS``.
     """
 
-    forward: Array
-    inputs: Array
+    before: Array
+    back: Array
     weights: Array
     again: Array
-    sent_forward: Array
-    sent_backward: Array
-    waiting_forward: Array
-    waiting_backward: Array
+    exchange: Array
+    waiting: Array
     by_kind: Array
-
-    @property
-    def before(self) -> Array:
-        """All of the forward."""
-        return self.forward + self.sent_forward + self.waiting_forward
-
-    @property
-    def back(self) -> Array:
-        """All of the backward."""
-        return self.inputs + self.weights + self.again + self.sent_backward + self.waiting_backward
 
 
 def compute(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Times:
     """The times of every part under every candidate."""
-    rates, fabric, preset = setting.rates, setting.fabric, setting.preset
+    rates, preset = setting.rates, setting.preset
     priced = price(costs, layouts, setting)
-    count = len(costs.parts)
     late = costs.backward & costs.weights
-    forward, inputs, weights = (
-        _summed(priced.seconds, costs, rows, count) for rows in (~costs.backward, costs.backward & ~late, late)
-    )
+    forward, inputs, weights = (_summed(priced, costs, one) for one in (~costs.backward, costs.backward & ~late, late))
     again = _again(costs, priced, layouts, preset, forward)
     anew = np.where(layouts.recompute == 2, 1.0, 0.0) * _blocks(costs)
-    sent_forward, sent_again, sent_backward = _exchanged(costs, layouts, setting, priced)
-    sent_backward = sent_backward + anew * (sent_again if preset.stops_early else sent_forward)
+    sent, sent_again, sent_back = _exchanged(costs, layouts, setting, priced)
+    sent_back = sent_back + anew * (sent_again if preset.stops_early else sent)
+    ones = np.ones_like(priced)
+    apart = _summed(ones, costs, costs.row & costs.matmul & ~costs.backward)
+    apart = rates.wires.far * apart * (layouts.tp > setting.fabric.socket)
     each = rates.kernels.host * preset.launches
-    ahead, back = (_launches(costs, rows, count)[:, None] * each for rows in (~costs.backward, costs.backward))
-    rows = _summed(np.ones_like(priced.seconds), costs, costs.row & costs.matmul & ~costs.backward, count)
-    apart = rates.wires.far * rows * (layouts.tp > fabric.socket)
-    ahead, back = ahead + apart, back + apart
+    launched, launched_back = (_summed(ones, costs, rows) * each + apart for rows in (~costs.backward, costs.backward))
+    computed, computed_back = forward + sent, inputs + weights + again + sent_back
+    waiting = np.maximum(launched - computed, 0.0)
+    waiting_back = np.maximum(launched_back + anew * launched - computed_back, 0.0)
     return Times(
-        forward=forward,
-        inputs=inputs,
+        before=computed + waiting,
+        back=computed_back + waiting_back,
         weights=weights,
         again=again,
-        sent_forward=sent_forward,
-        sent_backward=sent_backward,
-        waiting_forward=np.maximum(ahead - forward - sent_forward, 0.0),
-        waiting_backward=np.maximum(back + anew * ahead - inputs - weights - again - sent_backward, 0.0),
-        by_kind=np.stack(
-            [_summed(priced.seconds, costs, rows, count) for rows in (costs.matmul, costs.attention, costs.memory)]
-        ),
+        exchange=sent + sent_back,
+        waiting=waiting + waiting_back,
+        by_kind=np.stack([_summed(priced, costs, rows) for rows in (costs.matmul, costs.attention, costs.memory)]),
     )
 
 
@@ -292,34 +251,28 @@ def _blocks(costs: OperationArrays) -> Array:
     return np.array([part.role == "block" for part in costs.parts], dtype=float)[:, None]
 
 
-def _summed(seconds: Array, costs: OperationArrays, rows: npt.NDArray[np.bool_], count: int) -> Array:
+def _summed(seconds: Array, costs: OperationArrays, rows: Mask) -> Array:
     """Sums over the operations in ``rows``, by part."""
-    chosen = (costs.part[None, :] == np.arange(count)[:, None]) & rows[None, :]
+    chosen = (costs.part[None, :] == np.arange(len(costs.parts))[:, None]) & rows[None, :]
     return chosen.astype(float) @ seconds
 
 
-def _launches(costs: OperationArrays, rows: npt.NDArray[np.bool_], count: int) -> Array:
-    return np.bincount(costs.part[rows], minlength=count).astype(float)
-
-
-def _again(costs: OperationArrays, priced: Priced, layouts: Layouts, preset: Preset, forward: Array) -> Array:
+def _again(costs: OperationArrays, priced: Array, layouts: Layouts, preset: Preset, forward: Array) -> Array:
     """What the backward computes anew, of the blocks."""
-    count = len(costs.parts)
-    blocks = _blocks(costs)
     if preset.selective == "attention":
-        some = _summed(priced.seconds, costs, costs.attention & ~costs.backward, count)
+        some = _summed(priced, costs, costs.attention & ~costs.backward)
     elif preset.selective == "alternate":
         some = forward / 2
     else:
-        some = _summed(priced.seconds, costs, costs.memory & ~costs.backward, count)
+        some = _summed(priced, costs, costs.memory & ~costs.backward)
         if preset.selective == "second":
-            some = some + _summed(priced.seconds, costs, costs.matmul & ~costs.backward, count) / 2
+            some = some + _summed(priced, costs, costs.matmul & ~costs.backward) / 2
     recompute = layouts.recompute
-    return blocks * np.where(recompute == 2, forward, np.where(recompute == 1, some, 0.0))
+    return _blocks(costs) * np.where(recompute == 2, forward, np.where(recompute == 1, some, 0.0))
 
 
 def _exchanged(
-    costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, priced: Priced
+    costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, priced: Array
 ) -> tuple[Array, Array, Array]:
     """Seconds of exchanges over ``tp``, ``cp`` and ``ep`` that computing does not hide: shape (parts, N) each.
 
@@ -331,8 +284,7 @@ def _exchanged(
     nothing = np.zeros_like(layouts.tp)
     found: dict[Pass, list[Array]] = {"forward": [], "again": [], "backward": []}
     computing = {
-        backward: _summed(priced.seconds, costs, costs.attention & (costs.backward == backward), len(costs.parts))
-        for backward in (False, True)
+        backward: _summed(priced, costs, costs.attention & (costs.backward == backward)) for backward in (False, True)
     }
     for index, part in enumerate(costs.parts):
         micro = PartPass.of(costs.parts, part, layouts.micro, layouts.length)

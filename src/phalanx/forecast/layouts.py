@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.config import Plan
-from phalanx.config.fields import Attention, Offload, Recompute, Schedule
+from phalanx.config.fields import CHOICES, Schedule
 from phalanx.forecast.operation_arrays import Array
 from phalanx.placement.collective_bytes import MeshSizes
 from phalanx.placement.limits import returns_freed_memory
@@ -22,42 +22,20 @@ Texts = npt.NDArray[np.str_]
 Whole = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-RECOMPUTES: tuple[str, ...] = get_args(Recompute)
-OFFLOADS: tuple[str, ...] = get_args(Offload)
-ATTENTIONS: tuple[str, ...] = get_args(Attention)
-SYNCS = ("each", "local", "diloco")
-OUTERS = ("none", "nesterov", "sgd")
-DILOCO, NESTEROV = SYNCS.index("diloco"), OUTERS.index("nesterov")
+RECOMPUTES, ATTENTIONS = CHOICES["recompute"], CHOICES["attention"]
+DILOCO, NESTEROV = CHOICES["sync"].index("diloco"), CHOICES["outer"].index("nesterov")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Layouts:
-    """N candidates of one precision: shape (N,) each.
+    """N candidates of one precision: shape (N,) each. What is not listed is as in ``Plan``.
 
     Attributes:
-        dp: replicas of the (sharded) model.
-        fsdp: ranks over which its state is sharded.
-        tp: ranks that share each layer's weights.
-        pp: ranks that hold a run of layers each.
-        cp: ranks that share each sample's tokens.
-        ep: ranks that share the experts, and hold different samples.
-        zero: 0 to 3.
-        stages: on each rank of ``pp``.
-        schedule: index in ``SCHEDULES``.
-        recompute: index in ``RECOMPUTES``.
-        attention: index in ``ATTENTIONS``: how ranks of ``cp`` exchange keys and values.
-        sequence: 1 where the stream is cut along the tokens with ``tp``.
+        schedule: index in ``SCHEDULES``; likewise ``recompute``, ``attention``, ``offload``, ``sync`` and ``outer``.
         asked: most samples in one forward of a rank; 0 for its whole share.
         batch: samples in one step of all.
         samples: of them those of a rank, on the device that is looked at.
         length: tokens of a sample.
-        offload: 0 none, 1 optimizer, 2 parameters.
-        sync: index in ``SYNCS``.
-        every: steps from one averaging to the next.
-        fragments: parts that are averaged in turn.
-        outer: index in ``OUTERS``.
-        server: parameter servers; 0 for none.
-        staleness: steps that one of their workers may be ahead of another.
         compiles: 1 where blocks are compiled.
         shares: texts of uneven shares, as plans have them.
         compress: texts of how gradients are sent, as plans have them.
@@ -136,18 +114,12 @@ class Layouts:
     @property
     def mesh(self) -> MeshSizes:
         """What exchanges depend on."""
+        same = ("fsdp", "tp", "pp", "cp", "ep", "zero", "sequence", "micros")
         return MeshSizes(
+            **{name: getattr(self, name) for name in same},
             dp=self.alike,
-            fsdp=self.fsdp,
-            tp=self.tp,
-            pp=self.pp,
-            cp=self.cp,
-            ep=self.ep,
-            zero=self.zero,
-            sequence=self.sequence,
             attention={name: 1.0 * (self.attention == at) for at, name in enumerate(ATTENTIONS)},
             again=1.0 * (self.recompute == RECOMPUTES.index("full")),
-            micros=self.micros,
         )
 
     @property
@@ -168,33 +140,18 @@ class Layouts:
         """The layouts of ``plans`` for a global batch; without ``micro`` a rank takes its whole share at once."""
 
         def each(name: str) -> Array:
-            return np.array([float(getattr(plan, name)) for plan in plans])
+            words = CHOICES.get(name)
+            values = [getattr(plan, name) for plan in plans]
+            return np.array([float(words.index(value) if words else value or 0) for value in values])
 
-        replicas = np.array([float(plan.replicas) for plan in plans])
+        given = set(cls.__slots__) - {"dp", "asked", "batch", "samples", "length", "compiles", "shares", "compress"}
         return cls(
+            **{name: each(name) for name in given},
             dp=each("dp") * each("threads"),
-            fsdp=each("fsdp"),
-            tp=each("tp"),
-            pp=each("pp"),
-            cp=each("cp"),
-            ep=each("ep"),
-            zero=each("zero"),
-            stages=each("stages"),
-            schedule=np.array([float(SCHEDULES.index(plan.schedule)) for plan in plans]),
-            recompute=np.array([float(RECOMPUTES.index(plan.recompute)) for plan in plans]),
-            attention=np.array([float(ATTENTIONS.index(plan.attention)) for plan in plans]),
-            sequence=each("sequence"),
-            asked=np.array([float(plan.micro or 0) for plan in plans]),
+            asked=each("micro"),
             batch=np.full(len(plans), float(batch)),
-            samples=batch / replicas,
+            samples=batch / np.array([float(plan.replicas) for plan in plans]),
             length=np.full(len(plans), float(length)),
-            offload=np.array([float(OFFLOADS.index(plan.offload)) for plan in plans]),
-            sync=np.array([float(SYNCS.index(plan.sync)) for plan in plans]),
-            every=each("every"),
-            fragments=each("fragments"),
-            outer=np.array([float(OUTERS.index(plan.outer)) for plan in plans]),
-            server=each("server"),
-            staleness=np.array([float(plan.staleness or 0) for plan in plans]),
             compiles=each("compile"),
             shares=np.array([plan.shares for plan in plans]),
             compress=np.array([plan.compress for plan in plans]),
@@ -206,7 +163,6 @@ class Work:
     """What a job asks for in each step.
 
     Attributes:
-        profile: of its model.
         batch: samples in one optimizer step of all devices.
         length: tokens in a sample; 0 for that of the profile.
         lengths: of samples that were looked at, where they differ and ``length`` is 0.

@@ -74,8 +74,7 @@ def step_time(
         return (there * seconds).sum(axis=0) * layouts.micros
 
     split = {name: of(times.by_kind[at]) for at, name in enumerate(KINDS)}
-    exchange = of(times.sent_forward + times.sent_backward)
-    again, waiting = of(times.again), of(times.waiting_forward + times.waiting_backward)
+    exchange, again, waiting = of(times.exchange), of(times.again), of(times.waiting)
     known = sum(split.values(), exchange + again + waiting)
     return StepTime(
         products=split["products"],
