@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from phalanx.config.sync import BUCKET_BYTES
 from phalanx.forecast.gradient_sync import fed_back, kept_apart
 from phalanx.forecast.kernels import itemsize
 from phalanx.forecast.layouts import Layouts, Work
-from phalanx.forecast.operation_arrays import Array, table
+from phalanx.forecast.operation_arrays import Array, picked, table
 from phalanx.forecast.pipeline import held, parameters_held, stages
 from phalanx.forecast.presets import Preset
 from phalanx.forecast.saved_activations import Ranks, SavedActivations, ranks, saved_activations
@@ -103,13 +103,7 @@ def memory(profile: Profile, layouts: Layouts, preset: Preset, precision: str, s
     there = np.where(lie.there > 0, 0.0, -np.inf)
     every = [_together(active, fixed, moving, layouts, preset, at) for at in range(3)]
     needed = np.stack([one.reserved for one in every]) + there
-    worst = needed.argmax(axis=0)[None]
-    return MemoryForecast(
-        **{
-            one.name: np.take_along_axis(np.stack([getattr(rank, one.name) for rank in every]), worst, axis=0)[0]
-            for one in fields(MemoryForecast)
-        }
-    )
+    return picked(every, needed.argmax(axis=0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -316,5 +310,5 @@ def on_hosts(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset
     each = np.where(layouts.offload > 0, stepped * (4.0 + preset.sent + work.state), 0.0)
     needed = np.stack([each * np.minimum(layouts.devices, group.per_node) for group in cluster.groups])
     room = np.stack([np.full_like(each, group.host.memory or np.inf) for group in cluster.groups])
-    tightest = (room / np.maximum(needed, 1.0)).argmin(axis=0)[None]
-    return OnHosts(*(np.take_along_axis(one, tightest, axis=0)[0] for one in (needed, room)))
+    every = [OnHosts(*pair) for pair in zip(needed, room, strict=True)]
+    return picked(every, (room / np.maximum(needed, 1.0)).argmin(axis=0))

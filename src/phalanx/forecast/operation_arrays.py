@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,17 +14,23 @@ from phalanx.trace import ModelPart, Operation, Profile, SizeLaw
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
+T = TypeVar("T")
+
+
+def by_field(each: Sequence[T], join: Callable[[list[Array]], Array]) -> T:
+    """One of what is ``each`` of a dataclass of arrays: of every field what ``join`` makes of theirs."""
+    names = [one.name for one in fields(cast(Any, each[0]))]
+    return type(each[0])(**{name: join([getattr(one, name) for one in each]) for name in names})
+
+
+def picked(each: Sequence[T], at: npt.NDArray[np.intp]) -> T:
+    """The same, with the ``at[i]``-th one's at each candidate i."""
+    return by_field(each, lambda arrays: np.take_along_axis(np.stack(arrays), at[None], axis=0)[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Laws:
-    """Many ``SizeLaw``: shape (rows,) each.
-
-    Attributes:
-        factor: for one sample of one token.
-        samples: power of the samples.
-        length: power of the tokens in a sample.
-    """
+    """Many ``SizeLaw``: shape (rows,) each."""
 
     factor: Array
     samples: Array

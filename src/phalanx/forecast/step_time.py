@@ -12,7 +12,7 @@ from phalanx.forecast.gradient_sync import completed, replicas, update
 from phalanx.forecast.kernels import KINDS, DeviceSetting, Times, compute, widths
 from phalanx.forecast.layouts import Layouts, Whole, Work, for_time
 from phalanx.forecast.network import Fabric, seconds
-from phalanx.forecast.operation_arrays import Array, OperationArrays, table
+from phalanx.forecast.operation_arrays import Array, OperationArrays, by_field, table
 from phalanx.forecast.pipeline import Lanes, StageCounts, parameters_held, pipeline, simulated, stages
 from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.rates import Core, Rates, rates
@@ -229,7 +229,7 @@ def on_one_kind(scene: ForecastInput, layouts: Layouts, group: Group, events: bo
     layouts = for_time(scene.work.unlike, layouts)
     unlike, alike = _unlike(layouts)
     few = compute(costs, layouts.take(unlike), setting)
-    each = Times(**{one.name: getattr(few, one.name)[..., alike] for one in fields(few)})
+    each = by_field([few], lambda arrays: arrays[0][..., alike])
     lie = stages(costs, layouts)
     step = step_time(costs, each, layouts, setting, lie, events)
     step = replace(step, replicas=step.replicas + completed(costs, layouts, setting, lie, scene.work.clips))

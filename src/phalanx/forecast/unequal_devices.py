@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ from phalanx.config import Cluster, Group
 from phalanx.config.sync import AUTO, split_by_weight, weights
 from phalanx.forecast.layouts import Layouts, for_memory
 from phalanx.forecast.memory import MemoryForecast, memory
-from phalanx.forecast.operation_arrays import Array
+from phalanx.forecast.operation_arrays import Array, picked
 from phalanx.forecast.step_time import ForecastInput, StepTime, on_one_kind
 
 _ROUNDS = 4
@@ -71,7 +71,7 @@ def step_of(scene: ForecastInput, dealt_out: DeviceShares, events: bool = False)
         on_one_kind(scene, one, group, events) for group, one in zip(dealt_out.groups, dealt_out.layouts, strict=True)
     ]
     total = np.where(dealt_out.there, np.stack([one.total for one in each]), -np.inf)
-    return StepTime(**_picked(each, total.argmax(axis=0), [one.name for one in fields(StepTime)]))
+    return picked(each, total.argmax(axis=0))
 
 
 def memory_of(scene: ForecastInput, dealt_out: DeviceShares) -> tuple[MemoryForecast, Array]:
@@ -80,7 +80,7 @@ def memory_of(scene: ForecastInput, dealt_out: DeviceShares) -> tuple[MemoryFore
     rooms = np.array([float(group.device.room) for group in dealt_out.groups])
     full = np.stack([one.reserved for one in each]) - rooms[:, None]
     worst = np.where(dealt_out.there, full, -np.inf).argmax(axis=0)
-    return MemoryForecast(**_picked(each, worst, [one.name for one in fields(MemoryForecast)])), rooms[worst]
+    return picked(each, worst), rooms[worst]
 
 
 def _memory(scene: ForecastInput, layouts: Layouts) -> MemoryForecast:
@@ -88,16 +88,6 @@ def _memory(scene: ForecastInput, layouts: Layouts) -> MemoryForecast:
     preset = replace(scene.preset, one_memory=here)
     layouts = for_memory(scene.work.unlike, layouts)
     return memory(scene.work.profile, layouts, preset, scene.precision, scene.work.state)
-
-
-def _picked(
-    each: Sequence[StepTime] | Sequence[MemoryForecast], at: npt.NDArray[np.intp], names: Sequence[str]
-) -> dict[str, Array]:
-    if len(each) == 1:
-        return {name: getattr(each[0], name) for name in names}
-    return {
-        name: np.take_along_axis(np.stack([getattr(one, name) for one in each]), at[None], axis=0)[0] for name in names
-    }
 
 
 def _counts(groups: Sequence[Group], layouts: Layouts) -> npt.NDArray[np.int64]:

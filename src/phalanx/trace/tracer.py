@@ -23,6 +23,7 @@ from phalanx.trace.operation_recorder import (
     recomputed,
 )
 from phalanx.trace.operations import as_on_accelerators
+from phalanx.trace.tracing import ModelCall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,30 +80,7 @@ class Traced:
         return any(trace.tape.recomputes for trace in (*self.blocks.values(), self.around))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TracedCall:
-    """A model and how it is called; tensors may be on any device, only their forms are read.
-
-    Attributes:
-        module: the model.
-        args: positional arguments of its forward.
-        kwargs: named ones.
-        batch: what the loss is called with beside the output.
-        loss: from the output and the batch to a scalar.
-        meta: whether tensors of the meta device will do in place of fakes.
-        values: whether to compute, with copies of what there is.
-    """
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    batch: Any
-    loss: Callable[[Any, Any], Any]
-    meta: bool = False
-    values: bool = False
-
-
-def traced(call: TracedCall, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.dtype | None) -> Traced:
+def traced(call: ModelCall, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.dtype | None) -> Traced:
     """Run the model with inputs of the shapes that ``form`` gives, computing in ``dtype``.
 
     Raises:
@@ -116,7 +94,7 @@ def traced(call: TracedCall, form: Callable[[Tensor], tuple[int, ...]], dtype: t
     masks = {id(leaf) for leaf in tensors if hides_later(leaf)}
     causal_buffers = {name for name, one in module.named_buffers() if hides_later(one)}
     with quiet(), _training(module), faked(module, mode, dtype) as meant:
-        parameters = [(names[id(real)], stand_in) for stand_in, real in _stand_ins(module, meant)]
+        parameters = [(names[id(meant[id(stand_in)])], stand_in) for stand_in in module.parameters()]
         run = _TracedRun(module, parameters, values=call.values)
 
         def given(leaf: Any) -> Any:
@@ -133,11 +111,6 @@ def traced(call: TracedCall, form: Callable[[Tensor], tuple[int, ...]], dtype: t
                 run.recorder.mark_causal(buffer)
         args, kwargs, batch = tree_map(given, (call.args, call.kwargs, call.batch))
         return run.whole(args, kwargs, lambda output: call.loss(output, batch), batch)
-
-
-def _stand_ins(module: nn.Module, meant: dict[int, nn.Parameter]) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    for tensor in module.parameters():
-        yield tensor, meant[id(tensor)]
 
 
 class _TracedRun:
@@ -165,7 +138,7 @@ class _TracedRun:
         """The model and its loss, forward and backward."""
         recorder = self.recorder
         inside = {id(one) for block in self.blocks for one in block.parameters()}
-        within = self._within()
+        within = {child for block in self.blocks for child in block.modules()}
         around = [child for child in self.module.modules() if child not in within]
         outside = {id(one) for child in around for one in child._parameters.values()}
         held = {recorder.number(one): name for name, one in self.parameters}
@@ -183,10 +156,9 @@ class _TracedRun:
             with recorder.keeping():
                 value = scalar(loss(self.module(*args, **kwargs)))
             recorder.begin_backward()
-            rest = [(name, one) for name, one in self.parameters if id(one) not in inside or id(one) in outside]
-            rest = [(name, one) for name, one in rest if one.requires_grad]
-            wanted = [one for _, one in rest]
-            sought = [*wanted, self.anchor] if value.requires_grad else []
+            mine = [(name, one) for name, one in self.parameters if id(one) not in inside or id(one) in outside]
+            rest = [(name, one) for name, one in mine if one.requires_grad]
+            sought = [*(one for _, one in rest), self.anchor] if value.requires_grad else []
             grads = torch.autograd.grad(value, sought, allow_unused=True) if sought else ()
             gradients = {
                 recorder.number(grad): name for (name, _), grad in zip(rest, grads, strict=False) if grad is not None
@@ -202,9 +174,6 @@ class _TracedRun:
             modules=counted,
         )
         return Traced(visits=self.visits, blocks=self.traces, around=trace)
-
-    def _within(self) -> set[nn.Module]:
-        return {child for block in self.blocks for child in block.modules()}
 
     def _stub(self, block: nn.Module) -> Callable[..., Any]:
         forward, recorder = block.forward, self.recorder
