@@ -115,21 +115,13 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sweep:
-    """Many plans' futures at once: shape (N,) each, in the order of ``plans``.
+    """Many plans' futures at once: shape (N,) each, in the order of ``plans``."""
 
-    Attributes:
-        plans: they.
-        step: seconds by part.
-        memory: bytes by part.
-        room: bytes a process can use, on the kind of device that comes nearest to them.
-        samples: in a step, of a rank of ``dp`` on each kind of device; 0 where none lies there: shape (kinds, N).
-    """
-
-    plans: tuple[Plan, ...]
-    step: StepTime
-    memory: MemoryForecast
-    room: Array
-    samples: Array
+    plans: tuple[Plan, ...]  # they
+    step: StepTime  # seconds by part
+    memory: MemoryForecast  # bytes by part
+    room: Array  # bytes a process can use, on the kind of device that comes nearest to them
+    samples: Array  # in a step, of a rank of ``dp`` on each kind of device; 0 where none lies there: shape (kinds, N)
 
     @property
     def fits(self) -> Array:

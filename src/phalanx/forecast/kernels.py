@@ -19,25 +19,15 @@ from phalanx.placement.collective_bytes import PartPass, Pass, Widths, inside
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSetting:
-    """One kind of device, joined in one way, used by one framework.
+    """One kind of device, joined in one way, used by one framework."""
 
-    Attributes:
-        rates: of the device.
-        fabric: between devices.
-        preset: of the framework.
-        precision: computed in.
-        host: bytes/s between a device and the memory of its host.
-        bus: seconds until a copy between the two begins.
-        processor: bytes/s at which a host steps the parameters of a server on it.
-    """
-
-    rates: Rates
-    fabric: Fabric
-    preset: Preset
-    precision: str
-    host: float = 25e9
-    bus: float = 0.0
-    processor: float = 100e9
+    rates: Rates  # of the device
+    fabric: Fabric  # between devices
+    preset: Preset  # of the framework
+    precision: str  # computed in
+    host: float = 25e9  # bytes/s between a device and the memory of its host
+    bus: float = 0.0  # seconds until a copy between the two begins
+    processor: float = 100e9  # bytes/s at which a host steps the parameters of a server on it
 
 
 _ITEMSIZE = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}
@@ -197,25 +187,15 @@ KINDS = ("products", "attention", "memory")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Times:
-    """Seconds of one micro-batch in each part of the model (one of its count): shape (parts, N) each.
+    """Seconds of one micro-batch in each part of the model (one of its count): shape (parts, N) each."""
 
-    Attributes:
-        before: all of the forward.
-        back: all of the backward.
-        weights: of it, what yields only weights' gradients.
-        again: of it, recomputing.
-        exchange: of both, exchanges that stand in their way.
-        waiting: of both, the device waits for the host to launch.
-        by_kind: computing: shape (kinds, parts, N), see ``KINDS``.
-    """
-
-    before: Array
-    back: Array
-    weights: Array
-    again: Array
-    exchange: Array
-    waiting: Array
-    by_kind: Array
+    before: Array  # all of the forward
+    back: Array  # all of the backward
+    weights: Array  # of it, what yields only weights' gradients
+    again: Array  # of it, recomputing
+    exchange: Array  # of both, exchanges that stand in their way
+    waiting: Array  # of both, the device waits for the host to launch
+    by_kind: Array  # computing: shape (kinds, parts, N), see ``KINDS``
 
 
 def compute(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Times:

@@ -28,18 +28,7 @@ DILOCO, NESTEROV = CHOICES["sync"].index("diloco"), CHOICES["outer"].index("nest
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Layouts:
-    """N candidates of one precision: shape (N,) each. What is not listed is as in ``Plan``.
-
-    Attributes:
-        schedule: index in ``SCHEDULES``; likewise ``recompute``, ``attention``, ``offload``, ``sync`` and ``outer``.
-        asked: most samples in one forward of a rank; 0 for its whole share.
-        batch: samples in one step of all.
-        samples: of them those of a rank, on the device that is looked at.
-        length: tokens of a sample.
-        compiles: 1 where blocks are compiled.
-        shares: texts of uneven shares, as plans have them.
-        compress: texts of how gradients are sent, as plans have them.
-    """
+    """N candidates of one precision: shape (N,) each. What is not listed is as in ``Plan``."""
 
     dp: Array
     fsdp: Array
@@ -49,14 +38,15 @@ class Layouts:
     ep: Array
     zero: Array
     stages: Array
+    # index in ``SCHEDULES``; likewise ``recompute``, ``attention``, ``offload``, ``sync`` and ``outer``
     schedule: Array
     recompute: Array
     attention: Array
     sequence: Array
-    asked: Array
-    batch: Array
-    samples: Array
-    length: Array
+    asked: Array  # most samples in one forward of a rank; 0 for its whole share
+    batch: Array  # samples in one step of all
+    samples: Array  # of them those of a rank, on the device that is looked at
+    length: Array  # tokens of a sample
     offload: Array
     sync: Array
     every: Array
@@ -64,9 +54,9 @@ class Layouts:
     outer: Array
     server: Array
     staleness: Array
-    compiles: Array
-    shares: Texts
-    compress: Texts
+    compiles: Array  # 1 where blocks are compiled
+    shares: Texts  # texts of uneven shares, as plans have them
+    compress: Texts  # texts of how gradients are sent, as plans have them
 
     def scheduled(self, pick: Callable[[PipelineSchedule], bool]) -> Mask:
         """Which candidates have a schedule that ``pick`` takes: shape (N,)."""
@@ -160,26 +150,16 @@ class Layouts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a job asks for in each step.
-
-    Attributes:
-        batch: samples in one optimizer step of all devices.
-        length: tokens in a sample; 0 for that of the profile.
-        lengths: of samples that were looked at, where they differ and ``length`` is 0.
-        state: bytes of optimizer state for each parameter.
-        clips: whether the norm of the gradient is wanted.
-        modules: names of the model's, where they are known; empty where not.
-        optimizer: in lower case, such as ``adamw``, with ``-fused`` where one kernel steps a tensor.
-    """
+    """What a job asks for in each step."""
 
     profile: Profile
-    batch: int
-    length: int = 0
-    lengths: Lengths | None = None
-    state: float = 8.0
-    clips: bool = False
-    modules: frozenset[str] = frozenset()
-    optimizer: str = "adamw"
+    batch: int  # samples in one optimizer step of all devices
+    length: int = 0  # tokens in a sample; 0 for that of the profile
+    lengths: Lengths | None = None  # of samples that were looked at, where they differ and ``length`` is 0
+    state: float = 8.0  # bytes of optimizer state for each parameter
+    clips: bool = False  # whether the norm of the gradient is wanted
+    modules: frozenset[str] = frozenset()  # names of the model's, where they are known; empty where not
+    optimizer: str = "adamw"  # in lower case, such as ``adamw``, with ``-fused`` where one kernel steps a tensor
 
     @property
     def unlike(self) -> Lengths | None:
@@ -194,15 +174,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of some samples, spread over the data.
+    """Tokens of some samples, spread over the data."""
 
-    Attributes:
-        tokens: of each sample that was looked at, the shortest first.
-        padded: whether samples of a batch are padded to the longest of them.
-    """
-
-    tokens: tuple[int, ...]
-    padded: bool = False
+    tokens: tuple[int, ...]  # of each sample that was looked at, the shortest first
+    padded: bool = False  # whether samples of a batch are padded to the longest of them
 
     @property
     def longest(self) -> int:

@@ -28,31 +28,19 @@ _COPIED = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MemoryForecast:
-    """Bytes on the rank that needs most, each part at its own peak: shape (N,) each.
+    """Bytes on the rank that needs most, each part at its own peak: shape (N,) each."""
 
-    Attributes:
-        parameters: values, in the precision computed in and in that stepped.
-        gathered: sharded parameters that are there whole.
-        gradients: while they are summed; and what compression left out of those before.
-        optimizer: its state.
-        activations: saved for backward, of all micro-batches under way.
-        working: temporaries beyond what is saved.
-        communication: buffers of collectives, and gradients on their way.
-        apart: 0 or less: these do not all peak at the same time, for activations are gone when the last gradient comes.
-        start: before the first step, when values are made: the parameters, and what is not cut into shards yet.
-        reserve: what the allocator holds beyond what is allocated.
-    """
-
-    parameters: Array
-    gathered: Array
-    gradients: Array
-    optimizer: Array
-    activations: Array
-    working: Array
-    communication: Array
+    parameters: Array  # values, in the precision computed in and in that stepped
+    gathered: Array  # sharded parameters that are there whole
+    gradients: Array  # while they are summed; and what compression left out of those before
+    optimizer: Array  # its state
+    activations: Array  # saved for backward, of all micro-batches under way
+    working: Array  # temporaries beyond what is saved
+    communication: Array  # buffers of collectives, and gradients on their way
+    # 0 or less: these do not all peak at the same time, for activations are gone when the last gradient comes
     apart: Array
-    start: Array
-    reserve: Array
+    start: Array  # before the first step, when values are made: the parameters, and what is not cut into shards yet
+    reserve: Array  # what the allocator holds beyond what is allocated
 
     @property
     def stepping(self) -> Array:
@@ -288,15 +276,10 @@ def _messages(profile: Profile, layouts: Layouts, lie: Ranks, precision: str) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnHosts:
-    """Bytes in the memory of the host that comes nearest to what it has: shape (N,) each.
+    """Bytes in the memory of the host that comes nearest to what it has: shape (N,) each."""
 
-    Attributes:
-        needed: of all ranks on it.
-        room: that it has; infinite where nobody said.
-    """
-
-    needed: Array
-    room: Array
+    needed: Array  # of all ranks on it
+    room: Array  # that it has; infinite where nobody said
 
 
 def on_hosts(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset) -> OnHosts:

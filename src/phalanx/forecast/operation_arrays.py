@@ -56,46 +56,28 @@ class Laws:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OperationArrays:
-    """The operations of a profile.
+    """The operations of a profile."""
 
-    Attributes:
-        part: index of the part, by row.
-        backward: whether it is of the backward.
-        matmul: a product or a convolution.
-        convolution: a convolution.
-        attention: a fused attention.
-        memory: neither.
-        column: its weight is cut along its outputs. Likewise ``row``, ``inner``, ``tokens``: see ``profile.Share``.
-        weights: yields gradients of parameters only.
-        wide: computed in fp32 under any precision: losses and what they need.
-        half: 0.5 where attention is causal, else 1.
-        expert: it belongs to experts.
-        dims: six laws: of products (batch, m, n, k, -, -), of attention as in ``Operation.dims``.
-        traffic: elements moved by a kernel of its own.
-        fused: elements moved where it is joined with its neighbours.
-        balanced: whether stages of a pipeline are cut by cost, else by number.
-    """
-
-    part: npt.NDArray[np.intp]
-    backward: Mask
-    matmul: Mask
-    convolution: Mask
-    attention: Mask
-    memory: Mask
-    column: Mask
+    part: npt.NDArray[np.intp]  # index of the part, by row
+    backward: Mask  # whether it is of the backward
+    matmul: Mask  # a product or a convolution
+    convolution: Mask  # a convolution
+    attention: Mask  # a fused attention
+    memory: Mask  # neither
+    column: Mask  # its weight is cut along its outputs. Likewise ``row``, ``inner``, ``tokens``: see ``profile.Share``.
     row: Mask
     inner: Mask
     tokens: Mask
-    weights: Mask
-    wide: Mask
-    half: Array
-    expert: Mask
-    dims: tuple[Laws, ...]
-    traffic: Laws
-    fused: Laws
+    weights: Mask  # yields gradients of parameters only
+    wide: Mask  # computed in fp32 under any precision: losses and what they need
+    half: Array  # 0.5 where attention is causal, else 1
+    expert: Mask  # it belongs to experts
+    dims: tuple[Laws, ...]  # six laws: of products (batch, m, n, k, -, -), of attention as in ``Operation.dims``
+    traffic: Laws  # elements moved by a kernel of its own
+    fused: Laws  # elements moved where it is joined with its neighbours
     names: tuple[str, ...]
     profile: Profile
-    balanced: bool = True
+    balanced: bool = True  # whether stages of a pipeline are cut by cost, else by number
 
     @property
     def parts(self) -> tuple[ModelPart, ...]:

@@ -22,19 +22,12 @@ from phalanx.placement.step_traffic import weights_held
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lanes:
-    """Seconds of one micro-batch on the first rank of a pipeline, on those between and on the last: shape (3, N).
+    """Seconds of one micro-batch on the first rank of a pipeline, on those between and on the last: shape (3, N)."""
 
-    Attributes:
-        forward: of it, with what the rank sends.
-        backward: of it, likewise.
-        weights: of the backward, what yields weights' gradients only.
-        there: how many ranks of each kind there are.
-    """
-
-    forward: Array
-    backward: Array
-    weights: Array
-    there: Array
+    forward: Array  # of it, with what the rank sends
+    backward: Array  # of it, likewise
+    weights: Array  # of the backward, what yields weights' gradients only
+    there: Array  # how many ranks of each kind there are
 
 
 def pipeline(lanes: Lanes, layouts: Layouts) -> Array:
@@ -91,16 +84,11 @@ def simulated(lanes: Lanes, layouts: Layouts, *, whole: bool = False, recomputes
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageCounts:
-    """How parts lie on the ranks of ``pp``: the first, the busiest of those between, and the last.
+    """How parts lie on the ranks of ``pp``: the first, the busiest of those between, and the last."""
 
-    Attributes:
-        each: how many of each part such a rank holds: shape (3, parts, N).
-        there: how many ranks of each kind there are: shape (3, N).
-        sent: messages that such a rank sends for a micro-batch, in the forward and in the backward: shape (2, 3, N).
-    """
-
-    each: Array
-    there: Array
+    each: Array  # how many of each part such a rank holds: shape (3, parts, N)
+    there: Array  # how many ranks of each kind there are: shape (3, N)
+    # messages that such a rank sends for a micro-batch, in the forward and in the backward: shape (2, 3, N)
     sent: Array
 
 
@@ -193,27 +181,16 @@ as many rounds as these, up to ``_MOST``, because schedules that go in rounds sp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineTimes:
-    """What takes how long, in seconds of one micro-batch.
+    """What takes how long, in seconds of one micro-batch."""
 
-    Attributes:
-        schedule: its name.
-        ranks: of ``pp``.
-        chunks: stages on each rank.
-        micros: micro-batches in a step.
-        forward: by rank, of all its stages.
-        inputs: the backward's half for the stage's inputs.
-        weights: the half for its weights.
-        halves: whether a backward may be done in halves.
-    """
-
-    schedule: Schedule
-    ranks: int
-    chunks: int
-    micros: int
-    forward: tuple[float, ...]
-    inputs: tuple[float, ...]
-    weights: tuple[float, ...]
-    halves: bool = True
+    schedule: Schedule  # its name
+    ranks: int  # of ``pp``
+    chunks: int  # stages on each rank
+    micros: int  # micro-batches in a step
+    forward: tuple[float, ...]  # by rank, of all its stages
+    inputs: tuple[float, ...]  # the backward's half for the stage's inputs
+    weights: tuple[float, ...]  # the half for its weights
+    halves: bool = True  # whether a backward may be done in halves
 
     @property
     def busiest(self) -> float:

@@ -21,15 +21,10 @@ _STREAM_NORMS = ("layer_norm", "rms_norm")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavedActivations:
-    """Bytes on each kind of rank: shape (3, N) each.
+    """Bytes on each kind of rank: shape (3, N) each."""
 
-    Attributes:
-        saved: the most from forward to backward, of all micro-batches under way, what is computed anew among it.
-        working: beyond that when both together are most.
-    """
-
-    saved: Array
-    working: Array
+    saved: Array  # the most from forward to backward, of all micro-batches under way, what is computed anew among it
+    working: Array  # beyond that when both together are most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -221,17 +216,11 @@ def _cut(part: ModelPart, micro: _Micro) -> Array:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Ranks:
-    """The first, second and last rank of a pipeline, one of which needs most memory.
+    """The first, second and last rank of a pipeline, one of which needs most memory."""
 
-    Attributes:
-        holds: how many of each part lie there: shape (3, parts, N).
-        in_flight: micro-batches for which each part keeps activations at the peak: shape (3, parts, N).
-        there: 1 where there is such a rank: shape (3, N).
-    """
-
-    holds: Array
-    in_flight: Array
-    there: Array
+    holds: Array  # how many of each part lie there: shape (3, parts, N)
+    in_flight: Array  # micro-batches for which each part keeps activations at the peak: shape (3, parts, N)
+    there: Array  # 1 where there is such a rank: shape (3, N)
 
 
 def ranks(profile: Profile, layouts: Layouts, preset: Preset) -> Ranks:

@@ -22,33 +22,19 @@ from phalanx.placement.collective_bytes import stages as handed
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepTime:
-    """Seconds of a step, by what they go to, on the rank that is busy longest: shape (N,) each.
+    """Seconds of a step, by what they go to, on the rank that is busy longest: shape (N,) each."""
 
-    Attributes:
-        products: matrix products and convolutions.
-        attention: fused attention.
-        memory: what moves more than it computes.
-        recompute: computing activations again.
-        launches: waiting for the host to launch kernels.
-        exchange: collectives inside the model (``tp``, ``cp``, ``ep``).
-        pipeline: waiting for other stages, and for what they send.
-        replicas: reducing gradients and gathering parameters, as far as computing does not hide it.
-        update: the optimizer.
-        stragglers: waiting for the slowest of many nodes.
-        rest: per step: data, logging, synchronisation.
-    """
-
-    products: Array
-    attention: Array
-    memory: Array
-    recompute: Array
-    launches: Array
-    exchange: Array
-    pipeline: Array
-    replicas: Array
-    update: Array
-    stragglers: Array
-    rest: Array
+    products: Array  # matrix products and convolutions
+    attention: Array  # fused attention
+    memory: Array  # what moves more than it computes
+    recompute: Array  # computing activations again
+    launches: Array  # waiting for the host to launch kernels
+    exchange: Array  # collectives inside the model (``tp``, ``cp``, ``ep``)
+    pipeline: Array  # waiting for other stages, and for what they send
+    replicas: Array  # reducing gradients and gathering parameters, as far as computing does not hide it
+    update: Array  # the optimizer
+    stragglers: Array  # waiting for the slowest of many nodes
+    rest: Array  # per step: data, logging, synchronisation
 
     @property
     def total(self) -> Array:
@@ -198,19 +184,12 @@ what a cluster states beyond them each hop takes longer."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForecastInput:
-    """What layouts are forecast for.
+    """What layouts are forecast for."""
 
-    Attributes:
-        work: in each step.
-        cluster: on which.
-        precision: computed in.
-        preset: of the framework.
-    """
-
-    work: Work
-    cluster: Cluster
-    precision: str
-    preset: Preset = PHALANX
+    work: Work  # in each step
+    cluster: Cluster  # on which
+    precision: str  # computed in
+    preset: Preset = PHALANX  # of the framework
 
 
 def on_one_kind(scene: ForecastInput, layouts: Layouts, group: Group, events: bool = False) -> StepTime:

@@ -22,17 +22,11 @@ _APART = ("replicas", "stragglers", "rest")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeviceShares:
-    """Layouts as each kind of device sees them.
+    """Layouts as each kind of device sees them."""
 
-    Attributes:
-        groups: one of each kind.
-        layouts: with the samples of its ranks.
-        there: whether a layout has a rank of that kind at all: shape (kinds, N).
-    """
-
-    groups: tuple[Group, ...]
-    layouts: tuple[Layouts, ...]
-    there: npt.NDArray[np.bool_]
+    groups: tuple[Group, ...]  # one of each kind
+    layouts: tuple[Layouts, ...]  # with the samples of its ranks
+    there: npt.NDArray[np.bool_]  # whether a layout has a rank of that kind at all: shape (kinds, N)
 
 
 def device_shares(scene: ForecastInput, layouts: Layouts) -> DeviceShares:

@@ -26,47 +26,33 @@ Number = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """One exchange that a rank takes part in.
-
-    Attributes:
-        over: dimensions of the mesh along which its ranks stand.
-        size: bytes of the whole: what an all-reduce adds up, an all-gather or a ring ends with on every rank, a
-            reduce-scatter begins with, an all-to-all hands in, a message holds.
-        times: how often; 0 where a plan has none.
-        ends: whether only the first and the last of these ranks take part.
-    """
+    """One exchange that a rank takes part in."""
 
     why: str
     kind: Kind
-    over: tuple[str, ...]
+    over: tuple[str, ...]  # dimensions of the mesh along which its ranks stand
+    # bytes of the whole: what an all-reduce adds up, an all-gather or a ring ends with on every rank, a reduce-scatter
+    # begins with, an all-to-all hands in, a message holds
     size: Number
-    times: Number = 1
-    ends: bool = False
+    times: Number = 1  # how often; 0 where a plan has none
+    ends: bool = False  # whether only the first and the last of these ranks take part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshSizes:
-    """What of a plan exchanges depend on; see ``Plan``.
+    """What of a plan exchanges depend on; see ``Plan``."""
 
-    Attributes:
-        dp: replicas whose gradients are added up in every step.
-        sequence: 1 where tokens are cut over ``tp`` between blocks.
-        attention: for each way to attend over ``cp``, 1 where it is taken.
-        again: 1 where blocks are computed a second time, in the backward.
-        micros: micro-batches of a rank in a step.
-    """
-
-    dp: Number = 1
+    dp: Number = 1  # replicas whose gradients are added up in every step
     fsdp: Number = 1
     tp: Number = 1
     pp: Number = 1
     cp: Number = 1
     ep: Number = 1
     zero: Number = 0
-    sequence: Number = 0
-    attention: Mapping[str, Number]
-    again: Number = 0
-    micros: Number = 1
+    sequence: Number = 0  # 1 where tokens are cut over ``tp`` between blocks
+    attention: Mapping[str, Number]  # for each way to attend over ``cp``, 1 where it is taken
+    again: Number = 0  # 1 where blocks are computed a second time, in the backward
+    micros: Number = 1  # micro-batches of a rank in a step
 
     def ranks(self, over: Sequence[str]) -> Number:
         """In one group of an exchange."""
@@ -88,21 +74,13 @@ class MeshSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Widths:
-    """Bytes of one element.
+    """Bytes of one element."""
 
-    Attributes:
-        products: of what matrix products give, and attention reads.
-        stream: of hidden states between blocks, and of their gradients.
-        gathered: of a sharded parameter when it is gathered to compute with.
-        weights: of a parameter that was stepped in shards and is gathered then.
-        sent: of a gradient.
-    """
-
-    products: Number = 4
-    stream: Number = 4
-    gathered: Number = 4
-    weights: Number = 4
-    sent: Number = 4
+    products: Number = 4  # of what matrix products give, and attention reads
+    stream: Number = 4  # of hidden states between blocks, and of their gradients
+    gathered: Number = 4  # of a sharded parameter when it is gathered to compute with
+    weights: Number = 4  # of a parameter that was stepped in shards and is gathered then
+    sent: Number = 4  # of a gradient
 
 
 _CLASSES = 4  # bytes of a number in the loss, whatever the model computes in
@@ -110,20 +88,13 @@ _CLASSES = 4  # bytes of a number in the loss, whatever the model computes in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartPass:
-    """One micro-batch in one part of a model, on one rank.
-
-    Attributes:
-        entry: hidden states: of this part, or of the blocks where it makes them from tokens.
-        last: whether the loss is computed in it.
-        samples: in the micro-batch.
-        length: tokens of each, before ``cp`` cuts them.
-    """
+    """One micro-batch in one part of a model, on one rank."""
 
     part: ModelPart
-    entry: SizeLaw
-    last: bool
-    samples: Number
-    length: Number
+    entry: SizeLaw  # hidden states: of this part, or of the blocks where it makes them from tokens
+    last: bool  # whether the loss is computed in it
+    samples: Number  # in the micro-batch
+    length: Number  # tokens of each, before ``cp`` cuts them
 
     @classmethod
     def of(cls, parts: Sequence[ModelPart], part: ModelPart, samples: Number, length: Number) -> PartPass:

@@ -15,25 +15,15 @@ _RUN = {"precision": ("fp32", "bf16", "fp16"), "kind": ("cpu", "cuda", "rocm")}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Of one model and batch.
+    """Of one model and batch."""
 
-    Attributes:
-        batch: samples in a step: the most replicas.
-        tokens: in a sample.
-        blocks: that repeat.
-        ends: parts before and after them; each can be a stage of its own.
-        heads: of keys; 0 without attention.
-        experts: of the layer with fewest; 0 without.
-        products: whether any weights can be cut over ``tp``.
-    """
-
-    batch: int
-    tokens: int
-    blocks: int
-    ends: int
-    heads: int
-    experts: int
-    products: bool
+    batch: int  # samples in a step: the most replicas
+    tokens: int  # in a sample
+    blocks: int  # that repeat
+    ends: int  # parts before and after them; each can be a stage of its own
+    heads: int  # of keys; 0 without attention
+    experts: int  # of the layer with fewest; 0 without
+    products: bool  # whether any weights can be cut over ``tp``
 
     @property
     def attends(self) -> bool:

@@ -75,19 +75,12 @@ def _none(question: Question) -> Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanForecast:
-    """A plan's future.
+    """A plan's future."""
 
-    Attributes:
-        question: that was asked.
-        forecast: of the plan.
-        bill: of the whole training; of one step where its length is not known.
-        shortfall: what is missing; ``None`` where it fits.
-    """
-
-    question: Question
-    forecast: Forecast
-    bill: Bill
-    shortfall: Shortfall | None
+    question: Question  # that was asked
+    forecast: Forecast  # of the plan
+    bill: Bill  # of the whole training; of one step where its length is not known
+    shortfall: Shortfall | None  # what is missing; ``None`` where it fits
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -37,16 +37,11 @@ PARTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Neighbour:
-    """A plan beside the first.
+    """A plan beside the first."""
 
-    Attributes:
-        change: what is other in it.
-        slower: its step over that of the first, less 1.
-    """
-
-    change: str
+    change: str  # what is other in it
     forecast: Forecast
-    slower: float
+    slower: float  # its step over that of the first, less 1
     why: str
 
     def to_dict(self) -> dict[str, Any]:

@@ -25,17 +25,11 @@ _FILE = 'currency = "EUR" and a table [per_hour] of prices by device, such as H1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
-    """What a device costs for an hour.
+    """What a device costs for an hour."""
 
-    Attributes:
-        each: of any device; ``None`` where prices go by device, or nobody says.
-        by_device: by its name.
-        currency: they are in; empty where not said.
-    """
-
-    each: float | None = None
-    by_device: Mapping[str, float] = field(default_factory=dict[str, float])
-    currency: str = ""
+    each: float | None = None  # of any device; ``None`` where prices go by device, or nobody says
+    by_device: Mapping[str, float] = field(default_factory=dict[str, float])  # by its name
+    currency: str = ""  # they are in; empty where not said
 
     @property
     def stated(self) -> bool:
@@ -63,19 +57,14 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
-    """What a span of time on a cluster comes to.
-
-    Attributes:
-        energy: kWh that the devices draw at most; ``None`` where their power is not known. Hosts are not in it.
-        money: price; ``None`` where not known.
-        currency: of ``money``.
-    """
+    """What a span of time on a cluster comes to."""
 
     seconds: float
     device_hours: float
+    # kWh that the devices draw at most; ``None`` where their power is not known. Hosts are not in it.
     energy: float | None
-    money: float | None
-    currency: str
+    money: float | None  # price; ``None`` where not known
+    currency: str  # of ``money``
 
     @property
     def amount(self) -> float:
@@ -153,24 +142,15 @@ def _from_file(path: Path) -> Prices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A work and a cluster for it.
+    """A work and a cluster for it."""
 
-    Attributes:
-        work: what is done in each step.
-        cluster: what there is.
-        precision: that plans compute in.
-        steps: optimizer steps of the whole training; 0 where nobody knows.
-        prices: what devices cost; none where nobody says.
-        preset: of the framework.
-        look: what keeps a plan from the job, by a look at its model; ``None`` where there is none to look at.
-    """
-
-    work: Work
-    cluster: Cluster
-    precision: Precision
-    steps: int = 0
-    prices: Prices = field(default_factory=Prices)
-    preset: Preset = PHALANX
+    work: Work  # what is done in each step
+    cluster: Cluster  # what there is
+    precision: Precision  # that plans compute in
+    steps: int = 0  # optimizer steps of the whole training; 0 where nobody knows
+    prices: Prices = field(default_factory=Prices)  # what devices cost; none where nobody says
+    preset: Preset = PHALANX  # of the framework
+    # what keeps a plan from the job, by a look at its model; ``None`` where there is none to look at
     look: Callable[[Plan], list[Problem]] | None = field(default=None, compare=False)
 
     @property

@@ -23,18 +23,13 @@ By = Literal["time", "cost", "devices"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """What the best plan is best in.
+    """What the best plan is best in."""
 
-    Attributes:
-        by: ``time`` of a step on all devices; ``cost`` of a sample, on as many devices as that takes; ``devices``, the
-            fewest within deadline and budget.
-        deadline: most seconds of the whole training; 0 for any.
-        budget: most that it may cost: money where prices are known, else device-hours; 0 for any.
-    """
-
+    # ``time`` of a step on all devices; ``cost`` of a sample, on as many devices as that takes; ``devices``, the fewest
+    # within deadline and budget
     by: By = "time"
-    deadline: float = 0.0
-    budget: float = 0.0
+    deadline: float = 0.0  # most seconds of the whole training; 0 for any
+    budget: float = 0.0  # most that it may cost: money where prices are known, else device-hours; 0 for any
 
     def check(self, question: Question) -> None:
         """Raise what is wrong with it for ``question``.

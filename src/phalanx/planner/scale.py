@@ -15,21 +15,14 @@ from phalanx.units import show_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingPoint:
-    """The fastest plan of a number of devices.
-
-    Attributes:
-        speed_up: over the fewest devices that the model fits on.
-        efficiency: device time of a step where that is least, over that of this one.
-        gain: throughput over that of the point before, less 1; 0 for the first.
-        bill: of the whole training; of one step where its length is not known.
-    """
+    """The fastest plan of a number of devices."""
 
     devices: int
     forecast: Forecast
-    speed_up: float
-    efficiency: float
-    gain: float
-    bill: Bill
+    speed_up: float  # over the fewest devices that the model fits on
+    efficiency: float  # device time of a step where that is least, over that of this one
+    gain: float  # throughput over that of the point before, less 1; 0 for the first
+    bill: Bill  # of the whole training; of one step where its length is not known
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -39,23 +32,14 @@ class ScalingPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """Points by devices.
+    """Points by devices."""
 
-    Attributes:
-        points: numbers of devices on which a plan fits, in order.
-        without: other numbers that were asked for → why they have none.
-        share: of the ideal gain below which more devices are not worth it.
-        steps: that bills are for; 0 where they are for one step.
-        budget: most that the training may cost (money where prices are known, else device-hours); 0 for any.
-        deadline: most seconds it may take; 0 for any.
-    """
-
-    points: tuple[ScalingPoint, ...]
-    without: dict[int, str]
-    share: float
-    steps: int
-    budget: float = 0.0
-    deadline: float = 0.0
+    points: tuple[ScalingPoint, ...]  # numbers of devices on which a plan fits, in order
+    without: dict[int, str]  # other numbers that were asked for → why they have none
+    share: float  # of the ideal gain below which more devices are not worth it
+    steps: int  # that bills are for; 0 where they are for one step
+    budget: float = 0.0  # most that the training may cost (money where prices are known, else device-hours); 0 for any
+    deadline: float = 0.0  # most seconds it may take; 0 for any
 
     @property
     def knee(self) -> ScalingPoint | None:

@@ -28,17 +28,11 @@ WORTH = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanChoice:
-    """A plan that nobody gave.
+    """A plan that nobody gave."""
 
-    Attributes:
-        plan: it.
-        source: ``planner`` or ``default``.
-        why: in a sentence; empty where there was nothing to choose.
-    """
-
-    plan: Plan
-    source: str
-    why: str = ""
+    plan: Plan  # it
+    source: str  # ``planner`` or ``default``
+    why: str = ""  # in a sentence; empty where there was nothing to choose
 
 
 def plain(batch: int) -> Plan:

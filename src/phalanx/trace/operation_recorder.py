@@ -20,17 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True, slots=True)
 class TensorUse:
-    """A tensor as an operation met it.
+    """A tensor as an operation met it."""
 
-    Attributes:
-        memory: number of the storage it lies in; views share it.
-        shape: its shape.
-        floating: whether it holds numbers that gradients can have.
-    """
-
-    memory: int
-    shape: tuple[int, ...]
-    floating: bool
+    memory: int  # number of the storage it lies in; views share it
+    shape: tuple[int, ...]  # its shape
+    floating: bool  # whether it holds numbers that gradients can have
 
     @property
     def elements(self) -> int:
@@ -43,61 +37,38 @@ class TensorUse:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A storage.
+    """A storage."""
 
-    Attributes:
-        bytes: of all of it.
-        itemsize: of the tensor that it was made as.
-        floating: whether that tensor was of floating point.
-    """
-
-    bytes: int
-    itemsize: int
-    floating: bool
+    bytes: int  # of all of it
+    itemsize: int  # of the tensor that it was made as
+    floating: bool  # whether that tensor was of floating point
 
 
 @dataclass(slots=True)
 class RecordedOperation:
-    """One operation of the run.
+    """One operation of the run."""
 
-    Attributes:
-        name: as the framework calls it.
-        inputs: what it reads, each once.
-        outputs: what it makes or writes.
-        given: the arguments, tensors in them as ``TensorUse``.
-        segment: which stretch between blocks it belongs to.
-        backward: whether it ran in the backward.
-        causal: of attention, whether later positions are hidden.
-        again: whether it is of a forward that is computed a second time.
-    """
-
-    name: str
-    inputs: tuple[TensorUse, ...]
-    outputs: tuple[TensorUse, ...]
-    given: tuple[Any, ...] = ()
-    segment: int = 0
-    backward: bool = False
-    causal: bool = False
-    again: bool = False
+    name: str  # as the framework calls it
+    inputs: tuple[TensorUse, ...]  # what it reads, each once
+    outputs: tuple[TensorUse, ...]  # what it makes or writes
+    given: tuple[Any, ...] = ()  # the arguments, tensors in them as ``TensorUse``
+    segment: int = 0  # which stretch between blocks it belongs to
+    backward: bool = False  # whether it ran in the backward
+    causal: bool = False  # of attention, whether later positions are hidden
+    again: bool = False  # whether it is of a forward that is computed a second time
 
 
 @dataclass(slots=True)
 class RecordedRun:
-    """What a run left behind.
+    """What a run left behind."""
 
-    Attributes:
-        steps: operations in order.
-        memories: number → storage.
-        saved: numbers of what autograd kept for the backward, in order, each once, with the segment.
-        changes: number when it came to be or minus it when it was freed, segment, whether in the backward; in order.
-        recomputes: whether there was a checkpoint of the model's own.
-    """
-
-    steps: list[RecordedOperation] = field(default_factory=list[RecordedOperation])
-    memories: dict[int, Storage] = field(default_factory=dict[int, Storage])
+    steps: list[RecordedOperation] = field(default_factory=list[RecordedOperation])  # operations in order
+    memories: dict[int, Storage] = field(default_factory=dict[int, Storage])  # number → storage
+    # numbers of what autograd kept for the backward, in order, each once, with the segment
     saved: dict[int, int] = field(default_factory=dict[int, int])
+    # number when it came to be or minus it when it was freed, segment, whether in the backward; in order
     changes: list[tuple[int, int, bool]] = field(default_factory=list["tuple[int, int, bool]"])
-    recomputes: bool = False
+    recomputes: bool = False  # whether there was a checkpoint of the model's own
 
 
 class OperationRecorder(TorchDispatchMode):

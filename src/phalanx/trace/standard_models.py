@@ -22,43 +22,27 @@ Family = Literal["gpt", "llama", "mpt", "bert", "resnet50"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A well-known model in numbers.
+    """A well-known model in numbers."""
 
-    Attributes:
-        family: ``gpt`` (learned positions, LayerNorm, GELU, biases), ``llama`` (rotary positions, RMSNorm, SwiGLU, no
-            biases), ``mpt`` (as gpt, without biases, positions by ``positions``), ``bert`` (norms after, two heads),
-            ``resnet50`` (version 1.5; ``image`` and ``vocabulary`` count, the rest does not).
-        layers: blocks.
-        hidden: width of the stream.
-        heads: of attention.
-        kv_heads: heads of keys and values; 0 for as many as ``heads``.
-        ffn: width inside the feed-forward network; 0 for 4 times ``hidden``.
-        vocabulary: tokens, or classes.
-        length: tokens in a sample.
-        places: rows of a table of learned positions; 0 for ``length``.
-        head_width: of one head; 0 for ``hidden / heads``.
-        tied: whether the head shares the embedding's weight.
-        positions: ``learned``, ``alibi`` or ``rotary``; empty for the family's own.
-        dropout: rate after attention and feed-forward network.
-        biases: of llama's projections of queries, keys and values (as Qwen2 has).
-        image: height and width of an image.
-    """
-
+    # ``gpt`` (learned positions, LayerNorm, GELU, biases), ``llama`` (rotary positions, RMSNorm, SwiGLU, no biases),
+    # ``mpt`` (as gpt, without biases, positions by ``positions``), ``bert`` (norms after, two heads), ``resnet50``
+    # (version 1.5; ``image`` and ``vocabulary`` count, the rest does not)
     family: Family
-    layers: int = 0
-    hidden: int = 0
-    heads: int = 0
-    kv_heads: int = 0
-    ffn: int = 0
-    vocabulary: int = 0
-    length: int = 1
-    places: int = 0
-    head_width: int = 0
-    tied: bool = False
+    layers: int = 0  # blocks
+    hidden: int = 0  # width of the stream
+    heads: int = 0  # of attention
+    kv_heads: int = 0  # heads of keys and values; 0 for as many as ``heads``
+    ffn: int = 0  # width inside the feed-forward network; 0 for 4 times ``hidden``
+    vocabulary: int = 0  # tokens, or classes
+    length: int = 1  # tokens in a sample
+    places: int = 0  # rows of a table of learned positions; 0 for ``length``
+    head_width: int = 0  # of one head; 0 for ``hidden / heads``
+    tied: bool = False  # whether the head shares the embedding's weight
+    # ``learned``, ``alibi`` or ``rotary``; empty for the family's own
     positions: Literal["", "learned", "alibi", "rotary"] = ""
-    dropout: float = 0.0
-    biases: bool = False
-    image: int = 224
+    dropout: float = 0.0  # rate after attention and feed-forward network
+    biases: bool = False  # of llama's projections of queries, keys and values (as Qwen2 has)
+    image: int = 224  # height and width of an image
 
     def profile(self) -> Profile:
         """The costs of the model; computed once for each shape."""
@@ -131,18 +115,13 @@ def known_architectures() -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Architecture:
-    """Which standard model an architecture is, and what its configuration calls the numbers.
+    """Which standard model an architecture is, and what its configuration calls the numbers."""
 
-    Attributes:
-        family: the standard model.
-        keys: name in ``Shape`` → name in the configuration, where it is not the usual one.
-        tied: whether the head is tied where the configuration does not say.
-        fixed: fields of the shape that follow from the architecture.
-    """
-
-    family: Family
+    family: Family  # the standard model
+    # name in ``Shape`` → name in the configuration, where it is not the usual one
     keys: Mapping[str, str] = field(default_factory=dict[str, str])
-    tied: bool = False
+    tied: bool = False  # whether the head is tied where the configuration does not say
+    # fields of the shape that follow from the architecture
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def shape(self, config: Mapping[str, Any], path: str, length: int) -> Shape:

@@ -28,27 +28,18 @@ from phalanx.trace.tracing import ModelCall
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """What a run of a block, or of what is around the blocks, left behind.
+    """What a run of a block, or of what is around the blocks, left behind."""
 
-    Attributes:
-        tape: its operations and memory.
-        parameters: memory → name of the parameters that it met.
-        gradients: memory → name of the parameter whose gradient it is.
-        entries: what entered, the stream first; then gradients of what leaves, or around blocks what each block left.
-        others: memories of what else was given, kept by who gave it.
-        leaving: memories that others read.
-        saved: memories, with their segment, that blocks keep beside what enters them.
-        modules: calls of modules without children, by segment.
-    """
-
-    tape: RecordedRun
-    parameters: dict[int, str]
-    gradients: dict[int, str]
+    tape: RecordedRun  # its operations and memory
+    parameters: dict[int, str]  # memory → name of the parameters that it met
+    gradients: dict[int, str]  # memory → name of the parameter whose gradient it is
+    # what entered, the stream first; then gradients of what leaves, or around blocks what each block left
     entries: tuple[TensorUse, ...]
-    others: frozenset[int]
-    leaving: frozenset[int]
+    others: frozenset[int]  # memories of what else was given, kept by who gave it
+    leaving: frozenset[int]  # memories that others read
+    # memories, with their segment, that blocks keep beside what enters them
     saved: dict[int, int] = field(default_factory=dict[int, int])
-    modules: dict[int, int] = field(default_factory=dict[int, int])
+    modules: dict[int, int] = field(default_factory=dict[int, int])  # calls of modules without children, by segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +53,11 @@ class BlockCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traced:
-    """A whole model at one size.
+    """A whole model at one size."""
 
-    Attributes:
-        visits: blocks in the order of their turns.
-        blocks: trace of each distinct block.
-        around: trace of what is around them.
-    """
-
-    visits: list[BlockCall]
-    blocks: dict[Any, Trace]
-    around: Trace
+    visits: list[BlockCall]  # blocks in the order of their turns
+    blocks: dict[Any, Trace]  # trace of each distinct block
+    around: Trace  # trace of what is around them
 
     @property
     def recomputes(self) -> bool:

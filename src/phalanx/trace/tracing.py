@@ -14,28 +14,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCall:
-    """A model, how it is called, and its loss. Only the forms of tensors are read; they may be on the meta device.
+    """A model, how it is called, and its loss. Only the forms of tensors are read; they may be on the meta device."""
 
-    Attributes:
-        module: the model; may be on the meta device.
-        args: positional arguments of its forward, of one or more samples (dimension 0).
-        kwargs: named arguments.
-        batch: what the loss is called with beside the output.
-        loss: from the output and the batch to a scalar tensor, or to something whose ``sum`` is one.
-        length: tokens in one sample; 0 to find it from the inputs.
-        meta: whether the model makes its tensors on torch's default device and never asks where one is: tensors of the
-            meta device then do in place of fakes, and torch's compiler, which takes a second to load, is not needed.
-        values: whether to compute with the values that there are, for a model whose shapes depend on them.
-    """
-
-    module: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    batch: Any = None
+    module: nn.Module  # the model; may be on the meta device
+    args: tuple[Any, ...] = ()  # positional arguments of its forward, of one or more samples (dimension 0)
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])  # named arguments
+    batch: Any = None  # what the loss is called with beside the output
+    # from the output and the batch to a scalar tensor, or to something whose ``sum`` is one
     loss: Callable[[Any, Any], Any]
-    length: int = 0
+    length: int = 0  # tokens in one sample; 0 to find it from the inputs
+    # whether the model makes its tensors on torch's default device and never asks where one is: tensors of the meta
+    # device then do in place of fakes, and torch's compiler, which takes a second to load, is not needed
     meta: bool = False
-    values: bool = False
+    values: bool = False  # whether to compute with the values that there are, for a model whose shapes depend on them
 
     def profile(self) -> Profile:
         """The model's costs. See ``trace``."""

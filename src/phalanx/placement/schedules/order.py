@@ -21,59 +21,37 @@ through a stage of each; or they compute weights' gradients.
 
 
 class Action(NamedTuple):
-    """One piece of work of a rank.
+    """One piece of work of a rank."""
 
-    Attributes:
-        kind: ``F`` forward; ``B`` backward, or its halves: ``I`` for the stage's inputs and ``W`` for its weights.
-        stage: of the pipeline.
-        micro: which micro-batch.
-    """
-
-    kind: Kind
-    stage: int
-    micro: int
+    kind: Kind  # ``F`` forward; ``B`` backward, or its halves: ``I`` for the stage's inputs and ``W`` for its weights
+    stage: int  # of the pipeline
+    micro: int  # which micro-batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSchedule:
-    """One schedule. A new one is a file with one of these, its name in ``config.fields`` and its line in a table.
+    """One schedule. A new one is a file with one of these, its name in ``config.fields`` and its line in a table."""
 
-    Attributes:
-        name: as plans say it.
-        actions: ``(rank, ranks, stages_per_rank, micros)`` → the actions of that rank in order, for so many
-            micro-batches or more: those of micro-batches that are not there are left out.
-        in_flight: ``(place, ranks, stages_per_rank, micros, ahead)`` → micro-batches, of the whole rank, that the rank
-            at ``place`` holds between forward and backward when it holds most; ``ahead``: how far zero-bubble
-            schedules run ahead of 1F1B.
-        filling: see ``Filling``.
-        v_shaped: whether the way through the stages is a V, which ends on the rank where it began.
-        in_halves: whether backwards are done in two passes.
-        searched: stages on a rank with which the planner tries it, fewest first.
-    """
-
-    name: Name
+    name: Name  # as plans say it
+    # ``(rank, ranks, stages_per_rank, micros)`` → the actions of that rank in order, for so many micro-batches or more:
+    # those of micro-batches that are not there are left out
     actions: Callable[[int, int, int, int], Iterable[Action]]
+    # ``(place, ranks, stages_per_rank, micros, ahead)`` → micro-batches, of the whole rank, that the rank at ``place``
+    # holds between forward and backward when it holds most; ``ahead``: how far zero-bubble schedules run ahead of 1F1B
     in_flight: Callable[[float, int, int, int, float], float]
-    filling: Filling
-    v_shaped: bool = False
-    in_halves: bool = False
-    searched: tuple[int, ...] = ()
+    filling: Filling  # see ``Filling``
+    v_shaped: bool = False  # whether the way through the stages is a V, which ends on the rank where it began
+    in_halves: bool = False  # whether backwards are done in two passes
+    searched: tuple[int, ...] = ()  # stages on a rank with which the planner tries it, fewest first
 
 
 class LinkedAction(NamedTuple):
-    """An action as part of a whole order, whose actions are numbered such that none comes before what it needs.
+    """An action as part of a whole order, whose actions are numbered such that none comes before what it needs."""
 
-    Attributes:
-        rank: that does it.
-        action: what it does.
-        before: the rank's action before it; -1 for none.
-        awaits: the action of another rank whose message it needs; -1 for none.
-    """
-
-    rank: int
-    action: Action
-    before: int
-    awaits: int
+    rank: int  # that does it
+    action: Action  # what it does
+    before: int  # the rank's action before it; -1 for none
+    awaits: int  # the action of another rank whose message it needs; -1 for none
 
 
 class StuckError(ValueError):
@@ -82,15 +60,10 @@ class StuckError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What each rank does, in order.
+    """What each rank does, in order."""
 
-    Attributes:
-        ranks: for each rank its actions.
-        rank_of: for each stage the rank that holds it.
-    """
-
-    ranks: tuple[tuple[Action, ...], ...]
-    rank_of: tuple[int, ...]
+    ranks: tuple[tuple[Action, ...], ...]  # for each rank its actions
+    rank_of: tuple[int, ...]  # for each stage the rank that holds it
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that ``rank`` holds, ascending."""
