@@ -117,7 +117,7 @@ class Forecast:
 class Sweep:
     """Many plans' futures at once: shape (N,) each, in the order of ``plans``."""
 
-    plans: tuple[Plan, ...]  # they
+    plans: tuple[Plan, ...]
     step: StepTime  # seconds by part
     memory: MemoryForecast  # bytes by part
     room: Array  # bytes a process can use, on the kind of device that comes nearest to them

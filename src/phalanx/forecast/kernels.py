@@ -21,9 +21,9 @@ from phalanx.placement.collective_bytes import PartPass, Pass, Widths, inside
 class DeviceSetting:
     """One kind of device, joined in one way, used by one framework."""
 
-    rates: Rates  # of the device
+    rates: Rates
     fabric: Fabric  # between devices
-    preset: Preset  # of the framework
+    preset: Preset
     precision: str  # computed in
     host: float = 25e9  # bytes/s between a device and the memory of its host
     bus: float = 0.0  # seconds until a copy between the two begins

@@ -25,7 +25,7 @@ class Lanes:
     """Seconds of one micro-batch on the first rank of a pipeline, on those between and on the last: shape (3, N)."""
 
     forward: Array  # of it, with what the rank sends
-    backward: Array  # of it, likewise
+    backward: Array  # likewise
     weights: Array  # of the backward, what yields weights' gradients only
     there: Array  # how many ranks of each kind there are
 

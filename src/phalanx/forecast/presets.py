@@ -14,7 +14,7 @@ from typing import Literal
 class Preset:
     """What a framework does beside the plan."""
 
-    name: str  # of the preset
+    name: str
     joined: float = 0.0  # share of the way from eager elementwise kernels (0) to those that a compiler joins (1)
     # ``fused`` (never holds the scores) or ``scores`` (holds them: two products and a softmax)
     attention: Literal["fused", "scores"] = "fused"

@@ -186,10 +186,10 @@ what a cluster states beyond them each hop takes longer."""
 class ForecastInput:
     """What layouts are forecast for."""
 
-    work: Work  # in each step
-    cluster: Cluster  # on which
+    work: Work
+    cluster: Cluster
     precision: str  # computed in
-    preset: Preset = PHALANX  # of the framework
+    preset: Preset = PHALANX
 
 
 def on_one_kind(scene: ForecastInput, layouts: Layouts, group: Group, events: bool = False) -> StepTime:

@@ -78,7 +78,7 @@ class PlanForecast:
     """A plan's future."""
 
     question: Question  # that was asked
-    forecast: Forecast  # of the plan
+    forecast: Forecast
     bill: Bill  # of the whole training; of one step where its length is not known
     shortfall: Shortfall | None  # what is missing; ``None`` where it fits
 

@@ -80,10 +80,7 @@ class Explanation:
 def explain(ranking: Ranking, because: Plan | None = None, *, keys: Sequence[str] = ()) -> Explanation | None:
     """Why the first of ``ranking`` wins; ``None`` where nothing fits.
 
-    Args:
-        ranking: of plans.
-        because: a plan to argue.
-        keys: those of it that were stated; the others are chosen as well as they can be.
+    ``because``: a plan to argue; ``keys``: those of it that were stated, the others are chosen as well as they can be.
 
     Raises:
         RefusedError: if no plan with the stated keys could run.

@@ -149,7 +149,7 @@ class Question:
     precision: Precision  # that plans compute in
     steps: int = 0  # optimizer steps of the whole training; 0 where nobody knows
     prices: Prices = field(default_factory=Prices)  # what devices cost; none where nobody says
-    preset: Preset = PHALANX  # of the framework
+    preset: Preset = PHALANX
     # what keeps a plan from the job, by a look at its model; ``None`` where there is none to look at
     look: Callable[[Plan], list[Problem]] | None = field(default=None, compare=False)
 

@@ -104,12 +104,7 @@ class Ranking:
 
 
 def rank(question: Question, goal: Goal | None = None, *, most: int = 6) -> Ranking:
-    """The best plans for ``question``.
-
-    Args:
-        question: what is trained, and on what.
-        goal: what they are ordered by; time where not given.
-        most: plans to tell of.
+    """The ``most`` best plans for ``question`` by ``goal``; by time where that is not given.
 
     Raises:
         SpecError: if the goal asks for what nobody knows.

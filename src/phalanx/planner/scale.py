@@ -112,12 +112,7 @@ class Curve:
 def scale(question: Question, up_to: int, *, share: float = 0.5, budget: float = 0.0, deadline: float = 0.0) -> Curve:
     """The fastest plan on 1, 2, 4, ... ``up_to`` devices of the question's first kind.
 
-    Args:
-        question: what is trained; of its cluster only the kind of devices, nodes and network count.
-        up_to: most devices.
-        share: of the ideal gain below which more devices are not worth it.
-        budget: most that the training may cost: money where prices are known, else device-hours; 0 for any.
-        deadline: most seconds it may take; 0 for any.
+    ``share``: of the ideal gain below which more devices are not worth it; ``budget`` and ``deadline``: see ``Curve``.
     """
     points, without = curve(question, doublings(question.cluster, up_to))
     return Curve(points=points, without=without, share=share, steps=question.steps, budget=budget, deadline=deadline)

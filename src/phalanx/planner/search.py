@@ -251,10 +251,8 @@ class Search:
 def search(question: Question, held: Mapping[str, Any] | None = None, *, most: int = 1) -> Search:
     """Price every plan of the question.
 
-    Args:
-        question: what is asked.
-        held: keys of a plan → values that all shall have; all plans where not given.
-        most: meshes whose best plans are to be in the right order among each other.
+    ``held``: keys of a plan → values that all shall have. ``most``: meshes whose best plans are to be in the right order
+    among each other.
     """
     whole = space(question)
     if held:

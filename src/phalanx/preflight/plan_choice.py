@@ -30,7 +30,7 @@ WORTH = 0.2
 class PlanChoice:
     """A plan that nobody gave."""
 
-    plan: Plan  # it
+    plan: Plan
     source: str  # ``planner`` or ``default``
     why: str = ""  # in a sentence; empty where there was nothing to choose
 
@@ -174,9 +174,7 @@ def cluster_for(plan: Plan, threads: int | None = None) -> Cluster:
     On CPUs that is an equal share of the memory and of the cores, which may be less than one core or several; with the
     constants of ``machine.toml`` in the working directory, which ``phalanx calibrate`` writes.
 
-    Args:
-        plan: it.
-        threads: that each replica computes with; its share of the cores where not given.
+    ``threads``: that each replica computes with; its share of the cores where not given.
     """
     there = this_machine()
     if device_kind(plan) == "cuda" and there.groups[0].device.kind == "cuda":

@@ -30,7 +30,7 @@ class Shape:
     family: Family
     layers: int = 0  # blocks
     hidden: int = 0  # width of the stream
-    heads: int = 0  # of attention
+    heads: int = 0
     kv_heads: int = 0  # heads of keys and values; 0 for as many as ``heads``
     ffn: int = 0  # width inside the feed-forward network; 0 for 4 times ``hidden``
     vocabulary: int = 0  # tokens, or classes
@@ -84,9 +84,7 @@ def from_config(path: str | Path, *, length: int = 0) -> Shape | ModelCall:
     queries and keys, or blocks that compute attention and feed-forward network side by side, are left out. Other
     architectures are built by transformers on the meta device.
 
-    Args:
-        path: of the file or its folder.
-        length: tokens in a sample; 0 for what the model was made for, at most 4096.
+    ``length``: tokens in a sample; 0 for what the model was made for, at most 4096.
 
     Raises:
         SpecError: if the file is not a configuration, lacks keys, or its architecture is not known.
