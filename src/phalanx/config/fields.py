@@ -25,7 +25,6 @@ class FieldKind:
     fix: str
 
     def holds(self, value: object) -> bool:
-        """Whether ``value`` may stand there."""
         if isinstance(value, bool):
             return bool in self.types
         return isinstance(value, self.types) or (isinstance(value, int) and float in self.types)

@@ -178,7 +178,6 @@ def thin(costs: OperationArrays, lie: StageCounts, layouts: Layouts) -> Array:
 
 
 def _each(texts: Texts, value: Callable[[Compression], float]) -> Array:
-    """A number for each plan's text."""
     found = np.full(len(texts), value(Compression.parse("none")))
     for text in np.unique(texts[texts != "none"]).tolist():
         found[texts == text] = value(Compression.parse(text))

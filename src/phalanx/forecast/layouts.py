@@ -69,7 +69,6 @@ class Layouts:
 
     @property
     def devices(self) -> Array:
-        """That each needs."""
         return self.replicas * self.tp * self.pp * self.cp
 
     @property
@@ -103,7 +102,6 @@ class Layouts:
 
     @property
     def mesh(self) -> MeshSizes:
-        """What exchanges depend on."""
         same = ("fsdp", "tp", "pp", "cp", "ep", "zero", "sequence", "micros")
         return MeshSizes(
             **{name: getattr(self, name) for name in same},
@@ -118,7 +116,6 @@ class Layouts:
         return returns_freed_memory(self.fsdp).astype(float)
 
     def take(self, rows: npt.NDArray[Any]) -> Layouts:
-        """The candidates at ``rows``: indices, or a mask."""
         return Layouts(**{one.name: getattr(self, one.name)[rows] for one in fields(self)})
 
     def having(self, samples: Array) -> Layouts:
@@ -168,7 +165,6 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """In one sample."""
         return self.length or (round(self.lengths.mean) if self.lengths else self.profile.length)
 
 
@@ -181,12 +177,10 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """Of all."""
         return self.tokens[-1]
 
     @property
     def mean(self) -> float:
-        """Of all."""
         return sum(self.tokens) / len(self.tokens)
 
     @property

@@ -38,7 +38,6 @@ class Laws:
 
     @classmethod
     def of(cls, sizes: Sequence[SizeLaw]) -> Laws:
-        """The laws of ``sizes``, in their order."""
         return cls(
             factor=np.array([size.factor for size in sizes], dtype=float),
             samples=np.array([size.by_samples for size in sizes], dtype=float),
@@ -81,7 +80,6 @@ class OperationArrays:
 
     @property
     def parts(self) -> tuple[ModelPart, ...]:
-        """The profile's."""
         return self.profile.parts
 
 

@@ -125,7 +125,6 @@ def _by_processes(known: Mapping[str, float], processes: Array) -> Array:
 
 
 def _under(name: str, measured: Mapping[str, float]) -> dict[str, float]:
-    """What is called ``name.something``, by the something."""
     return {key.partition(".")[2]: value for key, value in measured.items() if key.startswith(f"{name}.")}
 
 
@@ -165,7 +164,6 @@ class Wires:
 
     @property
     def measured(self) -> bool:
-        """Whether there are measured lines."""
         return any(name.endswith(".byte") for name in self.lines)
 
 

@@ -62,7 +62,6 @@ class _Micro:
         )
 
     def count(self, law: SizeLaw) -> Array:
-        """Elements: shape (N,)."""
         grown: Array = law.at(self.samples, self.tokens) * self.scale
         return grown
 

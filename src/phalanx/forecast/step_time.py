@@ -38,7 +38,6 @@ class StepTime:
 
     @property
     def total(self) -> Array:
-        """All together."""
         return sum((getattr(self, one.name) for one in fields(self)), np.zeros_like(self.products))
 
 

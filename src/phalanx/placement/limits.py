@@ -39,7 +39,6 @@ class Limits:
         )
 
     def problems(self, plan: Plan) -> Iterator[Problem]:
-        """What keeps ``plan`` from the model."""
         if plan.tp > 1 and not self.products:
             yield no_layers_to_cut(plan)
         if plan.cp > 1 and not self.attends:

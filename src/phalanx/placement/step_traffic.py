@@ -158,7 +158,6 @@ def _of_parts(
 
 
 def _together(found: Sequence[Exchange]) -> list[Exchange]:
-    """Alike ones as one."""
     times: dict[tuple[object, ...], Exchange] = {}
     for one in found:
         key = (one.why, one.kind, one.over, one.size)

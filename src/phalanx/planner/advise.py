@@ -35,7 +35,6 @@ class Advice:
     shortfall: Shortfall | None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             **self.ranking.to_dict(),
             "explanation": self.explanation.to_dict() if self.explanation else None,
@@ -83,7 +82,6 @@ class PlanForecast:
     shortfall: Shortfall | None  # what is missing; ``None`` where it fits
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             **forecast_to_dict(self.forecast),
             "steps": self.question.steps or None,

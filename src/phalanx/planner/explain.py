@@ -45,7 +45,6 @@ class Neighbour:
     why: str
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "change": self.change,
             "slower": self.slower,
@@ -69,7 +68,6 @@ class Explanation:
     argued: Neighbour | None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "reasons": list(self.reasons),
             "neighbours": [one.to_dict() for one in self.neighbours],

@@ -30,7 +30,6 @@ class Change:
     step: float  # seconds of its step
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {"change": self.words, "plan": str(self.plan), "spare": self.spare, "step": self.step}
 
 
@@ -49,7 +48,6 @@ class Shortfall:
     changes: tuple[Change, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         changes = [one.to_dict() for one in self.changes]
         return {"plan": str(self.plan), "missing": self.missing, "changes": changes}
 

@@ -33,7 +33,6 @@ class Prices:
 
     @property
     def stated(self) -> bool:
-        """Whether anybody says."""
         return self.each is not None or bool(self.by_device)
 
     def hour(self, cluster: Cluster) -> float | None:
@@ -72,7 +71,6 @@ class Bill:
         return self.device_hours if self.money is None else self.money
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "seconds": self.seconds,
             "device_hours": self.device_hours,
@@ -155,7 +153,6 @@ class Question:
 
     @property
     def mixed(self) -> bool:
-        """Whether devices differ."""
         return mixed(self.cluster)
 
     def on(self, devices: int) -> Question | None:

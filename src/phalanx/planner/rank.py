@@ -72,7 +72,6 @@ class Ranking:
 
     @property
     def best(self) -> Forecast | None:
-        """The first."""
         return self.plans[0] if self.plans else None
 
     @property
@@ -85,7 +84,6 @@ class Ranking:
         return fastest if fastest and fastest.forecast.step <= self.best.step else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "cluster": str(self.question.cluster),
             "devices": self.question.cluster.devices,

@@ -32,7 +32,6 @@ class RooflinePoint:
     most: str  # what most of the step goes to, with its share; empty where it does not fit
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         names = ("device", "precision", "intensity", "ridge", "attainable", "missing", "bound", "most")
         own = {name: getattr(self, name) for name in names}
         return {**own, "forecast": forecast_to_dict(self.forecast) if self.forecast else None}

@@ -25,7 +25,6 @@ class ScalingPoint:
     bill: Bill  # of the whole training; of one step where its length is not known
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         own = {name: getattr(self, name) for name in ("devices", "speed_up", "efficiency", "gain")}
         return {**own, "bill": self.bill.to_dict(), "forecast": forecast_to_dict(self.forecast)}
 
@@ -74,7 +73,6 @@ class Curve:
 
     @property
     def allowed(self) -> tuple[ScalingPoint, ...]:
-        """Within budget and deadline."""
         return tuple(
             one
             for one in self.points
@@ -95,7 +93,6 @@ class Curve:
         return allowed[0] if allowed else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         named = ("knee", "slower", "fastest", "cheapest", "stop")
         marked: dict[str, ScalingPoint | None] = {name: getattr(self, name) for name in named}
         return {

@@ -49,7 +49,6 @@ class Space:
         return len(self.share)
 
     def layouts(self) -> Layouts:
-        """For the forecast."""
         each = {name: column.astype(float) for name, column in self.columns.items() if name not in ("micro", "shares")}
         full, none = np.ones(len(self)), np.zeros(len(self))
         micro = self.columns["micro"]
@@ -73,7 +72,6 @@ class Space:
         )
 
     def plan(self, index: int) -> Plan:
-        """One of them."""
         given: dict[str, Any] = {name: int(column[index]) for name, column in self.columns.items()}
         given["schedule"] = SCHEDULES[given["schedule"]]
         given["recompute"] = RECOMPUTES[given["recompute"]]
@@ -83,7 +81,6 @@ class Space:
         return Plan(**given, precision=self.precision)
 
     def where(self, held: Mapping[str, Any]) -> Mask:
-        """Which of them have these values."""
         found = np.ones(len(self), dtype=bool)
         for name, value in held.items():
             if name not in self.columns:
@@ -96,7 +93,6 @@ class Space:
         return found
 
     def take(self, rows: npt.NDArray[Any]) -> Space:
-        """Those at ``rows``: indices, or a mask."""
         return Space(
             columns={name: column[rows] for name, column in self.columns.items()},
             share=self.share[rows],
@@ -251,8 +247,8 @@ class Search:
 def search(question: Question, held: Mapping[str, Any] | None = None, *, most: int = 1) -> Search:
     """Price every plan of the question.
 
-    ``held``: keys of a plan → values that all shall have. ``most``: meshes whose best plans are to be in the right order
-    among each other.
+    ``held``: keys of a plan → values that all shall have; ``most``: meshes whose best plans are to be in the right
+    order among each other.
     """
     whole = space(question)
     if held:

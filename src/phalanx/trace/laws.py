@@ -32,7 +32,6 @@ class Sizes:
     lengths: bool = True
 
     def law(self, values: Sequence[float]) -> SizeLaw:
-        """The law that goes through the values."""
         value = values[0]
         if not value:
             return SizeLaw(0.0)

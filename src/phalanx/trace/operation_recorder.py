@@ -28,7 +28,6 @@ class TensorUse:
 
     @property
     def elements(self) -> int:
-        """How many it has."""
         count = 1
         for size in self.shape:
             count *= size
@@ -136,7 +135,6 @@ class OperationRecorder(TorchDispatchMode):
         )
 
     def tensors_in(self, value: Any) -> tuple[TensorUse, ...]:
-        """The tensors in ``value``, each once."""
         found: dict[tuple[int, tuple[int, ...]], TensorUse] = {}
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
@@ -145,7 +143,6 @@ class OperationRecorder(TorchDispatchMode):
         return tuple(found.values())
 
     def see(self, tensor: Tensor) -> TensorUse:
-        """How ``tensor`` is written down."""
         return TensorUse(self.number(tensor), tuple(tensor.shape), tensor.is_floating_point())
 
     def number(self, tensor: Tensor) -> int:
@@ -161,12 +158,10 @@ class OperationRecorder(TorchDispatchMode):
         return self._numbers[key]
 
     def begin_backward(self) -> None:
-        """What follows belongs to the backward."""
         self.backward = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, nothing is written down."""
         self._paused += 1
         try:
             yield
@@ -215,7 +210,6 @@ class OperationRecorder(TorchDispatchMode):
         return self.number(mask) in self._causal
 
     def mark_causal(self, mask: Tensor) -> None:
-        """Note that ``mask`` hides later positions."""
         self._causal.add(self.number(mask))
 
     def _keep_fp32(self, statistics: Iterable[Tensor]) -> None:

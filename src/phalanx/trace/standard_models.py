@@ -123,7 +123,6 @@ class _Architecture:
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def shape(self, config: Mapping[str, Any], path: str, length: int) -> Shape:
-        """The shape that ``config`` describes."""
         keys = {**_USUAL, **self.keys}
         if self.family != "llama":
             keys = {name: key for name, key in keys.items() if name not in _GROUPED or name in self.keys}

@@ -61,7 +61,6 @@ class Traced:
 
     @property
     def recomputes(self) -> bool:
-        """Whether the model recomputes activations by itself."""
         return any(trace.tape.recomputes for trace in (*self.blocks.values(), self.around))
 
 

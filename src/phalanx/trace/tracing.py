@@ -29,7 +29,6 @@ class ModelCall:
     values: bool = False  # whether to compute with the values that there are, for a model whose shapes depend on them
 
     def profile(self) -> Profile:
-        """The model's costs. See ``trace``."""
         return trace(self)
 
 

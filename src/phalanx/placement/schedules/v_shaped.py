@@ -34,7 +34,6 @@ class TwoStages:
         return [one for one in self._owed if stage is None or one.stage == self._stages[stage]]
 
     def work_off(self, stage: int | None = None) -> None:
-        """The oldest of these, if any."""
         for oldest in self.owes(stage)[:1]:
             self._owed.remove(oldest)
             self.actions.append(oldest)
