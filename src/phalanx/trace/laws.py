@@ -16,8 +16,8 @@ from phalanx.errors import PhalanxError
 from phalanx.trace.blocks import blocks
 from phalanx.trace.fake_tensors import refusal
 from phalanx.trace.measured import MeasuredModel, MeasuredPart, Op, SavedBytes, Units, measured
+from phalanx.trace.standard_models import ModelCall, length_of
 from phalanx.trace.tracer import traced
-from phalanx.trace.tracing import ModelCall, length_of
 
 _CLOSE = 0.01
 

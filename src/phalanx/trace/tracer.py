@@ -23,7 +23,7 @@ from phalanx.trace.operation_recorder import (
     recomputed,
 )
 from phalanx.trace.operations import as_on_accelerators
-from phalanx.trace.tracing import ModelCall
+from phalanx.trace.standard_models import ModelCall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

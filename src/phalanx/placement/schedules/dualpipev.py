@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.placement.schedules.order import Action, PipelineSchedule
-from phalanx.placement.schedules.v_shaped import TwoStages
+from phalanx.placement.schedules.zbv import TwoStages
 
 
 def _actions(rank: int, ranks: int, stages: int, micros: int) -> list[Action]:
