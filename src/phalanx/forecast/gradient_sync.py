@@ -54,7 +54,7 @@ def _sharded(costs: OperationArrays, times: Times, layouts: Layouts, setting: De
     once = preset.stages_whole & (layouts.pp > 1)  # before and after everything
     there, back = _there_and_back(held(costs.profile, lie.each, mesh), layouts, setting)
     whole = np.where(once, there + back, layouts.micros * (2 * there + back))
-    exposed = np.zeros_like(whole)
+    exposed = np.zeros_like(lie.there)
     for index, part in enumerate(costs.parts):
         there, back = _there_and_back(elements(((one, 1) for one in part.weights), mesh), layouts, setting)
         ahead = _beyond(there, times.before[index], preset.overlap)

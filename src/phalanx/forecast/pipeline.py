@@ -165,7 +165,8 @@ def held(profile: Profile, counts: Array, mesh: MeshSizes) -> list[Elements]:
 
     ``counts``: as ``StageCounts.each``.
     """
-    return elements(weights_held(profile, list(np.moveaxis(counts, 1, 0))), mesh)
+    found = elements(weights_held(profile, list(np.moveaxis(counts, 1, 0))), mesh)
+    return found or [Elements(learn=np.zeros_like(counts[:, 0]))]
 
 
 def parameters_held(costs: OperationArrays, layouts: Layouts, lie: StageCounts) -> Array:
