@@ -13,6 +13,7 @@ from phalanx.demo.jobs.gpt import GPT, Size
 from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.memory import memory
 from phalanx.forecast.presets import PHALANX
+from phalanx.placement.step_traffic import parameters_held
 from phalanx.report.summary import summarise
 from phalanx.trace import ModelCall, Profile
 
@@ -68,3 +69,22 @@ def test_runs_hold_what_was_forecast(plan: str, profile: Profile, tmp_path: Path
         assert measured[name] == forecast[name]
     assert 0 <= measured["optimizer"] - forecast["optimizer"] <= steps
     assert measured["activations"] == pytest.approx(forecast["activations"], rel=0.05)
+
+
+@pytest.mark.parametrize("text", ["dp=2", "fsdp=2 zero=2", "fsdp=2 zero=3", "tp=2", "pp=2 micro=2"])
+def test_placement_forecast_and_measurement_say_the_same_bytes(text: str, profile: Profile, tmp_path: Path) -> None:
+    plan = px.Plan.parse(text)
+    found = memory(profile, Layouts.of([plan], 16, SIZE.context), PHALANX, plan.precision, 8.0)
+    run = fit(text, tmp_path, model=lambda: GPT(SIZE), data=texts, inputs=lambda batch: batch["x"], batch=16, epochs=1)
+    measured = summarise(run.folder).memory
+    for rank, parts in enumerate(measured):
+        held = parameters_held(profile, plan, rank)
+        stepped = held / plan.fsdp if plan.zero in (1, 2) else held
+        assert parts["parameters"] - float(found.gathered[0]) == 4 * held
+        assert parts["gradients"] == 4 * (stepped if plan.zero else held)
+        assert 8 * stepped <= parts["optimizer"] <= 8 * stepped + 4 * len(list(GPT(SIZE).parameters()))  # and counts
+    most = max(range(2), key=lambda rank: sum(measured[rank].values()))  # the rank that forecasts are of
+    held = parameters_held(profile, plan, most)
+    assert float(found.parameters[0]) == 4 * held
+    assert float(found.optimizer[0]) == 8 * (held / plan.fsdp if plan.zero in (1, 2) else held)
+    assert float(found.gradients[0]) == measured[most]["gradients"]

@@ -212,7 +212,7 @@ TECHNIQUES: tuple[Mutation, ...] = (
     Mutation(
         "forecast: a model without repeated blocks is sharded part by part",
         "trace/laws.py",
-        "repeated=bool(blocks(described.module))",
+        "repeated=bool(blocks(call.module))",
         "repeated=True",
         ("test unit/test_forecast_replicas.py",),
     ),

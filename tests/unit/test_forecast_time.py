@@ -11,7 +11,8 @@ from small_profiles import LARGE, transformer
 from phalanx.config import Cluster, Plan
 from phalanx.errors import RefusedError
 from phalanx.forecast import Forecast, Work, forecast
-from phalanx.forecast.kernels import DeviceSetting, Shapes, price
+from phalanx.forecast.kernels import DeviceSetting, price
+from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.network import Fabric, collective
 from phalanx.forecast.operation_arrays import Array, table
 from phalanx.forecast.presets import PHALANX
@@ -34,13 +35,9 @@ def product(m: float, n: float, k: float, device: str = "A100-80GB") -> tuple[fl
     """Seconds of a matrix product in bf16, and its FLOP."""
     dims = (SizeLaw(1.0), SizeLaw(m), SizeLaw(n), SizeLaw(k))
     part = ModelPart(name="one", role="block", forward=(Operation(kind="matmul", name="mm", dims=dims),))
-    one = np.ones(1)
-    shapes = Shapes(
-        **{each.name: one * (each.name not in ("sequence", "returned")) for each in fields(Shapes)},
-    )
     setting = DeviceSetting(rates=rates(entry(device).device), fabric=FABRIC, preset=PHALANX, precision="bf16")
-    priced = price(table(Profile(parts=(part,))), shapes, setting)
-    return float(priced.seconds[0, 0]), float(priced.flops[0, 0])
+    priced = price(table(Profile(parts=(part,))), Layouts.of([Plan()], 1, 1), setting)
+    return float(priced[0, 0]), 2.0 * m * n * k
 
 
 def sent(kind: str, size: Array = GIB, ranks: float = 8, stride: float = 1, fabric: Fabric = FABRIC) -> float:
@@ -52,7 +49,6 @@ def test_no_product_is_faster_than_the_peak(device: str) -> None:
     peak = entry(device).device.peak["bf16"]
     for size in (16, 100, 512, 4096, 16384):
         seconds, flops = product(size, size, size, device)
-        assert flops == 2 * size**3
         assert seconds > flops / peak
     large, flops = product(16384, 16384, 16384, device)
     assert flops / large > 0.5 * peak

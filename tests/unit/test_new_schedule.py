@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.placement.schedules.pipeline_schedule import Action, PipelineSchedule
+from phalanx.placement.schedules.order import Action, PipelineSchedule
 from phalanx.placement.schedules.schedule_1f1b import alternating
 
 

@@ -13,7 +13,7 @@ import torch
 
 from phalanx.errors import MissingExtraError, SpecError
 from phalanx.trace import Shape, from_config
-from phalanx.trace.hf_config import known_architectures
+from phalanx.trace.standard_models import known_architectures
 
 SMALL = {
     "hidden_size": 64,

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import phalanx as px
 from phalanx.config import Plan
 from phalanx.forecast import Lengths, forecast
-from phalanx.forecast.layouts import Layouts
-from phalanx.forecast.workload import for_memory, for_time
+from phalanx.forecast.layouts import Layouts, for_memory, for_time
 from phalanx.hardware import cluster
 from phalanx.train.traced_job import work_of
 

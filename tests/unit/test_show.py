@@ -102,6 +102,10 @@ class TestTimeline:
             halves = [work(plan, Action(kind, stage, 0)) for kind in ("I", "W")]
             assert sum(halves) == work(plan, Action("B", stage, 0))
 
+    def test_a_model_that_recomputes_by_itself_does_three_forwards_backward_at_once(self) -> None:
+        plan = Plan.parse("pp=2 schedule=zbv")
+        assert [work(plan, Action(kind, 1, 0), recomputes=True) for kind in ("F", "I", "W", "B")] == [1, 3, 0, 3]
+
     def test_unequal_stages_cost_idle_time(self) -> None:
         shown = tiny("pp=2 micro=2 split=blocks.3")
         assert shown.planned is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.config import Plan
-from phalanx.config.batch_rules import share_problems
+from phalanx.config.plan_rules import share_problems
 from phalanx.config.sync import split_by_weight, weights
 from phalanx.errors import SpecError
 from phalanx.planner.explain import plan_and_keys
@@ -165,7 +165,7 @@ def test_weights_are_whole_numbers() -> None:
 
 
 def test_shares_give_each_rank_a_sample() -> None:
-    assert share_problems(Plan.parse("dp=2 shares=3,1"), 8) == []
+    assert list(share_problems(Plan.parse("dp=2 shares=3,1"), 8)) == []
     (problem,) = share_problems(Plan.parse("dp=2 shares=100,1"), 8)
     assert (problem.where, problem.fix) == ("plan.shares", "dp=2 shares=auto")
     assert "8,0" in problem.given

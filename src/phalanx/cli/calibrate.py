@@ -79,12 +79,13 @@ def _calibrated(quick: bool) -> Cluster:
 def _relay(stages: int, steps: int) -> float:
     """Seconds in which a stage hands something on, computing next to nothing.
 
-    Of 1F1B each further micro-batch is handed on and comes back as a gradient before the next one can.
+    Of 1F1B each further micro-batch is handed on and comes back as a gradient before the next one can: a stage between
+    others sends two messages for it, one of two stages sends one.
     """
     from phalanx.config import Plan
 
     many, few = (_step(Plan(pp=stages, micro=micro), steps) for micro in (1, _SAMPLES // stages))
-    return max(0.0, (many - few) / (_SAMPLES - stages) / 2)
+    return max(0.0, (many - few) / (_SAMPLES - stages) / min(2, stages - 1))
 
 
 def _step(plan: Plan, steps: int) -> float:

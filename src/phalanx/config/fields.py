@@ -25,25 +25,23 @@ class FieldKind:
     fix: str
 
     def holds(self, value: object) -> bool:
-        """Whether ``value`` may stand there."""
         if isinstance(value, bool):
             return bool in self.types
         return isinstance(value, self.types) or (isinstance(value, int) and float in self.types)
 
 
 def misfits(where: str, values: Mapping[str, object], kinds: Mapping[str, FieldKind]) -> list[Problem]:
-    """A problem for each entry of ``values`` that is not of its kind.
-
-    Args:
-        where: what the fields belong to, such as ``run``.
-        values: by name; those that no kind is named for are not looked at.
-        kinds: by the same names.
-    """
+    """A problem for each entry of ``values`` that is not of its kind; ``where``: of what, such as ``run``."""
     return [
         Problem(where=f"{where}.{name}", given=repr(values[name]), allowed=kind.allowed, fix=kind.fix)
         for name, kind in kinds.items()
         if name in values and not kind.holds(values[name])
     ]
+
+
+def plan_problem(name: str, given: str, allowed: str, fix: str) -> Problem:
+    """What is wrong with the key ``name`` of a plan."""
+    return Problem(where=f"plan.{name}", given=given, allowed=allowed, fix=fix)
 
 
 def is_whole(value: object, least: int) -> bool:

@@ -109,23 +109,16 @@ def _problems(job: Job) -> list[Problem]:
         if getattr(job, name) is not None and not is_whole(getattr(job, name), 1):
             wrong(name, "a whole number, 1 or more", f"{name}=10")
     if (job.epochs is None) == (job.steps is None):
-        found.append(
-            Problem(
-                where="job.epochs",
-                given=f"epochs={job.epochs}, steps={job.steps}",
-                allowed="one of the two",
-                fix="epochs=5",
-            )
-        )
+        given = f"epochs={job.epochs}, steps={job.steps}"
+        found.append(Problem(where="job.epochs", given=given, allowed="one of the two", fix="epochs=5"))
     for name, least in (("seed", 0), ("workers", 0), ("evaluate_every", 0)):
         if not is_whole(getattr(job, name), least):
             wrong(name, f"a whole number, {least} or more", f"{name}={max(least, 2)}")
     if job.prefetch is not None and not is_whole(job.prefetch, 1):
         wrong("prefetch", "a whole number, 1 or more, or None", "workers=2, prefetch=2")
     elif job.prefetch is not None and job.workers == 0:
-        wrong(
-            "prefetch", "only together with workers=1 or more, which load ahead", f"workers=2, prefetch={job.prefetch}"
-        )
+        allowed = "only together with workers=1 or more, which load ahead"
+        wrong("prefetch", allowed, f"workers=2, prefetch={job.prefetch}")
     if job.clip is not None and not (is_number(job.clip) and job.clip > 0):
         wrong("clip", "a number above 0, or None", "clip=1.0")
     if job.unused not in ("error", "allow"):

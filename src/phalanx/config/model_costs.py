@@ -21,17 +21,11 @@ it, it lies between a column- and a row-parallel product; ``column`` a product w
 
 @dataclass(frozen=True, slots=True)
 class SizeLaw:
-    """A count that grows as ``factor * samples**by_samples * length**by_length``.
+    """A count that grows as ``factor * samples**by_samples * length**by_length``."""
 
-    Attributes:
-        factor: the count for one sample of one token (or of a model without tokens: for one sample).
-        by_samples: power of the samples in one forward.
-        by_length: power of the tokens in one sample.
-    """
-
-    factor: float
-    by_samples: float = 0.0
-    by_length: float = 0.0
+    factor: float  # the count for one sample of one token (or of a model without tokens: for one sample)
+    by_samples: float = 0.0  # power of the samples in one forward
+    by_length: float = 0.0  # power of the tokens in one sample
 
     def at(self, samples: Any, length: Any = 1.0) -> Any:
         """The count for numbers, or for arrays of them that broadcast together."""
@@ -45,103 +39,65 @@ class SizeLaw:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """One kernel's work, for one micro-batch of one part.
+    """One kernel's work, for one micro-batch of one part."""
 
-    Attributes:
-        kind: what bounds it: ``matmul`` and ``convolution`` (as the product it amounts to), ``attention`` (fused
-            scores, softmax and values), ``memory`` (elementwise, norms, reductions, copies, lookups).
-        name: as the framework calls it, for tables: ``mm``, ``native_layer_norm``.
-        dims: of ``matmul``/``convolution`` (batch, m, n, k): ``batch`` products of m x k by k x n. Of ``attention``
-            (samples, heads, heads of keys, queries, keys, width of a head). Of ``memory`` none.
-        traffic: elements read and written where it runs as a kernel of its own.
-        fused: elements that it still reads and writes where a compiler joins it with its neighbours; never above
-            ``traffic``.
-        share: what ``tp`` can divide.
-        weights: it yields gradients of parameters only, so that nothing waits for it before the optimizer.
-        causal: of ``attention``: queries see earlier keys only, half of the work.
-        expert: it belongs to experts, of which each token meets some: ``ep`` divides it.
-        again: the model computes it a second time, by a checkpoint of its own; it stands in the backward.
-    """
-
+    # what bounds it: ``matmul`` and ``convolution`` (as the product it amounts to), ``attention`` (fused scores,
+    # softmax and values), ``memory`` (elementwise, norms, reductions, copies, lookups)
     kind: Literal["matmul", "convolution", "attention", "memory"]
-    name: str
+    name: str  # as the framework calls it, for tables: ``mm``, ``native_layer_norm``
+    # of ``matmul``/``convolution`` (batch, m, n, k): ``batch`` products of m x k by k x n. Of ``attention`` (samples,
+    # heads, heads of keys, queries, keys, width of a head). Of ``memory`` none.
     dims: tuple[SizeLaw, ...] = ()
-    traffic: SizeLaw = SizeLaw(0.0)
+    traffic: SizeLaw = SizeLaw(0.0)  # elements read and written where it runs as a kernel of its own
+    # elements that it still reads and writes where a compiler joins it with its neighbours; never above ``traffic``
     fused: SizeLaw = SizeLaw(0.0)
-    share: Share = "whole"
-    weights: bool = False
-    causal: bool = False
-    expert: bool = False
-    again: bool = False
+    share: Share = "whole"  # what ``tp`` can divide
+    weights: bool = False  # it yields gradients of parameters only, so that nothing waits for it before the optimizer
+    causal: bool = False  # of ``attention``: queries see earlier keys only, half of the work
+    expert: bool = False  # it belongs to experts, of which each token meets some: ``ep`` divides it
+    again: bool = False  # the model computes it a second time, by a checkpoint of its own; it stands in the backward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """Memory that lives from a part's forward to its backward.
+    """Memory that lives from a part's forward to its backward."""
 
-    Attributes:
-        elements: how many.
-        itemsize: bytes of an element; 0 where it is that of the precision computed in.
-        share: what ``tp`` can divide: ``whole``, ``tokens`` or ``inner``.
-        cheap: selective recompute drops it (it is neither of a product nor of an attention).
-        expert: it belongs to experts.
-    """
-
-    elements: SizeLaw
-    itemsize: int = 0
-    share: Share = "whole"
-    cheap: bool = False
-    expert: bool = False
+    elements: SizeLaw  # how many
+    itemsize: int = 0  # bytes of an element; 0 where it is that of the precision computed in
+    share: Share = "whole"  # what ``tp`` can divide: ``whole``, ``tokens`` or ``inner``
+    cheap: bool = False  # selective recompute drops it (it is neither of a product nor of an attention)
+    expert: bool = False  # it belongs to experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """Parameters of a part.
+    """Parameters of a part."""
 
-    Attributes:
-        elements: how many learn.
-        frozen: how many do not.
-        share: ``inner`` where ``tp`` cuts them, else ``whole``.
-        expert: ``ep`` deals them out.
-        tensors: how many tensors they are.
-        largest: elements of the largest of these; 0 where not known.
-    """
-
-    elements: int
-    frozen: int = 0
-    share: Share = "whole"
-    expert: bool = False
-    tensors: int = 1
-    largest: int = 0
+    elements: int  # how many learn
+    frozen: int = 0  # how many do not
+    share: Share = "whole"  # ``inner`` where ``tp`` cuts them, else ``whole``
+    expert: bool = False  # ``ep`` deals them out
+    tensors: int = 1  # how many tensors they are
+    largest: int = 0  # elements of the largest of these; 0 where not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPart:
-    """A run of the model that is computed at one go: a block, or what comes before or after the blocks.
+    """A run of the model that is computed at one go: a block, or what comes before or after the blocks."""
 
-    Attributes:
-        name: of its first module, such as ``model.layers.0``; ``(before)`` and ``(after)`` for what no block holds.
-        role: ``before`` (embedding), ``block`` or ``after`` (last norm, head, loss).
-        count: how many alike follow one another in the model.
-        forward: its operations, in order.
-        backward: those of its backward, in order, with what the model itself recomputes, and nothing else.
-        weights: its parameters, by how they can be cut.
-        saved: what lives from its forward to its backward.
-        entry: elements of the activation that enters it: kept under full recompute, sent between pipeline stages.
-        working: bytes-less count of elements alive at once inside its backward beyond what is saved.
-        modules: launches of module code by the host, for a bound on how fast an eager framework can go.
-    """
-
-    name: str
-    role: Literal["before", "block", "after"]
-    count: int = 1
-    forward: tuple[Operation, ...] = ()
+    name: str  # of its first module, such as ``model.layers.0``; ``(before)`` and ``(after)`` for what no block holds
+    role: Literal["before", "block", "after"]  # ``before`` (embedding), ``block`` or ``after`` (last norm, head, loss)
+    count: int = 1  # how many alike follow one another in the model
+    forward: tuple[Operation, ...] = ()  # its operations, in order
+    # those of its backward, in order, with what the model itself recomputes, and nothing else
     backward: tuple[Operation, ...] = ()
-    weights: tuple[Weights, ...] = ()
-    saved: tuple[Saved, ...] = ()
+    weights: tuple[Weights, ...] = ()  # its parameters, by how they can be cut
+    saved: tuple[Saved, ...] = ()  # what lives from its forward to its backward
+    # elements of the activation that enters it: kept under full recompute, sent between pipeline stages
     entry: SizeLaw = SizeLaw(0.0)
+    # bytes-less count of elements alive at once inside its backward beyond what is saved
     working: SizeLaw = SizeLaw(0.0)
-    modules: int = 0
+    modules: int = 0  # launches of module code by the host, for a bound on how fast an eager framework can go
 
     @property
     def parameters(self) -> int:
@@ -151,29 +107,20 @@ class ModelPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """A model's costs.
+    """A model's costs."""
 
-    Attributes:
-        parts: in the order in which they run.
-        length: tokens in one sample of the job; 1 for a model without.
-        tied: elements of parameters that a later part shares with the first (a tied head), counted in ``before`` only.
-        heads: fewest heads of keys in an attention: the most that ``tp`` can divide; 0 without attention.
-        experts: fewest experts in a layer; 0 without.
-        lawful: whether ``by_length`` was found by tracing two lengths (else lengths other than ``length`` are a guess).
-        recomputes: whether the model recomputes activations by itself.
-        repeated: whether its blocks are repeated ones, which ``zero=3`` shards one by one; else it is sharded as one.
-        notes: what the reader should know.
-    """
-
-    parts: tuple[ModelPart, ...]
-    length: int = 1
+    parts: tuple[ModelPart, ...]  # in the order in which they run
+    length: int = 1  # tokens in one sample of the job; 1 for a model without
+    # elements of parameters that a later part shares with the first (a tied head), counted in ``before`` only
     tied: int = 0
-    heads: int = 0
-    experts: int = 0
+    heads: int = 0  # fewest heads of keys in an attention: the most that ``tp`` can divide; 0 without attention
+    experts: int = 0  # fewest experts in a layer; 0 without
+    # whether ``by_length`` was found by tracing two lengths (else lengths other than ``length`` are a guess)
     lawful: bool = True
-    recomputes: bool = False
+    recomputes: bool = False  # whether the model recomputes activations by itself
+    # whether its blocks are repeated ones, which ``zero=3`` shards one by one; else it is sharded as one
     repeated: bool = True
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what the reader should know
 
     @property
     def parameters(self) -> int:

@@ -31,6 +31,7 @@ from phalanx.config.fields import (
     Schedule,
     Sync,
     is_whole,
+    plan_problem,
 )
 from phalanx.config.plan_rules import problems_of, show
 from phalanx.config.sync import bounds, exactness, outer_defaults
@@ -237,24 +238,12 @@ class Plan:
                 continue
             key, equals, value = word.partition("=")
             if not equals:
-                problems.append(
-                    Problem(
-                        where=f"plan {text!r}",
-                        given=word,
-                        allowed="words of the form key=value, or 'single'",
-                        fix=f"{_nearest(key)}=2",
-                    )
-                )
+                allowed = "words of the form key=value, or 'single'"
+                problems.append(Problem(where=f"plan {text!r}", given=word, allowed=allowed, fix=f"{_nearest(key)}=2"))
             elif key in values:
-                problems.append(
-                    Problem(where=f"plan.{key}", given=f"{key} twice", allowed="each key once", fix=f"{key}={value}")
-                )
+                problems.append(plan_problem(key, f"{key} twice", "each key once", f"{key}={value}"))
             else:
-                parsed, problem = _parse_value(key, value)
-                if problem:
-                    problems.append(problem)
-                else:
-                    values[key] = parsed
+                _take(key, value, values, problems)
         return _build(values, problems)
 
     def to_toml(self) -> str:
@@ -272,17 +261,12 @@ class Plan:
         try:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise SpecError(
-                [Problem(where="plan", given=str(error), allowed="a TOML document of plan keys", fix="dp = 2")]
-            ) from None
+            allowed = "a TOML document of plan keys"
+            raise SpecError([Problem(where="plan", given=str(error), allowed=allowed, fix="dp = 2")]) from None
         values: dict[str, Any] = {}
         problems: list[Problem] = []
         for key, value in table.items():
-            parsed, problem = _parse_value(key, show(value))
-            if problem:
-                problems.append(problem)
-            else:
-                values[key] = parsed
+            _take(key, show(value), values, problems)
         return _build(values, problems)
 
 
@@ -323,32 +307,24 @@ def _nearest(key: str) -> str:
     return next(iter(difflib.get_close_matches(key, names, n=1, cutoff=0.4)), "dp")
 
 
-def _parse_value(key: str, text: str) -> tuple[Any, Problem | None]:
+def _take(key: str, text: str, values: dict[str, Any], problems: list[Problem]) -> None:
+    """Add what ``text`` says of ``key`` to ``values``, or what is wrong with it to ``problems``."""
     names = [field.name for field in fields(Plan)]
     if key not in names:
-        return None, Problem(
-            where=f"plan.{key}", given=f"unknown key {key!r}", allowed=", ".join(names), fix=f"{_nearest(key)}={text}"
-        )
-    if key in CHOICES or key in TEXTS:
-        return text, None  # Plan itself checks choices
-    if key in TRUTHS:
+        problems.append(plan_problem(key, f"unknown key {key!r}", ", ".join(names), f"{_nearest(key)}={text}"))
+    elif key in CHOICES or key in TEXTS:
+        values[key] = text  # Plan itself checks choices
+    elif key in TRUTHS:
+        values[key] = text == "true"
         if text not in ("true", "false"):
-            return None, Problem(where=f"plan.{key}", given=repr(text), allowed="true or false", fix=f"{key}=true")
-        return text == "true", None
-    if key in NUMBERS:
-        return _number(key, text)
-    if key == "staleness" and text == UNBOUNDED:
-        return math.inf, None
-    try:
-        return int(text), None
-    except ValueError:
-        return None, Problem(
-            where=f"plan.{key}", given=repr(text), allowed="a whole number", fix=f"{key}={3 if key == 'zero' else 2}"
+            problems.append(plan_problem(key, repr(text), "true or false", f"{key}=true"))
+    elif key == "staleness" and text == UNBOUNDED:
+        values[key] = math.inf
+    else:
+        kind, allowed, fix = (
+            (float, "a number", 0.7) if key in NUMBERS else (int, "a whole number", 2 + (key == "zero"))
         )
-
-
-def _number(key: str, text: str) -> tuple[float | None, Problem | None]:
-    try:
-        return float(text), None
-    except ValueError:
-        return None, Problem(where=f"plan.{key}", given=repr(text), allowed="a number", fix=f"{key}=0.7")
+        try:
+            values[key] = kind(text)
+        except ValueError:
+            problems.append(plan_problem(key, repr(text), allowed, f"{key}={fix}"))

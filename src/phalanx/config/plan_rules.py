@@ -1,15 +1,15 @@
-"""Everything that can be wrong in a plan by itself, without a job or a machine."""
+"""What can be wrong in a plan by itself, or with a batch, whatever the model and the machine."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from phalanx.config.fields import AXES, CHOICES, STAGES, TEXTS, TRUTHS, UNBOUNDED, is_number, is_whole
-from phalanx.config.sync import apart_problems
+from phalanx.config.fields import AXES, CHOICES, STAGES, TEXTS, TRUTHS, UNBOUNDED, is_number, is_whole, plan_problem
+from phalanx.config.sync import AUTO, apart_problems, split_by_weight, weights
 from phalanx.errors import Problem
 
 if TYPE_CHECKING:
@@ -27,13 +27,11 @@ def show(value: object) -> str:
 
 
 def problems_of(plan: Plan) -> list[Problem]:
-    """Everything that is wrong in the plan by itself, without a job or a machine."""
+    """Everything that is wrong in the plan by itself."""
     found: list[Problem] = []
 
     def wrong(name: str, allowed: str, fix: str) -> None:
-        found.append(
-            Problem(where=f"plan.{name}", given=f"{name}={show(getattr(plan, name))}", allowed=allowed, fix=fix)
-        )
+        found.append(plan_problem(name, f"{name}={show(getattr(plan, name))}", allowed, fix))
 
     _numbers(plan, wrong)
     for name, choices in CHOICES.items():
@@ -52,22 +50,16 @@ def problems_of(plan: Plan) -> list[Problem]:
         return found
 
     if plan.zero and plan.fsdp == 1:
-        wrong(
-            "zero",
-            "only together with fsdp=2 or more: zero says what fsdp shards",
-            f"fsdp={max(2, plan.dp)} zero={plan.zero}",
-        )
+        allowed = "only together with fsdp=2 or more: zero says what fsdp shards"
+        wrong("zero", allowed, f"fsdp={max(2, plan.dp)} zero={plan.zero}")
     if plan.zero == 0 and plan.fsdp > 1:
         wrong("zero", "1, 2 or 3 with fsdp; ranks that each hold everything are dp", f"dp={plan.dp * plan.fsdp}")
     if plan.threads > 1 and plan.world_size > 1:
         wrong("threads", "threads alone: it is the one-process way; with dp or fsdp leave it out", f"dp={plan.threads}")
     found += [*_misplaced(plan), *apart_problems(plan)]
     if plan.offload == "parameters" and plan.zero != 3:
-        wrong(
-            "offload",
-            "parameters only with zero=3, which is what gathers them when needed",
-            f"fsdp={max(2, plan.fsdp, plan.dp)} zero=3 offload=parameters",
-        )
+        allowed = "parameters only with zero=3, which is what gathers them when needed"
+        wrong("offload", allowed, f"fsdp={max(2, plan.fsdp, plan.dp)} zero=3 offload=parameters")
     return found
 
 
@@ -97,48 +89,84 @@ def _numbers(plan: Plan, wrong: Callable[[str, str, str], None]) -> None:
         wrong("outer_momentum", "a number, 0 or more and below 1", "dp=2 sync=diloco every=100 outer_momentum=0.9")
 
 
-def _misplaced(plan: Plan) -> list[Problem]:
+def _misplaced(plan: Plan) -> Iterator[Problem]:
     """Keys that say how a dimension of the mesh works, where the plan has no such dimension."""
-    found: list[Problem] = []
     default = {field.name: field.default for field in fields(plan)}
-    needs = {"schedule": "pp", "split": "pp", "sequence": "tp", "attention": "cp"}
-    for name, axis in needs.items():
+    for name, axis in {"schedule": "pp", "split": "pp", "sequence": "tp", "attention": "cp"}.items():
         value = getattr(plan, name)
         if value != default[name] and getattr(plan, axis) == 1:
-            given = f"{name}={show(value)} without {axis}"
-            found.append(
-                Problem(
-                    where=f"plan.{name}",
-                    given=given,
-                    allowed=f"only together with {axis}=2 or more",
-                    fix=f"{axis}=2 {name}={show(value)}",
-                )
+            given = f"{name}={show(value)}"
+            yield plan_problem(
+                name, f"{given} without {axis}", f"only together with {axis}=2 or more", f"{axis}=2 {given}"
             )
     if plan.stages != STAGES[plan.schedule] and (plan.pp == 1 or plan.schedule != "interleaved"):
-        found.append(
-            Problem(
-                where="plan.stages",
-                given=f"stages={plan.stages} with schedule={plan.schedule}",
-                allowed=f"{STAGES[plan.schedule]}; only schedule=interleaved takes any number",
-                fix=f"pp={max(2, plan.pp)} schedule=interleaved stages={max(2, plan.stages)}",
-            )
-        )
+        given = f"stages={plan.stages} with schedule={plan.schedule}"
+        allowed = f"{STAGES[plan.schedule]}; only schedule=interleaved takes any number"
+        fix = f"pp={max(2, plan.pp)} schedule=interleaved stages={max(2, plan.stages)}"
+        yield plan_problem("stages", given, allowed, fix)
     if plan.threads > 1 and plan.splits_model:
-        found.append(
-            Problem(
-                where="plan.threads",
-                given=f"threads={plan.threads} with a model split over ranks",
-                allowed="threads alone: it is the one-process way",
-                fix=f"dp={plan.threads}",
-            )
-        )
+        given = f"threads={plan.threads} with a model split over ranks"
+        yield plan_problem("threads", given, "threads alone: it is the one-process way", f"dp={plan.threads}")
     if plan.sequence and plan.cp > 1:
-        found.append(
-            Problem(
-                where="plan.sequence",
-                given=f"sequence=true with cp={plan.cp}",
-                allowed="one of the two: both share out the tokens",
-                fix=f"tp={plan.tp} cp={plan.cp}",
-            )
+        given, allowed = f"sequence=true with cp={plan.cp}", "one of the two: both share out the tokens"
+        yield plan_problem("sequence", given, allowed, f"tp={plan.tp} cp={plan.cp}")
+
+
+def batch_problems(plan: Plan, batch: int) -> Iterator[Problem]:
+    """More replicas than samples in the global ``batch``."""
+    if batch < plan.replicas:
+        yield Problem(
+            where="plan",
+            given=f"{plan.replicas} replicas for a global batch of {batch}",
+            allowed=f"at most {batch} replicas: each needs a sample in every full batch",
+            fix=f"dp={batch}" if batch > 1 else "single",
         )
+
+
+def share_problems(plan: Plan, batch: int) -> Iterator[Problem]:
+    """Weights that give a rank of ``dp`` too few samples of the global ``batch``: each of its ranks needs one."""
+    each, inner = weights(plan.shares), plan.fsdp * plan.ep
+    if not each or batch < plan.replicas or min(split_by_weight(batch, each)) >= inner:
+        return
+    counts = ",".join(map(str, split_by_weight(batch, each)))
+    given = f"shares={plan.shares}, which deals a global batch of {batch} out as {counts}"
+    allowed = f"{inner} samples or more for each rank of dp" if inner > 1 else "a sample or more for each rank of dp"
+    yield plan_problem("shares", given, allowed, str(replace(plan, shares="auto")))
+
+
+def stage_problems(plan: Plan) -> Iterator[Problem]:
+    """What keeps a pipeline from running whatever the model: ``zero=2``, and names that do not begin all stages.
+
+    Stages run backward at different times, so that no moment has all gradients.
+    """
+    names, wanted = plan.split.split("/") if plan.split else [], plan.pp * plan.stages - 1
+    if names and len(names) != wanted:
+        given = f"split={plan.split}: {len(names)} names for {wanted + 1} stages"
+        allowed = (
+            "the names of the modules that begin each stage but the first, in the order in which forward calls them; "
+            f"{wanted} of them for {plan.pp} ranks with {plan.stages} each"
+        )
+        yield plan_problem("split", given, allowed, "no split, for stages balanced by cost")
+    elif plan.pp > 1 and plan.zero == 2:
+        allowed = "zero=1 or zero=3 in a pipeline: gradients of several micro-batches are under way at once"
+        yield plan_problem("zero", f"zero=2 with pp={plan.pp}", allowed, str(replace(plan, zero=1)))
+
+
+def unread(plan: Plan, batch: int, tensor_parallel: Mapping[str, object]) -> list[str]:
+    """What is set and makes no difference under ``plan``, one sentence each; empty where everything does."""
+    found: list[str] = []
+    most = largest_share(plan, batch)
+    if plan.micro is not None and plan.micro > most:
+        samples = f"{most} sample{'s' if most > 1 else ''}"
+        found.append(f"micro={plan.micro} splits nothing: a rank's share of the global batch of {batch} is {samples}.")
+    if tensor_parallel and plan.tp == 1:
+        found.append("tensor_parallel, which the job states, says how tp cuts weights; this plan has no tp.")
     return found
+
+
+def largest_share(plan: Plan, batch: int) -> int:
+    """Samples of a global ``batch`` that one replica has at most."""
+    each, inner = weights(plan.shares), plan.replicas // plan.dp
+    if plan.shares == AUTO:  # any other rank may end with as little as one sample a replica
+        return max(1, -(-(batch - (plan.dp - 1) * inner) // inner))
+    return -(-max(split_by_weight(batch, each)) // inner) if each else -(-batch // plan.replicas)

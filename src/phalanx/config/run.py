@@ -65,38 +65,22 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         problems = misfits("run", {name: getattr(self, name) for name in _KINDS}, _KINDS)
-        problems += [
-            Problem(
-                where=f"run.{name}",
-                given=repr(getattr(self, name)),
-                allowed=f"a whole number, {least} or more",
-                fix=f"--{name.replace('_', '-')} {least + 1}",
-            )
-            for name, least in _LEAST.items()
-            if not (getattr(self, name) is None and name in _OPTIONAL) and not is_whole(getattr(self, name), least)
-        ]
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not (value is None and name in _OPTIONAL) and not is_whole(value, least):
+                allowed, fix = f"a whole number, {least} or more", f"--{name.replace('_', '-')} {least + 1}"
+                problems.append(_wrong(name, repr(value), allowed, fix))
         if not problems and self.snapshot_every is not None and not self.plan.server:
-            problems.append(
-                Problem(
-                    where="run.snapshot_every",
-                    given=f"snapshot_every={self.snapshot_every!r} with plan {self.plan}, which has no servers",
-                    allowed="only together with server=1 or more; checkpoints are written every checkpoint_every steps",
-                    fix="--checkpoint-every 100",
-                )
-            )
+            given = f"snapshot_every={self.snapshot_every!r} with plan {self.plan}, which has no servers"
+            allowed = "only together with server=1 or more; checkpoints are written every checkpoint_every steps"
+            problems.append(_wrong("snapshot_every", given, allowed, "--checkpoint-every 100"))
         if self.epochs is not None and self.steps is not None:
-            problems.append(
-                Problem(where="run.epochs", given="epochs and steps", allowed="one of the two", fix="--steps 100")
-            )
+            problems.append(_wrong("epochs", "epochs and steps", "one of the two", "--steps 100"))
         if not (is_number(self.lr_scale) and self.lr_scale > 0):
-            problems.append(
-                Problem(where="run.lr_scale", given=repr(self.lr_scale), allowed="a number above 0", fix="--lr-scale 2")
-            )
+            problems.append(_wrong("lr_scale", repr(self.lr_scale), "a number above 0", "--lr-scale 2"))
         if self.forecast not in get_args(Foresight):
             allowed = ", ".join(get_args(Foresight))
-            problems.append(
-                Problem(where="run.forecast", given=repr(self.forecast), allowed=allowed, fix='forecast = "anyway"')
-            )
+            problems.append(_wrong("forecast", repr(self.forecast), allowed, 'forecast = "anyway"'))
         if problems:
             raise SpecError(problems)
 
@@ -125,29 +109,14 @@ class RunSpec:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise SpecError(
-                [
-                    Problem(
-                        where="run file", given=str(error), allowed="a TOML document", fix='job = "examples/digits.py"'
-                    )
-                ]
+                [Problem(where="run file", given=str(error), allowed="a TOML document", fix=_KINDS["job"].fix)]
             ) from None
         names = {field.name for field in fields(cls)}
-        problems = [
-            Problem(
-                where=f"run.{key}",
-                given="unknown key",
-                allowed=", ".join(sorted(names)),
-                fix='job = "examples/digits.py"',
-            )
-            for key in table
-            if key not in names
-        ]
-        problems += [
-            Problem(where=f"run.{key}", given="nothing", allowed="a text", fix=f'{key} = "..."')
-            for key in ("job", "plan", "folder")
-            if key not in table
-        ]
-        problems += misfits("run", table, {name: _KINDS[name] for name in ("job", "plan", "folder")})
+        allowed, fix = ", ".join(sorted(names)), _KINDS["job"].fix
+        problems = [_wrong(key, "unknown key", allowed, fix) for key in table if key not in names]
+        required = ("job", "plan", "folder")
+        problems += [_wrong(key, "nothing", "a text", f'{key} = "..."') for key in required if key not in table]
+        problems += misfits("run", table, {name: _KINDS[name] for name in required})
         plan = Plan()
         try:
             plan = Plan.parse(table["plan"]) if _KINDS["plan"].holds(table.get("plan")) else plan
@@ -163,6 +132,10 @@ class RunSpec:
         if problems:
             raise SpecError(problems)
         return run
+
+
+def _wrong(name: str, given: str, allowed: str, fix: str) -> Problem:
+    return Problem(where=f"run.{name}", given=given, allowed=allowed, fix=fix)
 
 
 def override(job: Job, run: RunSpec) -> Job:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
-from phalanx.config.fields import AXES, UNBOUNDED
+from phalanx.config.fields import AXES, UNBOUNDED, plan_problem
 from phalanx.errors import Problem
 
 if TYPE_CHECKING:
@@ -60,10 +60,6 @@ def apart_problems(plan: Plan) -> Iterator[Problem]:
     yield from _shares(plan)
 
 
-def _wrong(name: str, given: str, allowed: str, fix: str) -> Problem:
-    return Problem(where=f"plan.{name}", given=given, allowed=allowed, fix=fix)
-
-
 def _sync(plan: Plan) -> Iterator[Problem]:
     dp, apart = max(2, plan.dp), plan.sync != "each"
     for name, plain in (("every", 1), ("after", 0), ("fragments", 1)):
@@ -75,57 +71,59 @@ def _sync(plan: Plan) -> Iterator[Problem]:
             if name == "after":
                 allowed = "only with sync=local, sync=diloco or staleness: other plans are synchronous all along"
             fix = f"dp={dp} sync=local every={max(32, plan.every)}" + (f" {name}={value}" if name != "every" else "")
-            yield _wrong(name, f"{name}={value} with sync=each", allowed, fix)
+            yield plan_problem(name, f"{name}={value} with sync=each", allowed, fix)
     if (plan.outer != "none") != (plan.sync == "diloco"):
         allowed = "nesterov or sgd with sync=diloco, and nothing without: it steps what replicas have learnt"
         outer = plan.outer if plan.outer != "none" else "nesterov"
-        yield _wrong(
+        yield plan_problem(
             "outer", f"outer={plan.outer} with sync={plan.sync}", allowed, f"dp={dp} sync=diloco outer={outer}"
         )
     for name, value in outer_defaults(plan.outer).items():
         settable = plan.outer == "nesterov" or (plan.outer == "sgd" and name == "outer_lr")
         if not settable and getattr(plan, name) != value:
             given = f"{name}={getattr(plan, name)} with outer={plan.outer}"
-            yield _wrong(name, given, "only with sync=diloco outer=nesterov", f"dp={dp} sync=diloco")
+            yield plan_problem(name, given, "only with sync=diloco outer=nesterov", f"dp={dp} sync=diloco")
     if apart and plan.dp == 1:
         allowed = "only together with dp=2 or more: it says how replicas are brought together"
-        yield _wrong(
+        yield plan_problem(
             "sync", f"sync={plan.sync} without dp", allowed, f"dp=2 sync={plan.sync} every={max(2, plan.every)}"
         )
     if apart and plan.fragments > plan.every:
         allowed = f"at most every={plan.every}: one part is averaged in a step"
         fix = f"dp={dp} sync={plan.sync} every={plan.fragments} fragments={plan.fragments}"
-        yield _wrong("fragments", f"fragments={plan.fragments} with every={plan.every}", allowed, fix)
+        yield plan_problem("fragments", f"fragments={plan.fragments} with every={plan.every}", allowed, fix)
 
 
 def _server(plan: Plan) -> Iterator[Problem]:
     dp = max(2, plan.dp)
     if plan.staleness is not None and not plan.server:
         allowed = "only together with server=1 or more: gradients may be of parameters so many updates old"
-        yield _wrong(
-            "staleness", f"staleness={_said(plan.staleness)} without server", allowed, f"server=1 {_pair(plan)}"
-        )
+        stale = f"staleness={_said(plan.staleness)}"
+        yield plan_problem("staleness", f"{stale} without server", allowed, f"server=1 dp={dp} {stale}")
     if plan.backup and not plan.server:
         fix = f"server=1 dp={dp} backup=1"
-        yield _wrong("backup", f"backup={plan.backup} without server", "only together with server=1 or more", fix)
+        yield plan_problem("backup", f"backup={plan.backup} without server", "only together with server=1 or more", fix)
     if plan.compensate != "none" and not plan.staleness:
         given = f"compensate={plan.compensate} without staleness"
         fix = f"server={max(1, plan.server)} dp={dp} staleness=4 compensate={plan.compensate}"
-        yield _wrong("compensate", given, "only together with server and staleness=1 or more", fix)
+        yield plan_problem("compensate", given, "only together with server and staleness=1 or more", fix)
     if plan.server and plan.sync != "each":
         allowed = "one of the two: both say how replicas are brought together"
-        yield _wrong("server", f"server={plan.server} with sync={plan.sync}", allowed, f"server={plan.server} dp={dp}")
+        given, fix = f"server={plan.server} with sync={plan.sync}", f"server={plan.server} dp={dp}"
+        yield plan_problem("server", given, allowed, fix)
     if plan.server and plan.shares:
         allowed = "one of the two: servers deal samples out to whoever is free"
         given = f"shares={plan.shares} with server={plan.server}"
-        yield _wrong("shares", given, allowed, f"server={plan.server} dp={dp}")
+        yield plan_problem("shares", given, allowed, f"server={plan.server} dp={dp}")
     if plan.backup and plan.staleness:
         given = f"backup={plan.backup} with staleness={_said(plan.staleness)}"
         allowed = "one of the two: with staleness nobody waits for the slowest anyway"
-        yield _wrong("backup", given, allowed, f"server={plan.server} dp={dp} backup={plan.backup}")
+        yield plan_problem("backup", given, allowed, f"server={plan.server} dp={dp} backup={plan.backup}")
     elif plan.server and plan.backup >= plan.dp:
         given = f"backup={plan.backup} with dp={plan.dp}"
-        yield _wrong("backup", given, "fewer than the workers", f"server={plan.server} dp={plan.backup + 1} backup=1")
+        yield plan_problem(
+            "backup", given, "fewer than the workers", f"server={plan.server} dp={plan.backup + 1} backup=1"
+        )
     if plan.server:
         yield from _beside_servers(plan)
 
@@ -135,23 +133,23 @@ def _compress(plan: Plan) -> Iterator[Problem]:
         codec = Compression.parse(plan.compress).codec
     except ValueError:
         allowed = "none, fp16, bf16, int8, powersgd (powersgd:4, its rank), topk (topk:0.01, the share that is sent)"
-        yield _wrong("compress", f"compress={plan.compress}", allowed, "dp=2 compress=int8")
+        yield plan_problem("compress", f"compress={plan.compress}", allowed, "dp=2 compress=int8")
         return
     if codec == "none":
         return
     given = f"compress={plan.compress}"
     if plan.dp == 1:
         allowed = "only together with dp=2 or more: it is how replicas send each other gradients"
-        yield _wrong("compress", f"{given} without dp", allowed, f"dp=2 compress={plan.compress}")
+        yield plan_problem("compress", f"{given} without dp", allowed, f"dp=2 compress={plan.compress}")
     inner = [f"{name}={getattr(plan, name)}" for name in AXES if name != "dp" and getattr(plan, name) > 1]
     if inner and plan.sync == "each" and not plan.server:
         allowed = "dp alone, or sync=local or sync=diloco: sharded and split gradients are summed by other means"
         fix = f"dp={max(2, plan.dp)} compress={plan.compress}"
-        yield _wrong("compress", f"{given} with {' '.join(inner)}", allowed, fix)
+        yield plan_problem("compress", f"{given} with {' '.join(inner)}", allowed, fix)
     if codec == "powersgd" and (plan.server or plan.sync != "each"):
         other = f"server={plan.server}" if plan.server else f"sync={plan.sync}"
         allowed = "fp16, bf16, int8 or topk there: PowerSGD sums thin matrices over all ranks of a step"
-        yield _wrong("compress", f"{given} with {other}", allowed, f"{other} dp={max(2, plan.dp)} compress=int8")
+        yield plan_problem("compress", f"{given} with {other}", allowed, f"{other} dp={max(2, plan.dp)} compress=int8")
 
 
 def _count(count: int, what: str) -> str:
@@ -162,43 +160,36 @@ def _said(staleness: float) -> str:
     return UNBOUNDED if staleness == math.inf else str(staleness)
 
 
-def _pair(plan: Plan) -> str:
-    return f"dp={max(2, plan.dp)} staleness={_said(plan.staleness or 0)}"
-
-
 def _beside_servers(plan: Plan) -> Iterator[Problem]:
     """Workers of servers hold a whole model and no optimizer."""
     split = [f"{name}={getattr(plan, name)}" for name in (*AXES, "threads") if name != "dp" and getattr(plan, name) > 1]
     fix = f"server={plan.server} dp={max(2, plan.replicas)}"
     if split:
         given = f"server={plan.server} with {' '.join(split)}"
-        yield Problem(where="plan.server", given=given, allowed="dp alone: each worker holds a whole model", fix=fix)
+        yield plan_problem("server", given, "dp alone: each worker holds a whole model", fix)
     if plan.offload != "none":
         given = f"offload={plan.offload} with server={plan.server}"
-        yield Problem(where="plan.offload", given=given, allowed="none: servers hold the optimizer", fix=fix)
+        yield plan_problem("offload", given, "none: servers hold the optimizer", fix)
 
 
-def _shares(plan: Plan) -> list[Problem]:
+def _shares(plan: Plan) -> Iterator[Problem]:
     """Weights that cannot be read, that are not one for each rank of ``dp``, or that give one nothing."""
+    given, fix = f"shares={plan.shares}", f"dp={max(2, plan.dp)} shares=auto"
     try:
         each = weights(plan.shares)
     except ValueError:
         allowed = "auto, or a whole number for each rank of dp, joined by commas"
-        return [Problem(where="plan.shares", given=f"shares={plan.shares}", allowed=allowed, fix="dp=2 shares=3,1")]
-    if not plan.shares:
-        return []
-    fix = f"dp={max(2, plan.dp)} shares=auto"
-    if plan.dp == 1:
+        yield plan_problem("shares", given, allowed, "dp=2 shares=3,1")
+        return
+    if plan.shares and plan.dp == 1:
         allowed = "only together with dp=2 or more: they are shares of its ranks"
-        return [Problem(where="plan.shares", given=f"shares={plan.shares} without dp", allowed=allowed, fix=fix)]
-    if plan.pp > 1:
-        given, allowed = f"shares={plan.shares} with pp={plan.pp}", "no pipeline: ranks of dp that are whole replicas"
-        return [Problem(where="plan.shares", given=given, allowed=allowed, fix=fix)]
-    if each and (len(each) != plan.dp or not all(each)):
-        given = f"shares={plan.shares} with dp={plan.dp}"
+        yield plan_problem("shares", f"{given} without dp", allowed, fix)
+    elif plan.shares and plan.pp > 1:
+        allowed = "no pipeline: ranks of dp that are whole replicas"
+        yield plan_problem("shares", f"{given} with pp={plan.pp}", allowed, fix)
+    elif each and (len(each) != plan.dp or not all(each)):
         allowed = f"{plan.dp} weights, one for each rank of dp, 1 or more each"
-        return [Problem(where="plan.shares", given=given, allowed=allowed, fix=fix)]
-    return []
+        yield plan_problem("shares", f"{given} with dp={plan.dp}", allowed, fix)
 
 
 Codec = Literal["none", "fp16", "bf16", "int8", "powersgd", "topk"]

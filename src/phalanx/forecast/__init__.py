@@ -1,10 +1,10 @@
 """Profile, cluster and plan in; memory, time and energy out. Pure functions, no processes, no torch."""
 
 from phalanx.forecast.forecast import Forecast, Sweep, forecast, forecasts, sweep
+from phalanx.forecast.layouts import Lengths, Work
 from phalanx.forecast.memory import MemoryForecast
 from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.step_time import StepTime
-from phalanx.forecast.workload import Lengths, Work
 
 __all__ = [
     "PHALANX",

@@ -9,14 +9,13 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from phalanx.config import Cluster, Plan
-from phalanx.forecast.layouts import Layouts, Whole
+from phalanx.forecast.layouts import Layouts, Work
 from phalanx.forecast.memory import MemoryForecast, on_hosts
-from phalanx.forecast.operation_arrays import Array
+from phalanx.forecast.operation_arrays import Array, by_field
 from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.step_time import ForecastInput, StepTime
 from phalanx.forecast.uncertainty import SAFE, assumed, interval, runs_out, uncut, unpriced
 from phalanx.forecast.unequal_devices import device_shares, memory_of, step_of
-from phalanx.forecast.workload import Work
 from phalanx.placement.limits import not_run_yet
 
 
@@ -116,21 +115,13 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sweep:
-    """Many plans' futures at once: shape (N,) each, in the order of ``plans``.
-
-    Attributes:
-        plans: they.
-        step: seconds by part.
-        memory: bytes by part.
-        room: bytes a process can use, on the kind of device that comes nearest to them.
-        samples: in a step, of a rank of ``dp`` on each kind of device; 0 where none lies there: shape (kinds, N).
-    """
+    """Many plans' futures at once: shape (N,) each, in the order of ``plans``."""
 
     plans: tuple[Plan, ...]
-    step: StepTime
-    memory: MemoryForecast
-    room: Array
-    samples: Array
+    step: StepTime  # seconds by part
+    memory: MemoryForecast  # bytes by part
+    room: Array  # bytes a process can use, on the kind of device that comes nearest to them
+    samples: Array  # in a step, of a rank of ``dp`` on each kind of device; 0 where none lies there: shape (kinds, N)
 
     @property
     def fits(self) -> Array:
@@ -145,22 +136,17 @@ def sweep(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset = 
         at.setdefault(plan.precision, []).append(index)
     parts = [_of_one_precision(work, [plans[index] for index in indices], cluster, preset) for indices in at.values()]
     order = np.argsort(np.concatenate([np.array(indices) for indices in at.values()])).astype(np.int64)
+
+    def joined(each: list[Array]) -> Array:
+        return np.concatenate(each, axis=-1)[..., order]
+
     return Sweep(
         plans=tuple(plans),
-        step=StepTime(
-            **{one.name: _joined([part.step for part in parts], one.name, order) for one in fields(StepTime)}
-        ),
-        memory=MemoryForecast(
-            **{one.name: _joined([part.memory for part in parts], one.name, order) for one in fields(MemoryForecast)}
-        ),
-        room=_joined(parts, "room", order),
-        samples=_joined(parts, "samples", order),
+        step=by_field([part.step for part in parts], joined),
+        memory=by_field([part.memory for part in parts], joined),
+        room=joined([part.room for part in parts]),
+        samples=joined([part.samples for part in parts]),
     )
-
-
-def _joined(parts: Sequence[Sweep | StepTime | MemoryForecast], name: str, order: Whole) -> Array:
-    together: Array = np.concatenate([getattr(part, name) for part in parts], axis=-1)
-    return together[..., order]
 
 
 def _of_one_precision(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset) -> Sweep:

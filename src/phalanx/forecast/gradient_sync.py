@@ -3,49 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from phalanx.config.sync import Codec, Compression
-from phalanx.forecast.compute import Times
-from phalanx.forecast.kernels import DeviceSetting, widths
+from phalanx.forecast.kernels import DeviceSetting, Times, widths
 from phalanx.forecast.layouts import DILOCO, NESTEROV, Layouts, Texts
 from phalanx.forecast.network import collective, seconds
 from phalanx.forecast.operation_arrays import Array, OperationArrays
-from phalanx.forecast.pipeline import StageCounts, parameters_held, stages
+from phalanx.forecast.pipeline import StageCounts, held, parameters_held
 from phalanx.placement.collective_bytes import Elements, add_up, elements, gather, reductions, scatter
-
-_KINDS = (False, True)
-"""Whether parameters are of experts."""
+from phalanx.placement.step_traffic import once_a_step, unit_by_unit
 
 
-def replicas(costs: OperationArrays, times: Times, layouts: Layouts, setting: DeviceSetting) -> Array:
+def replicas(costs: OperationArrays, times: Times, layouts: Layouts, setting: DeviceSetting, lie: StageCounts) -> Array:
     """Seconds of a step in which replicas are brought together, beyond what computing hides."""
-    lie = stages(costs, layouts)
     first, last = (np.einsum("kpn,pn->kn", lie.each, each).max(axis=0) for each in (times.before, times.back))
     count = parameters_held(costs, layouts, lie)
-    late = _reduced(costs, lie, first, last, layouts, setting)
+    late = _reduced(held(costs.profile, lie.each, layouts.mesh), first, last, layouts, setting)
     smaller = compressed(layouts)
     if smaller.any():
         late = np.where(smaller, _compressed(count, thin(costs, lie, layouts), last, layouts, setting), late)
-    found = np.where(layouts.zero == 3, _sharded(costs, times, layouts, setting), late)
+    found = np.where(layouts.zero == 3, _sharded(costs, times, layouts, setting, lie), late)
     computing = layouts.micros * (first + last)
     found = found + averaged(count, computing, layouts, setting)
     return np.where(layouts.server > 0, server_time(count, computing, layouts, setting), found)
 
 
-def _reduced(
-    costs: OperationArrays, lie: StageCounts, first: Array, last: Array, layouts: Layouts, setting: DeviceSetting
-) -> Array:
+def _reduced(units: Sequence[Elements], first: Array, last: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
     """Gradients are reduced behind the last micro-batch's backward, with ``zero=2`` behind that of each; then what was
     stepped in shards is gathered."""
     preset = setting.preset
-    sent, again = np.zeros_like(first), np.zeros_like(first)
-    for expert in _KINDS:
-        count = parameters_held(costs, layouts, lie, experts=expert)
-        there, back = _there_and_back(Elements(learn=count, expert=expert), layouts, setting)
-        sent, again = sent + back, again + there
+    again, sent = (each.max(axis=0) for each in _there_and_back(units, layouts, setting))
     if preset.gathers_ahead:
         again = _beyond(again, first, preset.overlap)
     return reductions(layouts.mesh) * _beyond(sent, last, preset.overlap) + again
@@ -58,56 +47,44 @@ def _compressed(count: Array, thin: Array, last: Array, layouts: Layouts, settin
     return np.where(layouts.alike > 1, found, 0.0)
 
 
-def _sharded(costs: OperationArrays, times: Times, layouts: Layouts, setting: DeviceSetting) -> Array:
-    """Parameters are gathered, and gradients scattered, block by block behind the block before; of a model without
-    repeated blocks all at once, behind nothing."""
-    preset = setting.preset
-    exposed = np.zeros_like(layouts.tp)
-    whole = preset.stages_whole & (layouts.pp > 1)  # then it is done once a step, before and after everything
-    if not costs.repeated:
-        units = [
-            replace(each, learn=part.count * each.learn, frozen=part.count * each.frozen)
-            for part in costs.parts
-            for each in elements(part.weights, layouts.mesh)
-        ]
-        every = [_together([one for one in units if one.expert is expert], expert) for expert in _KINDS]
-        there, back = _all_there_and_back([_over(one, layouts.pp) for one in every], layouts, setting)
-        return np.where(whole, there + back, layouts.micros * (2 * there + back))
+def _sharded(costs: OperationArrays, times: Times, layouts: Layouts, setting: DeviceSetting, lie: StageCounts) -> Array:
+    """Parameters are gathered, and gradients scattered, block by block behind the block before; of a rank without
+    several blocks all at once, behind nothing."""
+    preset, mesh = setting.preset, layouts.mesh
+    once = preset.stages_whole & (layouts.pp > 1)  # before and after everything
+    there, back = _there_and_back(held(costs.profile, lie.each, mesh), layouts, setting)
+    whole = np.where(once, there + back, layouts.micros * (2 * there + back))
+    exposed = np.zeros_like(lie.there)
     for index, part in enumerate(costs.parts):
-        there, back = _all_there_and_back(elements(part.weights, layouts.mesh), layouts, setting)
+        there, back = _there_and_back(elements(((one, 1) for one in part.weights), mesh), layouts, setting)
         ahead = _beyond(there, times.before[index], preset.overlap)
         after = _beyond(there + back, times.back[index], preset.overlap)
         busy = preset.contention * np.minimum(2 * there + back, times.before[index] + times.back[index])
-        share = np.where(part.role == "block", part.count / np.maximum(layouts.pp, 1), 1.0)
-        exposed += share * np.where(whole, there + back, layouts.micros * (ahead + after + busy))
-    return exposed
+        exposed += lie.each[:, index] * np.where(once, there + back, layouts.micros * (ahead + after + busy))
+    several = unit_by_unit(costs.profile, list(np.moveaxis(lie.each, 1, 0)))
+    return np.where(several, exposed, whole).max(axis=0)
 
 
-def _together(units: Sequence[Elements], expert: bool) -> Elements:
-    learn, frozen = (sum((getattr(one, name) for one in units), 0.0) for name in ("learn", "frozen"))
-    return Elements(learn=learn, frozen=frozen, expert=expert)
+def completed(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, lie: StageCounts, clips: bool) -> Array:
+    """Seconds of what gradients take once a step, when the last of them is there."""
+    wide, counts = widths(setting.preset, setting.precision, layouts.zero), list(np.moveaxis(lie.each, 1, 0))
+    made = once_a_step(costs.profile, counts, layouts.mesh, wide, clips=clips)
+    found = sum((seconds(one, layouts.mesh, setting.fabric) for one in made), np.zeros_like(lie.there))
+    return found.max(axis=0)
 
 
-def _over(held: Elements, ranks: Array) -> Elements:
-    """An even share of them."""
-    return replace(held, learn=held.learn / np.maximum(ranks, 1), frozen=held.frozen / np.maximum(ranks, 1))
-
-
-def _all_there_and_back(units: Sequence[Elements], layouts: Layouts, setting: DeviceSetting) -> tuple[Array, Array]:
-    each = [_there_and_back(one, layouts, setting) for one in units]
-    nothing = np.zeros_like(layouts.tp)
-    return sum((there for there, _ in each), nothing), sum((back for _, back in each), nothing)
-
-
-def _there_and_back(held: Elements, layouts: Layouts, setting: DeviceSetting) -> tuple[Array, Array]:
+def _there_and_back(units: Sequence[Elements], layouts: Layouts, setting: DeviceSetting) -> tuple[Array, Array]:
     """Seconds to gather these, and to bring their gradients together."""
     mesh, preset = layouts.mesh, setting.preset
     wide = widths(preset, setting.precision, layouts.zero)
     shards = ("fsdp", "cp") if preset.shards_over_cp else ("fsdp",)
-    there, back, over = (
-        seconds(one(held, wide, mesh, shards), mesh, setting.fabric) for one in (gather, scatter, add_up)
-    )
-    return there / preset.reach, (back + over) / preset.reach
+    there, back = np.zeros_like(layouts.tp), np.zeros_like(layouts.tp)
+    for unit in units:
+        gathered, scattered, added = (
+            seconds(one(unit, wide, mesh, shards), mesh, setting.fabric) for one in (gather, scatter, add_up)
+        )
+        there, back = there + gathered, back + scattered + added
+    return there / preset.reach, back / preset.reach
 
 
 def _beyond(sent: Array, computing: Array, overlap: float) -> Array:
@@ -115,12 +92,11 @@ def _beyond(sent: Array, computing: Array, overlap: float) -> Array:
     return np.maximum(sent - overlap * computing, sent * (1 - overlap))
 
 
-def update(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Array:
+def update(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, lie: StageCounts) -> Array:
     """The optimizer moves each parameter's gradient, state and value through memory once.
 
     Where it works on the host, gradients go there and values come back; parameters that live there come for each pass.
     """
-    lie = stages(costs, layouts)
     count = parameters_held(costs, layouts, lie) / np.where(layouts.zero > 0, layouts.fsdp, 1.0)
     stepped = count * setting.preset.update / (setting.rates.bandwidth * setting.rates.kernels.stream)
     weighty = np.array([float(bool(part.weights)) for part in costs.parts])
@@ -202,7 +178,6 @@ def thin(costs: OperationArrays, lie: StageCounts, layouts: Layouts) -> Array:
 
 
 def _each(texts: Texts, value: Callable[[Compression], float]) -> Array:
-    """A number for each plan's text."""
     found = np.full(len(texts), value(Compression.parse("none")))
     for text in np.unique(texts[texts != "none"]).tolist():
         found[texts == text] = value(Compression.parse(text))
@@ -218,7 +193,6 @@ begin from it again (16); and to read and write the outer momentum."""
 
 _ADDED = 12.0
 """Bytes a server moves to add a parameter's gradient to that of the workers before."""
-
 
 _LATE = 5.0
 """Steps behind which a fragment's averaging may hide, if the next one's turn does not come sooner."""

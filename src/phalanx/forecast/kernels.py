@@ -1,4 +1,7 @@
-"""What each operation takes on a device: products by tiles, attention by its products, the rest by its traffic."""
+"""What one micro-batch takes in each part of the model: its operations on a device, and the exchanges between.
+
+Products are priced by tiles, attention by its products, the rest by its traffic.
+"""
 
 from __future__ import annotations
 
@@ -6,70 +9,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.forecast.network import Fabric
+from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.network import Fabric, seconds
 from phalanx.forecast.operation_arrays import Array, Mask, OperationArrays
 from phalanx.forecast.presets import Preset
 from phalanx.forecast.rates import Rates
-from phalanx.placement.collective_bytes import Widths
+from phalanx.placement.collective_bytes import PartPass, Pass, Widths, inside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSetting:
-    """One kind of device, joined in one way, used by one framework.
-
-    Attributes:
-        rates: of the device.
-        fabric: between devices.
-        preset: of the framework.
-        precision: computed in.
-        host: bytes/s between a device and the memory of its host.
-        bus: seconds until a copy between the two begins.
-        processor: bytes/s at which a host steps the parameters of a server on it.
-    """
+    """One kind of device, joined in one way, used by one framework."""
 
     rates: Rates
-    fabric: Fabric
+    fabric: Fabric  # between devices
     preset: Preset
-    precision: str
-    host: float = 25e9
-    bus: float = 0.0
-    processor: float = 100e9
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Shapes:
-    """How one micro-batch is computed on one rank, for N candidates: shape (N,) each.
-
-    Attributes:
-        samples: in a micro-batch.
-        length: tokens in a whole sample.
-        tp: ranks of tensor parallelism.
-        sequence: 1 where the stream between products is cut along the tokens, too; else 0.
-        cp: ranks that share a sample's tokens.
-        ep: ranks that share the experts.
-        returned: 1 where a CPU gives freed memory back to the kernel, as plans that shard or split have it; else 0.
-    """
-
-    samples: Array
-    length: Array
-    tp: Array
-    sequence: Array
-    cp: Array
-    ep: Array
-    returned: Array
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Priced:
-    """Seconds of each operation, and what they are for: shape (operations, N) each.
-
-    Attributes:
-        seconds: on the device.
-        flops: computed.
-    """
-
-    seconds: Array
-    flops: Array
+    precision: str  # computed in
+    host: float = 25e9  # bytes/s between a device and the memory of its host
+    bus: float = 0.0  # seconds until a copy between the two begins
+    processor: float = 100e9  # bytes/s at which a host steps the parameters of a server on it
 
 
 _ITEMSIZE = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}
@@ -80,41 +38,35 @@ def itemsize(precision: str) -> float:
     return _ITEMSIZE[precision]
 
 
-def price(costs: OperationArrays, shapes: Shapes, setting: DeviceSetting) -> Priced:
-    """Every operation of ``costs`` under every candidate of ``shapes``."""
+def price(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Array:
+    """Seconds of every operation of ``costs`` under every candidate of ``layouts``: shape (operations, N)."""
     rates, preset, precision = setting.rates, setting.preset, setting.precision
-    dims = _dims(costs, shapes)
-    flops = np.zeros_like(dims[0])
-    seconds = np.zeros_like(dims[0])
-    size = itemsize(precision)
-    kernels = rates.kernels
+    dims = _dims(costs, layouts)
     if rates.core:
-        return _on_a_core(costs, shapes, dims, rates, precision)
+        return _on_a_core(costs, layouts, dims, rates, precision)
+    seconds, size, kernels = np.zeros_like(dims[0]), itemsize(precision), rates.kernels
     at = costs.matmul
-    flops[at] = 2 * dims[0][at] * dims[1][at] * dims[2][at] * dims[3][at]
     seconds[at] = _products(*(one[at] for one in dims[:4]), rates=rates, precision=precision)
     if precision != "fp32":
         seconds[costs.convolution] /= kernels.convolution
     at = costs.attention
-    flops[at], seconds[at] = _attention(costs, [one[at] for one in dims], rates, preset, precision)
+    seconds[at] = _attention(costs, [one[at] for one in dims], rates, preset, precision)
     at = costs.memory
-    moved = costs.traffic.at(shapes.samples, shapes.length)
+    moved = costs.traffic.at(layouts.micro, layouts.length)
     if preset.joined:
-        moved += preset.joined * (costs.fused.at(shapes.samples, shapes.length) - moved)
+        moved += preset.joined * (costs.fused.at(layouts.micro, layouts.length) - moved)
     width = np.where(costs.wide, np.maximum(size, 4.0), size)[:, None]
-    moved = (moved / _divided(costs, shapes) * width)[at]
+    moved = (moved / _divided(costs, layouts) * width)[at]
     seconds[at] = moved / (rates.bandwidth * kernels.stream) + kernels.floor * (moved > 0)
-    return Priced(seconds=seconds, flops=flops)
+    return seconds
 
 
-def _on_a_core(costs: OperationArrays, shapes: Shapes, dims: list[Array], rates: Rates, precision: str) -> Priced:
+def _on_a_core(costs: OperationArrays, layouts: Layouts, dims: list[Array], rates: Rates, precision: str) -> Array:
     """Every operation by the laws of a CPU core, which the machine's own constants go with."""
     assert rates.core
-    core, size, returned = rates.core, itemsize(precision), shapes.returned > 0
-    flops, seconds = np.zeros_like(dims[0]), np.zeros_like(dims[0])
-    at = costs.matmul
+    core, size, returned = rates.core, itemsize(precision), layouts.returned > 0
+    seconds, at = np.zeros_like(dims[0]), costs.matmul
     batch, m, n, k = (one[at] for one in dims[:4])
-    flops[at] = 2 * batch * m * n * k
     products = core.products((batch, m, n, k), rates.peak[precision], precision)
     cast = batch * (m + n) * k
     folded = costs.convolution[at]
@@ -128,48 +80,48 @@ def _on_a_core(costs: OperationArrays, shapes: Shapes, dims: list[Array], rates:
     at = costs.attention
     samples, heads, _, queries, keys, width = (one[at] for one in dims)
     backward = costs.backward[at][:, None]
-    flops[at] = np.where(backward, 10.0, 4.0) * costs.half[at][:, None] * samples * heads * queries * keys * width
+    flops = np.where(backward, 10.0, 4.0) * costs.half[at][:, None] * samples * heads * queries * keys * width
     share = np.where(backward, core.attention_backward, core.attention)
     made = np.where(backward, 3.0, 1.0) * samples * heads * queries * width * size
-    seconds[at] = core.floor + flops[at] / (rates.peak[precision] * share) + returned * core.pages(made)
+    seconds[at] = core.floor + flops / (rates.peak[precision] * share) + returned * core.pages(made)
     at, names = costs.memory, [name for name, one in zip(costs.names, costs.memory, strict=True) if one]
-    elements = (costs.traffic.at(shapes.samples, shapes.length) / _divided(costs, shapes))[at]
+    elements = (costs.traffic.at(layouts.micro, layouts.length) / _divided(costs, layouts))[at]
     width = np.full((int(at.sum()), 1), 4.0)  # between products, autocast leaves the stream in fp32
     fresh = returned * core.pages(core.written(elements * width, names))
     seconds[at] = core.traffic(elements, width, names) + fresh
-    return Priced(seconds=seconds, flops=flops)
+    return seconds
 
 
-def _divided(costs: OperationArrays, shapes: Shapes) -> Array:
+def _divided(costs: OperationArrays, layouts: Layouts) -> Array:
     """By how many ranks the elements of each operation are divided: shape (operations, N)."""
-    by = np.ones((len(costs.part), len(shapes.tp)))
-    by[costs.inner] *= shapes.tp
-    by[costs.tokens] *= np.where(shapes.sequence > 0, shapes.tp, 1.0)
-    return by * np.where((costs.traffic.length > 0)[:, None], shapes.cp, 1.0)
+    by = np.ones((len(costs.part), len(layouts.tp)))
+    by[costs.inner] *= layouts.tp
+    by[costs.tokens] *= np.where(layouts.sequence > 0, layouts.tp, 1.0)
+    return by * np.where((costs.traffic.length > 0)[:, None], layouts.cp, 1.0)
 
 
-def _dims(costs: OperationArrays, shapes: Shapes) -> list[Array]:
+def _dims(costs: OperationArrays, layouts: Layouts) -> list[Array]:
     """The six dimensions of each operation on one rank."""
-    dims = [laws.at(shapes.samples, shapes.length) for laws in costs.dims]
+    dims = [laws.at(layouts.micro, layouts.length) for laws in costs.dims]
     waiting: Mask = np.ones(len(costs.part), dtype=bool)
     for laws, dim in zip(costs.dims, dims, strict=True):  # the tokens of one dimension are shared out, not of two
         cut = waiting & (laws.length > 0)
-        dim[cut] /= shapes.cp
+        dim[cut] /= layouts.cp
         waiting &= ~cut
     first, cut_n, cut_k = costs.matmul & ~costs.backward, costs.column, costs.row
-    dims[2][first & cut_n] /= shapes.tp
-    dims[3][first & cut_k] /= shapes.tp
+    dims[2][first & cut_n] /= layouts.tp
+    dims[3][first & cut_k] /= layouts.tp
     later = costs.matmul & costs.backward & ~costs.weights
-    dims[3][later & cut_n] /= shapes.tp
-    dims[2][later & cut_k] /= shapes.tp
+    dims[3][later & cut_n] /= layouts.tp
+    dims[2][later & cut_k] /= layouts.tp
     last = costs.matmul & costs.weights & (cut_n | cut_k)
-    dims[2][last] /= shapes.tp
-    dims[0][costs.matmul & costs.inner] /= shapes.tp
+    dims[2][last] /= layouts.tp
+    dims[0][costs.matmul & costs.inner] /= layouts.tp
     heads = costs.attention & costs.inner
-    dims[1][heads] /= shapes.tp
-    dims[2][heads] /= shapes.tp
-    dims[0][costs.matmul & costs.expert] /= shapes.ep
-    dims[1][costs.matmul & costs.expert] *= shapes.ep
+    dims[1][heads] /= layouts.tp
+    dims[2][heads] /= layouts.tp
+    dims[0][costs.matmul & costs.expert] /= layouts.ep
+    dims[1][costs.matmul & costs.expert] *= layouts.ep
     return dims
 
 
@@ -196,9 +148,7 @@ def _products(batch: Array, m: Array, n: Array, k: Array, *, rates: Rates, preci
     return np.maximum(best, moved / (rates.bandwidth * kernels.stream)) + kernels.floor
 
 
-def _attention(
-    costs: OperationArrays, dims: list[Array], rates: Rates, preset: Preset, precision: str
-) -> tuple[Array, Array]:
+def _attention(costs: OperationArrays, dims: list[Array], rates: Rates, preset: Preset, precision: str) -> Array:
     samples, heads, _, queries, keys, width = dims
     backward = costs.backward[costs.attention][:, None]
     pairs = samples * heads * queries * keys
@@ -212,13 +162,12 @@ def _attention(
         blocks = samples * heads * np.ceil(queries / 128.0)
         rounds = blocks / rates.units
         idle = np.ceil(rounds) / rounds
-        return flops, flops / (rates.peak[computed] * share * narrow) * (1 + 0.5 * (idle - 1)) + kernels.floor
+        return flops / (rates.peak[computed] * share * narrow) * (1 + 0.5 * (idle - 1)) + kernels.floor
     scores = _products(samples * heads, queries, keys, width, rates=rates, precision=computed)
     values = _products(samples * heads, queries, width, keys, rates=rates, precision=computed)
     products = np.where(backward, 2.0, 1.0) * (scores + values)
     moved = np.where(backward, 1.5, 1.0) * preset.scores * pairs * itemsize(computed)
-    flops = np.where(backward, 8.0, 4.0) * pairs * width
-    return flops, products + moved / (rates.bandwidth * kernels.stream) + 3 * kernels.floor
+    return products + moved / (rates.bandwidth * kernels.stream) + 3 * kernels.floor
 
 
 def widths(preset: Preset, precision: str, zero: Array) -> Widths:
@@ -231,3 +180,108 @@ def widths(preset: Preset, precision: str, zero: Array) -> Widths:
         weights=preset.weights,
         sent=preset.sent,
     )
+
+
+KINDS = ("products", "attention", "memory")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Times:
+    """Seconds of one micro-batch in each part of the model (one of its count): shape (parts, N) each."""
+
+    before: Array  # all of the forward
+    back: Array  # all of the backward
+    weights: Array  # of it, what yields only weights' gradients
+    again: Array  # of it, recomputing
+    exchange: Array  # of both, exchanges that stand in their way
+    waiting: Array  # of both, the device waits for the host to launch
+    by_kind: Array  # computing: shape (kinds, parts, N), see ``KINDS``
+
+
+def compute(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Times:
+    """The times of every part under every candidate."""
+    rates, preset = setting.rates, setting.preset
+    priced = price(costs, layouts, setting)
+    late = costs.backward & costs.weights
+    forward, inputs, weights = (_summed(priced, costs, one) for one in (~costs.backward, costs.backward & ~late, late))
+    again = _again(costs, priced, layouts, preset, forward)
+    anew = np.where(layouts.recompute == 2, 1.0, 0.0) * _blocks(costs)
+    sent, sent_again, sent_back = _exchanged(costs, layouts, setting, priced)
+    sent_back = sent_back + anew * (sent_again if preset.stops_early else sent)
+    ones = np.ones_like(priced)
+    apart = _summed(ones, costs, costs.row & costs.matmul & ~costs.backward)
+    apart = rates.wires.far * apart * (layouts.tp > setting.fabric.socket)
+    each = rates.kernels.host * preset.launches
+    launched, launched_back = (_summed(ones, costs, rows) * each + apart for rows in (~costs.backward, costs.backward))
+    computed, computed_back = forward + sent, inputs + weights + again + sent_back
+    waiting = np.maximum(launched - computed, 0.0)
+    waiting_back = np.maximum(launched_back + anew * launched - computed_back, 0.0)
+    return Times(
+        before=computed + waiting,
+        back=computed_back + waiting_back,
+        weights=weights,
+        again=again,
+        exchange=sent + sent_back,
+        waiting=waiting + waiting_back,
+        by_kind=np.stack([_summed(priced, costs, rows) for rows in (costs.matmul, costs.attention, costs.memory)]),
+    )
+
+
+def _blocks(costs: OperationArrays) -> Array:
+    return np.array([part.role == "block" for part in costs.parts], dtype=float)[:, None]
+
+
+def _summed(seconds: Array, costs: OperationArrays, rows: Mask) -> Array:
+    """Sums over the operations in ``rows``, by part."""
+    chosen = (costs.part[None, :] == np.arange(len(costs.parts))[:, None]) & rows[None, :]
+    return chosen.astype(float) @ seconds
+
+
+def _again(costs: OperationArrays, priced: Array, layouts: Layouts, preset: Preset, forward: Array) -> Array:
+    """What the backward computes anew, of the blocks."""
+    if preset.selective == "attention":
+        some = _summed(priced, costs, costs.attention & ~costs.backward)
+    elif preset.selective == "alternate":
+        some = forward / 2
+    else:
+        some = _summed(priced, costs, costs.memory & ~costs.backward)
+        if preset.selective == "second":
+            some = some + _summed(priced, costs, costs.matmul & ~costs.backward) / 2
+    recompute = layouts.recompute
+    return _blocks(costs) * np.where(recompute == 2, forward, np.where(recompute == 1, some, 0.0))
+
+
+def _exchanged(
+    costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, priced: Array
+) -> tuple[Array, Array, Array]:
+    """Seconds of exchanges over ``tp``, ``cp`` and ``ep`` that computing does not hide: shape (parts, N) each.
+
+    In the forward, in the forward that a backward does again, and in the backward.
+
+    Only a ring is hidden: keys and values go around while attention computes (Liu et al., "Ring Attention", 2023).
+    """
+    mesh, wide, fabric = layouts.mesh, widths(setting.preset, setting.precision, layouts.zero), setting.fabric
+    nothing = np.zeros_like(layouts.tp)
+    found: dict[Pass, list[Array]] = {"forward": [], "again": [], "backward": []}
+    computing = {
+        backward: _summed(priced, costs, costs.attention & (costs.backward == backward)) for backward in (False, True)
+    }
+    for index, part in enumerate(costs.parts):
+        micro = PartPass.of(costs.parts, part, layouts.micro, layouts.length)
+        for way, each in found.items():
+            joined, ring, rest = nothing, nothing, nothing
+            for one in inside(micro, mesh, wide, way):
+                lasts = seconds(one, mesh, fabric)
+                if one.over == ("tp",):
+                    joined = joined + lasts
+                elif one.kind == "ring":
+                    ring = ring + lasts
+                else:
+                    rest = rest + lasts
+            ring = np.maximum(ring - computing[way == "backward"][index], _SHOWS * ring)
+            each.append(joined * (1 - setting.preset.overlap_tensor) + ring + rest)
+    forward, again, backward = (np.stack(each) for each in found.values())
+    return forward, again, backward
+
+
+_SHOWS = 0.1  # share of a ring's time that computing never hides

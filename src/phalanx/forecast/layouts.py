@@ -1,4 +1,4 @@
-"""Plans as arrays: one entry a candidate, so that thousands are forecast at once."""
+"""What is forecast: a job's work in each step, and plans as arrays, so that thousands are forecast at once."""
 
 from __future__ import annotations
 
@@ -10,58 +10,25 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.config import Plan
-from phalanx.config.fields import Attention, Offload, Recompute, Schedule
-from phalanx.forecast.kernels import Shapes
+from phalanx.config.fields import CHOICES, Schedule
 from phalanx.forecast.operation_arrays import Array
 from phalanx.placement.collective_bytes import MeshSizes
 from phalanx.placement.limits import returns_freed_memory
 from phalanx.placement.schedules import SCHEDULES as PIPELINE_SCHEDULES
 from phalanx.placement.schedules import PipelineSchedule
+from phalanx.trace import Profile
 
 Texts = npt.NDArray[np.str_]
 Whole = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-RECOMPUTES: tuple[str, ...] = get_args(Recompute)
-OFFLOADS: tuple[str, ...] = get_args(Offload)
-ATTENTIONS: tuple[str, ...] = get_args(Attention)
-SYNCS = ("each", "local", "diloco")
-OUTERS = ("none", "nesterov", "sgd")
-DILOCO, NESTEROV = SYNCS.index("diloco"), OUTERS.index("nesterov")
+RECOMPUTES, ATTENTIONS = CHOICES["recompute"], CHOICES["attention"]
+DILOCO, NESTEROV = CHOICES["sync"].index("diloco"), CHOICES["outer"].index("nesterov")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Layouts:
-    """N candidates of one precision: shape (N,) each.
-
-    Attributes:
-        dp: replicas of the (sharded) model.
-        fsdp: ranks over which its state is sharded.
-        tp: ranks that share each layer's weights.
-        pp: ranks that hold a run of layers each.
-        cp: ranks that share each sample's tokens.
-        ep: ranks that share the experts, and hold different samples.
-        zero: 0 to 3.
-        stages: on each rank of ``pp``.
-        schedule: index in ``SCHEDULES``.
-        recompute: index in ``RECOMPUTES``.
-        attention: index in ``ATTENTIONS``: how ranks of ``cp`` exchange keys and values.
-        sequence: 1 where the stream is cut along the tokens with ``tp``.
-        asked: most samples in one forward of a rank; 0 for its whole share.
-        batch: samples in one step of all.
-        samples: of them those of a rank, on the device that is looked at.
-        length: tokens of a sample.
-        offload: 0 none, 1 optimizer, 2 parameters.
-        sync: index in ``SYNCS``.
-        every: steps from one averaging to the next.
-        fragments: parts that are averaged in turn.
-        outer: index in ``OUTERS``.
-        server: parameter servers; 0 for none.
-        staleness: steps that one of their workers may be ahead of another.
-        compiles: 1 where blocks are compiled.
-        shares: texts of uneven shares, as plans have them.
-        compress: texts of how gradients are sent, as plans have them.
-    """
+    """N candidates of one precision: shape (N,) each. What is not listed is as in ``Plan``."""
 
     dp: Array
     fsdp: Array
@@ -71,14 +38,15 @@ class Layouts:
     ep: Array
     zero: Array
     stages: Array
+    # index in ``SCHEDULES``; likewise ``recompute``, ``attention``, ``offload``, ``sync`` and ``outer``
     schedule: Array
     recompute: Array
     attention: Array
     sequence: Array
-    asked: Array
-    batch: Array
-    samples: Array
-    length: Array
+    asked: Array  # most samples in one forward of a rank; 0 for its whole share
+    batch: Array  # samples in one step of all
+    samples: Array  # of them those of a rank, on the device that is looked at
+    length: Array  # tokens of a sample
     offload: Array
     sync: Array
     every: Array
@@ -86,9 +54,9 @@ class Layouts:
     outer: Array
     server: Array
     staleness: Array
-    compiles: Array
-    shares: Texts
-    compress: Texts
+    compiles: Array  # 1 where blocks are compiled
+    shares: Texts  # texts of uneven shares, as plans have them
+    compress: Texts  # texts of how gradients are sent, as plans have them
 
     def scheduled(self, pick: Callable[[PipelineSchedule], bool]) -> Mask:
         """Which candidates have a schedule that ``pick`` takes: shape (N,)."""
@@ -101,7 +69,6 @@ class Layouts:
 
     @property
     def devices(self) -> Array:
-        """That each needs."""
         return self.replicas * self.tp * self.pp * self.cp
 
     @property
@@ -135,32 +102,12 @@ class Layouts:
 
     @property
     def mesh(self) -> MeshSizes:
-        """What exchanges depend on."""
+        same = ("fsdp", "tp", "pp", "cp", "ep", "zero", "sequence", "micros")
         return MeshSizes(
+            **{name: getattr(self, name) for name in same},
             dp=self.alike,
-            fsdp=self.fsdp,
-            tp=self.tp,
-            pp=self.pp,
-            cp=self.cp,
-            ep=self.ep,
-            zero=self.zero,
-            sequence=self.sequence,
             attention={name: 1.0 * (self.attention == at) for at, name in enumerate(ATTENTIONS)},
             again=1.0 * (self.recompute == RECOMPUTES.index("full")),
-            micros=self.micros,
-        )
-
-    @property
-    def shapes(self) -> Shapes:
-        """How one micro-batch is computed on a rank."""
-        return Shapes(
-            samples=self.micro,
-            length=self.length,
-            tp=self.tp,
-            sequence=self.sequence,
-            cp=self.cp,
-            ep=self.ep,
-            returned=self.returned,
         )
 
     @property
@@ -169,7 +116,6 @@ class Layouts:
         return returns_freed_memory(self.fsdp).astype(float)
 
     def take(self, rows: npt.NDArray[Any]) -> Layouts:
-        """The candidates at ``rows``: indices, or a mask."""
         return Layouts(**{one.name: getattr(self, one.name)[rows] for one in fields(self)})
 
     def having(self, samples: Array) -> Layouts:
@@ -181,34 +127,93 @@ class Layouts:
         """The layouts of ``plans`` for a global batch; without ``micro`` a rank takes its whole share at once."""
 
         def each(name: str) -> Array:
-            return np.array([float(getattr(plan, name)) for plan in plans])
+            words = CHOICES.get(name)
+            values = [getattr(plan, name) for plan in plans]
+            return np.array([float(words.index(value) if words else value or 0) for value in values])
 
-        replicas = np.array([float(plan.replicas) for plan in plans])
+        given = set(cls.__slots__) - {"dp", "asked", "batch", "samples", "length", "compiles", "shares", "compress"}
         return cls(
+            **{name: each(name) for name in given},
             dp=each("dp") * each("threads"),
-            fsdp=each("fsdp"),
-            tp=each("tp"),
-            pp=each("pp"),
-            cp=each("cp"),
-            ep=each("ep"),
-            zero=each("zero"),
-            stages=each("stages"),
-            schedule=np.array([float(SCHEDULES.index(plan.schedule)) for plan in plans]),
-            recompute=np.array([float(RECOMPUTES.index(plan.recompute)) for plan in plans]),
-            attention=np.array([float(ATTENTIONS.index(plan.attention)) for plan in plans]),
-            sequence=each("sequence"),
-            asked=np.array([float(plan.micro or 0) for plan in plans]),
+            asked=each("micro"),
             batch=np.full(len(plans), float(batch)),
-            samples=batch / replicas,
+            samples=batch / np.array([float(plan.replicas) for plan in plans]),
             length=np.full(len(plans), float(length)),
-            offload=np.array([float(OFFLOADS.index(plan.offload)) for plan in plans]),
-            sync=np.array([float(SYNCS.index(plan.sync)) for plan in plans]),
-            every=each("every"),
-            fragments=each("fragments"),
-            outer=np.array([float(OUTERS.index(plan.outer)) for plan in plans]),
-            server=each("server"),
-            staleness=np.array([float(plan.staleness or 0) for plan in plans]),
             compiles=each("compile"),
             shares=np.array([plan.shares for plan in plans]),
             compress=np.array([plan.compress for plan in plans]),
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a job asks for in each step."""
+
+    profile: Profile
+    batch: int  # samples in one optimizer step of all devices
+    length: int = 0  # tokens in a sample; 0 for that of the profile
+    lengths: Lengths | None = None  # of samples that were looked at, where they differ and ``length`` is 0
+    state: float = 8.0  # bytes of optimizer state for each parameter
+    clips: bool = False  # whether the norm of the gradient is wanted
+    modules: frozenset[str] = frozenset()  # names of the model's, where they are known; empty where not
+    optimizer: str = "adamw"  # in lower case, such as ``adamw``, with ``-fused`` where one kernel steps a tensor
+
+    @property
+    def unlike(self) -> Lengths | None:
+        """The lengths that count: none where one is stated."""
+        return None if self.length else self.lengths
+
+    @property
+    def tokens(self) -> int:
+        return self.length or (round(self.lengths.mean) if self.lengths else self.profile.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of some samples, spread over the data."""
+
+    tokens: tuple[int, ...]  # of each sample that was looked at, the shortest first
+    padded: bool = False  # whether samples of a batch are padded to the longest of them
+
+    @property
+    def longest(self) -> int:
+        return self.tokens[-1]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.tokens) / len(self.tokens)
+
+    @property
+    def note(self) -> str:
+        """What was seen and how it counts, for the reader."""
+        counts = "the longest of each micro-batch, which others are padded to, for time" * self.padded
+        return (
+            f"lengths of {len(self.tokens)} samples: {self.tokens[0]} to {self.longest}, mean {self.mean:.0f}; "
+            f"longest for memory, {counts or 'mean for time'}"
+        )
+
+    def of_batch(self, samples: Array) -> Array:
+        """Tokens of each sample in a micro-batch of so many, on average: where they are padded, of the longest.
+
+        The largest of k draws from n lengths is the i-th smallest with probability (i/n)^k - ((i - 1)/n)^k.
+        """
+        if not self.padded:
+            return np.full_like(samples, self.mean)
+        below = np.arange(len(self.tokens) + 1)[:, None] / len(self.tokens)
+        chances = np.diff(below ** np.maximum(samples, 1.0)[None, :], axis=0)
+        return np.asarray(self.tokens, dtype=float) @ chances
+
+
+def for_time(lengths: Lengths | None, layouts: Layouts) -> Layouts:
+    """``layouts`` with the length that a step's time is of."""
+    return replace(layouts, length=lengths.of_batch(layouts.micro)) if lengths else layouts
+
+
+def for_memory(lengths: Lengths | None, layouts: Layouts) -> Layouts:
+    """``layouts`` with the length that memory has to suffice for."""
+    return replace(layouts, length=np.full_like(layouts.length, float(lengths.longest))) if lengths else layouts
+
+
+def lengths_of(seen: Sequence[int], *, padded: bool) -> Lengths | None:
+    """The lengths of samples; ``None`` where all are alike."""
+    return Lengths(tuple(sorted(seen)), padded) if len(set(seen)) > 1 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,12 +11,13 @@ from phalanx.config import Cluster, Plan
 from phalanx.config.sync import BUCKET_BYTES
 from phalanx.forecast.gradient_sync import fed_back, kept_apart
 from phalanx.forecast.kernels import itemsize
-from phalanx.forecast.layouts import Layouts
-from phalanx.forecast.operation_arrays import Array, table
-from phalanx.forecast.pipeline import parameters_held, stages
+from phalanx.forecast.layouts import Layouts, Work
+from phalanx.forecast.operation_arrays import Array, picked, table
+from phalanx.forecast.pipeline import held, parameters_held, stages
 from phalanx.forecast.presets import Preset
 from phalanx.forecast.saved_activations import Ranks, SavedActivations, ranks, saved_activations
-from phalanx.forecast.workload import Work
+from phalanx.placement.collective_bytes import elements, hidden_states
+from phalanx.placement.step_traffic import unit_by_unit
 from phalanx.trace import ModelPart, Profile
 
 BLOCK = 2.0 * 2**20
@@ -27,31 +28,19 @@ _COPIED = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MemoryForecast:
-    """Bytes on the rank that needs most, each part at its own peak: shape (N,) each.
+    """Bytes on the rank that needs most, each part at its own peak: shape (N,) each."""
 
-    Attributes:
-        parameters: values, in the precision computed in and in that stepped.
-        gathered: sharded parameters that are there whole.
-        gradients: while they are summed; and what compression left out of those before.
-        optimizer: its state.
-        activations: saved for backward, of all micro-batches under way.
-        working: temporaries beyond what is saved.
-        communication: buffers of collectives, and gradients on their way.
-        apart: 0 or less: these do not all peak at the same time, for activations are gone when the last gradient comes.
-        start: before the first step, when values are made: the parameters, and what is not cut into shards yet.
-        reserve: what the allocator holds beyond what is allocated.
-    """
-
-    parameters: Array
-    gathered: Array
-    gradients: Array
-    optimizer: Array
-    activations: Array
-    working: Array
-    communication: Array
+    parameters: Array  # values, in the precision computed in and in that stepped
+    gathered: Array  # sharded parameters that are there whole
+    gradients: Array  # while they are summed; and what compression left out of those before
+    optimizer: Array  # its state
+    activations: Array  # saved for backward, of all micro-batches under way
+    working: Array  # temporaries beyond what is saved
+    communication: Array  # buffers of collectives, and gradients on their way
+    # 0 or less: these do not all peak at the same time, for activations are gone when the last gradient comes
     apart: Array
-    start: Array
-    reserve: Array
+    start: Array  # before the first step, when values are made: the parameters, and what is not cut into shards yet
+    reserve: Array  # what the allocator holds beyond what is allocated
 
     @property
     def stepping(self) -> Array:
@@ -102,13 +91,7 @@ def memory(profile: Profile, layouts: Layouts, preset: Preset, precision: str, s
     there = np.where(lie.there > 0, 0.0, -np.inf)
     every = [_together(active, fixed, moving, layouts, preset, at) for at in range(3)]
     needed = np.stack([one.reserved for one in every]) + there
-    worst = needed.argmax(axis=0)[None]
-    return MemoryForecast(
-        **{
-            one.name: np.take_along_axis(np.stack([getattr(rank, one.name) for rank in every]), worst, axis=0)[0]
-            for one in fields(MemoryForecast)
-        }
-    )
+    return picked(every, needed.argmax(axis=0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -222,37 +205,25 @@ def _shards(layouts: Layouts, preset: Preset) -> Array:
 
 def _counts(profile: Profile, layouts: Layouts, lie: Ranks) -> tuple[Array, Array]:
     """Elements that learn and that do not on each rank, before sharding: shape (3, N) each."""
-    learn, still = np.zeros_like(lie.there), np.zeros_like(lie.there)
-    for index, part in enumerate(profile.parts):
-        for weights in part.weights:
-            cut = _cut(layouts, weights.share, weights.expert)
-            learn += lie.holds[:, index] * weights.elements / cut
-            still += lie.holds[:, index] * weights.frozen / cut
-    if profile.tied:
-        apart = (layouts.pp > 1) & (lie.holds[0, -1] == 0)
-        learn[2] += np.where(apart, profile.tied / layouts.tp, 0.0)
-    return learn, still
-
-
-def _cut(layouts: Layouts, share: str, expert: bool) -> Array:
-    return (layouts.tp if share == "inner" else 1.0) * (layouts.ep if expert else np.ones_like(layouts.tp))
+    found, none = held(profile, lie.holds, layouts.mesh), np.zeros_like(lie.there)
+    return sum((one.learn for one in found), none), sum((one.frozen for one in found), none)
 
 
 def _units(profile: Profile, layouts: Layouts, lie: Ranks) -> tuple[Array, Array, Array]:
     """Elements of a rank's largest block, of all that is outside of blocks, and of the largest part of that."""
-    block, outer = np.zeros_like(lie.there), np.zeros_like(lie.there)
-    largest = np.zeros_like(lie.there)
+    block, outer, largest = (np.zeros_like(lie.there) for _ in range(3))
+    mesh = layouts.mesh
     for index, part in enumerate(profile.parts):
-        one = np.where(lie.holds[:, index] > 0, _elements(part, layouts), 0.0)
+        each = elements(((one, 1) for one in part.weights), mesh)
+        one = np.where(lie.holds[:, index] > 0, sum(one.learn + one.frozen for one in each), 0.0)
         if part.role == "block":
             block = np.maximum(block, one)
         else:
             outer = outer + one
             largest = np.maximum(largest, one)
-    if not profile.repeated:  # the whole model is one block
-        learn, still = _counts(profile, layouts, lie)
-        return learn + still, outer * 0.0, largest * 0.0
-    return block, outer, largest
+    several = unit_by_unit(profile, list(np.moveaxis(lie.holds, 1, 0)))
+    whole = sum(_counts(profile, layouts, lie))  # where all that a rank holds is one block
+    return np.where(several, block, whole), np.where(several, outer, 0.0), np.where(several, largest, 0.0)
 
 
 def _gathered(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, precision: str) -> tuple[Array, Array]:
@@ -295,16 +266,9 @@ def _staying(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, pre
     return np.where(whole, (learn + still) * size + learn * preset.sent, 0.0)
 
 
-def _elements(part: ModelPart, layouts: Layouts) -> Array:
-    none = np.zeros_like(layouts.tp)
-    each = [(one.elements + one.frozen) / _cut(layouts, one.share, one.expert) for one in part.weights]
-    return sum(each, none)
-
-
 def _messages(profile: Profile, layouts: Layouts, lie: Ranks, precision: str) -> Array:
     """Activations on their way: the whole stream gathered from ``tp``, and what goes between stages."""
-    entry = next((part.entry for part in profile.parts if part.role == "block"), profile.parts[0].entry)
-    size = entry.at(layouts.micro, layouts.length / layouts.cp) * itemsize(precision)
+    size = hidden_states(profile.parts).at(layouts.micro, layouts.length / layouts.cp) * itemsize(precision)
     along = (layouts.sequence > 0) & (layouts.tp > 1)
     between = np.where(layouts.pp > 1, 2 * size / np.where(along, layouts.tp, 1.0), 0.0)
     return np.where(along, size, 0.0) + between + np.zeros_like(lie.there)
@@ -312,15 +276,10 @@ def _messages(profile: Profile, layouts: Layouts, lie: Ranks, precision: str) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnHosts:
-    """Bytes in the memory of the host that comes nearest to what it has: shape (N,) each.
+    """Bytes in the memory of the host that comes nearest to what it has: shape (N,) each."""
 
-    Attributes:
-        needed: of all ranks on it.
-        room: that it has; infinite where nobody said.
-    """
-
-    needed: Array
-    room: Array
+    needed: Array  # of all ranks on it
+    room: Array  # that it has; infinite where nobody said
 
 
 def on_hosts(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset) -> OnHosts:
@@ -334,5 +293,5 @@ def on_hosts(work: Work, plans: Sequence[Plan], cluster: Cluster, preset: Preset
     each = np.where(layouts.offload > 0, stepped * (4.0 + preset.sent + work.state), 0.0)
     needed = np.stack([each * np.minimum(layouts.devices, group.per_node) for group in cluster.groups])
     room = np.stack([np.full_like(each, group.host.memory or np.inf) for group in cluster.groups])
-    tightest = (room / np.maximum(needed, 1.0)).argmin(axis=0)[None]
-    return OnHosts(*(np.take_along_axis(one, tightest, axis=0)[0] for one in (needed, room)))
+    every = [OnHosts(*pair) for pair in zip(needed, room, strict=True)]
+    return picked(every, (room / np.maximum(needed, 1.0)).argmin(axis=0))

@@ -19,21 +19,13 @@ Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fabric:
-    """What ranks are joined by.
+    """What ranks are joined by."""
 
-    Attributes:
-        inside: bytes/s of one device to its neighbours in the node, in one direction.
-        node: bytes/s of one node to others, in one direction.
-        per_node: devices in a node.
-        socket: devices on one socket of it.
-        wires: by how much collectives fall short.
-    """
-
-    inside: float
-    node: float
-    per_node: int
-    wires: Wires
-    socket: int = 4
+    inside: float  # bytes/s of one device to its neighbours in the node, in one direction
+    node: float  # bytes/s of one node to others, in one direction
+    per_node: int  # devices in a node
+    wires: Wires  # by how much collectives fall short
+    socket: int = 4  # devices on one socket of it
 
 
 def seconds(exchange: Exchange, mesh: MeshSizes, fabric: Fabric) -> Array:
@@ -53,7 +45,7 @@ def seconds(exchange: Exchange, mesh: MeshSizes, fabric: Fabric) -> Array:
     size = exchange.size * np.ones_like(mesh.tp)
     # a ring's messages take what a gather of the same takes, which goes around one
     kind: Collective = "all-gather" if exchange.kind == "ring" else exchange.kind
-    ranks = np.full_like(mesh.tp, 2.0) if kind == "send" else ranks
+    ranks = np.minimum(ranks, 2.0) if kind == "send" or exchange.ends else ranks
     return np.where(size > 0, exchange.times * collective(kind, size, ranks, stride, fabric), 0.0)
 
 

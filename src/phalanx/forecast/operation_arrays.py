@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,17 +14,23 @@ from phalanx.trace import ModelPart, Operation, Profile, SizeLaw
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
+T = TypeVar("T")
+
+
+def by_field(each: Sequence[T], join: Callable[[list[Array]], Array]) -> T:
+    """One of what is ``each`` of a dataclass of arrays: of every field what ``join`` makes of theirs."""
+    names = [one.name for one in fields(cast(Any, each[0]))]
+    return type(each[0])(**{name: join([getattr(one, name) for one in each]) for name in names})
+
+
+def picked(each: Sequence[T], at: npt.NDArray[np.intp]) -> T:
+    """The same, with the ``at[i]``-th one's at each candidate i."""
+    return by_field(each, lambda arrays: np.take_along_axis(np.stack(arrays), at[None], axis=0)[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Laws:
-    """Many ``SizeLaw``: shape (rows,) each.
-
-    Attributes:
-        factor: for one sample of one token.
-        samples: power of the samples.
-        length: power of the tokens in a sample.
-    """
+    """Many ``SizeLaw``: shape (rows,) each."""
 
     factor: Array
     samples: Array
@@ -31,7 +38,6 @@ class Laws:
 
     @classmethod
     def of(cls, sizes: Sequence[SizeLaw]) -> Laws:
-        """The laws of ``sizes``, in their order."""
         return cls(
             factor=np.array([size.factor for size in sizes], dtype=float),
             samples=np.array([size.by_samples for size in sizes], dtype=float),
@@ -49,54 +55,32 @@ class Laws:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OperationArrays:
-    """The operations of a profile.
+    """The operations of a profile."""
 
-    Attributes:
-        part: index of the part, by row.
-        backward: whether it is of the backward.
-        matmul: a product or a convolution.
-        convolution: a convolution.
-        attention: a fused attention.
-        memory: neither.
-        column: its weight is cut along its outputs. Likewise ``row``, ``inner``, ``tokens``: see ``profile.Share``.
-        weights: yields gradients of parameters only.
-        wide: computed in fp32 under any precision: losses and what they need.
-        half: 0.5 where attention is causal, else 1.
-        expert: it belongs to experts.
-        dims: six laws: of products (batch, m, n, k, -, -), of attention as in ``Operation.dims``.
-        traffic: elements moved by a kernel of its own.
-        fused: elements moved where it is joined with its neighbours.
-        names: of the operations.
-        parts: the profile's.
-        length: tokens in one sample of the job.
-        balanced: whether stages of a pipeline are cut by cost, else by number.
-        recomputes: whether the model recomputes activations by itself.
-        repeated: whether its blocks are repeated ones, which ``zero=3`` shards one by one.
-    """
-
-    part: npt.NDArray[np.intp]
-    backward: Mask
-    matmul: Mask
-    convolution: Mask
-    attention: Mask
-    memory: Mask
-    column: Mask
+    part: npt.NDArray[np.intp]  # index of the part, by row
+    backward: Mask  # whether it is of the backward
+    matmul: Mask  # a product or a convolution
+    convolution: Mask  # a convolution
+    attention: Mask  # a fused attention
+    memory: Mask  # neither
+    column: Mask  # its weight is cut along its outputs. Likewise ``row``, ``inner``, ``tokens``: see ``profile.Share``.
     row: Mask
     inner: Mask
     tokens: Mask
-    weights: Mask
-    wide: Mask
-    half: Array
-    expert: Mask
-    dims: tuple[Laws, ...]
-    traffic: Laws
-    fused: Laws
+    weights: Mask  # yields gradients of parameters only
+    wide: Mask  # computed in fp32 under any precision: losses and what they need
+    half: Array  # 0.5 where attention is causal, else 1
+    expert: Mask  # it belongs to experts
+    dims: tuple[Laws, ...]  # six laws: of products (batch, m, n, k, -, -), of attention as in ``Operation.dims``
+    traffic: Laws  # elements moved by a kernel of its own
+    fused: Laws  # elements moved where it is joined with its neighbours
     names: tuple[str, ...]
-    parts: tuple[ModelPart, ...]
-    length: int = 1
-    balanced: bool = True
-    recomputes: bool = False
-    repeated: bool = True
+    profile: Profile
+    balanced: bool = True  # whether stages of a pipeline are cut by cost, else by number
+
+    @property
+    def parts(self) -> tuple[ModelPart, ...]:
+        return self.profile.parts
 
 
 _WIDE = ("log_softmax", "nll_loss", "cross_entropy")
@@ -137,9 +121,6 @@ def table(profile: Profile, balanced: bool = True) -> OperationArrays:
         traffic=Laws.of([operation.traffic for operation in operations]),
         fused=Laws.of([operation.fused for operation in operations]),
         names=tuple(operation.name for operation in operations),
-        parts=profile.parts,
-        length=profile.length,
+        profile=profile,
         balanced=balanced,
-        recomputes=profile.recomputes,
-        repeated=profile.repeated,
     )

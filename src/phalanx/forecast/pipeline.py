@@ -5,34 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from phalanx.config.model_costs import ModelPart, Weights, flops
+from phalanx.config.model_costs import ModelPart, Profile, flops
 from phalanx.config.plan import Schedule
 from phalanx.forecast.layouts import RECOMPUTES, SCHEDULES, Layouts
 from phalanx.forecast.operation_arrays import Array, OperationArrays
+from phalanx.placement.collective_bytes import Elements, MeshSizes, elements
 from phalanx.placement.schedules import Action, Filling, cost, holders, in_halves, makespan, order
 from phalanx.placement.stages import on_ranks as placed
+from phalanx.placement.stages import sends
+from phalanx.placement.step_traffic import weights_held
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lanes:
-    """Seconds of one micro-batch on the first rank of a pipeline, on those between and on the last: shape (3, N).
+    """Seconds of one micro-batch on the first rank of a pipeline, on those between and on the last: shape (3, N)."""
 
-    Attributes:
-        forward: of it.
-        backward: of it, all.
-        weights: of the backward, what yields weights' gradients only.
-        there: how many ranks of each kind there are.
-        send: to hand something to the next rank: shape (N,).
-    """
-
-    forward: Array
-    backward: Array
-    weights: Array
-    there: Array
-    send: Array
+    forward: Array  # of it, with what the rank sends
+    backward: Array  # likewise
+    weights: Array  # of the backward, what yields weights' gradients only
+    there: Array  # how many ranks of each kind there are
 
 
 def pipeline(lanes: Lanes, layouts: Layouts) -> Array:
@@ -41,16 +36,13 @@ def pipeline(lanes: Lanes, layouts: Layouts) -> Array:
     1F1B and interleaving: Narayanan et al. 2021, section 2.2; zero bubble: Qi et al. 2024, table 2; each with ranks
     that take different times: the slowest is never idle but for the way of one micro-batch through the others.
     """
-    forward, backward, weights, there, send = lanes.forward, lanes.backward, lanes.weights, lanes.there, lanes.send
+    forward, backward, weights, there = lanes.forward, lanes.backward, lanes.weights, lanes.there
     micros, pp, v = layouts.micros, layouts.pp, np.maximum(layouts.stages, 1)
-    there_now = there > 0
-    one = forward + backward + 2 * send * np.where(pp > 1, v, 0)
+    one, there_now = forward + backward, there > 0
     slowest = np.where(there_now, one, 0).max(axis=0)
     through = (one * there).sum(axis=0)
     plain: Array = micros * slowest + (through - slowest)
-    phases = (micros - 1) * (
-        np.where(there_now, forward + send, 0).max(axis=0) + np.where(there_now, backward + send, 0).max(axis=0)
-    ) + ((forward + backward + 2 * send) * there).sum(axis=0)
+    phases = (micros - 1) * sum(np.where(there_now, each, 0).max(axis=0) for each in (forward, backward)) + through
     by_stages = micros * slowest + (through - slowest) / v
     hidden = (np.maximum(through - slowest - 2 * (weights * there).sum(axis=0) * (pp - 1) / np.maximum(pp, 1), 0)) / v
     found: dict[Filling, Array] = {
@@ -69,7 +61,8 @@ def simulated(lanes: Lanes, layouts: Layouts, *, whole: bool = False, recomputes
     With ``whole`` backwards are done in halves only where the runtime does so; ``recomputes``: the model recomputes
     activations by itself.
     """
-    forward, backward, weights, send = lanes.forward, lanes.backward, lanes.weights, lanes.send
+    forward, weights = lanes.forward, lanes.weights
+    inputs = lanes.backward - weights
     found = np.zeros_like(layouts.pp)
     for at, ranks in enumerate(layouts.pp.astype(int)):
         where = [0, *[1] * (ranks - 2), 2][:ranks]
@@ -81,9 +74,9 @@ def simulated(lanes: Lanes, layouts: Layouts, *, whole: bool = False, recomputes
             ranks=int(ranks),
             chunks=chunks if ranks > 1 else 1,
             micros=int(layouts.micros[at]),
-            forward=tuple(float(forward[kind, at] + chunks * send[at]) for kind in where),
-            inputs=tuple(float(backward[kind, at] - weights[kind, at] + chunks * send[at]) for kind in where),
-            weights=tuple(float(weights[kind, at]) for kind in where),
+            forward=tuple(forward[where, at].tolist()),
+            inputs=tuple(inputs[where, at].tolist()),
+            weights=tuple(weights[where, at].tolist()),
         )
         found[at] = duration(one)
     return found
@@ -91,27 +84,43 @@ def simulated(lanes: Lanes, layouts: Layouts, *, whole: bool = False, recomputes
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageCounts:
-    """How parts lie on the ranks of ``pp``.
+    """How parts lie on the ranks of ``pp``: the first, the busiest of those between, and the last."""
 
-    Attributes:
-        each: for every part, how many of it the busiest kind of rank holds: first, middle, last: shape (3, parts, N).
-        there: how many ranks of each kind there are: shape (3, N).
-    """
-
-    each: Array
-    there: Array
+    each: Array  # how many of each part such a rank holds: shape (3, parts, N)
+    there: Array  # how many ranks of each kind there are: shape (3, N)
+    # messages that such a rank sends for a micro-batch, in the forward and in the backward: shape (2, 3, N)
+    sent: Array
 
 
 def stages(costs: OperationArrays, layouts: Layouts) -> StageCounts:
-    """The first rank, the busiest between, and the last one."""
-    pp = layouts.pp
+    """How the parts of a model lie, and what its stages send."""
+    pp, parts, length = layouts.pp, costs.parts, costs.profile.length
     there = np.stack([np.ones_like(pp), np.maximum(pp - 2, 0), np.where(pp > 1, 1.0, 0.0)])
-    work = np.array([sum(flops(one, 1.0, costs.length) for one in part.forward) for part in costs.parts])
-    each = on_ranks(costs.parts, costs.length, layouts, costs.balanced, lambda ranks: max(ranks, key=work.__matmul__))
+    work = np.array([sum(flops(one, 1.0, length) for one in part.forward) for part in parts])
+    each = on_ranks(parts, length, layouts, costs.balanced, lambda ranks: max(ranks, key=work.__matmul__))
     if not costs.balanced:  # others' runs with fewer blocks at the ends take as long as if these were full
-        blocks = [part.role == "block" for part in costs.parts]
+        blocks = [part.role == "block" for part in parts]
         each[:, blocks] = each[:, blocks].max(axis=0)
-    return StageCounts(each=each, there=there)
+
+    def sent(schedule: Schedule, ranks: int, chunks: int) -> Any:
+        return np.transpose([sends(schedule, ranks, chunks, rank) for rank in (0, min(1, ranks - 1), ranks - 1)])
+
+    return StageCounts(each=each, there=there, sent=by_pipeline(layouts, sent))
+
+
+def by_pipeline(layouts: Layouts, value: Callable[..., Any], *more: Array) -> Array:
+    """``value`` of each candidate's schedule, ranks of ``pp``, stages on each and ``more``, along the last axis.
+
+    It is worked out once for those that are alike.
+    """
+    columns = (layouts.schedule, layouts.pp, np.where(layouts.pp > 1, np.maximum(layouts.stages, 1), 1), *more)
+    key = np.zeros(len(layouts.pp), dtype=np.int64)  # one number for all: sorting rows takes as long as the search
+    for column in columns:
+        key = key * (int(column.max(initial=0)) + 1) + column.astype(np.int64)
+    _, first, which = np.unique(key, return_index=True, return_inverse=True)
+    unlike = np.stack(columns)[:, first].astype(int).T.tolist() or [[0, *[1] * (len(columns) - 1)]]
+    found = [np.asarray(value(SCHEDULES[schedule], *rest), dtype=float) for schedule, *rest in unlike]
+    return np.stack(found, axis=-1)[..., which.reshape(-1)]
 
 
 Rank = tuple[float, ...]
@@ -126,15 +135,12 @@ def on_ranks(
     ``balanced``: by cost, as ``placement`` cuts; else blocks are dealt out evenly, fewer to the ends, what comes before
     them to the first stage and what comes after to the last.
     """
-    keys = np.stack([layouts.schedule, layouts.pp, np.maximum(layouts.stages, 1)]).astype(int)
-    unlike, which = np.unique(keys, axis=1, return_inverse=True)
-    found = np.empty((3, len(parts), unlike.shape[1]))
-    for at in range(unlike.shape[1]):
-        schedule, ranks, chunks = (int(one) for one in unlike[:, at])
-        way = placed if balanced else _evenly
-        each: Sequence[Rank] = way(parts, length, SCHEDULES[schedule], ranks, chunks if ranks > 1 else 1)
-        found[..., at] = each[0], pick(each[1:-1] or each), each[-1]
-    return found[..., which.reshape(-1)]
+
+    def three(schedule: Schedule, ranks: int, chunks: int) -> list[Rank]:
+        each: Sequence[Rank] = (placed if balanced else _evenly)(parts, length, schedule, ranks, chunks)
+        return [each[0], pick(each[1:-1] or each), each[-1]]
+
+    return by_pipeline(layouts, three)
 
 
 def _evenly(parts: Sequence[ModelPart], length: int, schedule: Schedule, ranks: int, chunks: int) -> tuple[Rank, ...]:
@@ -154,20 +160,19 @@ def _evenly(parts: Sequence[ModelPart], length: int, schedule: Schedule, ranks: 
     )
 
 
-def parameters_held(
-    costs: OperationArrays, layouts: Layouts, lie: StageCounts, *, experts: bool | None = None
-) -> Array:
-    """Parameters on the rank that holds most, before ``fsdp`` shards them; with ``experts`` theirs, or the others."""
-    each = np.zeros((len(costs.parts), len(layouts.tp)))
-    for index, part in enumerate(costs.parts):
-        for one in (one for one in part.weights if experts is None or one.expert is experts):
-            each[index] += (one.elements + one.frozen) / divided(one, layouts)
-    return np.einsum("kpn,pn->kn", lie.each, each).max(axis=0)
+def held(profile: Profile, counts: Array, mesh: MeshSizes) -> list[Elements]:
+    """Parameters on ranks that hold so many of each part: of experts, and of the rest; shape (3, N) each.
+
+    ``counts``: as ``StageCounts.each``.
+    """
+    found = elements(weights_held(profile, list(np.moveaxis(counts, 1, 0))), mesh)
+    return found or [Elements(learn=np.zeros_like(counts[:, 0]))]
 
 
-def divided(weights: Weights, layouts: Layouts) -> Array:
-    """By how many ranks of ``tp`` and ``ep`` a part's weights are cut."""
-    return np.where(weights.share == "inner", layouts.tp, 1.0) * np.where(weights.expert, layouts.ep, 1.0)
+def parameters_held(costs: OperationArrays, layouts: Layouts, lie: StageCounts) -> Array:
+    """Parameters on the rank that holds most, before ``fsdp`` shards them."""
+    found = held(costs.profile, lie.each, layouts.mesh)
+    return sum((one.learn + one.frozen for one in found), np.zeros_like(lie.there)).max(axis=0)
 
 
 _FEW, _MOST = 4, 8
@@ -177,29 +182,16 @@ as many rounds as these, up to ``_MOST``, because schedules that go in rounds sp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineTimes:
-    """What takes how long, in seconds of one micro-batch.
+    """What takes how long, in seconds of one micro-batch."""
 
-    Attributes:
-        schedule: its name.
-        ranks: of ``pp``.
-        chunks: stages on each rank.
-        micros: micro-batches in a step.
-        forward: by rank, of all its stages.
-        inputs: the backward's half for the stage's inputs.
-        weights: the half for its weights.
-        send: to hand something to another rank.
-        halves: whether a backward may be done in halves.
-    """
-
-    schedule: Schedule
-    ranks: int
-    chunks: int
-    micros: int
-    forward: tuple[float, ...]
-    inputs: tuple[float, ...]
-    weights: tuple[float, ...]
-    send: float = 0.0
-    halves: bool = True
+    schedule: Schedule  # its name
+    ranks: int  # of ``pp``
+    chunks: int  # stages on each rank
+    micros: int  # micro-batches in a step
+    forward: tuple[float, ...]  # by rank, of all its stages
+    inputs: tuple[float, ...]  # the backward's half for the stage's inputs
+    weights: tuple[float, ...]  # the half for its weights
+    halves: bool = True  # whether a backward may be done in halves
 
     @property
     def busiest(self) -> float:
@@ -237,4 +229,4 @@ def _run(pipeline: PipelineTimes, micros: int) -> float:
         for forward, inputs, weights in zip(pipeline.forward, pipeline.inputs, pipeline.weights, strict=True)
     ]
     laid = order(schedule, pipeline.ranks, chunks, micros)
-    return makespan(laid, lambda rank, action: each[rank][action.kind, action.stage > 0], pipeline.send)
+    return makespan(laid, lambda rank, action: each[rank][action.kind, action.stage > 0])

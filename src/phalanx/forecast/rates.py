@@ -22,52 +22,37 @@ _MADE = 0.4  # share of its traffic that an operation writes, where nobody measu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Core:
-    """Constants of one core, alone on the machine.
+    """Constants of one core, alone on the machine."""
 
-    Attributes:
-        floor: seconds that an eager operation takes, however small.
-        operand: seconds for each element that a product reads or writes beside computing, by precision.
-        convolution: share of the peak that convolutions reach.
-        convolution_half: least size of the product a convolution amounts to, at which it reaches half of that.
-        convolution_backward: as ``convolution``, of the backward.
-        convolution_backward_half: as ``convolution_half``, of the backward.
-        attention: share of the peak that fused attention reaches forward.
-        attention_backward: and backward.
-        near: bytes/s of an operation whose traffic fits the cache.
-        far: bytes/s of one that does not.
-        cache: bytes of traffic between the two.
-        fresh: seconds for each byte of a result of 1 MiB or more whose pages come from the kernel.
-        pace: seconds for each element of traffic that an operation takes beyond ``near`` or ``far``, by its name.
-        made: share of its traffic that an operation writes, by its name.
-        update: seconds to step one parameter, by the optimizer.
-        update_fresh: seconds beyond that where freed memory goes back to the kernel.
-        tensor: seconds to step one tensor of parameters beyond that, by the optimizer.
-        busy: by how much arithmetic slows down when all cores compute.
-        busy_stream: by how much traffic does.
-        rest: seconds of each step that no part explains, by processes.
-        relay: seconds beyond those of a send in which a stage hands something on to the next, by processes.
-    """
-
-    floor: float
+    floor: float  # seconds that an eager operation takes, however small
+    # seconds for each element that a product reads or writes beside computing, by precision
     operand: Mapping[str, float] = field(hash=False)
-    convolution: float = 0.5
+    convolution: float = 0.5  # share of the peak that convolutions reach
+    # least size of the product a convolution amounts to, at which it reaches half of that
     convolution_half: float = 0.0
-    convolution_backward: float = 0.5
-    convolution_backward_half: float = 0.0
-    attention: float = 0.5
-    attention_backward: float = 0.5
-    near: float
-    far: float
-    cache: float
-    fresh: float = 0.0
+    convolution_backward: float = 0.5  # as ``convolution``, of the backward
+    convolution_backward_half: float = 0.0  # as ``convolution_half``, of the backward
+    attention: float = 0.5  # share of the peak that fused attention reaches forward
+    attention_backward: float = 0.5  # and backward
+    near: float  # bytes/s of an operation whose traffic fits the cache
+    far: float  # bytes/s of one that does not
+    cache: float  # bytes of traffic between the two
+    fresh: float = 0.0  # seconds for each byte of a result of 1 MiB or more whose pages come from the kernel
+    # seconds for each element of traffic that an operation takes beyond ``near`` or ``far``, by its name
     pace: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    # share of its traffic that an operation writes, by its name
     made: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    # seconds to step one parameter, by the optimizer
     update: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    # seconds beyond that where freed memory goes back to the kernel
     update_fresh: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    # seconds to step one tensor of parameters beyond that, by the optimizer
     tensor: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
-    busy: float = 1.0
-    busy_stream: float = 1.0
+    busy: float = 1.0  # by how much arithmetic slows down when all cores compute
+    busy_stream: float = 1.0  # by how much traffic does
+    # seconds of each step that no part explains, by processes
     rest: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    # seconds beyond those of a send in which a stage hands something on to the next, by processes
     relay: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
     @classmethod
@@ -140,90 +125,58 @@ def _by_processes(known: Mapping[str, float], processes: Array) -> Array:
 
 
 def _under(name: str, measured: Mapping[str, float]) -> dict[str, float]:
-    """What is called ``name.something``, by the something."""
     return {key.partition(".")[2]: value for key, value in measured.items() if key.startswith(f"{name}.")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """Constants of a family of devices: measured once, the same for every model and source.
+    """Constants of a family of devices: measured once, the same for every model and source."""
 
-    Attributes:
-        product: share of the peak that large products reach.
-        waves: share of a last, partly filled round of tiles over the device's units that is lost.
-        depth: inner size at which a product reaches half of its rate: filling and draining a tile.
-        convolution: rate of convolutions against products of their size, on units for matrices (fp32 has none).
-        attention: share of the peak that fused attention reaches forward, with heads of 128.
-        attention_backward: and backward.
-        stream: share of the memory bandwidth that elementwise kernels reach.
-        floor: seconds a kernel takes however small.
-        host: seconds the host needs to launch an eager operation.
-    """
-
-    product: float = 0.8
-    waves: float = 0.5
-    depth: float = 128.0
+    product: float = 0.8  # share of the peak that large products reach
+    waves: float = 0.5  # share of a last, partly filled round of tiles over the device's units that is lost
+    depth: float = 128.0  # inner size at which a product reaches half of its rate: filling and draining a tile
+    # rate of convolutions against products of their size, on units for matrices (fp32 has none)
     convolution: float = 0.57
-    attention: float = 0.6
-    attention_backward: float = 0.5
-    stream: float = 0.8
-    floor: float = 3e-6
-    host: float = 6e-6
+    attention: float = 0.6  # share of the peak that fused attention reaches forward, with heads of 128
+    attention_backward: float = 0.5  # and backward
+    stream: float = 0.8  # share of the memory bandwidth that elementwise kernels reach
+    floor: float = 3e-6  # seconds a kernel takes however small
+    host: float = 6e-6  # seconds the host needs to launch an eager operation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wires:
-    """Constants of collectives.
+    """Constants of collectives."""
 
-    Attributes:
-        inside: share of the in-node link's bandwidth that large collectives reach.
-        between: share of the network's bandwidth.
-        start: seconds to start a collective inside a node.
-        hop: seconds for each further rank in a ring inside a node.
-        start_between: seconds to start one between nodes.
-        hop_between: seconds for each further node.
-        jitter: share of computing by which a step is longer for each doubling of the nodes: the slowest of many.
-        far: seconds that the host waits more for each exchange of ranks on both sockets of a node.
-        crowd: share of time added with each doubling of the nodes: jitter, shared switches.
-        lines: seconds to start a collective, for each byte, and for each byte of what fits no cache, as measured, by
-            ``kind.ranks.start``, ``.byte`` and ``.far``; where there are some, they take the place of all above.
-    """
-
-    inside: float = 0.75
-    between: float = 0.8
-    start: float = 20e-6
-    hop: float = 1e-6
-    start_between: float = 30e-6
-    hop_between: float = 5e-6
-    far: float = 0.0
+    inside: float = 0.75  # share of the in-node link's bandwidth that large collectives reach
+    between: float = 0.8  # share of the network's bandwidth
+    start: float = 20e-6  # seconds to start a collective inside a node
+    hop: float = 1e-6  # seconds for each further rank in a ring inside a node
+    start_between: float = 30e-6  # seconds to start one between nodes
+    hop_between: float = 5e-6  # seconds for each further node
+    far: float = 0.0  # seconds that the host waits more for each exchange of ranks on both sockets of a node
+    # share of computing by which a step is longer for each doubling of the nodes: the slowest of many
     jitter: float = 0.0
-    crowd: float = 0.01
+    crowd: float = 0.01  # share of time added with each doubling of the nodes: jitter, shared switches
+    # seconds to start a collective, for each byte, and for each byte of what fits no cache, as measured, by
+    # ``kind.ranks.start``, ``.byte`` and ``.far``; where there are some, they take the place of all above
     lines: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
 
     @property
     def measured(self) -> bool:
-        """Whether there are measured lines."""
         return any(name.endswith(".byte") for name in self.lines)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """A device as forecasts see it.
+    """A device as forecasts see it."""
 
-    Attributes:
-        peak: FLOP/s by data type.
-        bandwidth: bytes/s of its memory.
-        units: processors on it that compute a tile each.
-        kernels: by how much kernels fall short.
-        wires: by how much collectives do.
-        core: constants of a CPU core where it was measured, whose laws then hold in place of those of GPUs.
-    """
-
-    peak: Mapping[str, float]
-    bandwidth: float
-    units: int = 1
-    kernels: Kernels = field(default_factory=Kernels)
-    wires: Wires = field(default_factory=Wires)
+    peak: Mapping[str, float]  # FLOP/s by data type
+    bandwidth: float  # bytes/s of its memory
+    units: int = 1  # processors on it that compute a tile each
+    kernels: Kernels = field(default_factory=Kernels)  # by how much kernels fall short
+    wires: Wires = field(default_factory=Wires)  # by how much collectives do
+    # constants of a CPU core where it was measured, whose laws then hold in place of those of GPUs
     core: Core | None = None
 
 

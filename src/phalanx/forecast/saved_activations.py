@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.config.plan import Schedule
 from phalanx.forecast.kernels import itemsize
-from phalanx.forecast.layouts import SCHEDULES, Layouts
+from phalanx.forecast.layouts import Layouts
 from phalanx.forecast.operation_arrays import Array
-from phalanx.forecast.pipeline import on_ranks
+from phalanx.forecast.pipeline import by_pipeline, on_ranks
 from phalanx.forecast.presets import Preset
+from phalanx.placement.collective_bytes import elements
 from phalanx.placement.schedules import SCHEDULES as PIPELINE_SCHEDULES
 from phalanx.trace import ModelPart, Profile, Saved, SizeLaw
 
@@ -19,15 +21,10 @@ _STREAM_NORMS = ("layer_norm", "rms_norm")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavedActivations:
-    """Bytes on each kind of rank: shape (3, N) each.
+    """Bytes on each kind of rank: shape (3, N) each."""
 
-    Attributes:
-        saved: the most from forward to backward, of all micro-batches under way, what is computed anew among it.
-        working: beyond that when both together are most.
-    """
-
-    saved: Array
-    working: Array
+    saved: Array  # the most from forward to backward, of all micro-batches under way, what is computed anew among it
+    working: Array  # beyond that when both together are most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,7 +62,6 @@ class _Micro:
         )
 
     def count(self, law: SizeLaw) -> Array:
-        """Elements: shape (N,)."""
         grown: Array = law.at(self.samples, self.tokens) * self.scale
         return grown
 
@@ -152,9 +148,8 @@ def _by_casts(part: ModelPart, micro: _Micro, layouts: Layouts, preset: Preset) 
     found = np.zeros_like(micro.wider)
     if part.role == "before":
         return found
-    for one in part.weights:
-        cut = layouts.tp if one.share == "inner" else 1.0
-        found = found + np.where(micro.wider > 0, one.elements / cut * micro.size, 0.0)
+    for one in elements(((one, 1) for one in part.weights), layouts.mesh):
+        found = found + np.where(micro.wider > 0, one.learn * micro.size, 0.0)
     for one in part.saved:
         if part.role == "after" and one.share == "inner" and not one.itemsize:
             found = found + micro.count(one.elements) * micro.wider * _times(part, one, layouts, preset) / layouts.tp
@@ -220,45 +215,26 @@ def _cut(part: ModelPart, micro: _Micro) -> Array:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Ranks:
-    """The first, second and last rank of a pipeline, one of which needs most memory.
+    """The first, second and last rank of a pipeline, one of which needs most memory."""
 
-    Attributes:
-        holds: how many of each part lie there: shape (3, parts, N).
-        in_flight: micro-batches for which each part keeps activations at the peak: shape (3, parts, N).
-        there: 1 where there is such a rank: shape (3, N).
-    """
-
-    holds: Array
-    in_flight: Array
-    there: Array
+    holds: Array  # how many of each part lie there: shape (3, parts, N)
+    in_flight: Array  # micro-batches for which each part keeps activations at the peak: shape (3, parts, N)
+    there: Array  # 1 where there is such a rank: shape (3, N)
 
 
 def ranks(profile: Profile, layouts: Layouts, preset: Preset) -> Ranks:
     """What lies on the ranks; zero-bubble schedules run ahead of 1F1B as the preset says (2: Qi et al., ZB-H2)."""
     pp, parts, ahead = layouts.pp, profile.parts, preset.ahead
     holds = on_ranks(parts, profile.length, layouts, preset.balances, lambda between: between[0])
-    place = np.stack([np.zeros_like(pp), np.minimum(1.0, pp - 1), pp - 1])
-    under_way = _under_way(place, layouts, ahead)
+
+    def in_flight(schedule: Schedule, ranks: int, stages: int, micros: int) -> list[float]:
+        held = PIPELINE_SCHEDULES[schedule].in_flight
+        return [held(place, ranks, stages, micros, ahead) for place in (0, min(1, ranks - 1), ranks - 1)]
+
+    under_way = np.where(pp > 1, by_pipeline(layouts, in_flight, layouts.micros), 1.0)
     flight = np.repeat(under_way[:, None, :], len(parts), axis=1)
     all_forwards_first = layouts.scheduled(lambda one: one.filling == "two phases")
     for index, part in enumerate(parts):
         if part.role == "after":
             flight[:, index] = np.where(all_forwards_first, flight[:, index], 1.0)
     return Ranks(holds=holds, in_flight=flight, there=np.stack([np.ones_like(pp), pp > 2, pp > 1]).astype(float))
-
-
-def _under_way(place: Array, layouts: Layouts, ahead: float) -> Array:
-    """Micro-batches, of the whole rank, between forward and backward: as each schedule says, worked out once for all
-    candidates that are alike."""
-    pp, columns = layouts.pp, (layouts.schedule, layouts.pp, np.maximum(layouts.stages, 1.0), layouts.micros)
-    key = np.zeros(len(pp), dtype=np.int64)  # one number for all four: sorting rows of four takes as long as the search
-    for column in columns:
-        key = key * (int(column.max(initial=0)) + 1) + column.astype(np.int64)
-    _, first, which = np.unique(key, return_index=True, return_inverse=True)
-    found = np.empty((len(place), len(first)))
-    for at, index in enumerate(first):
-        schedule, ranks, stages, micros = (int(column[index]) for column in columns)
-        in_flight = PIPELINE_SCHEDULES[SCHEDULES[schedule]].in_flight
-        found[:, at] = [in_flight(one, ranks, stages, micros, ahead) for one in place[:, index]]
-    under_way = found[:, which.reshape(-1)]
-    return np.where(pp > 1, under_way, 1.0)

@@ -8,68 +8,50 @@ import numpy as np
 
 from phalanx.config import Cluster, Group
 from phalanx.errors import Problem, RefusedError
-from phalanx.forecast.compute import KINDS, Times, compute
-from phalanx.forecast.gradient_sync import replicas, update
-from phalanx.forecast.kernels import DeviceSetting, widths
-from phalanx.forecast.layouts import Layouts, Whole
+from phalanx.forecast.gradient_sync import completed, replicas, update
+from phalanx.forecast.kernels import KINDS, DeviceSetting, Times, compute, widths
+from phalanx.forecast.layouts import Layouts, Whole, Work, for_time
 from phalanx.forecast.network import Fabric, seconds
-from phalanx.forecast.operation_arrays import Array, OperationArrays, table
+from phalanx.forecast.operation_arrays import Array, OperationArrays, by_field, table
 from phalanx.forecast.pipeline import Lanes, StageCounts, parameters_held, pipeline, simulated, stages
 from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.rates import Core, Rates, rates
-from phalanx.forecast.workload import Work, for_time
+from phalanx.placement.collective_bytes import hidden_states
 from phalanx.placement.collective_bytes import stages as handed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepTime:
-    """Seconds of a step, by what they go to, on the rank that is busy longest: shape (N,) each.
+    """Seconds of a step, by what they go to, on the rank that is busy longest: shape (N,) each."""
 
-    Attributes:
-        products: matrix products and convolutions.
-        attention: fused attention.
-        memory: what moves more than it computes.
-        recompute: computing activations again.
-        launches: waiting for the host to launch kernels.
-        exchange: collectives inside the model (``tp``, ``cp``, ``ep``).
-        pipeline: waiting for other stages, and for what they send.
-        replicas: reducing gradients and gathering parameters, as far as computing does not hide it.
-        update: the optimizer.
-        stragglers: waiting for the slowest of many nodes.
-        rest: per step: data, logging, synchronisation.
-    """
-
-    products: Array
-    attention: Array
-    memory: Array
-    recompute: Array
-    launches: Array
-    exchange: Array
-    pipeline: Array
-    replicas: Array
-    update: Array
-    stragglers: Array
-    rest: Array
+    products: Array  # matrix products and convolutions
+    attention: Array  # fused attention
+    memory: Array  # what moves more than it computes
+    recompute: Array  # computing activations again
+    launches: Array  # waiting for the host to launch kernels
+    exchange: Array  # collectives inside the model (``tp``, ``cp``, ``ep``)
+    pipeline: Array  # waiting for other stages, and for what they send
+    replicas: Array  # reducing gradients and gathering parameters, as far as computing does not hide it
+    update: Array  # the optimizer
+    stragglers: Array  # waiting for the slowest of many nodes
+    rest: Array  # per step: data, logging, synchronisation
 
     @property
     def total(self) -> Array:
-        """All together."""
         return sum((getattr(self, one.name) for one in fields(self)), np.zeros_like(self.products))
 
 
 def step_time(
-    costs: OperationArrays, times: Times, layouts: Layouts, setting: DeviceSetting, events: bool = False
+    costs: OperationArrays, times: Times, layouts: Layouts, setting: DeviceSetting, lie: StageCounts, events: bool
 ) -> StepTime:
     """The step of every candidate; with ``events`` pipelines are run event by event, else priced by formula."""
-    lie = stages(costs, layouts)
     forward = np.einsum("kpn,pn->kn", lie.each, times.before)
     backward = np.einsum("kpn,pn->kn", lie.each, times.back)
     weights = np.einsum("kpn,pn->kn", lie.each, times.weights)
     worst = np.where(lie.there > 0, forward + backward, 0.0).argmax(axis=0)
-    send = _send(costs, layouts, setting)
-    lanes = Lanes(forward=forward, backward=backward, weights=weights, there=lie.there, send=send)
-    whole = setting.preset.whole_backwards
-    how = {"whole": whole, "recomputes": costs.recomputes}
+    sent = lie.sent * _send(costs, layouts, setting)
+    lanes = Lanes(forward=forward + sent[0], backward=backward + sent[1], weights=weights, there=lie.there)
+    how = {"whole": setting.preset.whole_backwards, "recomputes": costs.profile.recomputes}
     total = simulated(lanes, layouts, **how) if events else pipeline(lanes, layouts)
 
     def of(seconds: Array) -> Array:
@@ -77,8 +59,7 @@ def step_time(
         return (there * seconds).sum(axis=0) * layouts.micros
 
     split = {name: of(times.by_kind[at]) for at, name in enumerate(KINDS)}
-    exchange = of(times.sent_forward + times.sent_backward)
-    again, waiting = of(times.again), of(times.waiting_forward + times.waiting_backward)
+    exchange, again, waiting = of(times.exchange), of(times.again), of(times.waiting)
     known = sum(split.values(), exchange + again + waiting)
     return StepTime(
         products=split["products"],
@@ -88,8 +69,8 @@ def step_time(
         launches=waiting,
         exchange=exchange,
         pipeline=np.maximum(total - known, 0.0),
-        replicas=replicas(costs, times, layouts, setting),
-        update=update(costs, layouts, setting),
+        replicas=replicas(costs, times, layouts, setting, lie),
+        update=update(costs, layouts, setting, lie),
         stragglers=_stragglers(split, again, layouts, setting.fabric),
         rest=np.full_like(total, setting.preset.rest),
     )
@@ -103,9 +84,8 @@ def _stragglers(split: dict[str, Array], again: Array, layouts: Layouts, fabric:
 
 def _send(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) -> Array:
     """Seconds to hand one activation to the next stage."""
-    entry = next((part.entry for part in costs.parts if part.role == "block"), costs.parts[0].entry)
     wide = widths(setting.preset, setting.precision, layouts.zero)
-    message = handed(entry, layouts.mesh, wide, layouts.micro, layouts.length)
+    message = handed(hidden_states(costs.parts), layouts.mesh, wide, layouts.micro, layouts.length)
     if setting.preset.scatter:
         message = replace(message, size=message.size / np.where(layouts.sequence > 0, 1.0, layouts.tp))
     core = setting.rates.core
@@ -203,18 +183,11 @@ what a cluster states beyond them each hop takes longer."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForecastInput:
-    """What layouts are forecast for.
-
-    Attributes:
-        work: in each step.
-        cluster: on which.
-        precision: computed in.
-        preset: of the framework.
-    """
+    """What layouts are forecast for."""
 
     work: Work
     cluster: Cluster
-    precision: str
+    precision: str  # computed in
     preset: Preset = PHALANX
 
 
@@ -234,8 +207,10 @@ def on_one_kind(scene: ForecastInput, layouts: Layouts, group: Group, events: bo
     layouts = for_time(scene.work.unlike, layouts)
     unlike, alike = _unlike(layouts)
     few = compute(costs, layouts.take(unlike), setting)
-    each = Times(**{one.name: getattr(few, one.name)[..., alike] for one in fields(few)})
-    step = step_time(costs, each, layouts, setting, events)
+    each = by_field([few], lambda arrays: arrays[0][..., alike])
+    lie = stages(costs, layouts)
+    step = step_time(costs, each, layouts, setting, lie, events)
+    step = replace(step, replicas=step.replicas + completed(costs, layouts, setting, lie, scene.work.clips))
     core = setting.rates.core
     if core is None:
         return step

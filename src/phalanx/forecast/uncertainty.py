@@ -19,8 +19,8 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from phalanx.config import Cluster, Device, Plan
-from phalanx.config.batch_rules import unread
 from phalanx.config.plan import words
+from phalanx.config.plan_rules import unread
 from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.rates import family
 
@@ -47,17 +47,11 @@ _BASE = 0.027
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """Where four of five outcomes lie.
+    """Where four of five outcomes lie."""
 
-    Attributes:
-        low: seconds.
-        high: seconds.
-        basis: what this rests on, in a sentence.
-    """
-
-    low: float
-    high: float
-    basis: str
+    low: float  # seconds
+    high: float  # seconds
+    basis: str  # what this rests on, in a sentence
 
 
 def interval(seconds: Mapping[str, float], device: Device, preset: Preset, plan: Plan) -> Interval:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from phalanx.config import Cluster, Group
 from phalanx.config.sync import AUTO, split_by_weight, weights
-from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.layouts import Layouts, for_memory
 from phalanx.forecast.memory import MemoryForecast, memory
-from phalanx.forecast.operation_arrays import Array
+from phalanx.forecast.operation_arrays import Array, picked
 from phalanx.forecast.step_time import ForecastInput, StepTime, on_one_kind
-from phalanx.forecast.workload import for_memory
 
 _ROUNDS = 4
 _APART = ("replicas", "stragglers", "rest")
@@ -23,17 +22,11 @@ _APART = ("replicas", "stragglers", "rest")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeviceShares:
-    """Layouts as each kind of device sees them.
+    """Layouts as each kind of device sees them."""
 
-    Attributes:
-        groups: one of each kind.
-        layouts: with the samples of its ranks.
-        there: whether a layout has a rank of that kind at all: shape (kinds, N).
-    """
-
-    groups: tuple[Group, ...]
-    layouts: tuple[Layouts, ...]
-    there: npt.NDArray[np.bool_]
+    groups: tuple[Group, ...]  # one of each kind
+    layouts: tuple[Layouts, ...]  # with the samples of its ranks
+    there: npt.NDArray[np.bool_]  # whether a layout has a rank of that kind at all: shape (kinds, N)
 
 
 def device_shares(scene: ForecastInput, layouts: Layouts) -> DeviceShares:
@@ -72,7 +65,7 @@ def step_of(scene: ForecastInput, dealt_out: DeviceShares, events: bool = False)
         on_one_kind(scene, one, group, events) for group, one in zip(dealt_out.groups, dealt_out.layouts, strict=True)
     ]
     total = np.where(dealt_out.there, np.stack([one.total for one in each]), -np.inf)
-    return StepTime(**_picked(each, total.argmax(axis=0), [one.name for one in fields(StepTime)]))
+    return picked(each, total.argmax(axis=0))
 
 
 def memory_of(scene: ForecastInput, dealt_out: DeviceShares) -> tuple[MemoryForecast, Array]:
@@ -81,7 +74,7 @@ def memory_of(scene: ForecastInput, dealt_out: DeviceShares) -> tuple[MemoryFore
     rooms = np.array([float(group.device.room) for group in dealt_out.groups])
     full = np.stack([one.reserved for one in each]) - rooms[:, None]
     worst = np.where(dealt_out.there, full, -np.inf).argmax(axis=0)
-    return MemoryForecast(**_picked(each, worst, [one.name for one in fields(MemoryForecast)])), rooms[worst]
+    return picked(each, worst), rooms[worst]
 
 
 def _memory(scene: ForecastInput, layouts: Layouts) -> MemoryForecast:
@@ -89,16 +82,6 @@ def _memory(scene: ForecastInput, layouts: Layouts) -> MemoryForecast:
     preset = replace(scene.preset, one_memory=here)
     layouts = for_memory(scene.work.unlike, layouts)
     return memory(scene.work.profile, layouts, preset, scene.precision, scene.work.state)
-
-
-def _picked(
-    each: Sequence[StepTime] | Sequence[MemoryForecast], at: npt.NDArray[np.intp], names: Sequence[str]
-) -> dict[str, Array]:
-    if len(each) == 1:
-        return {name: getattr(each[0], name) for name in names}
-    return {
-        name: np.take_along_axis(np.stack([getattr(one, name) for one in each]), at[None], axis=0)[0] for name in names
-    }
 
 
 def _counts(groups: Sequence[Group], layouts: Layouts) -> npt.NDArray[np.int64]:

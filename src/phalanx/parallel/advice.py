@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from phalanx.config import Job, Plan
-from phalanx.config.batch_rules import unread
+from phalanx.config.plan_rules import unread
 from phalanx.config.sync import AUTO
 from phalanx.data.batch_split import Lane, cuts, share
 from phalanx.errors import GradientError

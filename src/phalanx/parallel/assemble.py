@@ -10,7 +10,7 @@ from torch import nn
 
 from phalanx.comm import Mesh, Place
 from phalanx.config import Job, Plan
-from phalanx.config.batch_rules import batch_problems, share_problems, stage_problems
+from phalanx.config.plan_rules import batch_problems, share_problems, stage_problems
 from phalanx.errors import Problem
 from phalanx.hardware import cuda_devices, keep_freed_memory, return_freed_memory
 from phalanx.parallel import activation_checkpointing, compression, threads, torch_compile

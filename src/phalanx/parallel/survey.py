@@ -174,6 +174,7 @@ class Survey:
         tied: names of parameters that several stages use → these stages.
         whole: names of weights of two or more dimensions that ``tp`` had nothing to split for.
         parts: of a model that is split, all that was found of it.
+        recomputes: whether stages compute activations again by the model's own doing.
     """
 
     plan: Plan
@@ -183,6 +184,7 @@ class Survey:
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     whole: tuple[str, ...] = ()
     parts: SplitParts | None = None
+    recomputes: bool = False
     _shares: tuple[
         Mapping[str, DimensionShare], ...
     ] = ()  # for each rank along pp: name → how the splitting axes cut it
@@ -286,6 +288,7 @@ def survey(module: nn.Module, plan: Plan, example: Example | None = None) -> Sur
         tied={name: tuple(stages) for name, stages in pipeline.tied.items()} if pipeline else {},
         whole=tuple(found.whole),
         parts=replace(found, stages=pipeline.cuts if pipeline else None),
+        recomputes=pipeline is not None and pipeline.program.recomputes,
         _shares=shares,
     )
 

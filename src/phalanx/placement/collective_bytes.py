@@ -1,14 +1,14 @@
 """What ranks send one another in an optimizer step: kinds of exchange, over which ranks, how many bytes, how often.
 
 Written once, for numbers and for arrays with one for each of many plans: forecasts price these exchanges, and a test
-counts that these run and no others. Elements are told by whoever has a model's ``ModelPart``; bytes of each come from
-``Widths``. Of experts the rows are listed as if tokens were routed evenly, which nothing counts. Plans whose replicas
-step by themselves, compress what they send or use servers send other messages, which they count as they run.
+counts that these run and no others. Of experts the rows are listed as if tokens were routed evenly, which nothing
+counts. Plans whose replicas step by themselves, compress what they send or use servers send other messages, which they
+count as they run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
@@ -26,53 +26,33 @@ Number = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """One exchange that a rank takes part in.
-
-    Attributes:
-        why: what it is for.
-        kind: of it.
-        over: dimensions of the mesh along which its ranks stand.
-        size: bytes of the whole: what an all-reduce adds up, an all-gather or a ring ends with on every rank, a
-            reduce-scatter begins with, an all-to-all hands in, a message holds.
-        times: how often; 0 where a plan has none.
-    """
+    """One exchange that a rank takes part in."""
 
     why: str
     kind: Kind
-    over: tuple[str, ...]
+    over: tuple[str, ...]  # dimensions of the mesh along which its ranks stand
+    # bytes of the whole: what an all-reduce adds up, an all-gather or a ring ends with on every rank, a reduce-scatter
+    # begins with, an all-to-all hands in, a message holds
     size: Number
-    times: Number = 1
+    times: Number = 1  # how often; 0 where a plan has none
+    ends: bool = False  # whether only the first and the last of these ranks take part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshSizes:
-    """What of a plan exchanges depend on.
+    """What of a plan exchanges depend on; see ``Plan``."""
 
-    Attributes:
-        dp: replicas whose gradients are added up in every step.
-        fsdp: ranks over which a replica's state is sharded.
-        tp: that share each layer's weights.
-        pp: that hold a run of layers each.
-        cp: that share each sample's tokens.
-        ep: that share the experts.
-        zero: 0 to 3.
-        sequence: 1 where tokens are cut over ``tp`` between blocks.
-        attention: for each way to attend over ``cp``, 1 where it is taken.
-        again: 1 where blocks are computed a second time, in the backward.
-        micros: micro-batches of a rank in a step.
-    """
-
-    dp: Number = 1
+    dp: Number = 1  # replicas whose gradients are added up in every step
     fsdp: Number = 1
     tp: Number = 1
     pp: Number = 1
     cp: Number = 1
     ep: Number = 1
     zero: Number = 0
-    sequence: Number = 0
-    attention: Mapping[str, Number]
-    again: Number = 0
-    micros: Number = 1
+    sequence: Number = 0  # 1 where tokens are cut over ``tp`` between blocks
+    attention: Mapping[str, Number]  # for each way to attend over ``cp``, 1 where it is taken
+    again: Number = 0  # 1 where blocks are computed a second time, in the backward
+    micros: Number = 1  # micro-batches of a rank in a step
 
     def ranks(self, over: Sequence[str]) -> Number:
         """In one group of an exchange."""
@@ -94,21 +74,13 @@ class MeshSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Widths:
-    """Bytes of one element.
+    """Bytes of one element."""
 
-    Attributes:
-        products: of what matrix products give, and attention reads.
-        stream: of hidden states between blocks, and of their gradients.
-        gathered: of a sharded parameter when it is gathered to compute with.
-        weights: of a parameter that was stepped in shards and is gathered then.
-        sent: of a gradient.
-    """
-
-    products: Number = 4
-    stream: Number = 4
-    gathered: Number = 4
-    weights: Number = 4
-    sent: Number = 4
+    products: Number = 4  # of what matrix products give, and attention reads
+    stream: Number = 4  # of hidden states between blocks, and of their gradients
+    gathered: Number = 4  # of a sharded parameter when it is gathered to compute with
+    weights: Number = 4  # of a parameter that was stepped in shards and is gathered then
+    sent: Number = 4  # of a gradient
 
 
 _CLASSES = 4  # bytes of a number in the loss, whatever the model computes in
@@ -116,19 +88,19 @@ _CLASSES = 4  # bytes of a number in the loss, whatever the model computes in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartPass:
-    """One micro-batch in one part of a model, on one rank.
-
-    Attributes:
-        part: of the model.
-        entry: hidden states: of this part, or of the next where it makes them from tokens.
-        samples: in it.
-        length: tokens of each, before ``cp`` cuts them.
-    """
+    """One micro-batch in one part of a model, on one rank."""
 
     part: ModelPart
-    entry: SizeLaw
-    samples: Number
-    length: Number
+    entry: SizeLaw  # hidden states: of this part, or of the blocks where it makes them from tokens
+    last: bool  # whether the loss is computed in it
+    samples: Number  # in the micro-batch
+    length: Number  # tokens of each, before ``cp`` cuts them
+
+    @classmethod
+    def of(cls, parts: Sequence[ModelPart], part: ModelPart, samples: Number, length: Number) -> PartPass:
+        """That of one of a model's ``parts``."""
+        entry = hidden_states(parts) if part.role == "before" else part.entry
+        return cls(part=part, entry=entry, last=part is parts[-1], samples=samples, length=length)
 
     @property
     def stream(self) -> Number:
@@ -136,12 +108,22 @@ class PartPass:
         return self.entry.at(self.samples, self.length)
 
 
+def hidden_states(parts: Sequence[ModelPart]) -> SizeLaw:
+    """What blocks hand on, and stages of a pipeline."""
+    return next((one for one in parts if one.role == "block"), parts[-1]).entry
+
+
 Pass = Literal["forward", "again", "backward"]
 """``again``: the forward of a block once more, in its backward, up to what it saved last, without its result."""
 
 
-def tensor(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass = "forward") -> list[Exchange]:
-    """Over ``tp``, in one pass of one micro-batch through one part.
+def inside(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass) -> list[Exchange]:
+    """What ranks that share a part exchange in one pass of one micro-batch through it."""
+    return [*tensor(micro, mesh, widths, way), *context(micro, mesh, widths, way), *experts(micro, mesh, widths)]
+
+
+def tensor(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass) -> list[Exchange]:
+    """Over ``tp``.
 
     Results of row-parallel products are added up, and so are the gradients of what entered the column-parallel ones
     (Shoeybi et al. 2019, section 3); with tokens cut, a gather and a scatter take the place of each sum (Korthikanti et
@@ -161,11 +143,8 @@ def tensor(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass = "forwar
     if part.role == "after" and any(one.share == "column" and one.kind in _PRODUCTS for one in part.forward):
         if backward:
             ways: dict[Kind, Number] = {"all-reduce": 1 - mesh.sequence, "reduce-scatter": mesh.sequence}
-            for kind, times in ways.items():
-                size = here * widths.stream
-                found.append(
-                    Exchange(why="gradients of a head's inputs", kind=kind, over=("tp",), size=size, times=times)
-                )
+            why, size = "gradients of a head's inputs", here * widths.stream
+            found += [Exchange(why=why, kind=kind, over=("tp",), size=size, times=ways[kind]) for kind in ways]
         else:
             found.append(_gathered("a head's inputs", mesh.sequence, here * widths.stream))
             size = micro.samples * micro.length / mesh.cp * _CLASSES
@@ -187,15 +166,18 @@ def _gathered(why: str, times: Number, size: Number) -> Exchange:
     return Exchange(why=why, kind="all-gather", over=("tp",), size=size, times=times)
 
 
-def context(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass = "forward") -> list[Exchange]:
-    """Over ``cp``, in one pass of one micro-batch through one part.
+def context(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass) -> list[Exchange]:
+    """Over ``cp``.
 
     Keys and values go around a ring, and in the backward once more with their gradients behind them (Liu et al. 2023);
     or they are gathered and their gradients scattered (Dubey et al. 2024, section 3.3.2); or queries, keys, values and
-    results change from tokens to heads and back (Jacobs et al. 2023, section 3.2).
+    results change from tokens to heads and back (Jacobs et al. 2023, section 3.2). A mean over tokens that are cut adds
+    up its sum and its count.
     """
-    found: list[Exchange] = []
     some, backward = 1 * (mesh.cp > 1), way == "backward"
+    found: list[Exchange] = []
+    if micro.last and way == "forward":
+        found.append(_over_cp("a loss over tokens", "all-reduce", _LOSS, 2 * some))
     for one in micro.part.forward:
         if one.kind != "attention":
             continue
@@ -217,14 +199,15 @@ def context(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass = "forwa
 
 
 _SUMS = 4  # bytes of a gradient that is added to on its way around the ring
+_LOSS = 4  # bytes of a sum of losses, or of their count
 
 
 def _over_cp(why: str, kind: Kind, size: Number, times: Number) -> Exchange:
     return Exchange(why=why, kind=kind, over=("cp",), size=size, times=times)
 
 
-def experts(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass = "forward") -> list[Exchange]:
-    """Over ``ep``, in one pass of one micro-batch through one part.
+def experts(micro: PartPass, mesh: MeshSizes, widths: Widths) -> list[Exchange]:
+    """Over ``ep``.
 
     A row for every expert that a token chose goes to it with a factor and comes back; gradients go the same ways
     (Lepikhin et al. 2021, section 3.2). Ranks first tell one another how many rows are for each of their experts.
@@ -243,7 +226,7 @@ def experts(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass = "forwa
 
 
 def stages(entry: SizeLaw, mesh: MeshSizes, widths: Widths, samples: Number, length: Number) -> Exchange:
-    """What one stage of a pipeline hands to the next, or its gradient back, of one micro-batch."""
+    """What one stage of a pipeline hands to the next, or its gradient back, of one micro-batch; see ``sends``."""
     share = 1 + (mesh.tp - 1) * mesh.sequence
     size = entry.at(samples, length) / mesh.cp / share * widths.stream
     return Exchange(why="a stage's outputs", kind="send", over=("pp",), size=size, times=1 * (mesh.pp > 1))
@@ -251,13 +234,7 @@ def stages(entry: SizeLaw, mesh: MeshSizes, widths: Widths, samples: Number, len
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Elements:
-    """Parameters on one rank before ``fsdp`` shards them.
-
-    Attributes:
-        learn: that get gradients.
-        frozen: that do not.
-        expert: whether they are of experts.
-    """
+    """Parameters on one rank before ``fsdp`` shards them: those that get gradients, and those that do not."""
 
     learn: Number = 0
     frozen: Number = 0
@@ -313,11 +290,12 @@ def reductions(mesh: MeshSizes) -> Number:
     return 1 + (mesh.zero > 1) * (mesh.micros - 1)
 
 
-def elements(weights: Sequence[Weights], mesh: MeshSizes) -> list[Elements]:
-    """What a rank holds of these: of the experts, and of the rest."""
+def elements(weights: Iterable[tuple[Weights, Number]], mesh: MeshSizes) -> list[Elements]:
+    """What a rank holds of these, each with how many alike there are: of the experts, and of the rest."""
     found: dict[bool, Elements] = {}
-    for one in weights:
-        cut = (mesh.tp if one.share == "inner" else 1) * (mesh.ep if one.expert else 1)
+    for one, count in weights:
+        share = count / ((mesh.tp if one.share == "inner" else 1) * (mesh.ep if one.expert else 1))
         had = found.get(one.expert, Elements(expert=one.expert))
-        found[one.expert] = replace(had, learn=had.learn + one.elements / cut, frozen=had.frozen + one.frozen / cut)
+        learn, frozen = had.learn + share * one.elements, had.frozen + share * one.frozen
+        found[one.expert] = Elements(learn=learn, frozen=frozen, expert=one.expert)
     return list(found.values())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.config import Cluster, Plan
+from phalanx.config.fields import plan_problem
 from phalanx.errors import Problem
 
 _RUN = {"precision": ("fp32", "bf16", "fp16"), "kind": ("cpu", "cuda", "rocm")}
@@ -14,25 +15,15 @@ _RUN = {"precision": ("fp32", "bf16", "fp16"), "kind": ("cpu", "cuda", "rocm")}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Of one model and batch.
+    """Of one model and batch."""
 
-    Attributes:
-        batch: samples in a step: the most replicas.
-        tokens: in a sample.
-        blocks: that repeat.
-        ends: parts before and after them; each can be a stage of its own.
-        heads: of keys; 0 without attention.
-        experts: of the layer with fewest; 0 without.
-        products: whether any weights can be cut over ``tp``.
-    """
-
-    batch: int
-    tokens: int
-    blocks: int
-    ends: int
-    heads: int
-    experts: int
-    products: bool
+    batch: int  # samples in a step: the most replicas
+    tokens: int  # in a sample
+    blocks: int  # that repeat
+    ends: int  # parts before and after them; each can be a stage of its own
+    heads: int  # of keys; 0 without attention
+    experts: int  # of the layer with fewest; 0 without
+    products: bool  # whether any weights can be cut over ``tp``
 
     @property
     def attends(self) -> bool:
@@ -48,7 +39,6 @@ class Limits:
         )
 
     def problems(self, plan: Plan) -> Iterator[Problem]:
-        """What keeps ``plan`` from the model."""
         if plan.tp > 1 and not self.products:
             yield no_layers_to_cut(plan)
         if plan.cp > 1 and not self.attends:
@@ -64,23 +54,16 @@ class Limits:
 
 def no_layers_to_cut(plan: Plan) -> Problem:
     """``tp`` for a model in which nothing pairs up."""
-    return Problem(
-        where="plan.tp",
-        given=f"tp={plan.tp} for a model in which no two layers can share out their weights",
-        allowed="models with linear layers that follow one another, such as transformers",
-        fix=f"fsdp={plan.tp}",
-    )
+    given = f"tp={plan.tp} for a model in which no two layers can share out their weights"
+    allowed = "models with linear layers that follow one another, such as transformers"
+    return plan_problem("tp", given, allowed, f"fsdp={plan.tp}")
 
 
 def no_attention(key: str, plan: Plan) -> Problem:
     """``cp`` or ``sequence`` for a model without attention over tokens."""
-    ranks = plan.tp if key == "sequence" else plan.cp
-    return Problem(
-        where=f"plan.{key}",
-        given=f"{key} for a model without attention over tokens",
-        allowed="models whose repeated blocks attend over a sequence",
-        fix=f"tp={ranks}" if key == "sequence" else f"dp={ranks}",
-    )
+    fix = f"tp={plan.tp}" if key == "sequence" else f"dp={plan.cp}"
+    allowed = "models whose repeated blocks attend over a sequence"
+    return plan_problem(key, f"{key} for a model without attention over tokens", allowed, fix)
 
 
 def few_experts(plan: Plan, fewest: int) -> Problem:
@@ -89,23 +72,17 @@ def few_experts(plan: Plan, fewest: int) -> Problem:
         return no_experts(plan, "a model without experts")
     fits = plan.ep % fewest == 0
     whole = replace(plan, ep=fewest, dp=plan.dp * plan.ep // fewest) if fits else _without_experts(plan)
-    return Problem(
-        where="plan.ep",
-        given=f"ep={plan.ep} for layers of {fewest} experts",
-        allowed=f"at most {fewest}: a rank holds one or more",
-        fix=str(whole),
-    )
+    given = f"ep={plan.ep} for layers of {fewest} experts"
+    return plan_problem("ep", given, f"at most {fewest}: a rank holds one or more", str(whole))
 
 
 def no_experts(plan: Plan, what: str) -> Problem:
     """``ep`` for ``what`` cannot be dealt out."""
-    return Problem(where="plan.ep", given=f"ep={plan.ep} for {what}", allowed=_EXPERTS, fix=str(_without_experts(plan)))
-
-
-_EXPERTS = (
-    "models with a module that holds all experts' weights in tensors (experts, ..., ...) and is called with hidden "
-    "states (tokens, width), the experts chosen for each (tokens, k) and their weights (tokens, k)"
-)
+    allowed = (
+        "models with a module that holds all experts' weights in tensors (experts, ..., ...) and is called with hidden "
+        "states (tokens, width), the experts chosen for each (tokens, k) and their weights (tokens, k)"
+    )
+    return plan_problem("ep", f"ep={plan.ep} for {what}", allowed, str(_without_experts(plan)))
 
 
 def _without_experts(plan: Plan) -> Plan:
@@ -114,15 +91,11 @@ def _without_experts(plan: Plan) -> Plan:
 
 def few_parts(plan: Plan, most: int, names: Sequence[str] = (), because: str = "") -> Problem:
     """More stages than the model has parts."""
-    stages = plan.pp * plan.stages
     shown = f": {', '.join(names[:4])}" + (", ..." if len(names) > 4 else "") if names else ""
-    return Problem(
-        where="plan.pp",
-        given=f"{stages} stages ({plan.pp} ranks with {plan.stages} each)"
-        + (f"; some cuts are not possible: {because}" if because else ""),
-        allowed=f"at most {most} for this model, one for each of its parts{shown}",
-        fix=f"pp={most} schedule=1f1b" if most > 1 else "fsdp=2",
-    )
+    given = f"{plan.pp * plan.stages} stages ({plan.pp} ranks with {plan.stages} each)"
+    given += f"; some cuts are not possible: {because}" if because else ""
+    allowed = f"at most {most} for this model, one for each of its parts{shown}"
+    return plan_problem("pp", given, allowed, f"pp={most} schedule=1f1b" if most > 1 else "fsdp=2")
 
 
 def not_run_yet(plan: Plan, cluster: Cluster) -> str:
@@ -138,8 +111,5 @@ def not_run_yet(plan: Plan, cluster: Cluster) -> str:
 
 
 def returns_freed_memory(fsdp: Any) -> Any:
-    """Whether a plan with so many shards has a CPU's freed memory go back to the kernel; of an array for each.
-
-    What sharding gathers and drops in each step would leave holes in the heap.
-    """
+    """Whether a CPU's freed memory goes back to the kernel: what sharding drops in each step would leave holes."""
     return fsdp > 1

@@ -55,6 +55,16 @@ def on_ranks(
     return _on_ranks(tuple(part.count for part in parts), costs, holders(schedule, ranks, ranks * stages))
 
 
+def sends(schedule: Schedule, ranks: int, stages: int, rank: int) -> tuple[int, int]:
+    """Messages to other ranks that ``rank``, with so many ``stages`` on each, sends for one micro-batch.
+
+    Outputs to the stages after its own, and gradients to those before; where a V turns, two stages are on one rank.
+    """
+    rank_of = holders(schedule, ranks, ranks * stages)
+    forward = sum(one == rank != after for one, after in pairwise(rank_of))
+    return forward, sum(before != rank == one for before, one in pairwise(rank_of))
+
+
 @lru_cache(maxsize=1024)
 def _on_ranks(
     counts: tuple[int, ...], costs: tuple[float, ...], rank_of: tuple[int, ...]

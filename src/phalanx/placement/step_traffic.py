@@ -1,34 +1,37 @@
-"""All exchanges of one rank in one optimizer step of a synchronous plan, from a model's profile."""
+"""All exchanges of one rank in one optimizer step of a synchronous plan, from a model's profile.
+
+How many of each part of the model a rank holds are ``counts`` here: numbers, or arrays with one for each of many plans.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from math import prod
 
 from phalanx.config import Plan
-from phalanx.config.model_costs import ModelPart, Profile, SizeLaw
+from phalanx.config.model_costs import Profile, Weights
 from phalanx.config.plan import AXES
 from phalanx.placement.collective_bytes import (
     Elements,
     Exchange,
     MeshSizes,
+    Number,
     PartPass,
     Pass,
     Widths,
-    context,
     elements,
-    experts,
+    hidden_states,
+    inside,
     replicas,
     stages,
-    tensor,
 )
-from phalanx.placement.schedules import holders
-from phalanx.placement.stages import on_ranks
+from phalanx.placement.stages import on_ranks, sends
 
-_TOTALS, _NORM, _LOSS = 24, 8, 4
+_TOTALS, _NORM = 24, 8
 """Bytes of what a step adds up over ranks to know itself: its loss's sum, its count and how it was divided; the squares
-of gradients' norm; of one sample's or token's loss where tokens are cut."""
+of gradients' norm."""
 
 
 def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Widths, *, clips: bool) -> list[Exchange]:
@@ -36,139 +39,125 @@ def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Wi
 
     ``clips``: whether gradients' norm is wanted, of what no rank holds whole.
     """
-    mesh = MeshSizes.of(plan, batch)
+    mesh, counts = MeshSizes.of(plan, batch), _counts(profile, plan, rank)
     samples = batch / plan.replicas / mesh.micros
-    here = _Here.of(profile, plan, rank)
+    handed = stages(hidden_states(profile.parts), mesh, widths, samples, profile.length)
+    sent = sum(sends(plan.schedule, plan.pp, plan.stages, plan.coordinate(rank)["pp"]))
     found = [
-        *_inside(profile, plan, mesh, widths, here, samples),
-        *_between(profile, plan, mesh, widths, here, samples),
+        *_of_parts(profile, counts, mesh, widths, samples),
+        replace(handed, times=handed.times * sent * mesh.micros),
+        *replicas(_units(profile, counts, mesh), widths, mesh),
+        *once_a_step(profile, counts, mesh, widths, clips=clips),
+        Exchange(why="the loss and its count", kind="all-reduce", over=AXES, size=_TOTALS),
     ]
-    found += [replace(one, times=one.times * mesh.micros) for one in _loss_of_tokens(plan, here)]
-    found += replicas(here.units(profile, mesh), widths, mesh)
-    found += _late(mesh, widths, here)
-    found += _for_itself(plan, here, clips)
     return [one for one in _together(found) if one.times and one.size and mesh.ranks(one.over) > 1]
 
 
 def parameters_held(profile: Profile, plan: Plan, rank: int) -> float:
     """Elements of parameters on ``rank``, frozen ones among them; with ``zero=3`` of its shards alone."""
-    units = _Here.of(profile, plan, rank).units(profile, MeshSizes.of(plan, plan.replicas))
+    units = _units(profile, _counts(profile, plan, rank), MeshSizes.of(plan, plan.replicas))
     return sum(one.learn + one.frozen for one in units) / (plan.fsdp if plan.zero == 3 else 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Here:
-    """The stages of one rank.
+def weights_held(profile: Profile, counts: Sequence[Number]) -> Iterator[tuple[Weights, Number]]:
+    """Parameters of the parts that a rank holds, with how many alike there are.
 
-    Attributes:
-        stages: their numbers.
-        parts: the parts in them, with how many alike.
-        last: whether the loss is computed here.
+    What the last part shares with the first, such as an embedding, is there twice where they are on two ranks.
     """
-
-    stages: tuple[int, ...]
-    parts: tuple[tuple[ModelPart, int], ...]
-    last: bool
-
-    @classmethod
-    def of(cls, profile: Profile, plan: Plan, rank: int) -> _Here:
-        """Of ``rank``."""
-        count = plan.pp * plan.stages
-        place = plan.coordinate(rank)["pp"]
-        mine = [stage for stage, holder in enumerate(holders(plan.schedule, plan.pp, count)) if holder == place]
-        each = on_ranks(profile.parts, profile.length, plan.schedule, plan.pp, plan.stages)[place]
-        kept = zip(profile.parts, each, strict=True)
-        parts = tuple((part, number) for part, number in kept if number)
-        return cls(stages=tuple(mine), parts=parts, last=count - 1 in mine)
-
-    def units(self, profile: Profile, mesh: MeshSizes) -> list[Elements]:
-        """What is gathered and scattered one by one: with ``zero=3`` blocks, where there are several, and the rest."""
-        outside = [weights for part, _ in self.parts if part.role != "block" for weights in part.weights]
-        blocks = [part.weights for part, number in self.parts if part.role == "block" for _ in range(number)]
-        if mesh.zero < 3 or not profile.repeated or len(blocks) < 2:
-            return elements([*outside, *(one for block in blocks for one in block)], mesh)
-        return [one for unit in (outside, *blocks) for one in elements(unit, mesh)]
+    for part, count in zip(profile.parts, counts, strict=True):
+        yield from ((one, count) for one in part.weights)
+    if profile.tied:
+        yield _tied(profile), 1 * ((counts[-1] > 0) & (counts[0] == 0))
 
 
-def _entry(profile: Profile, part: ModelPart) -> SizeLaw:
-    """Hidden states that enter ``part``, or that it makes."""
-    after = next((one for one in profile.parts if one.role == "block"), profile.parts[-1])
-    return after.entry if part.role == "before" else part.entry
+def _tied(profile: Profile) -> Weights:
+    among = [one for one in profile.parts[0].weights if max(one.elements, one.frozen) >= profile.tied]
+    learns = not among or among[0].elements > 0
+    share = among[0].share if among else "whole"
+    return Weights(elements=profile.tied * learns, frozen=profile.tied * (not learns), share=share)
 
 
-def _inside(
-    profile: Profile, plan: Plan, mesh: MeshSizes, widths: Widths, here: _Here, samples: float
+def unit_by_unit(profile: Profile, counts: Sequence[Number]) -> Number:
+    """Whether ``zero=3`` gathers and scatters each block of a rank by itself: where there are several."""
+    blocks = sum(count for part, count in zip(profile.parts, counts, strict=True) if part.role == "block")
+    return profile.repeated & (blocks > 1)
+
+
+def once_a_step(
+    profile: Profile, counts: Sequence[Number], mesh: MeshSizes, widths: Widths, *, clips: bool
 ) -> Iterator[Exchange]:
-    for part, number in here.parts:
-        micro = PartPass(part=part, entry=_entry(profile, part), samples=samples, length=profile.length)
-        for one in (tensor, context, experts):
-            again: list[Pass] = ["again"] if mesh.again and part.role == "block" else []
-            for way in ("forward", *again, "backward"):
-                for made in one(micro, mesh, widths, way):
-                    yield replace(made, times=made.times * number * mesh.micros)
+    """What gradients take beyond ``replicas``, when the last of them is there.
 
-
-def _between(
-    profile: Profile, plan: Plan, mesh: MeshSizes, widths: Widths, here: _Here, samples: float
-) -> Iterator[Exchange]:
-    """Messages that this rank sends: outputs to the stage after, gradients to the one before, on other ranks."""
-    if plan.pp == 1:
-        return
-    place = holders(plan.schedule, plan.pp, plan.pp * plan.stages)
-    entry = _entry(profile, profile.parts[0])
-    sends = sum(
-        place[stage] != place[other]
-        for stage in here.stages
-        for other in (stage - 1, stage + 1)
-        if 0 <= other < len(place)
-    )
-    message = stages(entry, mesh, widths, samples, profile.length)
-    yield replace(message, times=message.times * sends * mesh.micros)
-
-
-def _loss_of_tokens(plan: Plan, here: _Here) -> list[Exchange]:
-    """A mean over tokens that are cut: its sum and its count."""
-    return (
-        [Exchange(why="a loss over tokens", kind="all-reduce", over=("cp",), size=_LOSS, times=2)] if here.last else []
-    )
-
-
-def _late(mesh: MeshSizes, widths: Widths, here: _Here) -> list[Exchange]:
-    """Gradients of weights that each rank of ``tp`` reads for its own tokens only (Korthikanti et al. 2022)."""
-    whole = sum(
-        number * one.elements
-        for part, number in here.parts
-        if part.role != "before"
+    Those of weights that each rank of ``tp`` reads for its own tokens only (Korthikanti et al. 2022), those of tied
+    weights on the first and the last rank, and the norm over all that differ.
+    """
+    shards = 1 + (mesh.fsdp - 1) * (mesh.zero > 0)
+    late = [
+        (one, count)
+        for part, count in zip(profile.parts, counts, strict=True)
         for one in part.weights
-        if _alike(one)
-    )
-    size = whole / (mesh.fsdp if mesh.zero else 1) * widths.sent
-    return [Exchange(why="gradients of cut tokens", kind="all-reduce", over=("tp",), size=size, times=mesh.sequence)]
+        if part.role != "before" and one.share == "whole" and not one.expert
+    ]
+    size = _learn(late, mesh) / shards * widths.sent
+    yield Exchange(why="gradients of cut tokens", kind="all-reduce", over=("tp",), size=size, times=mesh.sequence)
+    if profile.tied:
+        size = _learn([(_tied(profile), 1)], mesh) / shards * widths.sent
+        apart = 1 * ((counts[0] > 0) != (counts[-1] > 0))
+        yield Exchange(
+            why="gradients of tied weights", kind="all-reduce", over=("pp",), size=size, times=apart, ends=True
+        )
+    if clips:
+        yield from _norms(profile, counts, mesh)
 
 
-def _alike(weights: object) -> bool:
-    return getattr(weights, "share", "") == "whole" and not getattr(weights, "expert", False)
+def _learn(weights: Iterable[tuple[Weights, Number]], mesh: MeshSizes) -> Number:
+    return sum(one.learn for one in elements(weights, mesh))
 
 
-def _for_itself(plan: Plan, here: _Here, clips: bool) -> Iterator[Exchange]:
-    yield Exchange(why="the loss and its count", kind="all-reduce", over=AXES, size=_TOTALS)
-    if not clips:
-        return
-    kinds: set[tuple[str, ...]] = set()
-    for part, _ in here.parts:
-        for one in part.weights:
-            over = [
-                axis for axis, cut in (("fsdp", plan.zero > 0), ("tp", one.share == "inner"), ("ep", one.expert)) if cut
-            ]
-            kinds.add(tuple(axis for axis in over if getattr(plan, axis) > 1))
-    for over in kinds:
-        for axis in over:
-            yield Exchange(why="gradients' norm", kind="all-reduce", over=(axis,), size=_NORM)
+def _norms(profile: Profile, counts: Sequence[Number], mesh: MeshSizes) -> Iterator[Exchange]:
+    """One along each dimension that cuts gradients, for those that are cut alike; and one over stages."""
+    here = list(weights_held(profile, counts))
+    for cut, dealt in product((False, True), repeat=2):
+        alike = sum(
+            count * (((one.share == "inner") & (mesh.tp > 1)) == cut) * ((one.expert & (mesh.ep > 1)) == dealt)
+            for one, count in here
+        )
+        for axis, over in (("fsdp", mesh.zero > 0), ("tp", cut), ("ep", dealt)):
+            times = 1 * (alike > 0) * over
+            yield Exchange(why="gradients' norm", kind="all-reduce", over=(axis,), size=_NORM, times=times)
     yield Exchange(why="gradients' norm", kind="all-reduce", over=("pp",), size=_NORM)
 
 
+def _counts(profile: Profile, plan: Plan, rank: int) -> tuple[int, ...]:
+    """How many of each part lie on ``rank``."""
+    each = on_ranks(profile.parts, profile.length, plan.schedule, plan.pp, plan.stages)
+    return each[plan.coordinate(rank)["pp"]]
+
+
+def _units(profile: Profile, counts: Sequence[int], mesh: MeshSizes) -> list[Elements]:
+    """What is gathered and scattered one by one: with ``zero=3`` blocks, where there are several, and the rest."""
+    if mesh.zero < 3 or not unit_by_unit(profile, counts):
+        return elements(weights_held(profile, counts), mesh)
+    both = list(zip(profile.parts, counts, strict=True))
+    units = [elements(weights_held(profile, [count * (part.role != "block") for part, count in both]), mesh)]
+    for part, count in both:
+        if part.role == "block":
+            units += [elements([(one, 1) for one in part.weights], mesh)] * count
+    return [one for unit in units for one in unit]
+
+
+def _of_parts(
+    profile: Profile, counts: Sequence[int], mesh: MeshSizes, widths: Widths, samples: float
+) -> Iterator[Exchange]:
+    for part, count in zip(profile.parts, counts, strict=True):
+        micro = PartPass.of(profile.parts, part, samples, profile.length)
+        again: list[Pass] = ["again"] if mesh.again and part.role == "block" else []
+        for way in ("forward", *again, "backward"):
+            for one in inside(micro, mesh, widths, way):
+                yield replace(one, times=one.times * count * mesh.micros)
+
+
 def _together(found: Sequence[Exchange]) -> list[Exchange]:
-    """Alike ones as one."""
     times: dict[tuple[object, ...], Exchange] = {}
     for one in found:
         key = (one.why, one.kind, one.over, one.size)

@@ -9,10 +9,9 @@ from typing import Any
 from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.forecast import Forecast, Work, forecast
-from phalanx.planner.cost import Bill, bill
 from phalanx.planner.explain import Explanation, explain, plan_and_keys
 from phalanx.planner.nearest_fit import Shortfall, shortfall
-from phalanx.planner.question import Question
+from phalanx.planner.question import Bill, Question, bill
 from phalanx.planner.rank import Goal, Ranking, rank
 from phalanx.planner.rules import refusals
 from phalanx.planner.scale import forecast_to_dict
@@ -36,7 +35,6 @@ class Advice:
     shortfall: Shortfall | None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             **self.ranking.to_dict(),
             "explanation": self.explanation.to_dict() if self.explanation else None,
@@ -76,22 +74,14 @@ def _none(question: Question) -> Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanForecast:
-    """A plan's future.
+    """A plan's future."""
 
-    Attributes:
-        question: that was asked.
-        forecast: of the plan.
-        bill: of the whole training; of one step where its length is not known.
-        shortfall: what is missing; ``None`` where it fits.
-    """
-
-    question: Question
+    question: Question  # that was asked
     forecast: Forecast
-    bill: Bill
-    shortfall: Shortfall | None
+    bill: Bill  # of the whole training; of one step where its length is not known
+    shortfall: Shortfall | None  # what is missing; ``None`` where it fits
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             **forecast_to_dict(self.forecast),
             "steps": self.question.steps or None,
@@ -138,6 +128,6 @@ def config_work(path: str, *, batch: int, length: int = 0) -> Work:
     if not batch:
         allowed = "samples in one step of all devices: a configuration does not say"
         raise SpecError([Problem(where="--batch", given="nothing", allowed=allowed, fix="--batch 1024")])
-    from phalanx.trace.hf_config import from_config
+    from phalanx.trace.standard_models import from_config
 
     return Work(profile=from_config(path, length=length).profile(), batch=batch, length=length)

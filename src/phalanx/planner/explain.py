@@ -37,20 +37,14 @@ PARTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Neighbour:
-    """A plan beside the first.
+    """A plan beside the first."""
 
-    Attributes:
-        change: what is other in it.
-        slower: its step over that of the first, less 1.
-    """
-
-    change: str
+    change: str  # what is other in it
     forecast: Forecast
-    slower: float
+    slower: float  # its step over that of the first, less 1
     why: str
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "change": self.change,
             "slower": self.slower,
@@ -74,7 +68,6 @@ class Explanation:
     argued: Neighbour | None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "reasons": list(self.reasons),
             "neighbours": [one.to_dict() for one in self.neighbours],
@@ -85,10 +78,7 @@ class Explanation:
 def explain(ranking: Ranking, because: Plan | None = None, *, keys: Sequence[str] = ()) -> Explanation | None:
     """Why the first of ``ranking`` wins; ``None`` where nothing fits.
 
-    Args:
-        ranking: of plans.
-        because: a plan to argue.
-        keys: those of it that were stated; the others are chosen as well as they can be.
+    ``because``: a plan to argue; ``keys``: those of it that were stated, the others are chosen as well as they can be.
 
     Raises:
         RefusedError: if no plan with the stated keys could run.

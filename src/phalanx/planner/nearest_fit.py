@@ -22,22 +22,14 @@ _DOUBLINGS = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """Something that would make it fit.
+    """Something that would make it fit."""
 
-    Attributes:
-        words: what to change, as it stands on a command line.
-        plan: that would then fit.
-        spare: bytes it would leave on the device that needs most.
-        step: seconds of its step.
-    """
-
-    words: str
-    plan: Plan
-    spare: float
-    step: float
+    words: str  # what to change, as it stands on a command line
+    plan: Plan  # that would then fit
+    spare: float  # bytes it would leave on the device that needs most
+    step: float  # seconds of its step
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {"change": self.words, "plan": str(self.plan), "spare": self.spare, "step": self.step}
 
 
@@ -56,7 +48,6 @@ class Shortfall:
     changes: tuple[Change, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         changes = [one.to_dict() for one in self.changes]
         return {"plan": str(self.plan), "missing": self.missing, "changes": changes}
 

@@ -1,43 +1,158 @@
-"""What is asked: a work, the devices it may use and in which precision; clusters of other sizes."""
+"""What is asked: a work, the devices it may use, and what these cost by the hour; clusters of other sizes.
+
+No price is known beforehand: the user says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import difflib
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
 
 from phalanx.config import Cluster, Plan
+from phalanx.config.fields import is_number
 from phalanx.config.plan import Precision
 from phalanx.errors import Problem, SpecError
 from phalanx.forecast import PHALANX, Preset, Work
 from phalanx.hardware import entry
-from phalanx.planner.cost import Prices
+
+_FIX = "--price 2.50"
+_FILE = 'currency = "EUR" and a table [per_hour] of prices by device, such as H100 = 2.5'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """What a device costs for an hour."""
+
+    each: float | None = None  # of any device; ``None`` where prices go by device, or nobody says
+    by_device: Mapping[str, float] = field(default_factory=dict[str, float])  # by its name
+    currency: str = ""  # they are in; empty where not said
+
+    @property
+    def stated(self) -> bool:
+        return self.each is not None or bool(self.by_device)
+
+    def hour(self, cluster: Cluster) -> float | None:
+        """Of all devices of ``cluster`` for an hour; ``None`` if not known.
+
+        Raises:
+            SpecError: if prices go by device, and a device of ``cluster`` has none.
+        """
+        if not self.stated:
+            return None
+        if self.each is not None:
+            return self.each * cluster.devices
+        missing = [group.device.name for group in cluster.groups if group.device.name not in self.by_device]
+        if missing:
+            near = difflib.get_close_matches(missing[0], self.by_device, n=1, cutoff=0.0)
+            given = f"no price of {missing[0]}; there are {', '.join(self.by_device)}"
+            fix = f"{missing[0]} = {self.by_device[near[0]]:g}"
+            raise SpecError([Problem(where="--price", given=given, allowed="a price of every device", fix=fix)])
+        return sum(self.by_device[group.device.name] * group.devices for group in cluster.groups)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bill:
+    """What a span of time on a cluster comes to."""
+
+    seconds: float
+    device_hours: float
+    # kWh that the devices draw at most; ``None`` where their power is not known. Hosts are not in it.
+    energy: float | None
+    money: float | None  # price; ``None`` where not known
+    currency: str  # of ``money``
+
+    @property
+    def amount(self) -> float:
+        """What budgets are compared with: money where prices are known, else device-hours."""
+        return self.device_hours if self.money is None else self.money
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "seconds": self.seconds,
+            "device_hours": self.device_hours,
+            "energy_kwh": self.energy,
+            "money": self.money,
+            "currency": self.currency or None,
+        }
+
+
+def bill(seconds: float, cluster: Cluster, prices: Prices) -> Bill:
+    """``seconds`` of all devices of ``cluster``."""
+    hours = seconds / 3600
+    powers = [group.device.power for group in cluster.groups]
+    watts = sum((group.device.power or 0.0) * group.devices for group in cluster.groups)
+    hour = prices.hour(cluster)
+    return Bill(
+        seconds=seconds,
+        device_hours=hours * cluster.devices,
+        energy=hours * watts / 1e3 if all(powers) else None,
+        money=None if hour is None else hour * hours,
+        currency=prices.currency,
+    )
+
+
+def prices(text: str | None) -> Prices:
+    """Prices from ``2.50`` (of any device, for an hour), or from the path of a TOML file; none from ``None``.
+
+    Raises:
+        SpecError: if it is neither.
+    """
+    if text is None:
+        return Prices()
+    if text.endswith(".toml"):
+        return _from_file(Path(text))
+    try:
+        each = float(text)
+    except ValueError:
+        each = -1.0
+    if not (is_number(each) and each >= 0):
+        allowed = f"what one device costs for an hour, 0 or more, or a TOML file with {_FILE}"
+        raise SpecError([Problem(where="--price", given=repr(text), allowed=allowed, fix=_FIX)])
+    return Prices(each=each)
+
+
+def _from_file(path: Path) -> Prices:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        given = f"{path}: {error.strerror if isinstance(error, OSError) else error}"
+        raise SpecError([Problem(where="--price", given=given, allowed=f"a TOML file: {_FILE}", fix=_FIX)]) from None
+    rates: object = table.get("per_hour")
+    currency: object = table.get("currency", "")
+    wrong = [name for name in table if name not in ("per_hour", "currency")]
+    if not isinstance(rates, dict) or not rates or not isinstance(currency, str) or wrong:
+        given = f"{path} with {', '.join(table) or 'nothing'}"
+        raise SpecError([Problem(where="--price", given=given, allowed=_FILE, fix="[per_hour]\n    H100 = 2.5")])
+    found = cast(dict[str, object], rates)
+    problems = [
+        Problem(where=f"per_hour.{name}", given=repr(rate), allowed="a price, 0 or more", fix=f"{name} = 2.5")
+        for name, rate in found.items()
+        if not (is_number(rate) and cast(float, rate) >= 0)
+    ]
+    if problems:
+        raise SpecError(problems)
+    return Prices(by_device={name: float(cast(float, rate)) for name, rate in found.items()}, currency=currency)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A work and a cluster for it.
+    """A work and a cluster for it."""
 
-    Attributes:
-        work: what is done in each step.
-        cluster: what there is.
-        precision: that plans compute in.
-        steps: optimizer steps of the whole training; 0 where nobody knows.
-        prices: what devices cost; none where nobody says.
-        preset: of the framework.
-        look: what keeps a plan from the job, by a look at its model; ``None`` where there is none to look at.
-    """
-
-    work: Work
-    cluster: Cluster
-    precision: Precision
-    steps: int = 0
-    prices: Prices = field(default_factory=Prices)
+    work: Work  # what is done in each step
+    cluster: Cluster  # what there is
+    precision: Precision  # that plans compute in
+    steps: int = 0  # optimizer steps of the whole training; 0 where nobody knows
+    prices: Prices = field(default_factory=Prices)  # what devices cost; none where nobody says
     preset: Preset = PHALANX
+    # what keeps a plan from the job, by a look at its model; ``None`` where there is none to look at
     look: Callable[[Plan], list[Problem]] | None = field(default=None, compare=False)
 
     @property
     def mixed(self) -> bool:
-        """Whether devices differ."""
         return mixed(self.cluster)
 
     def on(self, devices: int) -> Question | None:

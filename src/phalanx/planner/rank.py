@@ -12,8 +12,7 @@ from phalanx.config.sync import AUTO
 from phalanx.errors import Problem, SpecError
 from phalanx.forecast import Forecast, forecasts
 from phalanx.placement.schedules import SCHEDULES
-from phalanx.planner.cost import Bill, bill
-from phalanx.planner.question import Question, doublings
+from phalanx.planner.question import Bill, Question, bill, doublings
 from phalanx.planner.rules import problems
 from phalanx.planner.scale import ScalingPoint, compared, curve, forecast_to_dict, point_of
 from phalanx.planner.search import Search, search
@@ -24,18 +23,13 @@ By = Literal["time", "cost", "devices"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """What the best plan is best in.
+    """What the best plan is best in."""
 
-    Attributes:
-        by: ``time`` of a step on all devices; ``cost`` of a sample, on as many devices as that takes; ``devices``, the
-            fewest within deadline and budget.
-        deadline: most seconds of the whole training; 0 for any.
-        budget: most that it may cost: money where prices are known, else device-hours; 0 for any.
-    """
-
+    # ``time`` of a step on all devices; ``cost`` of a sample, on as many devices as that takes; ``devices``, the fewest
+    # within deadline and budget
     by: By = "time"
-    deadline: float = 0.0
-    budget: float = 0.0
+    deadline: float = 0.0  # most seconds of the whole training; 0 for any
+    budget: float = 0.0  # most that it may cost: money where prices are known, else device-hours; 0 for any
 
     def check(self, question: Question) -> None:
         """Raise what is wrong with it for ``question``.
@@ -78,7 +72,6 @@ class Ranking:
 
     @property
     def best(self) -> Forecast | None:
-        """The first."""
         return self.plans[0] if self.plans else None
 
     @property
@@ -91,7 +84,6 @@ class Ranking:
         return fastest if fastest and fastest.forecast.step <= self.best.step else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "cluster": str(self.question.cluster),
             "devices": self.question.cluster.devices,
@@ -110,12 +102,7 @@ class Ranking:
 
 
 def rank(question: Question, goal: Goal | None = None, *, most: int = 6) -> Ranking:
-    """The best plans for ``question``.
-
-    Args:
-        question: what is trained, and on what.
-        goal: what they are ordered by; time where not given.
-        most: plans to tell of.
+    """The ``most`` best plans for ``question`` by ``goal``; by time where that is not given.
 
     Raises:
         SpecError: if the goal asks for what nobody knows.

@@ -18,31 +18,20 @@ from phalanx.trace import flops
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RooflinePoint:
-    """A work on one device. Williams et al. 2009, "Roofline", sections 3 and 4.
-
-    Attributes:
-        precision: computed in.
-        intensity: FLOP for each byte that the model's operations move.
-        ridge: the intensity from which on the device is bound by arithmetic.
-        attainable: FLOP/s under the roofline: of the peak and of bandwidth times intensity the lesser.
-        forecast: under the fastest plan of one device; ``None`` where none fits.
-        missing: bytes that the leanest lacks; 0 where one fits.
-        bound: ``arithmetic``, ``bandwidth``, or ``memory`` where it does not fit.
-        most: what most of the step goes to, with its share; empty where it does not fit.
-    """
+    """A work on one device. Williams et al. 2009, "Roofline", sections 3 and 4."""
 
     device: str
-    precision: str
-    intensity: float
-    ridge: float
-    attainable: float
-    forecast: Forecast | None
-    missing: float
+    precision: str  # computed in
+    intensity: float  # FLOP for each byte that the model's operations move
+    ridge: float  # the intensity from which on the device is bound by arithmetic
+    attainable: float  # FLOP/s under the roofline: of the peak and of bandwidth times intensity the lesser
+    forecast: Forecast | None  # under the fastest plan of one device; ``None`` where none fits
+    missing: float  # bytes that the leanest lacks; 0 where one fits
+    # ``arithmetic``, ``bandwidth``, or ``memory`` where it does not fit
     bound: Literal["arithmetic", "bandwidth", "memory"]
-    most: str
+    most: str  # what most of the step goes to, with its share; empty where it does not fit
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         names = ("device", "precision", "intensity", "ridge", "attainable", "missing", "bound", "most")
         own = {name: getattr(self, name) for name in names}
         return {**own, "forecast": forecast_to_dict(self.forecast) if self.forecast else None}

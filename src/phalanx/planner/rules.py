@@ -8,7 +8,8 @@ from dataclasses import replace
 from math import gcd
 
 from phalanx.config import Cluster, Plan
-from phalanx.config.batch_rules import batch_problems, share_problems, stage_problems
+from phalanx.config.fields import plan_problem
+from phalanx.config.plan_rules import batch_problems, share_problems, stage_problems
 from phalanx.config.sync import AUTO, weights
 from phalanx.errors import Problem, RefusedError
 from phalanx.forecast import Work
@@ -95,37 +96,33 @@ def _nodes(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
 def _device(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
     for group in cluster.groups:
         if plan.device not in ("auto", "cuda" if group.device.kind == "rocm" else group.device.kind):
-            yield Problem(
-                where="plan.device",
-                given=f"device={plan.device} on {group.device.name}, which is of kind {group.device.kind}",
-                allowed="auto, or the kind of the cluster's devices",
-                fix="device=auto",
-            )
+            given = f"device={plan.device} on {group.device.name}, which is of kind {group.device.kind}"
+            yield plan_problem("device", given, "auto, or the kind of the cluster's devices", "device=auto")
 
 
 def _names(plan: Plan, work: Work) -> Iterator[Problem]:
     unknown = [name for name in plan.split.split("/") if name not in work.modules] if plan.split else []
     if unknown and work.modules:
         near = difflib.get_close_matches(unknown[0], sorted(work.modules), n=1, cutoff=0.0)
-        yield Problem(
-            where="plan.split",
-            given=f"split={plan.split}: {unknown[0]!r}, no module of the model",
-            allowed="the names of the modules that begin each stage but the first, in the order in which forward calls "
-            "them",
-            fix=f"split={plan.split.replace(unknown[0], near[0])}",
+        allowed = (
+            "the names of the modules that begin each stage but the first, in the order in which forward calls them"
         )
+        given, fix = (
+            f"split={plan.split}: {unknown[0]!r}, no module of the model",
+            plan.split.replace(unknown[0], near[0]),
+        )
+        yield plan_problem("split", given, allowed, f"split={fix}")
 
 
 def _precision(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
     for group in cluster.groups:
         if plan.precision not in group.device.peak:
             have = [name for name in ("bf16", "fp16", "fp32") if name in group.device.peak]
-            yield Problem(
-                where="plan.precision",
-                given=f"precision={plan.precision} on {group.device.name}",
-                allowed=", ".join(have),
-                fix=f"precision={have[0] if have else 'fp32'}",
+            given, fix = (
+                f"precision={plan.precision} on {group.device.name}",
+                f"precision={have[0] if have else 'fp32'}",
             )
+            yield plan_problem("precision", given, ", ".join(have), fix)
 
 
 def limits_of(work: Work) -> Limits:

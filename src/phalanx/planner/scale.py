@@ -8,55 +8,37 @@ from math import isfinite
 from typing import Any
 
 from phalanx.forecast import Forecast, forecast
-from phalanx.planner.cost import Bill, bill
-from phalanx.planner.question import Question, doublings
+from phalanx.planner.question import Bill, Question, bill, doublings
 from phalanx.planner.search import search
 from phalanx.units import show_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingPoint:
-    """The fastest plan of a number of devices.
-
-    Attributes:
-        speed_up: over the fewest devices that the model fits on.
-        efficiency: device time of a step where that is least, over that of this one.
-        gain: throughput over that of the point before, less 1; 0 for the first.
-        bill: of the whole training; of one step where its length is not known.
-    """
+    """The fastest plan of a number of devices."""
 
     devices: int
     forecast: Forecast
-    speed_up: float
-    efficiency: float
-    gain: float
-    bill: Bill
+    speed_up: float  # over the fewest devices that the model fits on
+    efficiency: float  # device time of a step where that is least, over that of this one
+    gain: float  # throughput over that of the point before, less 1; 0 for the first
+    bill: Bill  # of the whole training; of one step where its length is not known
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         own = {name: getattr(self, name) for name in ("devices", "speed_up", "efficiency", "gain")}
         return {**own, "bill": self.bill.to_dict(), "forecast": forecast_to_dict(self.forecast)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """Points by devices.
+    """Points by devices."""
 
-    Attributes:
-        points: numbers of devices on which a plan fits, in order.
-        without: other numbers that were asked for → why they have none.
-        share: of the ideal gain below which more devices are not worth it.
-        steps: that bills are for; 0 where they are for one step.
-        budget: most that the training may cost (money where prices are known, else device-hours); 0 for any.
-        deadline: most seconds it may take; 0 for any.
-    """
-
-    points: tuple[ScalingPoint, ...]
-    without: dict[int, str]
-    share: float
-    steps: int
-    budget: float = 0.0
-    deadline: float = 0.0
+    points: tuple[ScalingPoint, ...]  # numbers of devices on which a plan fits, in order
+    without: dict[int, str]  # other numbers that were asked for → why they have none
+    share: float  # of the ideal gain below which more devices are not worth it
+    steps: int  # that bills are for; 0 where they are for one step
+    budget: float = 0.0  # most that the training may cost (money where prices are known, else device-hours); 0 for any
+    deadline: float = 0.0  # most seconds it may take; 0 for any
 
     @property
     def knee(self) -> ScalingPoint | None:
@@ -91,7 +73,6 @@ class Curve:
 
     @property
     def allowed(self) -> tuple[ScalingPoint, ...]:
-        """Within budget and deadline."""
         return tuple(
             one
             for one in self.points
@@ -112,7 +93,6 @@ class Curve:
         return allowed[0] if allowed else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         named = ("knee", "slower", "fastest", "cheapest", "stop")
         marked: dict[str, ScalingPoint | None] = {name: getattr(self, name) for name in named}
         return {
@@ -129,12 +109,7 @@ class Curve:
 def scale(question: Question, up_to: int, *, share: float = 0.5, budget: float = 0.0, deadline: float = 0.0) -> Curve:
     """The fastest plan on 1, 2, 4, ... ``up_to`` devices of the question's first kind.
 
-    Args:
-        question: what is trained; of its cluster only the kind of devices, nodes and network count.
-        up_to: most devices.
-        share: of the ideal gain below which more devices are not worth it.
-        budget: most that the training may cost: money where prices are known, else device-hours; 0 for any.
-        deadline: most seconds it may take; 0 for any.
+    ``share``: of the ideal gain below which more devices are not worth it; ``budget`` and ``deadline``: see ``Curve``.
     """
     points, without = curve(question, doublings(question.cluster, up_to))
     return Curve(points=points, without=without, share=share, steps=question.steps, budget=budget, deadline=deadline)

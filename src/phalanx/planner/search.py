@@ -36,27 +36,19 @@ SEARCHED = (*MESH, "zero", "schedule", "stages", "sequence", "micro", "recompute
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Space:
-    """N plans of one number of devices; three in a row differ in ``recompute`` only.
+    """N plans of one number of devices; three in a row differ in ``recompute`` only."""
 
-    Attributes:
-        columns: keys of a plan → their values, shape (N,); ``schedule`` and ``recompute`` by index, ``micro`` never 0.
-        share: samples of a replica: where ``micro`` is as many, a plan need not say.
-        batch: global.
-        tokens: of a sample.
-        precision: of all.
-    """
-
+    # keys of a plan → their values, shape (N,); ``schedule`` and ``recompute`` by index, ``micro`` never 0
     columns: Columns
-    share: Whole
-    batch: int
-    tokens: int
-    precision: Precision
+    share: Whole  # samples of a replica: where ``micro`` is as many, a plan need not say
+    batch: int  # global
+    tokens: int  # of a sample
+    precision: Precision  # of all
 
     def __len__(self) -> int:
         return len(self.share)
 
     def layouts(self) -> Layouts:
-        """For the forecast."""
         each = {name: column.astype(float) for name, column in self.columns.items() if name not in ("micro", "shares")}
         full, none = np.ones(len(self)), np.zeros(len(self))
         micro = self.columns["micro"]
@@ -80,7 +72,6 @@ class Space:
         )
 
     def plan(self, index: int) -> Plan:
-        """One of them."""
         given: dict[str, Any] = {name: int(column[index]) for name, column in self.columns.items()}
         given["schedule"] = SCHEDULES[given["schedule"]]
         given["recompute"] = RECOMPUTES[given["recompute"]]
@@ -90,7 +81,6 @@ class Space:
         return Plan(**given, precision=self.precision)
 
     def where(self, held: Mapping[str, Any]) -> Mask:
-        """Which of them have these values."""
         found = np.ones(len(self), dtype=bool)
         for name, value in held.items():
             if name not in self.columns:
@@ -103,7 +93,6 @@ class Space:
         return found
 
     def take(self, rows: npt.NDArray[Any]) -> Space:
-        """Those at ``rows``: indices, or a mask."""
         return Space(
             columns={name: column[rows] for name, column in self.columns.items()},
             share=self.share[rows],
@@ -222,32 +211,20 @@ _LONG = 8  # micro-batches for each stage, from which on the ends of a pipeline 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Search:
-    """What came of pricing.
+    """What came of pricing."""
 
-    Attributes:
-        question: that was asked.
-        considered: plans whose memory was priced.
-        fitting: how many of them fit.
-        safe: how many of these leave a margin; plans without are ranked only where there are no others.
-        least: bytes that the least hungry of them reserves; 0 where there was none.
-        leanest: it; ``None`` where there was none.
-        space: those whose time was priced, too: of plans that differ in recompute only, the one that fits and computes
-            least again.
-        seconds: of a step, of those: shape (N,).
-        reserved: bytes on the rank that needs most, of those.
-        order: of those, the fastest first.
-    """
-
-    question: Question
-    considered: int
-    fitting: int
-    safe: int
-    least: float
-    leanest: Plan | None
+    question: Question  # that was asked
+    considered: int  # plans whose memory was priced
+    fitting: int  # how many of them fit
+    safe: int  # how many of these leave a margin; plans without are ranked only where there are no others
+    least: float  # bytes that the least hungry of them reserves; 0 where there was none
+    leanest: Plan | None  # it; ``None`` where there was none
+    # those whose time was priced, too: of plans that differ in recompute only, the one that fits and computes least
+    # again
     space: Space
-    seconds: Array
-    reserved: Array
-    order: npt.NDArray[np.intp]
+    seconds: Array  # of a step, of those: shape (N,)
+    reserved: Array  # bytes on the rank that needs most, of those
+    order: npt.NDArray[np.intp]  # of those, the fastest first
 
     @property
     def best(self) -> Plan | None:
@@ -270,10 +247,8 @@ class Search:
 def search(question: Question, held: Mapping[str, Any] | None = None, *, most: int = 1) -> Search:
     """Price every plan of the question.
 
-    Args:
-        question: what is asked.
-        held: keys of a plan → values that all shall have; all plans where not given.
-        most: meshes whose best plans are to be in the right order among each other.
+    ``held``: keys of a plan → values that all shall have; ``most``: meshes whose best plans are to be in the right
+    order among each other.
     """
     whole = space(question)
     if held:

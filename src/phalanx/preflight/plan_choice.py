@@ -28,17 +28,11 @@ WORTH = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanChoice:
-    """A plan that nobody gave.
-
-    Attributes:
-        plan: it.
-        source: ``planner`` or ``default``.
-        why: in a sentence; empty where there was nothing to choose.
-    """
+    """A plan that nobody gave."""
 
     plan: Plan
-    source: str
-    why: str = ""
+    source: str  # ``planner`` or ``default``
+    why: str = ""  # in a sentence; empty where there was nothing to choose
 
 
 def plain(batch: int) -> Plan:
@@ -180,9 +174,7 @@ def cluster_for(plan: Plan, threads: int | None = None) -> Cluster:
     On CPUs that is an equal share of the memory and of the cores, which may be less than one core or several; with the
     constants of ``machine.toml`` in the working directory, which ``phalanx calibrate`` writes.
 
-    Args:
-        plan: it.
-        threads: that each replica computes with; its share of the cores where not given.
+    ``threads``: that each replica computes with; its share of the cores where not given.
     """
     there = this_machine()
     if device_kind(plan) == "cuda" and there.groups[0].device.kind == "cuda":

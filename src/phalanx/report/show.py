@@ -173,13 +173,14 @@ def planned(plan: Plan, batch: int, survey: Survey | None) -> Planned | None:
     largest = share(batch, 0, plan.replicas)[1]
     micros = -(-largest // (plan.micro or largest))
     laid = order(plan.schedule, plan.pp, plan.stages, micros)
-    even = _timeline("", timed(laid, lambda action: work(plan, action)), plan)
+    again = survey is not None and survey.recomputes
+    even = _timeline("", timed(laid, lambda action: work(plan, action, recomputes=again)), plan)
     many = f"{plan.schedule}, {micros} micro-batch{'es' if micros > 1 else ''}"
     if survey is None:
         return Planned(timeline=replace(even, title=f"planned: {many}"), even=even.idle, micros=micros)
     mean = sum(stage.cost for stage in survey.stages) / len(survey.stages)
     costs = [stage.cost / mean for stage in survey.stages]
-    found = timed(laid, lambda action: work(plan, action) * costs[action.stage])
+    found = timed(laid, lambda action: work(plan, action, recomputes=again) * costs[action.stage])
     return Planned(timeline=_timeline(f"planned: {many}", found, plan), even=even.idle, micros=micros)
 
 

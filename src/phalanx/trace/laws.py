@@ -16,19 +16,36 @@ from phalanx.errors import PhalanxError
 from phalanx.trace.blocks import blocks
 from phalanx.trace.fake_tensors import refusal
 from phalanx.trace.measured import MeasuredModel, MeasuredPart, Op, SavedBytes, Units, measured
-from phalanx.trace.tracer import TracedCall, traced
-from phalanx.trace.tracing import ModelCall, length_of
+from phalanx.trace.standard_models import ModelCall, length_of
+from phalanx.trace.tracer import traced
 
 _CLOSE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """The sizes a model was measured at: first, with twice the samples, with a part of the length."""
+    """The sizes a model was measured at: first, with twice the samples, with a part of the length if ``lengths``."""
 
     samples: int
     length: int
     shorter: int
+    lengths: bool = True
+
+    def law(self, values: Sequence[float]) -> SizeLaw:
+        value = values[0]
+        if not value:
+            return SizeLaw(0.0)
+        by_samples, by_length = _power(values[1] / value, 2.0), 0.0
+        if self.lengths and values[2]:
+            by_length = _power(value / values[2], self.length / self.shorter)
+        return SizeLaw(value / self.samples**by_samples / self.length**by_length, by_samples, by_length)
+
+
+def _power(ratio: float, base: float) -> float:
+    if ratio <= 0.0:
+        return 0.0
+    power = log2(ratio) / log2(base)
+    return float(round(power)) if abs(power - round(power)) < _CLOSE else power
 
 
 def profile_of(runs: Sequence[MeasuredModel], sizes: Sizes, notes: Sequence[str] = ()) -> Profile:
@@ -43,7 +60,7 @@ def profile_of(runs: Sequence[MeasuredModel], sizes: Sizes, notes: Sequence[str]
     ops = {op.name for piece in pieces for op in piece.forward}
     if recurrent := sorted(name for name in ops if any(word in name for word in ("rnn", "lstm", "gru"))):
         said.append(f"{', '.join(recurrent)} counts as memory traffic only: the products in it are not seen")
-    fit = _Fit(sizes, len(runs) > 2)
+    fit = replace(sizes, lengths=len(runs) > 2)
     before, after = (first.around[0], first.around[1:]) if first.turns else (None, [])
     parts: list[ModelPart] = []
     if before is not None:
@@ -62,31 +79,6 @@ def profile_of(runs: Sequence[MeasuredModel], sizes: Sizes, notes: Sequence[str]
         lawful=all(alike) and (len(runs) > 2 or sizes.length == 1),
         notes=tuple(said),
     )
-
-
-class _Fit:
-    def __init__(self, sizes: Sizes, lengths: bool) -> None:
-        self._sizes = sizes
-        self._lengths = lengths
-
-    def size(self, values: Sequence[float]) -> SizeLaw:
-        """The law that goes through the values."""
-        value = values[0]
-        if not value:
-            return SizeLaw(0.0)
-        by_samples = _power(values[1] / value, 2.0)
-        shorter = values[2] if self._lengths else value
-        by_length = (
-            _power(value / shorter, self._sizes.length / self._sizes.shorter) if self._lengths and shorter else 0.0
-        )
-        return SizeLaw(value / self._sizes.samples**by_samples / self._sizes.length**by_length, by_samples, by_length)
-
-
-def _power(ratio: float, base: float) -> float:
-    if ratio <= 0.0:
-        return 0.0
-    power = log2(ratio) / log2(base)
-    return float(round(power)) if abs(power - round(power)) < _CLOSE else power
 
 
 def _same(one: MeasuredModel, other: MeasuredModel) -> list[bool]:
@@ -113,7 +105,7 @@ def _rows(run: MeasuredModel) -> list[tuple[str, int, int, bool]]:
 
 
 def _part(
-    pieces: Sequence[MeasuredPart], fit: _Fit, alike: bool, name: str = "", count: int = 1, again: bool = False
+    pieces: Sequence[MeasuredPart], fit: Sizes, alike: bool, name: str = "", count: int = 1, again: bool = False
 ) -> ModelPart:
     first = pieces[0]
     pieces = pieces if alike else [first] * len(pieces)
@@ -124,16 +116,16 @@ def _part(
         forward=tuple(_operation(ops, fit) for ops in zip(*(one.forward for one in pieces), strict=True)),
         backward=tuple(_operation(ops, fit) for ops in zip(*(one.backward for one in pieces), strict=True)),
         weights=() if again else first.weights,
-        saved=_saved([_operation_saved(kept, fit) for kept in zip(*(one.saved for one in pieces), strict=True)]),
-        entry=fit.size([one.entry for one in pieces]),
-        working=fit.size([one.working for one in pieces]),
+        saved=_saved(list(zip(*(one.saved for one in pieces), strict=True)), fit),
+        entry=fit.law([one.entry for one in pieces]),
+        working=fit.law([one.working for one in pieces]),
         modules=first.modules,
     )
 
 
-def _operation(ops: Sequence[Op], fit: _Fit) -> Operation:
+def _operation(ops: Sequence[Op], fit: Sizes) -> Operation:
     first = ops[0]
-    sizes = [fit.size(values) for values in zip(*(op.numbers for op in ops), strict=True)]
+    sizes = [fit.law(values) for values in zip(*(op.numbers for op in ops), strict=True)]
     return Operation(
         kind=first.kind,
         name=first.name,
@@ -148,18 +140,13 @@ def _operation(ops: Sequence[Op], fit: _Fit) -> Operation:
     )
 
 
-def _operation_saved(kept: Sequence[SavedBytes], fit: _Fit) -> Saved:
-    first = kept[0]
-    size = fit.size([one.elements for one in kept])
-    return Saved(elements=size, itemsize=first.itemsize, share=first.share, cheap=first.cheap, expert=first.expert)
-
-
-def _saved(each: Sequence[Saved]) -> tuple[Saved, ...]:
-    """The same with what grows alike and can be divided alike added up."""
+def _saved(each: Sequence[Sequence[SavedBytes]], fit: Sizes) -> tuple[Saved, ...]:
+    """What grows alike and can be divided alike added up."""
     groups: dict[tuple[float, float, int, Share, bool, bool], float] = {}
-    for one in each:
-        key = (one.elements.by_samples, one.elements.by_length, one.itemsize, one.share, one.cheap, one.expert)
-        groups[key] = groups.get(key, 0.0) + one.elements.factor
+    for kept in each:
+        one, law = kept[0], fit.law([size.elements for size in kept])
+        key = (law.by_samples, law.by_length, one.itemsize, one.share, one.cheap, one.expert)
+        groups[key] = groups.get(key, 0.0) + law.factor
     return tuple(
         Saved(elements=SizeLaw(factor, samples, length), itemsize=itemsize, share=share, cheap=cheap, expert=expert)
         for (samples, length, itemsize, share, cheap, expert), factor in groups.items()
@@ -173,20 +160,12 @@ def _fewest(counts: Sequence[int]) -> int:
 _SAMPLES = 2  # one sample would let dimensions of 1 pass for others
 
 
-def measured_at_sizes(described: ModelCall) -> Profile:
+def measured_at_sizes(call: ModelCall) -> Profile:
     """The profile of a model, from traces of 2 and 4 samples, and of half the length."""
-    call = TracedCall(
-        module=described.module,
-        args=described.args,
-        kwargs=dict(described.kwargs),
-        batch=described.batch,
-        loss=described.loss,
-        meta=described.meta,
-        values=described.values,
-    )
+    call = replace(call, kwargs=dict(call.kwargs))
     leaves = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
     samples = next((one.shape[0] for one in leaves if one.dim()), 1)
-    length = described.length or length_of(leaves)
+    length = call.length or length_of(leaves)
     sizes = Sizes(samples=_SAMPLES, length=length, shorter=max(1, length // 2))
     wanted = [(_SAMPLES, length), (2 * _SAMPLES, length)] + [(_SAMPLES, sizes.shorter)] * (length > 1)
     runs: list[MeasuredModel] = []
@@ -199,22 +178,19 @@ def measured_at_sizes(described: ModelCall) -> Profile:
         for size in wanted[len(runs) : 2]:
             runs.append(_run(call, _ScaledShape(samples, length, *size), dtype))
     except Exception as error:
-        raise _refused(error) from error
+        raise (error if isinstance(error, PhalanxError) else refusal(error)) from error
     notes: list[str] = []
     try:
         runs += [_run(call, _ScaledShape(samples, length, *size), dtype) for size in wanted[2:]]
     except Exception:
         notes.append(f"it runs with samples of {length} tokens only: other lengths are a guess")
-    return replace(profile_of(runs, sizes, notes), repeated=bool(blocks(described.module)))
+    return replace(profile_of(runs, sizes, notes), repeated=bool(blocks(call.module)))
 
 
-def _run(call: TracedCall, form: _ScaledShape, dtype: Any) -> MeasuredModel:
-    itemsize = dtype.itemsize if dtype is not None else _itemsize(call)
+def _run(call: ModelCall, form: _ScaledShape, dtype: Any) -> MeasuredModel:
+    own = next((one.itemsize for one in call.module.parameters() if one.is_floating_point()), 4)
+    itemsize = own if dtype is None else dtype.itemsize
     return measured(traced(call, form, dtype), call.module, Units(itemsize=itemsize, samples=form.to_samples))
-
-
-def _itemsize(call: TracedCall) -> int:
-    return next((one.itemsize for one in call.module.parameters() if one.is_floating_point()), 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +213,3 @@ class _ScaledShape:
                 if more in (0, 1):  # a batch may hold one token more: the last target
                     shape[dim] = self.to_length + more
         return tuple(shape)
-
-
-def _refused(error: Exception) -> Exception:
-    return error if isinstance(error, PhalanxError) else refusal(error)

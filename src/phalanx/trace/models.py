@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import Problem, SpecError
-from phalanx.trace.standard_models import Shape
-from phalanx.trace.tracing import ModelCall
+from phalanx.trace.standard_models import ModelCall, Shape
 
 
 def described(shape: Shape) -> ModelCall:

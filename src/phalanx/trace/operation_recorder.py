@@ -1,36 +1,33 @@
-"""Writes down every operation of a run on fake tensors, and which memory is alive when."""
+"""Writes down every operation of a run on fake tensors, which memory is alive when, and what a model recomputes."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
 class TensorUse:
-    """A tensor as an operation met it.
+    """A tensor as an operation met it."""
 
-    Attributes:
-        memory: number of the storage it lies in; views share it.
-        shape: its shape.
-        floating: whether it holds numbers that gradients can have.
-    """
-
-    memory: int
-    shape: tuple[int, ...]
-    floating: bool
+    memory: int  # number of the storage it lies in; views share it
+    shape: tuple[int, ...]  # its shape
+    floating: bool  # whether it holds numbers that gradients can have
 
     @property
     def elements(self) -> int:
-        """How many it has."""
         count = 1
         for size in self.shape:
             count *= size
@@ -39,61 +36,38 @@ class TensorUse:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A storage.
+    """A storage."""
 
-    Attributes:
-        bytes: of all of it.
-        itemsize: of the tensor that it was made as.
-        floating: whether that tensor was of floating point.
-    """
-
-    bytes: int
-    itemsize: int
-    floating: bool
+    bytes: int  # of all of it
+    itemsize: int  # of the tensor that it was made as
+    floating: bool  # whether that tensor was of floating point
 
 
 @dataclass(slots=True)
 class RecordedOperation:
-    """One operation of the run.
+    """One operation of the run."""
 
-    Attributes:
-        name: as the framework calls it.
-        inputs: what it reads, each once.
-        outputs: what it makes or writes.
-        given: the arguments, tensors in them as ``TensorUse``.
-        segment: which stretch between blocks it belongs to.
-        backward: whether it ran in the backward.
-        causal: of attention, whether later positions are hidden.
-        again: whether it is of a forward that is computed a second time.
-    """
-
-    name: str
-    inputs: tuple[TensorUse, ...]
-    outputs: tuple[TensorUse, ...]
-    given: tuple[Any, ...] = ()
-    segment: int = 0
-    backward: bool = False
-    causal: bool = False
-    again: bool = False
+    name: str  # as the framework calls it
+    inputs: tuple[TensorUse, ...]  # what it reads, each once
+    outputs: tuple[TensorUse, ...]  # what it makes or writes
+    given: tuple[Any, ...] = ()  # the arguments, tensors in them as ``TensorUse``
+    segment: int = 0  # which stretch between blocks it belongs to
+    backward: bool = False  # whether it ran in the backward
+    causal: bool = False  # of attention, whether later positions are hidden
+    again: bool = False  # whether it is of a forward that is computed a second time
 
 
 @dataclass(slots=True)
 class RecordedRun:
-    """What a run left behind.
+    """What a run left behind."""
 
-    Attributes:
-        steps: operations in order.
-        memories: number → storage.
-        saved: numbers of what autograd kept for the backward, in order, each once, with the segment.
-        changes: number when it came to be or minus it when it was freed, segment, whether in the backward; in order.
-        recomputes: whether there was a checkpoint of the model's own.
-    """
-
-    steps: list[RecordedOperation] = field(default_factory=list[RecordedOperation])
-    memories: dict[int, Storage] = field(default_factory=dict[int, Storage])
+    steps: list[RecordedOperation] = field(default_factory=list[RecordedOperation])  # operations in order
+    memories: dict[int, Storage] = field(default_factory=dict[int, Storage])  # number → storage
+    # numbers of what autograd kept for the backward, in order, each once, with the segment
     saved: dict[int, int] = field(default_factory=dict[int, int])
+    # number when it came to be or minus it when it was freed, segment, whether in the backward; in order
     changes: list[tuple[int, int, bool]] = field(default_factory=list["tuple[int, int, bool]"])
-    recomputes: bool = False
+    recomputes: bool = False  # whether there was a checkpoint of the model's own
 
 
 class OperationRecorder(TorchDispatchMode):
@@ -161,7 +135,6 @@ class OperationRecorder(TorchDispatchMode):
         )
 
     def tensors_in(self, value: Any) -> tuple[TensorUse, ...]:
-        """The tensors in ``value``, each once."""
         found: dict[tuple[int, tuple[int, ...]], TensorUse] = {}
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
@@ -170,7 +143,6 @@ class OperationRecorder(TorchDispatchMode):
         return tuple(found.values())
 
     def see(self, tensor: Tensor) -> TensorUse:
-        """How ``tensor`` is written down."""
         return TensorUse(self.number(tensor), tuple(tensor.shape), tensor.is_floating_point())
 
     def number(self, tensor: Tensor) -> int:
@@ -186,12 +158,10 @@ class OperationRecorder(TorchDispatchMode):
         return self._numbers[key]
 
     def begin_backward(self) -> None:
-        """What follows belongs to the backward."""
         self.backward = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, nothing is written down."""
         self._paused += 1
         try:
             yield
@@ -240,7 +210,6 @@ class OperationRecorder(TorchDispatchMode):
         return self.number(mask) in self._causal
 
     def mark_causal(self, mask: Tensor) -> None:
-        """Note that ``mask`` hides later positions."""
         self._causal.add(self.number(mask))
 
     def _keep_fp32(self, statistics: Iterable[Tensor]) -> None:
@@ -309,3 +278,63 @@ def _same_memory(func: Any, inputs: Iterable[TensorUse], outputs: Iterable[Tenso
     if any(one.alias_info is not None and one.alias_info.is_write for one in func._schema.arguments):
         return False
     return {one.memory for one in outputs} <= {one.memory for one in inputs}
+
+
+@contextmanager
+def recomputation_seen(recorder: OperationRecorder) -> Iterator[None]:
+    """Inside, ``recorder`` knows what lies in a checkpoint, what that keeps, and what is computed a second time.
+
+    A reentrant checkpoint runs as the other kind does, which ``torch.autograd.grad`` can follow: it keeps and computes
+    the same, and gives nothing a gradient where nothing that it is called with wants one.
+    """
+    generator = checkpointing._checkpoint_without_reentrant_generator
+
+    def checkpointed(function: Callable[..., Any], preserve: bool, *rest: Any, **kwargs: Any) -> Generator[None]:
+        recorder.keep(leaf for leaf in tree_leaves((rest, kwargs)) if isinstance(leaf, Tensor))
+        # Which numbers are drawn changes no cost.
+        with recorder.checkpoint():
+            yield from generator(partial(_again, recorder, function), False, *rest, **kwargs)
+
+    with (
+        patch.object(checkpointing, "_checkpoint_without_reentrant_generator", checkpointed),
+        patch.object(checkpointing, "CheckpointFunction", _Reentrant),
+    ):
+        yield
+
+
+def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` in a checkpoint of its own."""
+    return partial(checkpointing.checkpoint, function, use_reentrant=False)
+
+
+def _again(recorder: OperationRecorder, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with recorder.recomputing():
+        return function(*args, **kwargs)
+
+
+class _Reentrant:
+    """In place of ``CheckpointFunction``."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if not any(leaf.requires_grad for leaf in args if isinstance(leaf, Tensor)):
+            with torch.no_grad():
+                return function(*args)
+        with checkpointing.set_checkpoint_early_stop(False):
+            return checkpointing.checkpoint(function, *args, use_reentrant=False)
+
+
+def hides_later(mask: Tensor) -> bool:
+    """Whether all above the diagonal is one value and the rest another; false of tensors without values."""
+    if mask.is_meta or isinstance(mask, FakeTensor) or mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
+        return False
+    size = mask.shape[-1]
+    if size < 2 or mask.numel() > _LARGE:
+        return False
+    later = torch.ones(size, size, dtype=torch.bool).triu(1)
+    values = mask.detach().to("cpu").reshape(-1, size, size)
+    above, below = values[:, later], values[:, ~later]
+    return bool((above == above[0, 0]).all() and (below == below[0, 0]).all() and above[0, 0] != below[0, 0])
+
+
+_LARGE = 2**26

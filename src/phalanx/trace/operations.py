@@ -26,25 +26,15 @@ Kind = Literal["matmul", "convolution", "attention", "memory"]
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """One kernel's work at the size it was traced at.
+    """One kernel's work at the size it was traced at."""
 
-    Attributes:
-        kind: what bounds it.
-        name: as the framework calls it.
-        dims: as in ``Operation``.
-        traffic: elements read and written.
-        operands: of a product, what it multiplies.
-        step: the operation it is of.
-        outputs: what it makes.
-    """
-
-    kind: Kind
-    name: str
-    dims: tuple[float, ...]
-    traffic: float
-    operands: tuple[TensorUse, ...]
-    step: RecordedOperation
-    outputs: tuple[TensorUse, ...]
+    kind: Kind  # what bounds it
+    name: str  # as the framework calls it
+    dims: tuple[float, ...]  # as in ``Operation``
+    traffic: float  # elements read and written
+    operands: tuple[TensorUse, ...]  # of a product, what it multiplies
+    step: RecordedOperation  # the operation it is of
+    outputs: tuple[TensorUse, ...]  # what it makes
 
 
 def works(step: RecordedOperation) -> list[KernelWork]:

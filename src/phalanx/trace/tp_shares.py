@@ -22,44 +22,26 @@ FEWEST_CLASSES = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """What lies around a run of operations.
+    """What lies around a run of operations."""
 
-    Attributes:
-        stream: memories of the activations that enter.
-        parameters: memory → name of parameters.
-        leaving: memories that other parts read.
-        gradients: memory → name of the parameter whose gradient it is.
-        samples: in the run.
-        to_loss: whether divided classes may end in the loss.
-    """
-
-    stream: frozenset[int]
-    parameters: Mapping[int, str]
-    leaving: frozenset[int]
-    gradients: Mapping[int, str]
-    samples: int
-    to_loss: bool = False
+    stream: frozenset[int]  # memories of the activations that enter
+    parameters: Mapping[int, str]  # memory → name of parameters
+    leaving: frozenset[int]  # memories that other parts read
+    gradients: Mapping[int, str]  # memory → name of the parameter whose gradient it is
+    samples: int  # in the run
+    to_loss: bool = False  # whether divided classes may end in the loss
 
 
 @dataclass(slots=True)
 class Shares:
-    """What can be divided.
+    """What can be divided."""
 
-    Attributes:
-        works: for each operation.
-        memories: memory → ``inner`` or ``tokens``; others are whole.
-        roles: name of a weight → ``column`` or ``row``.
-        biases: names of biases that are cut as the column they are added to.
-        heads: fewest heads of keys in an attention; 0 without.
-        widths: of the columns.
-    """
-
-    works: list[Share]
-    memories: dict[int, Share]
-    roles: dict[str, Share]
-    biases: set[str]
-    heads: int
-    widths: frozenset[int]
+    works: list[Share]  # for each operation
+    memories: dict[int, Share]  # memory → ``inner`` or ``tokens``; others are whole
+    roles: dict[str, Share]  # name of a weight → ``column`` or ``row``
+    biases: set[str]  # names of biases that are cut as the column they are added to
+    heads: int  # fewest heads of keys in an attention; 0 without
+    widths: frozenset[int]  # of the columns
 
 
 def shares(works: Sequence[KernelWork], around: Surroundings) -> Shares:

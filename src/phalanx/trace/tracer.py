@@ -13,35 +13,33 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from phalanx.trace.blocks import Entered, MadeTensor, Spec, Stub, among, leave_cache_out, likeness, parts, spec
-from phalanx.trace.checkpointed import hides_later, recomputation_seen, recomputed
 from phalanx.trace.fake_tensors import MetaMode, Values, fake, faked, quiet, resized
-from phalanx.trace.operation_recorder import OperationRecorder, RecordedRun, TensorUse
+from phalanx.trace.operation_recorder import (
+    OperationRecorder,
+    RecordedRun,
+    TensorUse,
+    hides_later,
+    recomputation_seen,
+    recomputed,
+)
 from phalanx.trace.operations import as_on_accelerators
+from phalanx.trace.standard_models import ModelCall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """What a run of a block, or of what is around the blocks, left behind.
+    """What a run of a block, or of what is around the blocks, left behind."""
 
-    Attributes:
-        tape: its operations and memory.
-        parameters: memory → name of the parameters that it met.
-        gradients: memory → name of the parameter whose gradient it is.
-        entries: what entered, the stream first; then gradients of what leaves, or around blocks what each block left.
-        others: memories of what else was given, kept by who gave it.
-        leaving: memories that others read.
-        saved: memories, with their segment, that blocks keep beside what enters them.
-        modules: calls of modules without children, by segment.
-    """
-
-    tape: RecordedRun
-    parameters: dict[int, str]
-    gradients: dict[int, str]
+    tape: RecordedRun  # its operations and memory
+    parameters: dict[int, str]  # memory → name of the parameters that it met
+    gradients: dict[int, str]  # memory → name of the parameter whose gradient it is
+    # what entered, the stream first; then gradients of what leaves, or around blocks what each block left
     entries: tuple[TensorUse, ...]
-    others: frozenset[int]
-    leaving: frozenset[int]
+    others: frozenset[int]  # memories of what else was given, kept by who gave it
+    leaving: frozenset[int]  # memories that others read
+    # memories, with their segment, that blocks keep beside what enters them
     saved: dict[int, int] = field(default_factory=dict[int, int])
-    modules: dict[int, int] = field(default_factory=dict[int, int])
+    modules: dict[int, int] = field(default_factory=dict[int, int])  # calls of modules without children, by segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,48 +53,18 @@ class BlockCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traced:
-    """A whole model at one size.
+    """A whole model at one size."""
 
-    Attributes:
-        visits: blocks in the order of their turns.
-        blocks: trace of each distinct block.
-        around: trace of what is around them.
-    """
-
-    visits: list[BlockCall]
-    blocks: dict[Any, Trace]
-    around: Trace
+    visits: list[BlockCall]  # blocks in the order of their turns
+    blocks: dict[Any, Trace]  # trace of each distinct block
+    around: Trace  # trace of what is around them
 
     @property
     def recomputes(self) -> bool:
-        """Whether the model recomputes activations by itself."""
         return any(trace.tape.recomputes for trace in (*self.blocks.values(), self.around))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TracedCall:
-    """A model and how it is called; tensors may be on any device, only their forms are read.
-
-    Attributes:
-        module: the model.
-        args: positional arguments of its forward.
-        kwargs: named ones.
-        batch: what the loss is called with beside the output.
-        loss: from the output and the batch to a scalar.
-        meta: whether tensors of the meta device will do in place of fakes.
-        values: whether to compute, with copies of what there is.
-    """
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    batch: Any
-    loss: Callable[[Any, Any], Any]
-    meta: bool = False
-    values: bool = False
-
-
-def traced(call: TracedCall, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.dtype | None) -> Traced:
+def traced(call: ModelCall, form: Callable[[Tensor], tuple[int, ...]], dtype: torch.dtype | None) -> Traced:
     """Run the model with inputs of the shapes that ``form`` gives, computing in ``dtype``.
 
     Raises:
@@ -110,7 +78,7 @@ def traced(call: TracedCall, form: Callable[[Tensor], tuple[int, ...]], dtype: t
     masks = {id(leaf) for leaf in tensors if hides_later(leaf)}
     causal_buffers = {name for name, one in module.named_buffers() if hides_later(one)}
     with quiet(), _training(module), faked(module, mode, dtype) as meant:
-        parameters = [(names[id(real)], stand_in) for stand_in, real in _stand_ins(module, meant)]
+        parameters = [(names[id(meant[id(stand_in)])], stand_in) for stand_in in module.parameters()]
         run = _TracedRun(module, parameters, values=call.values)
 
         def given(leaf: Any) -> Any:
@@ -127,11 +95,6 @@ def traced(call: TracedCall, form: Callable[[Tensor], tuple[int, ...]], dtype: t
                 run.recorder.mark_causal(buffer)
         args, kwargs, batch = tree_map(given, (call.args, call.kwargs, call.batch))
         return run.whole(args, kwargs, lambda output: call.loss(output, batch), batch)
-
-
-def _stand_ins(module: nn.Module, meant: dict[int, nn.Parameter]) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    for tensor in module.parameters():
-        yield tensor, meant[id(tensor)]
 
 
 class _TracedRun:
@@ -159,7 +122,7 @@ class _TracedRun:
         """The model and its loss, forward and backward."""
         recorder = self.recorder
         inside = {id(one) for block in self.blocks for one in block.parameters()}
-        within = self._within()
+        within = {child for block in self.blocks for child in block.modules()}
         around = [child for child in self.module.modules() if child not in within]
         outside = {id(one) for child in around for one in child._parameters.values()}
         held = {recorder.number(one): name for name, one in self.parameters}
@@ -177,10 +140,9 @@ class _TracedRun:
             with recorder.keeping():
                 value = scalar(loss(self.module(*args, **kwargs)))
             recorder.begin_backward()
-            rest = [(name, one) for name, one in self.parameters if id(one) not in inside or id(one) in outside]
-            rest = [(name, one) for name, one in rest if one.requires_grad]
-            wanted = [one for _, one in rest]
-            sought = [*wanted, self.anchor] if value.requires_grad else []
+            mine = [(name, one) for name, one in self.parameters if id(one) not in inside or id(one) in outside]
+            rest = [(name, one) for name, one in mine if one.requires_grad]
+            sought = [*(one for _, one in rest), self.anchor] if value.requires_grad else []
             grads = torch.autograd.grad(value, sought, allow_unused=True) if sought else ()
             gradients = {
                 recorder.number(grad): name for (name, _), grad in zip(rest, grads, strict=False) if grad is not None
@@ -196,9 +158,6 @@ class _TracedRun:
             modules=counted,
         )
         return Traced(visits=self.visits, blocks=self.traces, around=trace)
-
-    def _within(self) -> set[nn.Module]:
-        return {child for block in self.blocks for child in block.modules()}
 
     def _stub(self, block: nn.Module) -> Callable[..., Any]:
         forward, recorder = block.forward, self.recorder

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.config import Job
 from phalanx.data import Lane, Loader
 from phalanx.forecast import Lengths, Work
-from phalanx.forecast.workload import lengths_of
+from phalanx.forecast.layouts import lengths_of
 from phalanx.parallel.example import Example
 from phalanx.parallel.grad_reduce import made_dense
 from phalanx.parallel.opened import look_inside
@@ -76,6 +76,7 @@ def work_of(
         length=length,
         lengths=lengths,
         state=_ADAM if state is None else state,
+        clips=job.clip is not None,
         optimizer=optimizer_name(job, module),
         modules=frozenset(name for name, _ in module.named_modules() if name),
     )

@@ -2,7 +2,10 @@
 
 from phalanx.placement.schedules.all_schedules import SCHEDULES, forwards, holders, order
 from phalanx.placement.schedules.order import (
+    Action,
+    Filling,
     Order,
+    PipelineSchedule,
     StuckError,
     Timed,
     bubble,
@@ -13,7 +16,6 @@ from phalanx.placement.schedules.order import (
     timed,
     work,
 )
-from phalanx.placement.schedules.pipeline_schedule import Action, Filling, PipelineSchedule
 
 __all__ = [
     "SCHEDULES",

@@ -24,8 +24,7 @@ from phalanx.config.fields import Schedule
 from phalanx.placement.schedules.dualpipev import DUALPIPEV
 from phalanx.placement.schedules.gpipe import GPIPE
 from phalanx.placement.schedules.interleaved import INTERLEAVED
-from phalanx.placement.schedules.order import Order
-from phalanx.placement.schedules.pipeline_schedule import Action, PipelineSchedule
+from phalanx.placement.schedules.order import Action, Order, PipelineSchedule
 from phalanx.placement.schedules.schedule_1f1b import ONE_F_ONE_B
 from phalanx.placement.schedules.zbv import ZBV
 from phalanx.placement.schedules.zero_bubble import ZERO_BUBBLE

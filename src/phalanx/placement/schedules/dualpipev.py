@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.placement.schedules.pipeline_schedule import Action, PipelineSchedule
-from phalanx.placement.schedules.v_shaped import TwoStages
+from phalanx.placement.schedules.order import Action, PipelineSchedule
+from phalanx.placement.schedules.zbv import TwoStages
 
 
 def _actions(rank: int, ranks: int, stages: int, micros: int) -> list[Action]:

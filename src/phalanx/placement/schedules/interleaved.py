@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.placement.schedules.pipeline_schedule import Action, Kind, PipelineSchedule
+from phalanx.placement.schedules.order import Action, Kind, PipelineSchedule
 
 
 def round_of(ranks: int, micros: int) -> int:

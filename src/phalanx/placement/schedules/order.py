@@ -1,31 +1,57 @@
-"""Which rank runs which stage of which micro-batch in which order, what waits for what, and when each then runs."""
+"""What a pipeline schedule is; the order it gives each rank, what waits for what in it, and when each action runs."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from phalanx.config.fields import Schedule as Name
 from phalanx.config.plan import Plan
-from phalanx.placement.schedules.pipeline_schedule import Action
+
+Kind = Literal["F", "B", "I", "W"]
+
+Filling = Literal["two phases", "one way", "a stage at a time", "weights"]
+"""What the ranks that wait for the first or the last micro-batch do meanwhile, by which forecasts tell how long a step
+takes: they wait for all forwards and then for all backwards; for one way through the ranks and back; for one way
+through a stage of each; or they compute weights' gradients.
+"""
+
+
+class Action(NamedTuple):
+    """One piece of work of a rank."""
+
+    kind: Kind  # ``F`` forward; ``B`` backward, or its halves: ``I`` for the stage's inputs and ``W`` for its weights
+    stage: int  # of the pipeline
+    micro: int  # which micro-batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSchedule:
+    """One schedule. A new one is a file with one of these, its name in ``config.fields`` and its line in a table."""
+
+    name: Name  # as plans say it
+    # ``(rank, ranks, stages_per_rank, micros)`` → the actions of that rank in order, for so many micro-batches or more:
+    # those of micro-batches that are not there are left out
+    actions: Callable[[int, int, int, int], Iterable[Action]]
+    # ``(place, ranks, stages_per_rank, micros, ahead)`` → micro-batches, of the whole rank, that the rank at ``place``
+    # holds between forward and backward when it holds most; ``ahead``: how far zero-bubble schedules run ahead of 1F1B
+    in_flight: Callable[[float, int, int, int, float], float]
+    filling: Filling  # see ``Filling``
+    v_shaped: bool = False  # whether the way through the stages is a V, which ends on the rank where it began
+    in_halves: bool = False  # whether backwards are done in two passes
+    searched: tuple[int, ...] = ()  # stages on a rank with which the planner tries it, fewest first
 
 
 class LinkedAction(NamedTuple):
-    """An action as part of a whole order, whose actions are numbered such that none comes before what it needs.
+    """An action as part of a whole order, whose actions are numbered such that none comes before what it needs."""
 
-    Attributes:
-        rank: that does it.
-        action: what it does.
-        before: the rank's action before it; -1 for none.
-        awaits: the action of another rank whose message it needs; -1 for none.
-    """
-
-    rank: int
-    action: Action
-    before: int
-    awaits: int
+    rank: int  # that does it
+    action: Action  # what it does
+    before: int  # the rank's action before it; -1 for none
+    awaits: int  # the action of another rank whose message it needs; -1 for none
 
 
 class StuckError(ValueError):
@@ -34,15 +60,10 @@ class StuckError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What each rank does, in order.
+    """What each rank does, in order."""
 
-    Attributes:
-        ranks: for each rank its actions.
-        rank_of: for each stage the rank that holds it.
-    """
-
-    ranks: tuple[tuple[Action, ...], ...]
-    rank_of: tuple[int, ...]
+    ranks: tuple[tuple[Action, ...], ...]  # for each rank its actions
+    rank_of: tuple[int, ...]  # for each stage the rank that holds it
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that ``rank`` holds, ascending."""
@@ -100,15 +121,18 @@ def cost(action: Action, *, forward: float, inputs: float, weights: float, halve
     return inputs + weights if (action.kind == "I") == (action.stage > 0) else 0.0
 
 
-def work(plan: Plan, action: Action) -> float:
-    """How long ``action`` takes under ``plan``, in forwards of its stage: a backward two, with recomputation three."""
-    half = 1.5 if plan.recompute == "full" else 1.0
-    halves = in_halves(plan.recompute, plan.zero, compiles=plan.compile)
+def work(plan: Plan, action: Action, *, recomputes: bool = False) -> float:
+    """How long ``action`` takes under ``plan``, in forwards of its stage: a backward two, with recomputation three.
+
+    ``recomputes``: whether the model recomputes activations by itself.
+    """
+    half = 1.5 if plan.recompute == "full" or recomputes else 1.0
+    halves = in_halves(plan.recompute, plan.zero, compiles=plan.compile, recomputes=recomputes)
     return cost(action, forward=1.0, inputs=half, weights=half, halves=halves)
 
 
-def timed(order: Order, cost: Callable[[Action], float] | None = None, send: float = 0.0) -> list[Timed]:
-    """When each action runs if each takes ``cost`` and a message ``send``; by beginning, then rank.
+def timed(order: Order, cost: Callable[[Action], float] | None = None) -> list[Timed]:
+    """When each action runs if each takes ``cost`` and messages no time; by beginning, then rank.
 
     Without ``cost`` each takes one unit, and a whole backward two.
 
@@ -118,12 +142,12 @@ def timed(order: Order, cost: Callable[[Action], float] | None = None, send: flo
     cost = cost or (lambda action: 2.0 if action.kind == "B" else 1.0)
     found: list[Timed] = []
     for rank, action, before, awaits in order.links:
-        begin = max(found[before].end if before >= 0 else 0.0, found[awaits].end + send if awaits >= 0 else 0.0)
+        begin = max(found[before].end if before >= 0 else 0.0, found[awaits].end if awaits >= 0 else 0.0)
         found.append(Timed(rank, action, begin, begin + cost(action)))
     return sorted(found, key=lambda one: (one.begin, one.end, one.rank))
 
 
-def makespan(order: Order, costs: Callable[[int, Action], float], send: float = 0.0) -> float:
+def makespan(order: Order, costs: Callable[[int, Action], float]) -> float:
     """The end of the last action if each takes ``costs(rank, action)``: ``timed`` for those who want no more.
 
     Raises:
@@ -132,8 +156,8 @@ def makespan(order: Order, costs: Callable[[int, Action], float], send: float = 
     ends: list[float] = []
     for rank, action, before, awaits in order.links:
         begin = ends[before] if before >= 0 else 0.0
-        if awaits >= 0 and ends[awaits] + send > begin:
-            begin = ends[awaits] + send
+        if awaits >= 0 and ends[awaits] > begin:
+            begin = ends[awaits]
         ends.append(begin + costs(rank, action))
     return max(ends, default=0.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.placement.schedules.pipeline_schedule import Action, PipelineSchedule
+from phalanx.placement.schedules.order import Action, PipelineSchedule
 
 
 def alternating(stage: int, ahead: int, micros: int) -> Iterator[Action]:

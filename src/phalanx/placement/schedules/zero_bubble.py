@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.placement.schedules.interleaved import round_of, rounds
-from phalanx.placement.schedules.pipeline_schedule import Action, PipelineSchedule
+from phalanx.placement.schedules.order import Action, PipelineSchedule
 
 
 def _actions(rank: int, ranks: int, stages: int, micros: int) -> Iterator[Action]:
