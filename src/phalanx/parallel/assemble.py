@@ -70,7 +70,7 @@ def assemble(
         if seen.facts:
             open_up(module.get_submodule(name) for name in seen.facts.opened)
         else:
-            from phalanx.parallel.opened import look_inside
+            from phalanx.parallel.unwrapped_blocks import look_inside
 
             look_inside(module, seen)
     if plan.kind == "split":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config.job import Cutting
 
 if TYPE_CHECKING:  # loaded by plans that have some
-    from phalanx.parallel.found import Facts
+    from phalanx.parallel.split_facts import Facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,11 +20,11 @@ from phalanx.parallel import activation_checkpointing, expert, torch_compile
 from phalanx.parallel.context.regions import Entrance, added_late, entrances, open_for_hooks, share_out_tokens
 from phalanx.parallel.deferred_init import fill, recipes
 from phalanx.parallel.example import Example
-from phalanx.parallel.found import SplitParts
 from phalanx.parallel.grad_reduce import add_up
 from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch
 from phalanx.parallel.local_shards import Axis, Cut, Placed
 from phalanx.parallel.replica_group import Replicas, Rows, Sharded, Whole
+from phalanx.parallel.split_facts import SplitParts
 from phalanx.parallel.tensor import Places, dry, find, show_slices, split_weights
 from phalanx.parallel.tensor.find_pairs import Model
 from phalanx.parallel.tensor_shard import TensorShard
