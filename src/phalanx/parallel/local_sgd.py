@@ -319,7 +319,7 @@ class Averaging:
             across.sum(both)
             tally.sent += across.sent(both.nbytes)
             return both.div_(across.size)
-        if feedback is None and self._codec.feeds_back:
+        if feedback is None and self._codec.facts.feeds_back:
             feedback = self._feedback[fragment] = Feedback(self._codec)
         before = self._wire.traffic.sent
         averaged(values, self._wire, self._codec, feedback)

@@ -17,12 +17,7 @@ from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.expert import DispatchedExperts
 from phalanx.parallel.grad_reduce import add_up
 from phalanx.parallel.layout import trainable
-
-COPIES = ("dp", "ep", "cp")
-"""Dimensions whose ranks hold copies of the same slice, beside ``fsdp``, whose ranks may share it out."""
-
-EXPERT_COPIES = ("dp", "cp")
-"""The same for experts, of which the ranks of ``ep`` hold different ones."""
+from phalanx.placement.collective_bytes import COPIES, EXPERT_COPIES
 
 
 class Replicas(ABC):

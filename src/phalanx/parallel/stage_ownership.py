@@ -15,8 +15,8 @@ from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.example import Example
 from phalanx.parallel.grad_reduce import add_up
 from phalanx.parallel.pipeline import CutPipeline, PipelineRunner, StageCuts, UnitCall, cut
-from phalanx.parallel.replica_group import COPIES, EXPERT_COPIES
 from phalanx.parallel.tensor_shard import TensorShard
+from phalanx.placement.collective_bytes import COPIES, EXPERT_COPIES
 from phalanx.placement.schedules import in_halves
 
 

@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from phalanx.comm import all_gather_flat, data_mesh, reduce_scatter_sum
 from phalanx.config import Job, Plan
-from phalanx.config.sync import BUCKET_BYTES
 from phalanx.parallel.advice import without_gradient
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.deferred_init import fill, recipes
+from phalanx.parallel.grad_reduce import buckets
 from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch
 
 
@@ -181,7 +181,9 @@ class Partition:
         for piece in self.slices[::-1]:
             kinds.setdefault(others.get(piece.name, replicas), []).append(piece)
         self.buckets = [
-            Bucket(run, shards.get_group(), copies) for copies, pieces in kinds.items() for run in cut(pieces)
+            Bucket(run, shards.get_group(), copies)
+            for copies, pieces in kinds.items()
+            for run in buckets(pieces, lambda piece: piece.whole)
         ]
         for tensor in module.buffers():
             if self.world_size > 1 and tensor.is_floating_point():
@@ -337,17 +339,3 @@ class Bucket:
         for piece in self.slices:
             piece.unpack_whole(columns[:, offset : offset + piece.padded])
             offset += piece.padded
-
-
-def cut(slices: list[ParameterSlice]) -> list[list[ParameterSlice]]:
-    """Slices in runs of one dtype and about ``BUCKET_BYTES`` each; a larger one stands alone."""
-    runs: list[list[ParameterSlice]] = []
-    size = 0
-    for piece in slices:
-        bytes_ = piece.whole.numel() * piece.whole.element_size()
-        if not runs or size + bytes_ > BUCKET_BYTES or piece.whole.dtype != runs[-1][0].whole.dtype:
-            runs.append([])
-            size = 0
-        runs[-1].append(piece)
-        size += bytes_
-    return runs

@@ -16,7 +16,7 @@ from phalanx.units import show_names
 
 def check(job: Job, plan: Plan) -> list[Problem]:
     """What of a job keeps ``plan.compress`` from serving it."""
-    if not _gradients(plan) or job.unused != "allow" or Compression.parse(plan.compress).codec in ("fp16", "bf16"):
+    if not _gradients(plan) or job.unused != "allow" or not Compression.parse(plan.compress).facts.feeds_back:
         return []
     return [
         Problem(

@@ -9,22 +9,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from phalanx.config.sync import Compression
+from phalanx.config.sync import CODECS, CodecFacts, Compression
 
 _ALIGNED = 4
 """Bytes that a message is a multiple of, so that several in a row can be read as wider numbers."""
 
 
 class Codec(ABC):
-    """Makes flat fp32 tensors smaller. Where a number is not finite, so is what it is read as: nobody misses it.
+    """Makes flat fp32 tensors smaller. Where a number is not finite, so is what it is read as: nobody misses it."""
 
-    Attributes:
-        feeds_back: whether what it leaves out of a tensor is too much to be lost, and is to be added to the next one.
-        grain: elements that are encoded together: a tensor is best cut at multiples of it.
-    """
-
-    feeds_back: ClassVar[bool]
-    grain: ClassVar[int]
+    facts: ClassVar[CodecFacts]
 
     @abstractmethod
     def sizes(self, count: int) -> list[tuple[int, torch.dtype]]:
@@ -96,8 +90,7 @@ _LOWEST, _HIGHEST = -111, 128  # exponents for which both the scale and its inve
 class Bf16(Codec):
     """bf16, rounded to nearest: off by 2**-8 of an element at most."""
 
-    feeds_back = False
-    grain = 1
+    facts = CODECS["bf16"]
 
     def sizes(self, count: int) -> list[tuple[int, torch.dtype]]:
         return [(count, torch.bfloat16)]
@@ -120,8 +113,7 @@ class Fp16(Codec):
     are off by 2**-39 of the largest at most.
     """
 
-    feeds_back = False
-    grain = 1
+    facts = CODECS["fp16"]
 
     def sizes(self, count: int) -> list[tuple[int, torch.dtype]]:
         return [(min(count, 1), torch.float32), (count, torch.float16)]
@@ -150,7 +142,7 @@ class Fp16(Codec):
                 torch.mul(numbers, inverse, out=out[piece])
 
 
-_BLOCK, _LEVELS = 256, 127
+_BLOCK, _LEVELS = CODECS["int8"].grain, 127
 
 
 class Int8Blocks(Codec):
@@ -160,8 +152,7 @@ class Int8Blocks(Codec):
     levels and by block.
     """
 
-    feeds_back = True
-    grain = _BLOCK
+    facts = CODECS["int8"]
 
     def sizes(self, count: int) -> list[tuple[int, torch.dtype]]:
         return [(-(-count // _BLOCK), torch.float32), (count, torch.int8)]
@@ -218,8 +209,7 @@ class TopK(Codec):
     "Sparsified SGD with memory", 2018.
     """
 
-    feeds_back = True
-    grain = 1
+    facts = CODECS["topk"]
 
     def __init__(self, share: float) -> None:
         self._share = share

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx.config.sync import Compression
-from phalanx.parallel.compression.codecs import Codec, TopK, codec, message, read, write
+from phalanx.parallel.compression.codecs import Codec, codec, message, read, write
 from phalanx.parallel.compression.error_feedback import Average, CompressedBucket, Feedback, LeftOut
 from phalanx.parallel.compression.exchange import CompressedTraffic, Wire, lane
 from phalanx.parallel.compression.powersgd import PowerSGD
@@ -29,7 +29,7 @@ def averaged(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None =
     if wire.size == 1 or not flat.numel():
         return
     wire.traffic.count_uncompressed(flat.numel(), wire.size)
-    (_gathered if isinstance(codec, TopK) else _in_two)(flat, wire, codec, feedback)
+    (_gathered if codec.facts.way == "gathered" else _in_two)(flat, wire, codec, feedback)
 
 
 def _gathered(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None) -> None:
@@ -54,7 +54,7 @@ def _in_two(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None) -
     Source: Tang et al., "1-bit Adam", 2021, section 3.1 (compressed all-reduce).
     """
     count, size = flat.numel(), wire.size
-    grain = codec.grain if count > _MANY * size * codec.grain else 1
+    grain = codec.facts.grain if count > _MANY * size * codec.facts.grain else 1
     chunk = -(-count // (size * grain)) * grain
     rows = flat.new_empty(size, chunk)
     whole, rest = rows.view(-1)[:count], rows.view(-1)[count:]
@@ -92,7 +92,7 @@ class Coded(Average):
 
     def __init__(self, codec: Codec, wire: Wire, parameters: Mapping[str, Tensor]) -> None:
         self._codec, self._wire = codec, wire
-        self._left_out = LeftOut(parameters) if codec.feeds_back else None
+        self._left_out = LeftOut(parameters) if codec.facts.feeds_back else None
 
     def __call__(self, bucket: CompressedBucket) -> None:
         feedback = Feedback(self._codec, self._left_out.of(bucket)) if self._left_out else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from phalanx.parallel.example import Example
 from phalanx.parallel.pipeline.stand_in import Flops, Outline, outline, signature
 from phalanx.parallel.pipeline.value_flow import Flow, Key, tensors, told_to
 from phalanx.trace.blocks import leave_cache_out
-from phalanx.trace.fake_tensors import fake
+from phalanx.trace.fake_tensors import fake, quiet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,17 +164,6 @@ def intercepted(units: Mapping[nn.Module, Any], called: Callable[..., Any]) -> I
                 del unit.__dict__["_compiled_call_impl"]
             else:
                 unit.__dict__["_compiled_call_impl"] = compiled
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """torch logs what fakes cannot do before it raises; what happens then is decided here."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def by_values(error: BaseException, where: str = "") -> RefusedError:

@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.buffer_sync import buffers_kept
-from phalanx.parallel.pipeline.program import Program, UnitCall, by_values, intercepted, quiet
+from phalanx.parallel.pipeline.program import Program, UnitCall, by_values, intercepted
 from phalanx.parallel.pipeline.replay import GuardError
 from phalanx.parallel.pipeline.stage_recording import StageRecorder, Tapes
 from phalanx.parallel.pipeline.stand_in import Outline, drawn, like_arguments, outline, signature
 from phalanx.parallel.pipeline.value_flow import Flow, Key, TensorMark, tensors, told_to
 from phalanx.parallel.rng_streams import branch
-from phalanx.trace.fake_tensors import fake
+from phalanx.trace.fake_tensors import fake, quiet
 
 Receive = Callable[[list[Tensor]], Sequence[Tensor]]
 """Gives the tensors that these fakes stand for."""

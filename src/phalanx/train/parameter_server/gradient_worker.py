@@ -339,7 +339,7 @@ class ServerLinks:
 def _encoded(codec: Codec, link: ServerLink, parts: list[torch.Tensor]) -> torch.Tensor:
     """One message of all ``parts``, with what was left out of those before."""
     flat = torch.cat([part.reshape(-1) for part in parts])
-    if not codec.feeds_back:
+    if not codec.facts.feeds_back:
         return message(codec, flat)
     link.feedback = link.feedback or Feedback(codec)
     whole = link.feedback.whole(flat)
