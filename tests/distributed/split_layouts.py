@@ -56,17 +56,9 @@ class Cuttings(Layout):
     """A model held as a plan says; without work to do."""
 
     def __init__(self, held: RankHoldings) -> None:
-        self._held = held
-
-    @property
-    def holdings(self) -> RankHoldings:
-        return self._held
+        self.holdings = held
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def stepped(self) -> None: ...
 
 
 def value(name: str, shape: Sequence[int]) -> Tensor:

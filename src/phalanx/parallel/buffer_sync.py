@@ -47,8 +47,7 @@ class BufferSync:
             return
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
         dist.broadcast(flat, group=self._group, group_src=0)
-        pieces = flat.split([buffer.numel() for buffer in buffers])
-        for buffer, piece in zip(buffers, pieces, strict=True):
+        for buffer, piece in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(piece.view(buffer.shape))
 
 

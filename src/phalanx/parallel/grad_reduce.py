@@ -8,7 +8,7 @@ servers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -55,6 +55,17 @@ def buckets(items: Iterable[_Item], tensor_of: Callable[[_Item], torch.Tensor]) 
     return runs
 
 
+def found_anywhere(
+    here: Sequence[bool], parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
+) -> list[bool]:
+    """For each of ``parameters`` whether something is ``here``, or on another rank of ``group``. Collective."""
+    if not parameters:
+        return []
+    ranks = torch.tensor(here, dtype=torch.float32, device=next(iter(parameters.values())).device)
+    dist.all_reduce(ranks, group=group)
+    return [count > 0 for count in ranks.tolist()]
+
+
 def sparse(module: nn.Module) -> list[str]:
     """Names of modules whose gradients are sparse."""
     return [name or "(the model itself)" for name, one in module.named_modules() if getattr(one, "sparse", False)]
@@ -94,10 +105,7 @@ class Sync(ABC):
     Totals are the sum and the count of a loss: two numbers, or a tensor of both on CUDA.
     """
 
-    @property
-    @abstractmethod
-    def per_replica(self) -> bool:
-        """Whether the step's group is one replica of several, each of which counts for itself."""
+    per_replica = False  # whether the step's group is one replica of several, each of which counts for itself
 
     @abstractmethod
     def gradients_ready(self, step: int, totals: Any) -> Any:
@@ -114,10 +122,6 @@ class Sync(ABC):
 
 class EveryStep(Sync):
     """Gradients are summed over all replicas in every step, which layouts do on the way."""
-
-    @property
-    def per_replica(self) -> bool:
-        return False
 
     def gradients_ready(self, step: int, totals: Any) -> Any:
         return totals

@@ -1,25 +1,37 @@
-"""Looks at a model as a plan's ranks would, in this process alone, before any other starts.
+"""Looks at a model as a plan's ranks would, with an example, in this process alone, before any other starts.
 
-It asks what the techniques themselves ask: ``split.look`` for what can be cut, ``pipeline.cut`` for stages,
+A survey asks what the techniques themselves ask: ``split.look`` for what can be cut, ``pipeline.cut`` for stages,
 ``expert.rows_of`` for experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from phalanx.config import Plan
-from phalanx.parallel.example import Example
+from phalanx.config.job import Cutting
 from phalanx.placement.ownership import DimensionShare, StageSurvey, Survey, Tensor
 
 if TYPE_CHECKING:  # loaded by plans that split a model
     from phalanx.parallel.pipeline import CutPipeline
-    from phalanx.parallel.split_facts import SplitParts
+    from phalanx.parallel.split_facts import Facts, SplitParts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """What a model is called with, and what becomes of its output."""
+
+    args: tuple[Any, ...]  # of forward, of one or a few samples, on the host
+    kwargs: dict[str, Any]
+    batch: Any  # what the loss is called with beside the output
+    loss: Callable[[Any, Any], Any]  # from the output and the batch to the job's loss, of whatever form
+    tensor_parallel: Mapping[str, Cutting] = field(default_factory=dict[str, Cutting])  # as the job wishes weights cut
+    facts: Facts | None = None  # what another process has found of the model with it; None where to be looked for
 
 
 def survey(module: nn.Module, plan: Plan, example: Example | None = None) -> tuple[Survey, SplitParts | None]:

@@ -15,8 +15,8 @@ from phalanx.config import Job
 from phalanx.data import Lane, Loader
 from phalanx.forecast import Lengths, Work
 from phalanx.forecast.workload import lengths_of
-from phalanx.parallel.example import Example
 from phalanx.parallel.grad_reduce import made_dense
+from phalanx.parallel.survey import Example
 from phalanx.parallel.unwrapped_blocks import look_inside
 from phalanx.trace import ModelCall, length_of, trace
 from phalanx.train.assembly import begun, example_of

@@ -1,15 +1,20 @@
-"""Codecs: a flat tensor becomes a few smaller ones, and comes back nearly as it was."""
+"""Codecs: a flat tensor becomes a few smaller ones, and comes back nearly as it was; and what they cannot serve."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from phalanx.config import Job, Plan
 from phalanx.config.sync import CODECS, CodecFacts, Compression
+from phalanx.errors import Problem
+from phalanx.parallel.grad_reduce import sparse
+from phalanx.units import show_names
 
 _ALIGNED = 4
 """Bytes that a message is a multiple of, so that several in a row can be read as wider numbers."""
@@ -215,7 +220,6 @@ class TopK(Codec):
         self._share = share
 
     def sent_count(self, count: int) -> int:
-        """Elements sent of ``count``."""
         return min(count, max(1, round(self._share * count)))
 
     def sizes(self, count: int) -> list[tuple[int, torch.dtype]]:
@@ -272,3 +276,49 @@ def codec(text: str) -> Codec | None:
             return TopK(asked.amount)
         case _:
             raise ValueError(f"{text} is no codec of flat tensors")
+
+
+def check(job: Job, plan: Plan) -> list[Problem]:
+    """What of a job keeps ``plan.compress`` from serving it."""
+    if not _gradients(plan) or job.unused != "allow" or not Compression.parse(plan.compress).facts.feeds_back:
+        return []
+    return [
+        Problem(
+            where="plan.compress",
+            given=f'compress={plan.compress} with unused="allow"',
+            allowed="fp16 or bf16 there: what others leave out of a gradient comes with the parameter's next one, and "
+            "a step that does not use the parameter drops it",
+            fix=str(replace(plan, compress="bf16")),
+        )
+    ]
+
+
+def problems(module: nn.Module, plan: Plan) -> list[Problem]:
+    """Which gradients of ``module`` cannot be sent as ``plan.compress`` says."""
+    if not _gradients(plan):
+        return []
+    numbers = [name for name, one in module.named_parameters() if one.requires_grad and one.is_complex()]
+    found = [f"sparse gradients of {show_names(names)}"] if (names := sparse(module)) else []
+    found += [f"complex gradients of {show_names(numbers)}"] if numbers else []
+    if not found:
+        return []
+    given = f"{' and '.join(found)} with compress={plan.compress}"
+    allowed = "dense gradients of real numbers: they are sent by blocks and matrices of elements"
+    return [Problem(where="plan.compress", given=given, allowed=allowed, fix=str(replace(plan, compress="none")))]
+
+
+def optimizer_problems(optimizer: torch.optim.Optimizer, plan: Plan) -> list[Problem]:
+    """Whether ``optimizer`` makes something else than a late gradient of one that comes late.
+
+    So does, of ``topk``, one that takes an element of zero for one that has come to rest.
+    """
+    if not isinstance(optimizer, torch.optim.Rprop) or not plan.compress.startswith("topk"):
+        return []
+    given = f"{type(optimizer).__name__} with compress={plan.compress}"
+    allowed = "not topk: Rprop steps by signs alone, and topk gives all but the largest elements none"
+    return [Problem(where="job.optimizer", given=given, allowed=allowed, fix=str(replace(plan, compress="bf16")))]
+
+
+def _gradients(plan: Plan) -> bool:
+    """Whether gradients are what is compressed, in every step."""
+    return plan.compress != "none" and plan.sync == "each" and not plan.server

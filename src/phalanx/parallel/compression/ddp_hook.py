@@ -34,12 +34,7 @@ def averaged(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None =
 
 def _gathered(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None) -> None:
     """Each rank's message goes to all: right where messages hold different places, and a sum of them more."""
-    whole = feedback.whole(flat) if feedback else flat
-    sent = message(codec, whole)
-    if feedback:
-        mine = torch.empty_like(whole)
-        read(codec, sent, mine)
-        feedback.keep(whole, mine)
+    sent = feedback.message(flat) if feedback else message(codec, flat)
     for rank, one in enumerate(wire.all_gather(sent)):
         read(codec, one, flat, add=rank > 0)
     flat.div_(wire.size)
@@ -112,16 +107,13 @@ class Coded(Average):
 
 
 class Sender:
-    """Averages gradients over the ranks of a group, made smaller, while backward goes on.
-
-    Attributes:
-        traffic: what this rank has sent.
-        kind: of the sending: what one keeps from step to step is no use to another kind.
-    """
+    """Averages gradients over the ranks of a group, made smaller, while backward goes on."""
 
     def __init__(self, compress: str, group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> None:
         """``compress`` as plans have it; ``group`` is nobody else's; ``parameters`` are those that learn, by name."""
-        self.traffic, self.kind = CompressedTraffic(), f"compress={compress} over {group.size()} ranks"
+        self.traffic = CompressedTraffic()  # what this rank has sent
+        # What one keeps from step to step is no use to another kind.
+        self.kind = f"compress={compress} over {group.size()} ranks"
         self._names = {id(tensor): name for name, tensor in parameters.items()}
         self._wire = Wire(group, self.traffic)
         self._average = _average(compress, self._wire, parameters)
@@ -140,11 +132,9 @@ class Sender:
             self._average.scale(factor)
 
     def stored(self) -> list[Tensor]:
-        """What is kept in memory from step to step."""
         return self._average.stored()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is handed on from step to step, the same on every rank; to be saved, or filled in place. Collective."""
         return self._average.tensors()
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ sliced. Each function below says what its backward is under both.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,14 +89,12 @@ class Axis:
 
     def add_up_and_keep(self, tensor: Tensor, dim: int, cut: Cut) -> Tensor:
         """This rank's ``cut`` along ``dim`` of ``tensor`` summed over the ranks."""
-        if not cut.equal or self.group is None:
-            self.tell("reduce_scatter" if self.group is None else "all_reduce", tensor)
-            if self.group is None:
-                return piece(tensor, dim, cut, self.rank)
-            whole = tensor.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(whole, group=self.group)
+        if self.group is not None and not cut.equal:
+            whole = self.add_up(tensor.clone(memory_format=torch.contiguous_format))
             return piece(whole, dim, cut, self.rank).contiguous()
         self.tell("reduce_scatter", tensor)
+        if self.group is None:
+            return piece(tensor, dim, cut, self.rank)
         pieces = torch.stack([piece(tensor, dim, cut, rank) for rank in range(self.size)])
         out = torch.empty_like(pieces[0])
         reduce_scatter_sum(out.view(-1), pieces.view(-1), self.group).wait()
@@ -126,6 +124,13 @@ def piece(whole: Tensor, dim: int, cut: Cut, rank: int) -> Tensor:
     if not ranges:
         return whole.narrow(dim, 0, 0)
     return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
+
+def kept(whole: Tensor, placed: Iterable[Placed]) -> Tensor:
+    """What this rank holds of ``whole``."""
+    for one in placed:
+        whole = piece(whole, one.dim, one.cut, one.axis.rank)
+    return whole
 
 
 def concatenated(pieces: list[Tensor], dim: int, cut: Cut) -> Tensor:
@@ -203,11 +208,6 @@ def opened(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
     return found
 
 
-def _kept_selectively() -> bool:
-    """Whether selective recompute counts each operation, which then must be the same ones in both forwards."""
-    return torch._C._len_torch_dispatch_stack() > 0
-
-
 class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
@@ -223,8 +223,9 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        # What is added up here may be a product that is kept, for a second forward to add up again.
-        if not tensor.is_contiguous() or _kept_selectively():
+        # What is added up here may be a product that selective recompute keeps, for a second forward to add up again:
+        # that counts each operation, of which both forwards must do the same.
+        if not tensor.is_contiguous() or torch._C._len_torch_dispatch_stack() > 0:
             return axis.add_up(tensor.clone(memory_format=torch.contiguous_format))
         ctx.mark_dirty(tensor)
         return axis.add_up(tensor)

@@ -128,7 +128,6 @@ class _Slots:
         self._value = value
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What is in a slot."""
         return getattr(self._value, name, default)
 
 
