@@ -84,8 +84,7 @@ class Shard:
     Attributes:
         version: updates applied.
         term: how often servers went back to an earlier version.
-        parameters: name → what ``optimizer`` steps.
-        used: what that was given last, where somebody looks on.
+        used: what the optimizer was given last, where somebody looks on.
     """
 
     def __init__(
@@ -93,13 +92,10 @@ class Shard:
         values: Mapping[str, torch.Tensor],
         make: Callable[[Mapping[str, torch.Tensor]], torch.optim.Optimizer],
         rule: Rule,
-        *,
-        version: int = 0,
     ) -> None:
         """Copies ``values``; ``make`` gives the optimizer over parameters of these names."""
         self.form: Form = form_of(values)
-        self.version = self._floor = version
-        self.term = 0
+        self.version = self._floor = self.term = 0
         self._rule = rule
         self._live = self._next = Flat(self.form)
         for name, tensor in self._live.named.items():

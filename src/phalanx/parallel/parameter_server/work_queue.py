@@ -78,12 +78,7 @@ class WorkQueue:
     """
 
     def __init__(
-        self,
-        sizes: Callable[[int], Sequence[int]],
-        *,
-        first: int,
-        limit: int,
-        pace: StalenessBound | None = None,
+        self, sizes: Callable[[int], Sequence[int]], *, first: int, limit: int, pace: StalenessBound | None = None
     ) -> None:
         """``sizes(step)`` gives the samples of each piece; pieces without any are not dealt."""
         self.version = self.floor = self._next = first

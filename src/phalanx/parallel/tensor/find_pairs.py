@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced
 from phalanx.parallel.survey import Example
-from phalanx.parallel.tensor.trial import Overrides, Places, Trial, WeightCut, fixed, places_of, tried, wishes
+from phalanx.parallel.tensor.trial import Overrides, Trial, WeightCut, fixed, places_of, shown_as_slices, wishes
 from phalanx.trace.blocks import blocks, leave_cache_out, parts
 from phalanx.trace.fake_tensors import faked, fakes, quiet
 
@@ -211,16 +211,15 @@ def _tries(
 def _outcome(
     owner: nn.Module, choices: Sequence[WeightCut], run: Callable[[], Any], ranks: int
 ) -> tuple[Trial | None, Any]:
-    results: list[Any] = []
-
-    def places(axis: Axis) -> Places:
-        return places_of(owner, {id(one.weight): (Placed(axis, one.dim, one.cut),) for one in choices})
-
+    """What happens if ``run`` runs with the chosen parameters shown as slices over a dry axis, and what it gives."""
+    trial = Trial()
+    axis = Axis("dry", size=ranks, rank=0, group=None, trial=trial)
+    axis.notice = lambda kind, _: trial.sent.append(kind)
     try:
-        trial = tried(lambda: results.append(run()), places, ranks)
+        with shown_as_slices(places_of(owner, {id(one.weight): (Placed(axis, one.dim, one.cut),) for one in choices})):
+            return trial, run()
     except Exception:  # what the model or a rule cannot do with this cut
         return None, None
-    return trial, results[0]
 
 
 def _ends_in_sums(trial: Trial, result: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from phalanx.config.job import Cutting
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.layout import TensorShard
-from phalanx.parallel.local_shards import Axis, Cut
+from phalanx.parallel.local_shards import Cut
 from phalanx.parallel.local_shards.axis import Placed, kept
 from phalanx.parallel.local_shards.tensor import Sliced
 
@@ -61,20 +61,6 @@ class Trial:
         """Attention over tokens that are dealt out."""
         self.tokens = True
         self.causal = self.causal or causal
-
-
-def tried(run: Callable[[], Any], places: Callable[[Axis], Places], ranks: int, *, sums: bool = False) -> Trial:
-    """What happens if ``run`` runs with the parameters in ``places`` shown as slices over a dry axis.
-
-    Raises:
-        Exception: whatever the model raises on fake tensors.
-    """
-    trial = Trial()
-    axis = Axis("dry", size=ranks, rank=0, group=None, sums=sums, trial=trial)
-    axis.notice = lambda kind, _: trial.sent.append(kind)
-    with shown_as_slices(places(axis)):
-        run()
-    return trial
 
 
 @contextmanager
