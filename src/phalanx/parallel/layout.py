@@ -40,16 +40,14 @@ class MicroBatchWork(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorShard:
-    """Which part of a whole tensor, of shape ``shape``, a rank holds.
+    """Which part of a whole tensor a rank holds.
 
-    Attributes:
-        placed: how it is cut, axis by axis; none where the whole is here.
-        counts: whether this rank's copy is the one that counts in norms and is saved, where ranks that are not data
-            parallel hold the same elements (a tensor tied across pipeline stages).
+    Where ranks that are not data parallel hold the same elements (a tensor tied across pipeline stages), the copy of
+    one ``counts``: in norms, and as what is saved.
     """
 
-    shape: torch.Size
-    placed: tuple[Placed, ...] = ()
+    shape: torch.Size  # of the whole
+    placed: tuple[Placed, ...] = ()  # how it is cut, axis by axis; none where the whole is here
     counts: bool = True
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -26,38 +26,21 @@ Notice = Callable[[str, Tensor], None]
 """``notice(kind, tensor)``: a collective of this kind is about to send ``tensor``."""
 
 
+@dataclass(eq=False, repr=False)
 class Axis:
-    """Ranks that hold slices of the same tensors.
+    """Ranks that hold slices of the same tensors."""
 
-    Attributes:
-        name: of the mesh dimension, such as ``tp``.
-        size: ranks.
-        rank: this process's, along the axis.
-        group: their process group; ``None`` for a dry run, in which nothing is sent.
-        sums: whether the gradient of a whole tensor is the sum over the ranks, not the same on each.
-        tokens: whether activations between products are sliced along their tokens (sequence parallelism).
-        notice: called with each collective; for counting.
-        length: tokens of a sample, once activations are sliced along them.
-        attention: how keys and values that are sliced along their tokens meet all queries (``tokens``).
-        trial: what a dry run that looks for a split asks of the rules; ``None`` in a real run.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        size: int,
-        rank: int,
-        group: dist.ProcessGroup | None,
-        sums: bool = False,
-        tokens: bool = False,
-        attention: Attention = "gather",
-        notice: Notice | None = None,
-        trial: Any = None,
-    ) -> None:
-        self.name, self.size, self.rank, self.group = name, size, rank, group
-        self.sums, self.tokens, self.attention, self.notice, self.trial = sums, tokens, attention, notice, trial
-        self.length = 0
+    name: str  # of the mesh dimension, such as tp
+    _: KW_ONLY
+    size: int  # ranks
+    rank: int  # this process's, along the axis
+    group: dist.ProcessGroup | None  # None for a dry run, in which nothing is sent
+    sums: bool = False  # whether the gradient of a whole tensor is the sum over the ranks, not the same on each
+    tokens: bool = False  # whether activations between products are sliced along their tokens (sequence parallelism)
+    attention: Attention = "gather"  # how keys and values that are sliced along their tokens meet all queries
+    notice: Notice | None = None  # called with each collective; for counting
+    trial: Any = None  # what a dry run that looks for a split asks of the rules; None in a real run
+    length: int = field(default=0, init=False)  # tokens of a sample, once activations are sliced along them
 
     def __repr__(self) -> str:
         return f"Axis({self.name}, {self.rank} of {self.size})"

@@ -31,14 +31,9 @@ RULES: dict[str, Rule] = {}
 
 
 class Sliced(Tensor):
-    """A tensor that is whole to its reader and a slice in memory.
+    """A tensor that is whole to its reader and a slice in memory: ``local``, a plain tensor, which autograd follows."""
 
-    Attributes:
-        local: what this rank holds: a plain tensor, which autograd follows; it follows nothing else.
-        placed: how each axis cuts it; one dimension an axis, one axis a dimension.
-    """
-
-    placed: tuple[Placed, ...]
+    placed: tuple[Placed, ...]  # how each axis cuts it; one dimension an axis, one axis a dimension
     _local: Tensor
 
     @staticmethod
@@ -89,7 +84,7 @@ class Sliced(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = _name(func)
+        name = _rule_name(func)
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -149,10 +144,13 @@ METADATA = frozenset(
 )
 
 
-def _name(func: Any) -> str:
-    name: str = func.__name__
-    if name == "__get__":
-        return func.__self__.__name__
+def name_of(func: Any) -> str:
+    """The name of a function that torch hands to an override; of a property that is read, the property's."""
+    return func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+
+
+def _rule_name(func: Any) -> str:
+    name = name_of(func)
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]
     return _ALIASES.get(name, name)

@@ -79,13 +79,7 @@ class Pushed:
 
 @final
 class Shard:
-    """Parameters, their optimizer, and the gradients on their way. Any thread may push and read; one updates.
-
-    Attributes:
-        version: updates applied.
-        term: how often servers went back to an earlier version.
-        used: what the optimizer was given last, where somebody looks on.
-    """
+    """Parameters, their optimizer, and the gradients on their way. Any thread may push and read; one updates."""
 
     def __init__(
         self,
@@ -95,7 +89,8 @@ class Shard:
     ) -> None:
         """Copies ``values``; ``make`` gives the optimizer over parameters of these names."""
         self.form: Form = form_of(values)
-        self.version = self._floor = self.term = 0
+        self.version = self._floor = 0  # updates applied
+        self.term = 0  # how often servers went back to an earlier version
         self._rule = rule
         self._live = self._next = Flat(self.form)
         for name, tensor in self._live.named.items():
@@ -103,7 +98,7 @@ class Shard:
         self.parameters = {name: nn.Parameter(self._live.named[name]) for name in values}
         self.optimizer = make(self.parameters)
         self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.used: dict[str, torch.Tensor] = {}
+        self.used: dict[str, torch.Tensor] = {}  # what the optimizer was given last, where somebody looks on
         self._places = {name: place for place, name in enumerate(self.form)}
         self._open: dict[int, _OpenVersion] = {}
         self._done: set[int] = set()

@@ -68,22 +68,16 @@ class StalenessBound:
 
 @final
 class WorkQueue:
-    """The pieces of steps ``first`` to ``limit``.
-
-    Attributes:
-        version: updates applied, those before ``first`` included.
-        floor: every step below it has been applied.
-        done: steps above it that have.
-        limit: no piece of this step or a later one is dealt; may be raised.
-    """
+    """The pieces of steps ``first`` to ``limit``."""
 
     def __init__(
         self, sizes: Callable[[int], Sequence[int]], *, first: int, limit: int, pace: StalenessBound | None = None
     ) -> None:
         """``sizes(step)`` gives the samples of each piece; pieces without any are not dealt."""
-        self.version = self.floor = self._next = first
-        self.done: set[int] = set()
-        self.limit = limit
+        self.version = first  # updates applied, those before ``first`` included
+        self.floor = self._next = first  # every step below it has been applied
+        self.done: set[int] = set()  # steps above it that have
+        self.limit = limit  # no piece of this step or a later one is dealt; may be raised
         self._sizes, self._pace = sizes, pace or StalenessBound()
         self._open: dict[int, _OpenStep] = {}
         self._held: dict[int, tuple[BatchPiece, int]] = {}

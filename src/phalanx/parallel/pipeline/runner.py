@@ -41,11 +41,7 @@ class _Passing:
 class PipelineRunner:
     """The stages of one rank, and the running of them.
 
-    Attributes:
-        pipeline: the model as it is cut.
-        stages_here: indices of this rank's stages.
-        is_last: whether the last stage is here, which has the output and the loss.
-        on_event: called after each piece of work, which on CUDA is then waited for; ``None`` for nobody.
+    ``on_event`` is called after each piece of work, which on CUDA is then waited for.
     """
 
     def __init__(
@@ -68,7 +64,7 @@ class PipelineRunner:
         self._rank = mesh.at["pp"]
         self._stages = {stage.index: stage for stage in pipeline.keep(self._rank, device)}
         self.stages_here = list(self._stages)
-        self.is_last = len(pipeline.regions) - 1 in self._stages
+        self.is_last = len(pipeline.regions) - 1 in self._stages  # which has the output and the loss
         self._parcels = Parcels()
 
     def share_out(self, axes: Mapping[str, Axis]) -> None:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from phalanx.parallel.local_shards.tensor import METADATA, is_sliced
+from phalanx.parallel.local_shards.tensor import METADATA, is_sliced, name_of
 from phalanx.trace.fake_tensors import fake
 
 Recompute = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -148,7 +148,9 @@ class Flow(TorchFunctionMode):
 
     def depends(self, tensor: Tensor) -> bool:
         """Whether it depends on parameters."""
-        return isinstance(tensor, nn.Parameter) or self.mark_of(tensor) is not None or _of_parameter(tensor)
+        if isinstance(tensor, nn.Parameter) or self.mark_of(tensor) is not None:
+            return True
+        return is_sliced(tensor) and isinstance(tensor.local, nn.Parameter)
 
     def put(self, tensor: Tensor, key: Key | None) -> TensorMark:
         """From now on ``tensor`` is the value ``key``."""
@@ -182,7 +184,7 @@ class Flow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        name = name_of(func)
         if name in METADATA or self._unseen:
             return func(*args, **kwargs)
         if self.inside:
@@ -274,10 +276,6 @@ def writes(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
     return name.endswith("_")
-
-
-def _of_parameter(tensor: Any) -> bool:
-    return is_sliced(tensor) and isinstance(tensor.local, nn.Parameter)
 
 
 def autocast_types() -> tuple[torch.dtype | None, ...]:
