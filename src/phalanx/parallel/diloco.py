@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from phalanx.comm import local
 from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError
+from phalanx.parallel.grad_reduce import spread
 from phalanx.trace.blocks import blocks
 
 
@@ -136,9 +137,3 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
     for piece, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
         piece.copy_(tensor.detach().reshape(-1))
     return flat
-
-
-def spread(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """Put the elements of ``flat``, on the host, into ``tensors``: what ``flattened`` put together."""
-    for piece, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
-        tensor.copy_(piece.view(tensor.shape))

@@ -55,6 +55,12 @@ def buckets(items: Iterable[_Item], tensor_of: Callable[[_Item], torch.Tensor]) 
     return runs
 
 
+def spread(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Put the elements of ``flat`` into ``tensors``, one after the other."""
+    for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(piece.view(tensor.shape))
+
+
 def found_anywhere(
     here: Sequence[bool], parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
 ) -> list[bool]:

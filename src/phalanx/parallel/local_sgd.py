@@ -34,8 +34,8 @@ from phalanx.config import Plan
 from phalanx.errors import DataError, LossError
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.compression import Feedback, Wire, averaged, codec, lane
-from phalanx.parallel.diloco import Fragment, OuterOptimizer, divide, flattened, owners, spread
-from phalanx.parallel.grad_reduce import Sync
+from phalanx.parallel.diloco import Fragment, OuterOptimizer, divide, flattened, owners
+from phalanx.parallel.grad_reduce import Sync, spread
 from phalanx.parallel.layout import Layout, RankHoldings
 
 _LATE = 5
