@@ -15,7 +15,7 @@ from phalanx.comm import Mesh
 from phalanx.config import Plan
 from phalanx.parallel import Layout, MicroBatchWork, RankHoldings, TensorShard
 from phalanx.parallel.local_shards import Axis, Cut, Placed
-from phalanx.parallel.local_shards.axis import piece
+from phalanx.parallel.local_shards.axis import kept
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (7, 4),
@@ -56,17 +56,9 @@ class Cuttings(Layout):
     """A model held as a plan says; without work to do."""
 
     def __init__(self, held: RankHoldings) -> None:
-        self._held = held
-
-    @property
-    def holdings(self) -> RankHoldings:
-        return self._held
+        self.holdings = held
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def stepped(self) -> None: ...
 
 
 def value(name: str, shape: Sequence[int]) -> Tensor:
@@ -91,7 +83,7 @@ def laid_out(text: str, rank: int = 0) -> Cuttings:
     slices = {name: TensorShard(shape=torch.Size(SHAPES[name]), placed=ways) for name, ways in cuts.items()}
     for name, ways in cuts.items():
         whole = module.get_parameter(name)
-        mine = nn.Parameter(_piece(whole.detach(), ways).clone(), requires_grad=whole.requires_grad)
+        mine = nn.Parameter(kept(whole.detach(), ways).clone(), requires_grad=whole.requires_grad)
         module.register_parameter(name, mine)
     for name, counts in stage.items():
         holding = slices.get(name) or TensorShard(shape=torch.Size(SHAPES[name]))
@@ -117,10 +109,4 @@ def _kept(module: nn.Module, stage: int) -> dict[str, bool]:
 def own(whole: Tensor, name: str, like: Tensor, held: RankHoldings) -> Tensor:
     """What this rank has of ``whole``, which is a tensor of the shape of parameter ``name``."""
     holding = held.slices.get(name)
-    return placed(_piece(whole, holding.placed if holding else ()), like)
-
-
-def _piece(whole: Tensor, ways: Sequence[Placed]) -> Tensor:
-    for one in ways:
-        whole = piece(whole, one.dim, one.cut, one.axis.rank)
-    return whole
+    return placed(kept(whole, holding.placed if holding else ()), like)

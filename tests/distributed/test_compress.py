@@ -38,7 +38,7 @@ def means(place: Place, report: Any) -> list[Any]:
         for text, count in itertools.product(CODECS, COUNTS):
             wire, one = Wire(group), codec(text)
             assert one is not None
-            feedback = Feedback(one) if one.feeds_back else None
+            feedback = Feedback(one) if one.facts.feeds_back else None
             generator = torch.Generator().manual_seed(place.rank)
             given, came, same = torch.zeros(count), torch.zeros(count), True
             for _ in range(5):

@@ -17,12 +17,12 @@ from phalanx.config import Plan
 from phalanx.data import Lane, Loader
 from phalanx.demo.jobs import gpt
 from phalanx.launch import look_ahead
-from phalanx.parallel import deferred_init, opened, split
-from phalanx.parallel.found import Facts
+from phalanx.parallel import deferred_init, split, unwrapped_blocks
 from phalanx.parallel.pipeline import StageCuts, cut, cutting
+from phalanx.parallel.split_facts import Facts
+from phalanx.parallel.survey import survey
 from phalanx.train import elementwise
 from phalanx.train.assembly import build_model, example_of
-from phalanx.train.rehearsal import preview
 
 PLANS = {
     "tp=2": "look",
@@ -38,7 +38,7 @@ PLANS = {
 LOOKS: tuple[tuple[Any, str], ...] = (
     (split, "look"),
     (deferred_init, "followed"),
-    (opened, "look_inside"),
+    (unwrapped_blocks, "look_inside"),
     (cutting, "units"),
     (elementwise, "slice_problems"),  # as a worker tries the optimizer
 )
@@ -77,11 +77,13 @@ def test_one_process_looks(text: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("text", [text for text in PLANS if Plan.parse(text).kind == "split"])
 def test_facts_are_the_same_after_they_have_travelled(text: str) -> None:
-    found = look_ahead(job(), Plan.parse(text)).facts
+    plan, module = Plan.parse(text), build_model(job())
+    found = look_ahead(job(), plan).facts
     assert found is not None
     facts = Facts.from_dict(found)
     assert json.loads(json.dumps(facts.to_dict())) == found
-    assert facts.parts == preview(job(), Plan.parse(text)).survey.parts
+    example = example_of(job(), module, Loader(job().data(), job(), Lane(), micro=None))
+    assert facts.parts == survey(module, plan, example)[1]
 
 
 def test_facts_of_another_plan_or_model_are_not_used() -> None:

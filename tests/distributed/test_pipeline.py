@@ -82,7 +82,7 @@ def piped(make: Callable[[], nn.Module], micros: list[Micro], plan: Plan, **how:
             squares = Squares()
             runner.run(micros, squares)
             names = dict(module.named_parameters())
-            wrong = [] if list(names) == runner.owned else [f"holds {list(names)}"]
+            wrong = [] if list(names) == pipeline.owned(place.rank) else [f"holds {list(names)}"]
             grads = [name for name, tensor in names.items() if tensor.grad is not None]
             if squares.losses and squares.losses != pytest.approx(expected.losses, abs=1e-6):
                 wrong.append(f"losses are {squares.losses}, not {expected.losses}")
@@ -99,7 +99,7 @@ def piped(make: Callable[[], nn.Module], micros: list[Micro], plan: Plan, **how:
                     wrong.append("an evaluated output differs")
             stages = [pipeline.names(stage) for stage in runner.stages_here]
             found = Result(
-                losses=squares.losses, wrong=wrong, grads=grads, stages=stages, tied=runner.tied, events=events
+                losses=squares.losses, wrong=wrong, grads=grads, stages=stages, tied=pipeline.tied, events=events
             )
             return vars(found)
 

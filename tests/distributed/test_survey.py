@@ -19,7 +19,7 @@ from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import Size, gpt_job
 from phalanx.errors import RefusedError
 from phalanx.launch import launch
-from phalanx.parallel.survey import TensorPiece, chunks
+from phalanx.placement.ownership import TensorPiece, chunks
 from phalanx.train.assembly import build, build_model
 from phalanx.train.rehearsal import preview
 from phalanx.train.step import StepObserver

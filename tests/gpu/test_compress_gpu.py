@@ -37,10 +37,10 @@ def test_feedback_on_a_device(text: str) -> None:
     for step in range(10):
         flat = torch.randn(5000, generator=torch.Generator().manual_seed(step)).cuda()
         total += flat
-        one.decode(feedback.encode(flat), sent, add=True)
+        read(one, feedback.message(flat), sent, add=True)
     assert feedback.left_out is not None
     assert torch.allclose(total - feedback.left_out, sent, atol=1e-4)
-    feedback.encode(torch.full((5000,), float("nan"), device="cuda"))
+    feedback.message(torch.full((5000,), float("nan"), device="cuda"))
     assert feedback.left_out.isfinite().all()
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.parallel.context.flash_block import Efficient, Flash, Kernel, Tile, UnfusedAttention, kernel_for
+from phalanx.parallel.context.flash_block import Efficient, Flash, Kernel, SdpaArgs, Tile, UnfusedAttention, kernel_for
 from phalanx.parallel.context.ring import attend
-from phalanx.parallel.context.sdpa_args import SdpaArgs
 from phalanx.parallel.local_shards import Axis, Cut
 
 pytestmark = pytest.mark.gpu

@@ -115,7 +115,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "gradients are reduced twice",
         "parallel/ddp.py",
         "        if not self._may_be_unused:\n            check_reduced",
-        "        for one in self._held.parameters.values():\n"
+        "        for one in self.parameters.values():\n"
         "            torch.distributed.all_reduce(one.grad)\n"
         "        if not self._may_be_unused:\n            check_reduced",
         ("prove rich dp=2",),

@@ -35,8 +35,8 @@ RANDOM: tuple[Mutation, ...] = (
     Mutation(
         "stages of a pipeline differ in bits of the seed that nothing reads",
         "parallel/rng_streams.py",
-        "(seed_of(device) ^ (index * 0x9E3779B97F4A7C15)) % 2**63",
-        "seed_of(device) ^ (index << 32)",
+        "(generator(device).initial_seed() ^ (index * 0x9E3779B97F4A7C15)) % 2**63",
+        "generator(device).initial_seed() ^ (index << 32)",
         ("prove drops pp=2",),
     ),
     Mutation(

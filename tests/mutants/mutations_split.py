@@ -156,7 +156,7 @@ TECHNIQUES: tuple[Mutation, ...] = (
     Mutation(
         "compress: what a codec left out is lost",
         "parallel/compression/error_feedback.py",
-        "        lack(whole, sent, self._left_out)\n",
+        "        lack(whole, sent, self.left_out)\n",
         "        pass\n",
         ("test unit/test_codecs.py",),
     ),

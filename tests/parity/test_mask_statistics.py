@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.config import Plan
 from phalanx.parallel import activation_checkpointing
 from phalanx.parallel.context import attention, flash_block
-from phalanx.parallel.context.sdpa_args import SdpaArgs
+from phalanx.parallel.context.flash_block import SdpaArgs
 from phalanx.parallel.local_shards import elementwise_ops
 from phalanx.parallel.local_shards.tensor import RULES
 from phalanx.parallel.rng_streams import stream

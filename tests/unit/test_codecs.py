@@ -109,9 +109,9 @@ def test_what_is_left_out_comes_later(text: str) -> None:
     given, sent, out = torch.zeros(1000), torch.zeros(1000), torch.zeros(1000)
     for step in range(20):
         flat = numbers(1000, step)
-        parts = feedback.encode(flat)
+        message_sent = feedback.message(flat)
         assert torch.equal(flat, numbers(1000, step))
-        feedback.codec.decode(parts, out)
+        read(feedback.codec, message_sent, out)
         given += flat
         sent += out
     assert feedback.left_out is not None
@@ -121,29 +121,16 @@ def test_what_is_left_out_comes_later(text: str) -> None:
 @pytest.mark.parametrize("text", ALL)
 def test_a_skipped_step_does_not_poison_what_is_left_out(text: str) -> None:
     feedback = Feedback(made(text))
-    feedback.encode(numbers(1000))
+    feedback.message(numbers(1000))
     bad = numbers(1000, 1)
     bad[3], bad[700] = float("nan"), float("inf")
     assert feedback.left_out is not None
     before = feedback.left_out.clone()
-    feedback.encode(bad)
+    feedback.message(bad)
     assert feedback.left_out.isfinite().all()
     assert torch.equal(feedback.left_out[[3, 700]], before[[3, 700]])
-    feedback.encode(torch.full((1000,), float("nan")))
+    feedback.message(torch.full((1000,), float("nan")))
     assert feedback.left_out.isfinite().all()
-
-
-def test_feedback_goes_on_from_its_state_and_follows_a_scale() -> None:
-    one, other = Feedback(made("int8")), Feedback(made("int8"))
-    other.load(one.state())
-    one.encode(numbers(1000))
-    other.load(one.state())
-    again = [feedback.encode(numbers(1000, 1)) for feedback in (one, other)]
-    assert all(torch.equal(a, b) for a, b in zip(*again, strict=True))
-    assert one.left_out is not None
-    before = one.left_out.clone()
-    one.scale(0.5)
-    assert torch.equal(one.left_out, before / 2)
 
 
 def test_what_is_left_out_follows_its_parameters_into_other_buckets() -> None:

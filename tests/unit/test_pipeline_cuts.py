@@ -15,7 +15,7 @@ from phalanx.errors import RefusedError
 from phalanx.parallel import Example
 from phalanx.parallel.pipeline import CutPipeline, cut
 from phalanx.parallel.pipeline.backward import input_half
-from phalanx.parallel.pipeline.cuts import balanced
+from phalanx.placement.stages import balanced
 
 
 def looked_at(module: nn.Module, plan: Plan, *args: Any) -> CutPipeline:

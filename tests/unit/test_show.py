@@ -15,7 +15,7 @@ from rich.console import Console
 from phalanx.cli import main
 from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import gpt_job
-from phalanx.parallel.survey import TensorPiece
+from phalanx.placement.ownership import TensorPiece
 from phalanx.placement.schedules import Action, Timed, bubble, order, work
 from phalanx.report.drawing import Timeline, drawn_places, lines, lost
 from phalanx.report.show import Shown, described, of_job, planned, ranks_of

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from phalanx.config.fields import AXES, UNBOUNDED, plan_problem
 from phalanx.errors import Problem
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from phalanx.config.plan import Plan
 
 
-_ROUNDING = ("fp16", "bf16", "int8")  # codecs that send every element; the others leave most of them for later
 _OUTER = {"nesterov": {"outer_lr": 0.7, "outer_momentum": 0.9}}
 
 
@@ -36,15 +35,15 @@ def bounds(plan: Plan) -> Iterator[str]:
         slowest = "worker" if plan.backup == 1 else _count(plan.backup, "worker")
         yield f"the samples of the slowest {slowest} are left out of each step"
     what = "gradient" if plan.sync == "each" else "difference"
-    if plan.compress in ("fp16", "bf16"):
-        yield f"{what}s are rounded to {plan.compress} where they are sent"
-    elif plan.compress != "none":
+    if Compression.parse(plan.compress).facts.feeds_back:
         yield f"what {plan.compress} leaves out of a {what} comes with later ones"
+    elif plan.compress != "none":
+        yield f"{what}s are rounded to {plan.compress} where they are sent"
 
 
 def exactness(plan: Plan) -> str:
     """``yes``, ``within the rounding of TYPE``, or ``no``: whether each step is that of one device in fp32."""
-    rounded: list[str] = [plan.compress] if plan.compress in _ROUNDING else []
+    rounded: list[str] = [plan.compress] if Compression.parse(plan.compress).facts.rounds else []
     if any(bounds(replace(plan, compress="none") if rounded else plan)):
         return "no"
     if plan.precision not in ("fp32", *rounded):
@@ -192,23 +191,56 @@ def _shares(plan: Plan) -> Iterator[Problem]:
         yield plan_problem("shares", f"{given} with dp={plan.dp}", allowed, fix)
 
 
-Codec = Literal["none", "fp16", "bf16", "int8", "powersgd", "topk"]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodecFacts:
+    """What plans, forecasts and runs have to know of a codec alike.
 
-_DEFAULTS = {"powersgd": 4.0, "topk": 0.01}
+    Attributes:
+        way: how messages are averaged: ``chunks`` go to the rank that adds them up, and the mean of it to all;
+            ``gathered`` ones go to all; ``thin`` matrices, or ``whole`` tensors, are summed as they are.
+        bytes: of a message, an element that is sent.
+        rounds: whether every element is sent; others leave most of them for later.
+        feeds_back: whether what it leaves out of a tensor is too much to be lost, and is added to the next one.
+        grain: elements that are encoded together: a tensor is best cut at multiples of it.
+        amount: where a plan states none: rank of ``powersgd``, share of the elements that ``topk`` sends; 0 for others.
+        averaged: bytes moved in memory, an element that is averaged: each operation of ``parallel.compression`` reads
+            and writes once.
+        pushed: the same for an element that a worker encodes for a server, with what it keeps of what it leaves out.
+    """
+
+    way: Literal["whole", "chunks", "gathered", "thin"]
+    bytes: float = 4.0
+    rounds: bool = False
+    feeds_back: bool = False
+    grain: int = 1
+    amount: float = 0.0
+    averaged: float = 0.0
+    pushed: float = 0.0
+
+
+CODECS = {
+    "none": CodecFacts(way="whole"),
+    "fp16": CodecFacts(way="chunks", bytes=2.0, rounds=True, averaged=76.0, pushed=22.0),
+    "bf16": CodecFacts(way="chunks", bytes=2.0, rounds=True, averaged=48.0, pushed=12.0),
+    "int8": CodecFacts(  # a scale of 4 bytes a block
+        way="chunks", bytes=1 + 4 / 256, rounds=True, feeds_back=True, grain=256, averaged=135.0, pushed=97.0
+    ),
+    "powersgd": CodecFacts(way="thin", feeds_back=True, amount=4.0, averaged=62.0),
+    "topk": CodecFacts(way="gathered", bytes=8.0, feeds_back=True, amount=0.01, averaged=82.0, pushed=78.0),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compression:
-    """One way to send less.
+    """One way to send less: a codec, and where it takes one its amount (see ``CodecFacts``)."""
 
-    Attributes:
-        codec: ``fp16`` and ``bf16`` round; ``int8`` rounds blocks to 255 levels, ``topk`` sends the largest elements,
-            and ``powersgd`` a product of two thin matrices, each adding what it left out to the next step's gradient.
-        amount: rank of ``powersgd``; share of the elements that ``topk`` sends; 0 for others.
-    """
-
-    codec: Codec
+    codec: str
     amount: float = 0.0
+
+    @property
+    def facts(self) -> CodecFacts:
+        """Of its codec."""
+        return CODECS[self.codec]
 
     @classmethod
     def parse(cls, text: str) -> Compression:
@@ -218,14 +250,13 @@ class Compression:
             ValueError: if it is none of these.
         """
         name, colon, amount = text.partition(":")
-        codec = next((one for one in get_args(Codec) if one == name), None)
-        if codec is None or (colon and name not in _DEFAULTS):
+        if name not in CODECS or (colon and not CODECS[name].amount):
             raise ValueError(text)
-        value = float(amount) if colon else _DEFAULTS.get(name, 0.0)
+        value = float(amount) if colon else CODECS[name].amount
         allowed = {"powersgd": value >= 1 and value == int(value), "topk": 0 < value <= 1}
         if not allowed.get(name, True):
             raise ValueError(text)
-        return cls(codec=codec, amount=value)
+        return cls(codec=name, amount=value)
 
 
 AUTO = "auto"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from phalanx.config.sync import Codec, Compression
+from phalanx.config.sync import Compression
 from phalanx.forecast.kernels import DeviceSetting, Times, widths
 from phalanx.forecast.layouts import DILOCO, NESTEROV, Layouts, Texts
 from phalanx.forecast.network import collective, seconds
@@ -107,19 +107,11 @@ def update(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, lie
     return stepped + np.where(layouts.offload > 0, copied, 0.0) + np.where(layouts.offload == 2, passed, 0.0)
 
 
-_BYTES: dict[Codec, float] = {"none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0 + 4.0 / 256, "powersgd": 4.0}
-"""Of a message, an element: int8 has a scale of 4 bytes for 256 of them. topk takes 8 for each that it sends."""
-
-_AVERAGED: dict[Codec, float] = {"fp16": 76.0, "bf16": 48.0, "int8": 135.0, "topk": 82.0, "powersgd": 62.0}
-"""Bytes moved in memory, an element that is averaged: each operation of ``parallel.compress`` reads and writes once."""
-
-_PUSHED: dict[Codec, float] = {"fp16": 22.0, "bf16": 12.0, "int8": 97.0, "topk": 78.0}
-"""The same for an element that a worker encodes for a server, with what it keeps of what it leaves out."""
+_FULL = 4.0
+"""Bytes of an element that is summed, left out or averaged, of the copy it is compared with, of the outer momentum."""
 
 _READ = 17.0
 """Bytes a server moves to read an element and add it."""
-
-_FED_BACK = ("int8", "topk", "powersgd")
 
 
 def compressed(layouts: Layouts) -> Array:
@@ -128,37 +120,38 @@ def compressed(layouts: Layouts) -> Array:
 
 
 def message(layouts: Layouts) -> Array:
-    """Bytes of one rank's message, an element that is sent."""
-    return _each(layouts.compress, lambda one: 8 * one.amount if one.codec == "topk" else _BYTES[one.codec])
+    """Bytes of one rank's message, an element that is averaged."""
+    return _each(layouts.compress, lambda one: one.facts.bytes * (one.amount if one.facts.way == "gathered" else 1))
 
 
 def averaging(count: Array, thin: Array, layouts: Layouts, inner: Array, setting: DeviceSetting) -> tuple[Array, Array]:
     """Seconds to average ``count`` elements over ``dp``, on the wire and in memory; whole ones in one all-reduce.
 
-    Half and byte messages go to the rank that adds a chunk up, and the mean of it to all; those of ``topk`` go to all.
-    PowerSGD sums ``thin`` elements. ``inner``: how far apart the ranks of ``dp`` stand.
+    By the ways of ``CodecFacts``; PowerSGD sums ``thin`` elements. ``inner``: how far apart the ranks of ``dp`` stand.
     """
     fabric, dp = setting.fabric, layouts.dp
     size = count * message(layouts)
-    kind = _each(layouts.compress, lambda one: {"topk": 2.0, "powersgd": 3.0, "none": 0.0}.get(one.codec, 1.0))
-    to_all = collective("all-gather", np.where(kind == 2, dp, 1.0) * size, dp, inner, fabric)
+    chunks, gathered, is_thin = (
+        _each(layouts.compress, lambda one, way=way: one.facts.way == way) > 0 for way in ("chunks", "gathered", "thin")
+    )
+    to_all = collective("all-gather", np.where(gathered, dp, 1.0) * size, dp, inner, fabric)
     two = collective("all-to-all", size, dp, inner, fabric) + to_all
-    summed = collective("all-reduce", np.where(kind == 3, thin, count) * _BYTES["none"], dp, inner, fabric)
-    wire = np.select([kind == 1, kind == 2], [two, to_all], summed)
-    moved = count * _each(layouts.compress, lambda one: _AVERAGED.get(one.codec, 0.0))
+    summed = collective("all-reduce", np.where(is_thin, thin, count) * _FULL, dp, inner, fabric)
+    wire = np.select([chunks, gathered], [two, to_all], summed)
+    moved = count * _each(layouts.compress, lambda one: one.facts.averaged)
     return wire / setting.preset.reach, moved / (setting.rates.bandwidth * setting.rates.kernels.stream)
 
 
 def pushed(count: Array, layouts: Layouts, setting: DeviceSetting) -> tuple[Array, Array]:
     """Seconds for a worker to encode ``count`` elements, and for a server's host to read them from all workers."""
-    encode = count * _each(layouts.compress, lambda one: _PUSHED.get(one.codec, 0.0))
+    encode = count * _each(layouts.compress, lambda one: one.facts.pushed)
     read = np.where(compressed(layouts), count * _READ * layouts.dp, 0.0)
     return encode / (setting.rates.bandwidth * setting.rates.kernels.stream), read / setting.processor
 
 
 def fed_back(layouts: Layouts) -> Array:
     """Bytes a parameter takes on a device for what was left out of its gradients."""
-    there = _each(layouts.compress, lambda one: 4.0 if one.codec in _FED_BACK else 0.0)
+    there = _each(layouts.compress, lambda one: _FULL if one.facts.feeds_back else 0.0)
     return np.where((layouts.sync > 0) | (layouts.server > 0), 0.0, there)
 
 
@@ -167,7 +160,7 @@ def thin(costs: OperationArrays, lie: StageCounts, layouts: Layouts) -> Array:
 
     Source: Vogels et al., "PowerSGD", 2019, section 3: r (n + m) of n m elements, which is least where n = m.
     """
-    rank = _each(layouts.compress, lambda one: one.amount if one.codec == "powersgd" else 0.0)
+    rank = _each(layouts.compress, lambda one: one.amount if one.facts.way == "thin" else 0.0)
     each = np.zeros((len(costs.parts), len(rank)))
     for index, part in enumerate(costs.parts):
         for one in part.weights:
@@ -183,9 +176,6 @@ def _each(texts: Texts, value: Callable[[Compression], float]) -> Array:
         found[texts == text] = value(Compression.parse(text))
     return found
 
-
-_FULL = 4.0
-"""Bytes of a parameter that is averaged, of the copy it is compared with, and of the outer momentum."""
 
 _OUTER, _MOMENTUM = 28.0, 8.0
 """Bytes moved for a parameter: to take the difference from the copy (12), to step the copy by the average of them and

@@ -2,11 +2,10 @@
 
 from phalanx.parallel.advice import advice, batch_statistics, dropouts, micro_batches, notes, without_gradient
 from phalanx.parallel.assemble import assemble, check, device_kind
-from phalanx.parallel.example import Example
 from phalanx.parallel.grad_reduce import EveryStep, Sync
-from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings
+from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, TensorShard
 from phalanx.parallel.local_sgd import LocalSgd
-from phalanx.parallel.tensor_shard import TensorShard
+from phalanx.parallel.survey import Example
 
 __all__ = [
     "EveryStep",

@@ -125,7 +125,7 @@ def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
 def _apart(job: Job, plan: Plan) -> list[str]:
     found = [
         "loss, count and gradient norm of a step are those of the first replica's share; each averaging tells the mean "
-        "loss of all replicas.",
+        "loss of all replicas."
     ]
     if job.clip is not None:
         found.append("each replica clips by the norm of its own gradient.")

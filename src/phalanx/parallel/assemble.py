@@ -15,10 +15,9 @@ from phalanx.errors import Problem
 from phalanx.hardware import cuda_devices, keep_freed_memory, return_freed_memory
 from phalanx.parallel import activation_checkpointing, compression, threads, torch_compile
 from phalanx.parallel.ddp import DdpLayout
-from phalanx.parallel.example import Example
-from phalanx.parallel.layout import Layout
+from phalanx.parallel.layout import Layout, SingleLayout
 from phalanx.parallel.offload import OptimizerOnHost
-from phalanx.parallel.single import SingleLayout
+from phalanx.parallel.survey import Example
 from phalanx.parallel.threads import ThreadsLayout
 from phalanx.placement.limits import returns_freed_memory
 from phalanx.trace.blocks import open_up
@@ -30,30 +29,22 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
     ``here`` is how many of the plan's devices this machine holds; all of them where it is not given.
     """
     kind = device_kind(plan, here)
-    return [
+    found = [
         *batch_problems(plan, job.batch),
         *_check_device(plan, here),
         *threads.check(plan, kind),
         *torch_compile.check(plan, kind),
         *stage_problems(plan),
         *compression.check(job, plan),
-        *_check_precision(plan),
-        *share_problems(plan, job.batch),
     ]
-
-
-def _check_precision(plan: Plan) -> list[Problem]:
-    if plan.precision not in ("tf32", "fp8"):
-        return []
-    given = f"precision={plan.precision}, which can be forecast but not run yet"
-    return [Problem(where="plan.precision", given=given, allowed="fp32, bf16, fp16", fix="precision=bf16")]
+    if plan.precision in ("tf32", "fp8"):
+        given = f"precision={plan.precision}, which can be forecast but not run yet"
+        found.append(Problem(where="plan.precision", given=given, allowed="fp32, bf16, fp16", fix="precision=bf16"))
+    return [*found, *share_problems(plan, job.batch)]
 
 
 def device_kind(plan: Plan, here: int | None = None) -> str:
-    """``cuda`` or ``cpu``: what ``device=auto`` comes to. CUDA where every replica can have a device of its own.
-
-    ``here`` is how many of the plan's devices this machine holds; all of them where it is not given.
-    """
+    """``cuda`` or ``cpu``: what ``device=auto`` comes to. CUDA where every replica can have a device of its own."""
     if plan.device != "auto":
         return plan.device
     return "cuda" if cuda_devices() >= (here or plan.devices) else "cpu"
@@ -70,7 +61,7 @@ def assemble(
         if seen.facts:
             open_up(module.get_submodule(name) for name in seen.facts.opened)
         else:
-            from phalanx.parallel.opened import look_inside
+            from phalanx.parallel.unwrapped_blocks import look_inside
 
             look_inside(module, seen)
     if plan.kind == "split":
@@ -110,11 +101,5 @@ def _check_device(plan: Plan, here: int | None) -> list[Problem]:
     if there >= needed:
         return []
     given = f"device=cuda for {needed} replicas on this machine; CUDA devices here: {there}"
-    return [
-        Problem(
-            where="plan.device",
-            given=given,
-            allowed="as many replicas as CUDA devices, or device=cpu",
-            fix=str(replace(plan, device="cpu")),
-        )
-    ]
+    allowed, fix = "as many replicas as CUDA devices, or device=cpu", str(replace(plan, device="cpu"))
+    return [Problem(where="plan.device", given=given, allowed=allowed, fix=fix)]

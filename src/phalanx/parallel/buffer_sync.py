@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from phalanx.comm import active
+from phalanx.parallel.grad_reduce import spread
 
 
 class BufferSync:
@@ -47,9 +48,7 @@ class BufferSync:
             return
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
         dist.broadcast(flat, group=self._group, group_src=0)
-        pieces = flat.split([buffer.numel() for buffer in buffers])
-        for buffer, piece in zip(buffers, pieces, strict=True):
-            buffer.copy_(piece.view(buffer.shape))
+        spread(buffers, flat)
 
 
 @contextmanager

@@ -52,25 +52,20 @@ class DdpLayout(Layout):
         sender = None if compress == "none" else Sender(compress, own_group(), parameters)
         if sender:
             self._ddp.register_comm_hook(None, lambda _, bucket: sender.send(bucket))
-        self._held = RankHoldings(module=self._module, parameters=parameters, divisor=world_size, sender=sender)
-
-    @property
-    def holdings(self) -> RankHoldings:
-        return self._held
+        self.holdings = RankHoldings(module=self._module, parameters=parameters, divisor=world_size, sender=sender)
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         accumulate(self._ddp, self._device, parts[0], work)
 
     def finish(self) -> None:
-        if self._held.sender:
-            self._held.sender.traffic.steps += 1
+        if self.holdings.sender:
+            self.holdings.sender.traffic.steps += 1
         if not self._may_be_unused:
-            check_reduced(self._ddp, self._held.parameters)
+            check_reduced(self._ddp, self.parameters)
 
     def stepped(self) -> None:
         self._statistics.share()
-        for tensor in self._held.parameters.values():
-            tensor.grad = None
+        super().stepped()
 
 
 def distributed(module: nn.Module, device: torch.device, job: Job) -> DistributedDataParallel:

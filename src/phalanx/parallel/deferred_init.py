@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.hardware import return_freed_memory
-from phalanx.parallel.example import Example
 from phalanx.parallel.expert.find_experts import called_as_experts
-from phalanx.parallel.local_shards.axis import piece
+from phalanx.parallel.layout import TensorShard
+from phalanx.parallel.local_shards.axis import kept
 from phalanx.parallel.operation_tape import OperationTape, TapedOperation, TensorPlace
+from phalanx.parallel.survey import Example
 from phalanx.parallel.tensor.find_pairs import dry
-from phalanx.parallel.tensor_shard import TensorShard
 from phalanx.trace.fake_tensors import fake, quiet
 
 LARGE = 4096
@@ -101,13 +101,11 @@ def fill(
 ) -> None:
     """Give the parameters that ``module`` has left on the meta device their values, one after the other, in place.
 
-    Of those in ``slices`` only this rank's part is kept.
-
     Args:
         module: where they are.
         known: the recipes of the whole model, by name.
-        slices: by name, what this rank holds of those of which it holds a part.
-        within: only those of this part of ``module``; all where not given.
+        slices: by name, what this rank holds of those of which it holds, and keeps, a part.
+        within: only those of this part of ``module``.
         device: where each goes as soon as it is made; it stays on the host where not given.
     """
     chosen = {id(tensor) for tensor in (within or module).parameters() if tensor.is_meta}
@@ -118,19 +116,15 @@ def fill(
 
     def take(index: int, whole: Tensor) -> None:
         name, before = left[index]
-        holding = (slices or {}).get(name)
-        local = whole
-        for one in holding.placed if holding else ():
-            local = piece(local, one.dim, one.cut, one.axis.rank)
+        local = kept(whole, slices[name].placed) if slices and name in slices else whole
         assert local.shape == before.shape, f"{name}: {tuple(local.shape)} in place of {tuple(before.shape)}"
         partly = local.numel() * local.itemsize < local.untyped_storage().nbytes()
         local = (local.clone() if partly else local).to(device)
         value = nn.Parameter(local, requires_grad=before.requires_grad)
-        vars(value).update({key: kept for key, kept in vars(before).items() if key != _RECIPE})
+        vars(value).update({key: one for key, one in vars(before).items() if key != _RECIPE})
         made[id(before)] = value
 
-    tape = known[left[0][0]].tape
-    tape.replay([known[name].place for name, _ in left], take)
+    known[left[0][0]].tape.replay([known[name].place for name, _ in left], take)
     _exchange(module, made)
 
 
@@ -312,9 +306,8 @@ def _covers(tensor: Tensor) -> bool:
 
 def _scratch(leaf: Any) -> Any:
     """Memory of the form of a fake, with whatever is in it."""
-    if not isinstance(leaf, FakeTensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
+    fake_leaf = isinstance(leaf, FakeTensor)
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if fake_leaf else leaf
 
 
 def _containers(module: nn.Module) -> Iterator[tuple[Any, Any, Any]]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from phalanx.comm import local
 from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError
+from phalanx.parallel.grad_reduce import spread
 from phalanx.trace.blocks import blocks
 
 
@@ -23,9 +24,6 @@ class OuterOptimizer:
     """The copies that replicas began from, flat on the host in fp32, one a fragment, and the optimizer that steps them.
 
     The same on every replica: each steps its own, by the same gradient.
-
-    Attributes:
-        copies: by fragment.
     """
 
     def __init__(self, plan: Plan, copies: Sequence[Tensor]) -> None:
@@ -56,14 +54,11 @@ def fragment_problems(parameters: int, count: int) -> list[Problem]:
     """More fragments than a rank has parameters."""
     if count <= parameters:
         return []
-    return [
-        Problem(
-            where="plan.fragments",
-            given=f"fragments={count} for {parameters} parameters on a rank",
-            allowed="at most as many as a rank has parameters",
-            fix=f"fragments={parameters}",
-        )
-    ]
+    given, allowed = (
+        f"fragments={count} for {parameters} parameters on a rank",
+        "at most as many as a rank has parameters",
+    )
+    return [Problem(where="plan.fragments", given=given, allowed=allowed, fix=f"fragments={parameters}")]
 
 
 def divide(sizes: Mapping[str, int], owners: Mapping[str, int], count: int) -> list[list[str]]:
@@ -110,14 +105,9 @@ def _cuts(costs: Sequence[int], count: int) -> list[int]:
 
 
 class Fragment:
-    """Some of what an optimizer steps on this rank: read and written as one flat fp32 tensor on the host.
-
-    Attributes:
-        names: of the parameters, in order.
-    """
+    """Some of what an optimizer steps on this rank: read and written as one flat fp32 tensor on the host."""
 
     def __init__(self, parameters: Mapping[str, Tensor], names: Sequence[str]) -> None:
-        self.names = tuple(names)
         self._parameters = {name: parameters[name] for name in names}
 
     def read(self) -> Tensor:
@@ -130,17 +120,15 @@ class Fragment:
 
     def cut(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Each parameter's name with what ``flat`` holds for it, in a tensor like the parameter, fp32."""
-        for (name, tensor), piece in zip(self._parameters.items(), self._pieces(flat), strict=True):
+        pieces = flat.split([local(tensor).numel() for tensor in self._parameters.values()])
+        for (name, tensor), piece in zip(self._parameters.items(), pieces, strict=True):
             like = torch.zeros_like(tensor, dtype=torch.float32, requires_grad=False)
             local(like).copy_(piece.view(local(like).shape))
             yield name, like
 
     def flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """What ``cut`` took apart."""
-        return flattened([local(tensors[name]) for name in self.names])
-
-    def _pieces(self, flat: Tensor) -> Sequence[Tensor]:
-        return flat.split([local(tensor).numel() for tensor in self._parameters.values()])
+        return flattened([local(tensors[name]) for name in self._parameters])
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
@@ -149,9 +137,3 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
     for piece, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
         piece.copy_(tensor.detach().reshape(-1))
     return flat
-
-
-def spread(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """Put the elements of ``flat``, on the host, into ``tensors``: what ``flattened`` put together."""
-    for piece, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
-        tensor.copy_(piece.view(tensor.shape))

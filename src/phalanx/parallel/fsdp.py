@@ -54,24 +54,16 @@ class FsdpLayout(Layout):
         apply(module, device, plan, data_mesh(plan, device), lambda part: fill(module, known, within=part))
         self._module = module
         self._device = device
-        self._held = RankHoldings(module=module, parameters=trainable(module), divisor=plan.world_size)
+        self.holdings = RankHoldings(module=module, parameters=trainable(module), divisor=plan.world_size)
         self._statistics = BufferSync(module)
-
-    @property
-    def holdings(self) -> RankHoldings:
-        return self._held
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         # Every micro-batch scatters its gradient at once: kept for the last one, whole gradients would fill the memory.
         each_micro_batch(self._module, self._device, parts[0], work)
 
-    def finish(self) -> None:
-        pass
-
     def stepped(self) -> None:
         self._statistics.share()
-        for tensor in self._held.parameters.values():
-            tensor.grad = None
+        super().stepped()
 
 
 def scalar_problems(module: nn.Module, plan: Plan) -> list[Problem]:

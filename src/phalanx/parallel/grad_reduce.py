@@ -8,25 +8,26 @@ servers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from phalanx.config import Plan
+from phalanx.config.sync import BUCKET_BYTES
 from phalanx.errors import Problem
 from phalanx.units import show_names
 
-_BYTES = 25 * 2**20
+_Item = TypeVar("_Item")
 
 
 def add_up(gradients: Iterable[torch.Tensor | None], group: dist.ProcessGroup) -> None:
     """Sum each gradient over the ranks of ``group``, in place. Every rank must have the same ones."""
     waiting: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
-    for bucket in _buckets([grad for grad in gradients if grad is not None]):
+    for bucket in buckets((grad for grad in gradients if grad is not None), lambda grad: grad):
         flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([grad.reshape(-1) for grad in bucket])
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
@@ -39,19 +40,36 @@ def add_up(gradients: Iterable[torch.Tensor | None], group: dist.ProcessGroup) -
                 grad.copy_(piece.view(grad.shape))
 
 
-def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Runs of gradients of one type, of about 25 MiB each."""
-    bucket: list[torch.Tensor] = []
+def buckets(items: Iterable[_Item], tensor_of: Callable[[_Item], torch.Tensor]) -> list[list[_Item]]:
+    """``items`` in runs whose tensors are of one type and about ``BUCKET_BYTES`` together; a larger one is alone."""
+    runs: list[list[_Item]] = []
     size = 0
-    for grad in gradients:
-        nbytes = grad.numel() * grad.element_size()
-        if bucket and (size + nbytes > _BYTES or bucket[0].dtype != grad.dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(grad)
+    for item in items:
+        tensor = tensor_of(item)
+        nbytes = tensor.numel() * tensor.element_size()
+        if not runs or size + nbytes > BUCKET_BYTES or tensor.dtype != tensor_of(runs[-1][0]).dtype:
+            runs.append([])
+            size = 0
+        runs[-1].append(item)
         size += nbytes
-    if bucket:
-        yield bucket
+    return runs
+
+
+def spread(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Put the elements of ``flat`` into ``tensors``, one after the other."""
+    for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(piece.view(tensor.shape))
+
+
+def found_anywhere(
+    here: Sequence[bool], parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
+) -> list[bool]:
+    """For each of ``parameters`` whether something is ``here``, or on another rank of ``group``. Collective."""
+    if not parameters:
+        return []
+    ranks = torch.tensor(here, dtype=torch.float32, device=next(iter(parameters.values())).device)
+    dist.all_reduce(ranks, group=group)
+    return [count > 0 for count in ranks.tolist()]
 
 
 def sparse(module: nn.Module) -> list[str]:
@@ -93,10 +111,7 @@ class Sync(ABC):
     Totals are the sum and the count of a loss: two numbers, or a tensor of both on CUDA.
     """
 
-    @property
-    @abstractmethod
-    def per_replica(self) -> bool:
-        """Whether the step's group is one replica of several, each of which counts for itself."""
+    per_replica = False  # whether the step's group is one replica of several, each of which counts for itself
 
     @abstractmethod
     def gradients_ready(self, step: int, totals: Any) -> Any:
@@ -113,10 +128,6 @@ class Sync(ABC):
 
 class EveryStep(Sync):
     """Gradients are summed over all replicas in every step, which layouts do on the way."""
-
-    @property
-    def per_replica(self) -> bool:
-        return False
 
     def gradients_ready(self, step: int, totals: Any) -> Any:
         return totals

@@ -1,4 +1,8 @@
-"""What every technique gives the training step: a model laid over this process's devices."""
+"""What every technique gives the training step: a model laid over this process's devices.
+
+One device is what every other layout is measured against: each micro-batch runs forward and backward there, gradients
+add up in ``.grad``, and the optimizer steps. Use it while the model fits one device and is fast enough there.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.parallel.tensor_shard import TensorShard
-
 if TYPE_CHECKING:
     from phalanx.parallel.compression import Sender
+    from phalanx.parallel.local_shards.axis import Placed
     from phalanx.parallel.pipeline import PipelineRunner
 
 
@@ -36,6 +39,19 @@ class MicroBatchWork(ABC):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TensorShard:
+    """Which part of a whole tensor a rank holds.
+
+    Where ranks that are not data parallel hold the same elements (a tensor tied across pipeline stages), the copy of
+    one ``counts``: in norms, and as what is saved.
+    """
+
+    shape: torch.Size  # of the whole
+    placed: tuple[Placed, ...] = ()  # how it is cut, axis by axis; none where the whole is here
+    counts: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankHoldings:
     """What one rank holds of a model.
 
@@ -45,12 +61,12 @@ class RankHoldings:
         parameters: name → the tensor the optimizer steps: a parameter, or this rank's shard of one as a DTensor.
         divisor: what gradients have been divided by once they are complete: the ranks that were averaged over.
         counts: whether this rank's losses count; on ranks that compute the same ones only the first's do.
-        slices: name → which part of the whole tensor this rank's is, for those that are split over ranks by name
-            (tensor, expert and pipeline parallelism); the others are whole, or DTensors.
-        stages: the ranks of a pipeline, which hold parameters of other names; ``None`` where there is no pipeline.
-        runner: what runs this rank's stages of it.
+        slices: of tensors that are split over ranks by name (tensor, expert and pipeline parallelism) this rank's
+            part; the others are whole, or DTensors.
+        stages: the ranks of a pipeline, which hold parameters of other names.
+        runner: of this rank's stages of it.
         remarks: what could not be split and is on every rank, in words.
-        sender: what sends this rank's gradients made smaller; ``None`` where they go whole.
+        sender: of this rank's gradients, where they are made smaller.
     """
 
     module: nn.Module
@@ -67,10 +83,7 @@ class RankHoldings:
 class Layout(ABC):
     """A model as one technique lays it out: ``begin``, ``accumulate``, ``finish``, an optimizer step, ``stepped``."""
 
-    @property
-    @abstractmethod
-    def holdings(self) -> RankHoldings:
-        """What this rank holds."""
+    holdings: RankHoldings
 
     def begin(self) -> None:
         """A step begins: drop gradients that others left, such as a second loss that reads this model's output."""
@@ -80,13 +93,13 @@ class Layout(ABC):
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         """Run ``work`` on every micro-batch of every part this process holds, reducing gradients on the way."""
 
-    @abstractmethod
     def finish(self) -> None:
         """Wait until every parameter has the gradient of the whole global batch, over the divisor."""
+        return
 
-    @abstractmethod
     def stepped(self) -> None:
         """The optimizer has stepped: bring the new values to wherever forward reads them, and drop the gradients."""
+        drop_gradients(self.holdings.parameters.values())
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output without gradients; ``None`` on a rank of a pipeline that does not have it. Collective."""
@@ -94,7 +107,6 @@ class Layout(ABC):
 
     @property
     def module(self) -> nn.Module:
-        """``held.module``."""
         return self.holdings.module
 
     @property
@@ -104,13 +116,22 @@ class Layout(ABC):
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
-        """``held.parameters``."""
         return self.holdings.parameters
 
     @property
     def divisor(self) -> float:
-        """``held.divisor``."""
         return self.holdings.divisor
+
+
+class SingleLayout(Layout):
+    """The whole model on one device; nothing is communicated."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self.holdings = RankHoldings(module=module.to(device), parameters=trainable(module))
+
+    def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
+        each_micro_batch(self.module, self._device, parts[0], work)
 
 
 def each_micro_batch(
@@ -122,9 +143,8 @@ def each_micro_batch(
     around: Callable[[bool], AbstractContextManager[object]] | None = None,
 ) -> None:
     """Run ``work`` on one part's micro-batches in turn, each inside ``around(last)``."""
-    final = len(micros) - 1
     for index, micro in enumerate(micros):
-        last = index == final
+        last = index == len(micros) - 1
         with around(last) if around else nullcontext():
             work.run(module, device, micro, last)
 

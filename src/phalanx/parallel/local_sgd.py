@@ -34,8 +34,8 @@ from phalanx.config import Plan
 from phalanx.errors import DataError, LossError
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.compression import Feedback, Wire, averaged, codec, lane
-from phalanx.parallel.diloco import Fragment, OuterOptimizer, divide, flattened, owners, spread
-from phalanx.parallel.grad_reduce import Sync
+from phalanx.parallel.diloco import Fragment, OuterOptimizer, divide, flattened, owners
+from phalanx.parallel.grad_reduce import Sync, spread
 from phalanx.parallel.layout import Layout, RankHoldings
 
 _LATE = 5
@@ -43,42 +43,31 @@ _LATE = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Averaged:
-    """One averaging.
+    """One averaging."""
 
-    Attributes:
-        step: optimizer steps taken when it was read.
-        fragment: which was averaged.
-        seconds: that this rank waited for it.
-        bytes: that this rank sent.
-        whole: bytes that those would have been without a codec.
-        loss: mean over all replicas since the last averaging; ``None`` where nothing was counted since.
-    """
-
-    step: int
+    step: int  # optimizer steps taken when it was read
     fragment: int
-    seconds: float
-    bytes: int
-    whole: int
-    loss: float | None
+    seconds: float  # that this rank waited for it
+    bytes: int  # that this rank sent
+    whole: int  # bytes that those would have been without a codec
+    loss: float | None  # mean over all replicas since the last averaging; None where nothing was counted since
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sent:
-    """A fragment on its way: this replica's values when it was read, and the mean to come."""
+    """A fragment on its way."""
 
     fragment: int
-    values: Tensor
+    values: Tensor  # this replica's, when it was read
     tally: AveragingWeights
-    mean: Future[Tensor]
+    mean: Future[Tensor]  # to come
     seconds: float
 
 
 class LocalSgd(Sync):
-    """One replica of several, as far as this rank holds it.
+    """One replica of several, as far as this rank holds it; ``across`` are its counterparts in the others."""
 
-    Attributes:
-        across: this rank's counterparts in the other replicas.
-    """
+    per_replica = True
 
     def __init__(self, plan: Plan, layout: Layout, across: Across, first_step: int, last_step: int | None) -> None:
         """``last_step``: steps taken at the end, when replicas are brought together; ``None`` where nobody knows."""
@@ -97,10 +86,6 @@ class LocalSgd(Sync):
         self._told: Any = self._totals  # when an averaging was begun last
         self._read: list[Any] = [self._totals] * plan.fragments  # when each fragment was read last
         self._since = [0] * plan.fragments  # steps since then
-
-    @property
-    def per_replica(self) -> bool:
-        return True
 
     def gradients_ready(self, step: int, totals: Any) -> Any:
         if step >= self._plan.after:
@@ -252,37 +237,25 @@ class LocalSgd(Sync):
         self._news.append(Averaged(fragment=index, seconds=seconds, **told))
 
     def _counted_since(self, index: int) -> float:
-        """What this replica's losses counted since a fragment was read last."""
         return float(self._totals[1] - self._read[index][1])
 
 
 def _sizes(held: RankHoldings) -> dict[str, int]:
     """Bytes of each whole parameter, the same on every rank that holds a part of it."""
-    shapes = {
-        name: held.slices[name].shape if name in held.slices else one.shape for name, one in held.parameters.items()
-    }
-    return {name: prod(shape) * held.parameters[name].element_size() for name, shape in shapes.items()}
+    parameters, slices = held.parameters, held.slices
+    return {name: prod(slices.get(name, one).shape) * one.element_size() for name, one in parameters.items()}
 
 
 @dataclass(kw_only=True, slots=True)
 class AveragingWeights:
-    """What goes with an averaging, by replica; afterwards over all of them.
+    """What goes with an averaging, by replica; afterwards over all of them."""
 
-    Attributes:
-        weight: what losses counted, samples or tokens, since this was averaged last.
-        loss: sum of the losses since the last averaging of anything.
-        count: what they counted.
-        steps: optimizer steps taken: the same on every replica.
-        sent: bytes that this rank sent.
-        whole: bytes that those would have been without a codec.
-    """
-
-    weight: float
-    loss: float
-    count: float
-    steps: int
-    sent: int = 0
-    whole: int = 0
+    weight: float  # what losses counted, samples or tokens, since this was averaged last
+    loss: float  # sum of the losses since the last averaging of anything
+    count: float  # what they counted
+    steps: int  # optimizer steps taken: the same on every replica
+    sent: int = 0  # bytes that this rank sent
+    whole: int = 0  # bytes that those would have been without a codec
 
 
 class Averaging:
@@ -319,7 +292,7 @@ class Averaging:
             across.sum(both)
             tally.sent += across.sent(both.nbytes)
             return both.div_(across.size)
-        if feedback is None and self._codec.feeds_back:
+        if feedback is None and self._codec.facts.feeds_back:
             feedback = self._feedback[fragment] = Feedback(self._codec)
         before = self._wire.traffic.sent
         averaged(values, self._wire, self._codec, feedback)

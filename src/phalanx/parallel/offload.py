@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.comm import is_dtensor, local
-from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings
+from phalanx.parallel.layout import Layout, MicroBatchWork
 
 
 class OptimizerOnHost(Layout):
@@ -31,11 +31,7 @@ class OptimizerOnHost(Layout):
         self._host: dict[str, torch.Tensor] = {
             name: nn.Parameter(self._to_host(tensor.detach())) for name, tensor in inner.parameters.items()
         }
-        self._held = replace(inner.holdings, parameters=self._host)
-
-    @property
-    def holdings(self) -> RankHoldings:
-        return self._held
+        self.holdings = replace(inner.holdings, parameters=self._host)
 
     def begin(self) -> None:
         self._inner.begin()

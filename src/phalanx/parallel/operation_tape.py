@@ -27,33 +27,20 @@ class TensorPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TapedOperation:
-    """One operation.
-
-    Attributes:
-        func: that is called.
-        args: with places for tensors that are not there.
-        kwargs: the same, without a generator.
-        state: of the random numbers before it, where it draws any.
-        generator: whether it draws from a generator of its own.
-        blind: whether it does not look at values.
-        overwrites: whether what it writes into is new whatever was there.
-        writes: memory that it writes into.
-        made: for each leaf of its result the place of it, where that is in new memory.
-    """
+    """One operation."""
 
     func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    state: Tensor | None
-    generator: bool
-    blind: bool
-    overwrites: bool
-    writes: tuple[int, ...]
-    made: tuple[TensorPlace | None, ...]
+    args: tuple[Any, ...]  # with places for tensors that are not there
+    kwargs: dict[str, Any]  # the same, without a generator
+    state: Tensor | None  # of the random numbers before it, where it draws any
+    generator: bool  # whether it draws from a generator of its own
+    blind: bool  # whether it does not look at values
+    overwrites: bool  # whether what it writes into is new whatever was there
+    writes: tuple[int, ...]  # memory that it writes into
+    made: tuple[TensorPlace | None, ...]  # of each leaf of its result that is in new memory
 
     @property
     def makes(self) -> set[int]:
-        """New memory."""
         return {one.memory for one in self.made if one is not None}
 
     @property
@@ -89,7 +76,6 @@ class OperationTape:
         return number in self._writers
 
     def add(self, step: TapedOperation) -> None:
-        """Note a step down."""
         for memory in {*step.writes, *step.makes}:
             self._writers.setdefault(memory, []).append(len(self._steps))
         self._steps.append(step)
@@ -119,7 +105,6 @@ class OperationTape:
                 self._run(sorted(set().union(*(parts[one] for one in members))), members, parts, wanted, take)
 
     def value(self, place: TensorPlace) -> Tensor:
-        """The tensor at one place."""
         found: list[Tensor] = []
         self.replay([place], lambda _, tensor: found.append(tensor))
         return found[0]

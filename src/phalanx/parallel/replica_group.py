@@ -15,28 +15,16 @@ from phalanx.config import Job
 from phalanx.parallel.advice import without_gradient
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.expert import DispatchedExperts
-from phalanx.parallel.grad_reduce import add_up
-from phalanx.parallel.layout import trainable
-
-COPIES = ("dp", "ep", "cp")
-"""Dimensions whose ranks hold copies of the same slice, beside ``fsdp``, whose ranks may share it out."""
-
-EXPERT_COPIES = ("dp", "cp")
-"""The same for experts, of which the ranks of ``ep`` hold different ones."""
+from phalanx.parallel.grad_reduce import add_up, found_anywhere
+from phalanx.parallel.layout import drop_gradients, trainable
+from phalanx.placement.collective_bytes import COPIES, EXPERT_COPIES
 
 
 class Replicas(ABC):
     """How one slice's copies are kept equal: gradients added up, then stepped, then new values where they are read."""
 
-    @property
-    @abstractmethod
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """Name → the tensor the optimizer steps."""
-
-    @property
-    @abstractmethod
-    def averaged(self) -> int:
-        """What gradients have been divided by after ``finish``."""
+    parameters: Mapping[str, torch.Tensor]  # by name, what the optimizer steps
+    averaged = 1  # what gradients have been divided by after ``finish``
 
     def begin(self) -> None:
         """A step begins; gradients that others left are gone."""
@@ -59,30 +47,21 @@ class Whole(Replicas):
     """Every rank holds its slice whole and steps all of it."""
 
     def __init__(self, module: nn.Module, job: Job, mesh: Mesh, dealt: DispatchedExperts) -> None:
-        self._parameters = trainable(module)
+        self.parameters = trainable(module)
         self._may_be_unused = job.unused == "allow"
         self._group = mesh.group("fsdp", *COPIES)
         self._apart = dict.fromkeys(dealt.slices, mesh.group("fsdp", *EXPERT_COPIES))
         self._statistics = BufferSync(module, self._group, alone=self._group is None)
 
-    @property
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        return self._parameters
-
-    @property
-    def averaged(self) -> int:
-        return 1
-
     def finish(self) -> None:
-        groups: dict[dist.ProcessGroup | None, list[str]] = {}
-        for name in self._parameters:
-            groups.setdefault(self._apart.get(name, self._group), []).append(name)
-        for group, names in groups.items():
-            self._add_up({name: self._parameters[name] for name in names}, group)
+        groups: dict[dist.ProcessGroup | None, dict[str, torch.Tensor]] = {}
+        for name, tensor in self.parameters.items():
+            groups.setdefault(self._apart.get(name, self._group), {})[name] = tensor
+        for group, parameters in groups.items():
+            if group is not None:
+                self._add_up(parameters, group)
 
-    def _add_up(self, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-        if group is None:
-            return
+    def _add_up(self, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
         missing = [name for name, tensor in parameters.items() if tensor.grad is None]
         if self._may_be_unused:
             _fill(parameters, group)
@@ -92,8 +71,7 @@ class Whole(Replicas):
 
     def stepped(self) -> None:
         self._statistics.share()
-        for tensor in self._parameters.values():
-            tensor.grad = None
+        drop_gradients(self.parameters.values())
 
 
 class Rows(Replicas):
@@ -105,17 +83,10 @@ class Rows(Replicas):
         everyone = mesh.group("fsdp", *COPIES)
         apart = dict.fromkeys(dealt.slices, mesh.group(*EXPERT_COPIES))
         self._partition = Partition(module, mesh.sharding(device, "fsdp", ()), mesh.group(*COPIES), everyone, apart)
+        self.parameters = self._partition.shards
         # The stages of a pipeline run backward at different times, and some in two halves, which hooks do not see.
         when = "end" if mesh.plan.pp > 1 else "each" if mesh.plan.zero == 2 else "last"
         self._scattering = Scattering(self._partition, job, when=when)
-
-    @property
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        return self._partition.shards
-
-    @property
-    def averaged(self) -> int:
-        return 1
 
     def begin(self) -> None:
         self._scattering.begin()
@@ -150,22 +121,14 @@ class Sharded(Replicas):
         apply(module, device, plan, mesh.sharding(device, "fsdp", COPIES), values)
         # Reads parameters as they are, which from now on the model's own code may see as wholes of their slices.
         module._get_fsdp_state()._lazy_init()  # pyright: ignore
-        self._parameters = trainable(module)
-        self._averaged = mesh.size("fsdp", *COPIES)
+        self.parameters = trainable(module)
+        self.averaged = mesh.size("fsdp", *COPIES)
         self._experts, self._owners = mesh.group("ep"), mesh.size("ep")
-        apart = [name for name in dealt.inside if plan.ep > 1 and name in self._parameters]
-        self._apart = [self._parameters[name] for name in apart]
-        self._beside = [self._parameters[name] for name in apart if name not in dealt.slices]
+        apart = [name for name in dealt.inside if plan.ep > 1 and name in self.parameters]
+        self._apart = [self.parameters[name] for name in apart]
+        self._beside = [self.parameters[name] for name in apart if name not in dealt.slices]
         copies = mesh.group("fsdp", *COPIES)
         self._statistics = BufferSync(module, copies, alone=copies is None)
-
-    @property
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        return self._parameters
-
-    @property
-    def averaged(self) -> int:
-        return self._averaged
 
     def finish(self) -> None:
         # FSDP has added gradients of experts up over the ranks that hold the same ones, and divided by their number.
@@ -176,19 +139,14 @@ class Sharded(Replicas):
 
     def stepped(self) -> None:
         self._statistics.share()
-        for tensor in self._parameters.values():
-            tensor.grad = None
+        drop_gradients(self.parameters.values())
 
 
 def _fill(parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> None:
     """Zeros for gradients that some rank has and this one has not. Collective."""
-    if not parameters:
-        return
-    device = next(iter(parameters.values())).device
-    present = torch.tensor([float(tensor.grad is not None) for tensor in parameters.values()], device=device)
-    dist.all_reduce(present, group=group)
-    for tensor, ranks in zip(parameters.values(), present.tolist(), strict=True):
-        if ranks and tensor.grad is None:
+    present = found_anywhere([tensor.grad is not None for tensor in parameters.values()], parameters, group)
+    for tensor, there in zip(parameters.values(), present, strict=True):
+        if there and tensor.grad is None:
             tensor.grad = torch.zeros_like(tensor)
 
 

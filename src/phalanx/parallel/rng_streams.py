@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from phalanx.parallel.local_shards.axis import Axis
 
 
 def reseed(device: torch.device, seed: int) -> None:
@@ -19,17 +25,31 @@ def branch(device: torch.device, index: int) -> None:
 
     The index changes the lower bits, too: of a seed, torch's generator of the CPU reads the lower 32.
     """
-    reseed(device, (seed_of(device) ^ (index * 0x9E3779B97F4A7C15)) % 2**63)
-
-
-def seed_of(device: torch.device) -> int:
-    """What the device's default stream was last started at."""
-    return generator(device).initial_seed()
+    reseed(device, (generator(device).initial_seed() ^ (index * 0x9E3779B97F4A7C15)) % 2**63)
 
 
 def generator(device: torch.device) -> torch.Generator:
     """The default stream of the device."""
     return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+
+class OwnStream:
+    """Random numbers of this rank's own inside, the same as on the other ranks of ``axes`` again afterwards."""
+
+    def __init__(self, device: torch.device, axes: list[Axis]) -> None:
+        self._device, self._axes, self._generator = device, axes, generator(device)
+
+    def __enter__(self) -> None:
+        draw = torch.randint(2**62, (), device=self._device)
+        self._state = self._generator.get_state()
+        if type(draw) is Tensor and draw.device.type != "meta":
+            place = 0
+            for axis in self._axes:
+                place = place * axis.size + axis.rank
+            self._generator.manual_seed((int(draw) + place * 0x9E3779B97F4A7C15) % 2**63)
+
+    def __exit__(self, *_: object) -> None:
+        self._generator.set_state(self._state)
 
 
 _MASK = (1 << 64) - 1

@@ -19,15 +19,14 @@ from phalanx.errors import RefusedError
 from phalanx.parallel import activation_checkpointing, expert, torch_compile
 from phalanx.parallel.context.regions import Entrance, added_late, entrances, open_for_hooks, share_out_tokens
 from phalanx.parallel.deferred_init import fill, recipes
-from phalanx.parallel.example import Example
-from phalanx.parallel.found import SplitParts
 from phalanx.parallel.grad_reduce import add_up
-from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch
-from phalanx.parallel.local_shards import Axis, Cut, Placed
+from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, TensorShard, each_micro_batch
+from phalanx.parallel.local_shards import Axis, Placed
 from phalanx.parallel.replica_group import Replicas, Rows, Sharded, Whole
-from phalanx.parallel.tensor import Places, dry, find, show_slices, split_weights
+from phalanx.parallel.split_facts import SplitParts
+from phalanx.parallel.survey import Example
+from phalanx.parallel.tensor import Places, Split, dry, find, show_slices, split_weights
 from phalanx.parallel.tensor.find_pairs import Model
-from phalanx.parallel.tensor_shard import TensorShard
 from phalanx.placement.limits import no_attention, no_layers_to_cut
 from phalanx.trace.blocks import leave_cache_out, parts
 from phalanx.units import show_names
@@ -65,7 +64,7 @@ class SplitLayout(Layout):
         self._tp = mesh.group("tp")
         self._stages = cut.stages
         last = cut.stages is None or cut.stages.runner.is_last
-        self._held = RankHoldings(
+        self.holdings = RankHoldings(
             module=module,
             parameters=parameters,
             remarks=cut.remarks,
@@ -76,10 +75,6 @@ class SplitLayout(Layout):
             stages=mesh.group("pp"),
             runner=cut.stages.runner if cut.stages else None,
         )
-
-    @property
-    def holdings(self) -> RankHoldings:
-        return self._held
 
     def begin(self) -> None:
         super().begin()
@@ -99,7 +94,7 @@ class SplitLayout(Layout):
     def finish(self) -> None:
         self._replicas.finish()
         if self._stages is not None:
-            self._stages.add_up_tied(self._held.parameters)
+            self._stages.add_up_tied(self.parameters)
         if self._late and self._tp is not None:
             add_up([None if tensor.grad is None else local(tensor.grad) for tensor in self._late], self._tp)
 
@@ -108,28 +103,21 @@ class SplitLayout(Layout):
 
 
 class _SplitModel:
-    """A model with its weights and tokens shared out, in place.
-
-    Attributes:
-        slices: what this rank holds of each split parameter, by name.
-        places: which modules read them.
-        entrances: the blocks that hidden states enter sliced along their tokens.
-        dealt: experts dealt out.
-        late: parameters whose gradients are added up over ``tp`` at the end of a step.
-        remarks: what could not be cut.
-        stages: of a pipeline, those that are here.
-    """
+    """A model with its weights and tokens shared out, in place."""
 
     def __init__(self, module: nn.Module, device: torch.device, plan: Plan, mesh: Mesh, example: Example) -> None:
-        self.slices: dict[str, TensorShard] = {}
-        self.places: Places = []
+        self.slices: dict[str, TensorShard] = {}  # what this rank holds of each split parameter, by name
+        self.places: Places = []  # which modules read them
         tensors = Axis("tp", size=plan.tp, rank=mesh.at["tp"], group=mesh.group("tp"), tokens=plan.sequence)
         leave_cache_out(module)
         known = example.facts.parts if example.facts else None
         found = found_by_first(lambda: known or look(module, plan, example))
         experts, cuts = found.experts, found.weights
-        self.late, self.remarks = found.late, _remarks(found, plan)
-        self.entrances = [*found.over_cp, *found.over_tp]
+        self.remarks: tuple[str, ...] = ()
+        if found.whole:
+            whole = show_names(found.whole)
+            self.remarks = (f"tp={plan.tp} leaves on every rank what pairs up with no other weight: {whole}.",)
+        self.entrances = [*found.over_cp, *found.over_tp]  # blocks that hidden states enter sliced along their tokens
         expert.by_rows(module, experts)
         self.stages: OwnedStages | None = None
         if plan.pp > 1:
@@ -153,7 +141,8 @@ class _SplitModel:
         if self.stages is not None:
             self.stages.runner.share_out({axis.name: axis for axis in over})
             self.slices = self.stages.holdings(self.slices)
-        self.late = [*(name for name in self.late if name not in self.dealt.inside), *self.dealt.late]
+        # Parameters whose gradients are added up over tp at the end of a step.
+        self.late = [*(name for name in found.late if name not in self.dealt.inside), *self.dealt.late]
 
 
 def look(module: nn.Module, plan: Plan, example: Example) -> SplitParts:
@@ -167,35 +156,19 @@ def look(module: nn.Module, plan: Plan, example: Example) -> SplitParts:
     if plan.tp == plan.cp == 1 and not experts:
         return SplitParts(experts=[], weights={}, whole=[], over_cp={}, over_tp={}, late=[])
     with dry(module, example) as model:
-        weights, whole = _weights(model, plan) if plan.tp > 1 else ({}, [])
+        split = find(model, plan.tp) if plan.tp > 1 else Split(cuts={}, whole=[])
+        if plan.tp > 1 and not split.cuts:
+            raise RefusedError([no_layers_to_cut(plan)])
         dealt = expert.rows_of(experts, plan)
         over_tp = _tokens(model, plan, "sequence") if plan.sequence else {}
         return SplitParts(
             experts=experts,
-            weights=weights,
-            whole=[name for name in whole if name not in dealt],
+            weights=split.cuts,
+            whole=[name for name in split.whole if name not in dealt],
             over_cp=_tokens(model, plan, "cp") if plan.cp > 1 else {},
             over_tp=over_tp,
-            late=added_late(model, over_tp, weights) if plan.sequence else [],
+            late=added_late(model, over_tp, split.cuts) if plan.sequence else [],
         )
-
-
-def _remarks(found: SplitParts, plan: Plan) -> tuple[str, ...]:
-    if not found.whole:
-        return ()
-    return (f"tp={plan.tp} leaves on every rank what pairs up with no other weight: {show_names(found.whole)}.",)
-
-
-def _weights(model: Model, plan: Plan) -> tuple[dict[str, tuple[int, Cut]], list[str]]:
-    """How each layer's weights are shared out over ``tp``, and the names of those that are not.
-
-    Raises:
-        RefusedError: if none can be.
-    """
-    found = find(model, plan.tp)
-    if found.cuts:
-        return found.cuts, found.whole
-    raise RefusedError([no_layers_to_cut(plan)])
 
 
 def _tokens(model: Model, plan: Plan, key: str) -> dict[str, Entrance]:

@@ -6,26 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from phalanx.comm import Mesh, local
 from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel.example import Example
 from phalanx.parallel.grad_reduce import add_up
+from phalanx.parallel.layout import TensorShard
 from phalanx.parallel.pipeline import CutPipeline, PipelineRunner, StageCuts, UnitCall, cut
-from phalanx.parallel.replica_group import COPIES, EXPERT_COPIES
-from phalanx.parallel.tensor_shard import TensorShard
+from phalanx.parallel.survey import Example
+from phalanx.placement.collective_bytes import COPIES, EXPERT_COPIES
 from phalanx.placement.schedules import in_halves
 
 
 class OwnedStages:
-    """The stages on this rank.
-
-    Attributes:
-        runner: runs them.
-    """
+    """The stages on this rank, which ``runner`` runs."""
 
     def __init__(
         self,
@@ -41,30 +36,18 @@ class OwnedStages:
         ``known``: where to cut it; looked for where that is not given.
         """
         # Groups are made by all ranks together, and not every stage has what would ask for each of these.
-        for names in (
-            ("tp",),
-            ("cp",),
-            ("ep",),
-            ("ep", "tp"),
-            ("fsdp", *COPIES),
-            COPIES,
-            ("fsdp", *EXPERT_COPIES),
-            EXPERT_COPIES,
-        ):
+        owners = (("tp",), ("cp",), ("ep",), ("ep", "tp"))
+        for names in (*owners, ("fsdp", *COPIES), COPIES, ("fsdp", *EXPERT_COPIES), EXPERT_COPIES):
             mesh.group(*names)
-        shapes = {name: tensor.shape for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        named = (*module.named_parameters(), *module.named_buffers())
+        self._shapes = {name: tensor.shape for name, tensor in named}
         pipeline = cut(module, example, plan, known)
         rank = mesh.at["pp"]
-        self._shapes = shapes
         self._first = {name: pipeline.ranks_of(name)[0] == rank for name in pipeline.owned(rank)}
-        self._tied: list[tuple[list[str], dist.ProcessGroup | None]] = []
         together: dict[tuple[int, ...], list[str]] = {}
         for name in pipeline.tied:
-            ranks = tuple(pipeline.ranks_of(name))
-            if len(ranks) > 1:
-                together.setdefault(ranks, []).append(name)
-        for ranks, names in together.items():
-            self._tied.append((names, mesh.among("pp", ranks)))
+            together.setdefault(tuple(pipeline.ranks_of(name)), []).append(name)
+        self._tied = [(names, mesh.among("pp", ranks)) for ranks, names in together.items() if len(ranks) > 1]
         self._buffers = _elsewhere(module, pipeline, rank)
         halves = in_halves(plan.recompute, plan.zero, compiles=plan.compile, recomputes=pipeline.program.recomputes)
         self.runner = PipelineRunner(pipeline, mesh, device, halves=halves)
@@ -72,7 +55,8 @@ class OwnedStages:
     def units(self, parts: Sequence[nn.Module]) -> list[nn.Module]:
         """What of ``parts`` runs here, in the pieces in which it does."""
         inside = {child for part in parts for child in part.modules()}
-        return list({call.unit: None for call in self._calls() if call.unit in inside and _has_parameters(call.unit)})
+        units = dict.fromkeys(call.unit for call in self._calls() if call.unit in inside)
+        return [unit for unit in units if next(unit.parameters(), None) is not None]
 
     def recomputed(self, parts: Sequence[nn.Module]) -> list[nn.Module]:
         """The same, for activation checkpointing: nothing may be recomputed across stages.
@@ -108,10 +92,6 @@ class OwnedStages:
             if group is not None:
                 grads = [parameters[name].grad for name in names if name in parameters]  # frozen ones have none
                 add_up([None if grad is None else local(grad) for grad in grads], group)
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 def _reads(plan: Plan, name: str) -> Problem:

@@ -45,24 +45,13 @@ def check(plan: Plan, kind: str) -> list[Problem]:
     problems: list[Problem] = []
     processes = str(replace(plan, threads=1, dp=plan.threads))
     if plan.compile:
-        problems.append(
-            Problem(
-                where="plan.compile",
-                given="threads and compile",
-                allowed="one of the two: torch.compile does not compile in several threads at once",
-                fix=processes,
-            )
-        )
+        allowed = "one of the two: torch.compile does not compile in several threads at once"
+        problems.append(Problem(where="plan.compile", given="threads and compile", allowed=allowed, fix=processes))
     if plan.recompute != "none" and kind == "cpu":
         # Recompute sets the generator back to draw the same dropout again; the threads of a CPU share one generator.
-        problems.append(
-            Problem(
-                where="plan.recompute",
-                given=f"threads and recompute={plan.recompute} on a CPU",
-                allowed="one of the two: recompute would draw other random numbers in backward than in forward",
-                fix=processes,
-            )
-        )
+        given = f"threads and recompute={plan.recompute} on a CPU"
+        allowed = "one of the two: recompute would draw other random numbers in backward than in forward"
+        problems.append(Problem(where="plan.recompute", given=given, allowed=allowed, fix=processes))
     return problems
 
 
@@ -73,7 +62,7 @@ class ThreadsLayout(Layout):
         self._devices = list(devices)
         first = module.to(self._devices[0])
         self._replicas = [first, *(_replica(first, device) for device in self._devices[1:])]
-        self._held = RankHoldings(module=first, parameters=trainable(first))
+        self.holdings = RankHoldings(module=first, parameters=trainable(first))
         self._copies = [dict(replica.named_parameters()) for replica in self._replicas[1:]]
         cores = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(
@@ -82,10 +71,6 @@ class ThreadsLayout(Layout):
             initializer=torch.set_num_threads,
             initargs=(max(1, cores // len(self._replicas)),),
         )
-
-    @property
-    def holdings(self) -> RankHoldings:
-        return self._held
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -99,20 +84,17 @@ class ThreadsLayout(Layout):
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         share_a_stream = len(set(self._devices)) < len(self._devices)
         with nothing_drawn_twice() if share_a_stream else nullcontext():
-            self._accumulate(parts, work)
-
-    def _accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
-        waiting = [
-            self._pool.submit(each_micro_batch, module, device, micros, work)
-            for module, device, micros in zip(self._replicas, self._devices, parts, strict=True)
-        ]
-        for future in waiting:
-            future.exception()  # all threads end before the first error is raised
-        for future in waiting:
-            future.result()
+            waiting = [
+                self._pool.submit(each_micro_batch, module, device, micros, work)
+                for module, device, micros in zip(self._replicas, self._devices, parts, strict=True)
+            ]
+            for future in waiting:
+                future.exception()  # all threads end before the first error is raised
+            for future in waiting:
+                future.result()
 
     def finish(self) -> None:
-        for name, tensor in self._held.parameters.items():
+        for name, tensor in self.parameters.items():
             for replica in self._copies:
                 grad = replica[name].grad
                 if grad is None:
@@ -122,8 +104,7 @@ class ThreadsLayout(Layout):
                 tensor.grad = grad if tensor.grad is None else tensor.grad.add_(grad)
 
     def stepped(self) -> None:
-        for tensor in self._held.parameters.values():
-            tensor.grad = None
+        super().stepped()
         with torch.no_grad():
             for replica, device in zip(self._replicas[1:], self._devices[1:], strict=True):
                 if device != self._devices[0]:
@@ -135,14 +116,10 @@ class ThreadsLayout(Layout):
 
 def _replica(module: nn.Module, device: torch.device) -> nn.Module:
     """A copy of ``module`` on ``device``; on the same device its parameters share their storage with the original's."""
-    shared: dict[int, Any] = {}
-    for tensor in module.parameters():
-        twin = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
-        shared[id(tensor)] = (
-            twin
-            if tensor.device == device
-            else nn.Parameter(tensor.detach().to(device), requires_grad=tensor.requires_grad)
-        )
+    shared: dict[int, Any] = {
+        id(tensor): nn.Parameter(tensor.detach().to(device), requires_grad=tensor.requires_grad)
+        for tensor in module.parameters()
+    }
     return copy.deepcopy(module, shared).to(device)
 
 
@@ -157,10 +134,7 @@ def nothing_drawn_twice() -> Iterator[None]:
     forward = function.forward
 
     def checkpointed(run: Any, preserve: bool = True, *rest: Any, **kwargs: Any) -> Generator[None]:
-        if not preserve:
-            yield from generator(run, preserve, *rest, **kwargs)
-            return
-        with _Draws():
+        with _Draws() if preserve else nullcontext():
             yield from generator(run, preserve, *rest, **kwargs)
 
     def reentrant(ctx: Any, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
@@ -183,19 +157,17 @@ class _Draws(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _draws(getattr(func, "__name__", ""), args, kwargs):
-            raise RefusedError(
-                [
-                    Problem(
-                        where="plan.threads",
-                        given="threads on a CPU, for a model that draws random numbers, such as dropout, in what "
-                        "torch.utils.checkpoint computes a second time: threads share one stream, and it would draw "
-                        "other numbers in backward than in forward",
-                        allowed="processes, each with a stream of its own; or no dropout inside what is recomputed",
-                        fix="dp=2",
-                    )
-                ]
-            )
+            raise RefusedError([_DRAWN_TWICE])
         return func(*args, **kwargs)
+
+
+_DRAWN_TWICE = Problem(
+    where="plan.threads",
+    given="threads on a CPU, for a model that draws random numbers, such as dropout, in what torch.utils.checkpoint "
+    "computes a second time: threads share one stream, and it would draw other numbers in backward than in forward",
+    allowed="processes, each with a stream of its own; or no dropout inside what is recomputed",
+    fix="dp=2",
+)
 
 
 def _draws(name: str, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ deals out whole parameters, which one large embedding unbalances.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from phalanx.comm import all_gather_flat, data_mesh, reduce_scatter_sum
 from phalanx.config import Job, Plan
-from phalanx.config.sync import BUCKET_BYTES
 from phalanx.parallel.advice import without_gradient
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.deferred_init import fill, recipes
+from phalanx.parallel.grad_reduce import buckets, found_anywhere
 from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch
 
 
@@ -41,11 +41,7 @@ class ShardedRows(Layout):
         self._device = device
         self._partition = Partition.over_all_ranks(self._module, device, plan)
         self._scattering = Scattering(self._partition, job, when="each" if plan.zero == 2 else "last")
-        self._held = RankHoldings(module=self._module, parameters=self._partition.shards)
-
-    @property
-    def holdings(self) -> RankHoldings:
-        return self._held
+        self.holdings = RankHoldings(module=self._module, parameters=self._partition.shards)
 
     def begin(self) -> None:
         super().begin()
@@ -85,14 +81,9 @@ class Scattering:
         """Forget gradients that arrived between steps: others ran those backwards."""
         self._seen.clear()
 
-    @contextmanager
-    def around(self, last: bool) -> Iterator[None]:
+    def around(self, last: bool) -> AbstractContextManager[None]:
         """Around one micro-batch: if it is its turn, gradients are scattered as they arrive, the rest at its end."""
-        if self._when == "each" or (self._when == "last" and last):
-            with self._scattered():
-                yield
-        else:
-            yield
+        return self._scattered() if self._when == "each" or (self._when == "last" and last) else nullcontext()
 
     def finish(self) -> None:
         """Wait for the sums.
@@ -110,7 +101,11 @@ class Scattering:
                 pass
         for bucket in self._partition.buckets:
             bucket.wait()
-        seen = self._seen if not self._may_be_unused else self._seen_anywhere()
+        seen = self._seen
+        if self._may_be_unused and self._partition.world_size > 1:
+            shards = self._partition.shards
+            present = found_anywhere([name in seen for name in shards], shards, self._partition.everyone)
+            seen = {name for name, there in zip(shards, present, strict=True) if there}
         for piece in self._partition.slices:
             if piece.name not in seen:
                 piece.shard.grad = None  # as on one device: no gradient, not a gradient of zero
@@ -131,9 +126,10 @@ class Scattering:
             self._seen.add(piece.name)
             if not self._inside:
                 return
-            self._partition.buckets[self._where[piece.name]].arrived(piece)
+            buckets = self._partition.buckets
+            buckets[self._where[piece.name]].missing.discard(piece.name)
             # In bucket order, not in order of arrival: every rank must issue the same sequence of collectives.
-            while self._launched < len(self._partition.buckets) and self._partition.buckets[self._launched].complete:
+            while self._launched < len(buckets) and not buckets[self._launched].missing:
                 self._launch_next()
 
         return arrived
@@ -143,16 +139,6 @@ class Scattering:
         self._launched += 1
         if self._launched >= 3:
             self._partition.buckets[self._launched - 3].wait()  # bounds the whole gradients alive to a few buckets
-
-    def _seen_anywhere(self) -> set[str]:
-        names = list(self._partition.shards)
-        if not names:
-            return set()
-        first = self._partition.slices[0].whole
-        present = torch.tensor([float(name in self._seen) for name in names], device=first.device)
-        if self._partition.world_size > 1:
-            dist.all_reduce(present, group=self._partition.everyone)
-        return {name for name, count in zip(names, present.tolist(), strict=True) if count}
 
 
 class Partition:
@@ -181,7 +167,9 @@ class Partition:
         for piece in self.slices[::-1]:
             kinds.setdefault(others.get(piece.name, replicas), []).append(piece)
         self.buckets = [
-            Bucket(run, shards.get_group(), copies) for copies, pieces in kinds.items() for run in cut(pieces)
+            Bucket(run, shards.get_group(), copies)
+            for copies, pieces in kinds.items()
+            for run in buckets(pieces, lambda piece: piece.whole)
         ]
         for tensor in module.buffers():
             if self.world_size > 1 and tensor.is_floating_point():
@@ -189,7 +177,6 @@ class Partition:
 
     @classmethod
     def over_all_ranks(cls, module: nn.Module, device: torch.device, plan: Plan) -> Partition:
-        """Cut over ``fsdp``, in ``dp`` copies."""
         mesh = data_mesh(plan, device)
         if plan.dp == 1:
             return cls(module, mesh, None, dist.group.WORLD)
@@ -222,11 +209,10 @@ class ParameterSlice:
         rank = mesh.get_local_rank()
         self.first = min(rank * self.rows, whole.shape[0]) if whole.dim() else 0
         self.last = min(self.first + self.rows, whole.shape[0]) if whole.dim() else 1
-        self.width = whole[0].numel() if whole.dim() and whole.shape[0] else 1
-        self.padded = self.rows * self.width
+        self.padded = self.rows * (whole[0].numel() if whole.dim() and whole.shape[0] else 1)
         self._mesh = mesh
         self._placement = [Shard(0)] if whole.dim() else [Replicate()]
-        self.local = self._own(whole.detach())
+        self.local = whole.detach()[self.first : self.last] if whole.dim() else whole.detach()
         self.shard = nn.Parameter(self._dress(self.local))
 
     def add_gradient(self, flat: torch.Tensor) -> None:
@@ -260,9 +246,6 @@ class ParameterSlice:
             rows = whole[rank * self.rows : (rank + 1) * self.rows]
             rows.copy_(gathered[rank, : rows.numel()].view(rows.shape))
 
-    def _own(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole[self.first : self.last] if whole.dim() else whole
-
     def _dress(self, local: torch.Tensor) -> torch.Tensor:
         return DTensor.from_local(
             local, self._mesh, self._placement, run_check=False, shape=self.whole.shape, stride=self.whole.stride()
@@ -278,34 +261,23 @@ class Bucket:
         self.slices = slices
         self._group, self._replicas = group, replicas
         self._ranks = slices[0].ranks
-        self._padded = sum(piece.padded for piece in slices)
-        self._missing: set[str] = set()
+        self._sizes = [piece.padded for piece in slices]
+        self.missing: set[str] = set()  # names whose gradients of this micro-batch are not there yet
         self._running: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def complete(self) -> bool:
-        """Whether every gradient of this micro-batch is there."""
-        return not self._missing
 
     def expect(self) -> None:
         """A new backward begins: no gradient is there yet."""
         self.wait()
-        self._missing = {piece.name for piece in self.slices}
-
-    def arrived(self, piece: ParameterSlice) -> None:
-        """The whole gradient of ``piece`` is complete."""
-        self._missing.discard(piece.name)
+        self.missing = {piece.name for piece in self.slices}
 
     def launch(self) -> None:
         """Pack the whole gradients, drop them, and start summing and scattering."""
         first = self.slices[0].whole
-        flat = torch.empty(self._ranks, self._padded, dtype=first.dtype, device=first.device)
-        offset = 0
-        for piece in self.slices:
-            piece.pack_whole(piece.whole.grad, flat[:, offset : offset + piece.padded])
+        flat = torch.empty(self._ranks, sum(self._sizes), dtype=first.dtype, device=first.device)
+        for piece, columns in zip(self.slices, flat.split(self._sizes, 1), strict=True):
+            piece.pack_whole(piece.whole.grad, columns)
             piece.whole.grad = None
-            offset += piece.padded
-        out = torch.empty(self._padded, dtype=first.dtype, device=first.device)
+        out = torch.empty(sum(self._sizes), dtype=first.dtype, device=first.device)
         self._running = (reduce_scatter_sum(out, flat.view(-1), self._group), out, flat)
 
     def wait(self) -> None:
@@ -316,38 +288,17 @@ class Bucket:
         work.wait()
         if self._replicas is not None:
             dist.all_reduce(out, group=self._replicas)
-        offset = 0
-        for piece in self.slices:
-            piece.add_gradient(out[offset : offset + piece.padded])
-            offset += piece.padded
+        for piece, part in zip(self.slices, out.split(self._sizes), strict=True):
+            piece.add_gradient(part)
         self._running = None
 
     def gather(self) -> None:
         """Bring every rank's rows into the whole parameters."""
         first = self.slices[0].whole
-        part = torch.zeros(self._padded, dtype=first.dtype, device=first.device)
-        offset = 0
-        for piece in self.slices:
-            part[offset : offset + piece.local.numel()].copy_(piece.local.reshape(-1))
-            offset += piece.padded
-        out = torch.empty(self._ranks * self._padded, dtype=first.dtype, device=first.device)
-        all_gather_flat(out, part, self._group)
-        columns = out.view(self._ranks, self._padded)
-        offset = 0
-        for piece in self.slices:
-            piece.unpack_whole(columns[:, offset : offset + piece.padded])
-            offset += piece.padded
-
-
-def cut(slices: list[ParameterSlice]) -> list[list[ParameterSlice]]:
-    """Slices in runs of one dtype and about ``BUCKET_BYTES`` each; a larger one stands alone."""
-    runs: list[list[ParameterSlice]] = []
-    size = 0
-    for piece in slices:
-        bytes_ = piece.whole.numel() * piece.whole.element_size()
-        if not runs or size + bytes_ > BUCKET_BYTES or piece.whole.dtype != runs[-1][0].whole.dtype:
-            runs.append([])
-            size = 0
-        runs[-1].append(piece)
-        size += bytes_
-    return runs
+        flat = torch.zeros(sum(self._sizes), dtype=first.dtype, device=first.device)
+        for piece, part in zip(self.slices, flat.split(self._sizes), strict=True):
+            part[: piece.local.numel()].copy_(piece.local.reshape(-1))
+        out = torch.empty(self._ranks * len(flat), dtype=first.dtype, device=first.device)
+        all_gather_flat(out, flat, self._group)
+        for piece, columns in zip(self.slices, out.view(self._ranks, -1).split(self._sizes, 1), strict=True):
+            piece.unpack_whole(columns)

@@ -241,9 +241,11 @@ class Elements:
     expert: bool = False
 
 
-def copies(expert: bool) -> tuple[str, ...]:
-    """Dimensions along which ranks hold the same shards, and see other samples or tokens."""
-    return ("dp", "cp") if expert else ("dp", "ep", "cp")
+COPIES = ("dp", "ep", "cp")
+"""Dimensions along which ranks hold the same shards, and see other samples or tokens."""
+
+EXPERT_COPIES = ("dp", "cp")
+"""The same for experts, of which the ranks of ``ep`` hold different ones."""
 
 
 def gather(held: Elements, widths: Widths, mesh: MeshSizes, shards: tuple[str, ...] = ("fsdp",)) -> Exchange:
@@ -264,7 +266,7 @@ def scatter(held: Elements, widths: Widths, mesh: MeshSizes, shards: tuple[str, 
 
 def add_up(held: Elements, widths: Widths, mesh: MeshSizes, shards: tuple[str, ...] = ("fsdp",)) -> Exchange:
     """Gradients, or shards of them, added up over copies (Zhao et al. 2023, section 3.2.2)."""
-    over = tuple(axis for axis in copies(held.expert) if axis not in shards)
+    over = tuple(axis for axis in (EXPERT_COPIES if held.expert else COPIES) if axis not in shards)
     size = held.learn / mesh.ranks(shards) * widths.sent
     return Exchange(why="copies' gradients", kind="all-reduce", over=over, size=size, times=1 * (mesh.ranks(over) > 1))
 

@@ -13,7 +13,7 @@ from phalanx.data.batch_split import share
 from phalanx.errors import PhalanxError
 from phalanx.launch import look_ahead
 from phalanx.parallel import device_kind
-from phalanx.parallel.survey import ParameterShard, Survey, TensorPiece
+from phalanx.placement.ownership import ParameterShard, Survey, TensorPiece
 from phalanx.placement.schedules import Action, Timed, order, timed, work
 from phalanx.report.comparison import LATE, stored
 from phalanx.report.drawing import Timeline, samples_of
@@ -304,7 +304,7 @@ def _held_as_dict(held: ParameterShard) -> dict[str, Any]:
     return {
         "name": held.tensor.name,
         "shape": list(held.tensor.shape),
-        "dtype": str(held.tensor.dtype).removeprefix("torch."),
+        "dtype": held.tensor.dtype,
         "cut_over": ["x".join(share.axes) for share in held.shares],
         "parameter": part(held.parameter),
         "gradient": part(held.gradient),

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.config import Plan
-from phalanx.parallel.survey import ParameterShard, Survey
+from phalanx.placement.ownership import ParameterShard, Survey
 from phalanx.report.comparison_tables import beside_table
 from phalanx.report.drawing import (
     COLOURS,

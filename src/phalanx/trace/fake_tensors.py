@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -182,6 +183,21 @@ _RULES: dict[str, Callable[..., Any]] = {
     "aten::nll_loss_backward": _chosen_backward,
 }
 _LAID_OUT = {"aten::clone"}  # what it gives may be laid out otherwise
+
+
+class NothingDrawn(TorchFunctionMode):
+    """Leaves out random initial values, for which torch would load its compiler, though there are none on meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        first = args[0] if args else given.get("tensor")
+        if isinstance(first, Tensor) and first.is_meta and getattr(func, "__name__", "") in _DRAWS:
+            return first
+        return func(*args, **given)
+
+
+_DRAWS = {"normal_", "uniform_", "trunc_normal_"}
+_DRAWS |= {f"{name}_{kind}_" for name in ("xavier", "kaiming") for kind in ("uniform", "normal")}
 
 
 class Values:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import Problem, SpecError
+from phalanx.trace.fake_tensors import NothingDrawn
 from phalanx.trace.standard_models import ModelCall, Shape
 
 
@@ -23,7 +23,7 @@ def described(shape: Shape) -> ModelCall:
     """
     if problems := _problems(shape):
         raise SpecError(problems)
-    with torch.device("meta"), _Undrawn():
+    with torch.device("meta"), NothingDrawn():
         if shape.family == "resnet50":
             images, labels = torch.empty(1, 3, shape.image, shape.image), torch.empty(1, dtype=torch.int64)
             module = ResNet50(shape.vocabulary)
@@ -35,16 +35,6 @@ def described(shape: Shape) -> ModelCall:
             return ModelCall(module=Bert(shape), args=args, batch=batch, loss=_two_losses, meta=True)
         batch = torch.empty(1, shape.length, dtype=torch.int64)
         return ModelCall(module=Decoder(shape), args=(tokens,), batch=batch, loss=_next_token, meta=True)
-
-
-class _Undrawn(TorchFunctionMode):
-    """Leaves weights as they are: drawing them, which loads torch's compiler, is nothing on the meta device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named: dict[str, Any] = kwargs or {}
-        if getattr(func, "__module__", "") == nn.init.__name__:
-            return args[0] if args else named["tensor"]
-        return func(*args, **named)
 
 
 def _next_token(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:

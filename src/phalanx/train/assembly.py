@@ -29,7 +29,7 @@ from phalanx.train.uneven_shares import Sharing
 from phalanx.units import show_bytes
 
 if TYPE_CHECKING:  # loaded by plans that have some
-    from phalanx.parallel.found import Facts
+    from phalanx.parallel.split_facts import Facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,7 +196,7 @@ def _known(findings: Findings | None, module: nn.Module, plan: Plan) -> Facts | 
     """The facts that are of ``module`` under ``plan``."""
     if not findings or not findings.facts:
         return None
-    from phalanx.parallel.found import Facts
+    from phalanx.parallel.split_facts import Facts
 
     return Facts.known(findings.facts, module, plan)
 

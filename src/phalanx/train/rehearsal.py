@@ -14,18 +14,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
 from phalanx.parallel import Example, check, device_kind, notes, torch_compile, without_gradient
-from phalanx.parallel.survey import Survey, survey
+from phalanx.parallel.survey import survey
+from phalanx.placement.ownership import Survey
+from phalanx.trace.fake_tensors import NothingDrawn
 from phalanx.train.assembly import Findings, begun, build_model, example_of, give_needed_values, optimizer_over
 from phalanx.train.elementwise import half_steps
 from phalanx.train.evaluate import evaluation_mode, measure
@@ -36,7 +37,7 @@ from phalanx.train.refusals import model_problems, optimizer_problems, rank_0, s
 from phalanx.train.split_causes import LARGEST, causes
 
 if TYPE_CHECKING:  # loaded by plans that have some
-    from phalanx.parallel.found import Facts
+    from phalanx.parallel.split_facts import Facts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +71,10 @@ def preview(job: Job, plan: Plan) -> PlanPreview:
     _refuse(job, module, plan)
     found = notes(module, job, plan)
     if plan.kind != "split":
-        return PlanPreview(survey=survey(module, plan), notes=tuple(found))
+        return PlanPreview(survey=survey(module, plan)[0], notes=tuple(found))
     example = _example(job, module)
     found += [*unbuilt, *give_needed_values(module, example)]
-    return PlanPreview(survey=survey(module, plan, example), notes=tuple(found))
+    return PlanPreview(survey=survey(module, plan, example)[0], notes=tuple(found))
 
 
 def _refuse(job: Job, module: nn.Module, plan: Plan) -> None:
@@ -155,13 +156,13 @@ def ahead(job: Job, plan: Plan) -> Look:
 
 def _facts(module: nn.Module, plan: Plan, example: Example) -> Facts:
     """What the processes that run ``module`` under ``plan`` need not look for."""
-    from phalanx.parallel.found import Facts, identity
-    from phalanx.parallel.opened import look_inside
+    from phalanx.parallel.split_facts import Facts, identity
+    from phalanx.parallel.unwrapped_blocks import look_inside
 
     of = identity(module, plan)
     give_needed_values(module, example)
     opened = look_inside(module, example) if plan.zero == 3 or plan.recompute != "none" else ()
-    return Facts(of=of, opened=opened, parts=survey(module, plan, example).parts)
+    return Facts(of=of, opened=opened, parts=survey(module, plan, example)[1])
 
 
 _LARGE = 2e8  # elements: some seconds of random numbers
@@ -185,30 +186,8 @@ def size_of(job: Job) -> int | None:
 
 
 def _on_meta(job: Job) -> nn.Module:
-    with torch.device("meta"), _NothingDrawn():
+    with torch.device("meta"), NothingDrawn():
         return job.model()
-
-
-class _NothingDrawn(TorchFunctionMode):
-    """Leaves out random initial values, for which torch would load its compiler, though there are none on meta."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        first = args[0] if args else given.get("tensor")
-        if isinstance(first, torch.Tensor) and first.is_meta and getattr(func, "__name__", "") in _DRAWS:
-            return first
-        return func(*args, **given)
-
-
-_DRAWS = (
-    "normal_",
-    "uniform_",
-    "trunc_normal_",
-    "xavier_uniform_",
-    "xavier_normal_",
-    "kaiming_uniform_",
-    "kaiming_normal_",
-)
 
 
 _HOST = torch.device("cpu")

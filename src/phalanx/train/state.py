@@ -13,7 +13,8 @@ from phalanx.comm import from_every_rank, local
 from phalanx.config import Job, RunSpec
 from phalanx.errors import CheckpointError
 from phalanx.parallel import Layout, LocalSgd, RankHoldings
-from phalanx.parallel.diloco import flattened, spread
+from phalanx.parallel.diloco import flattened
+from phalanx.parallel.grad_reduce import spread
 from phalanx.train.assembly import Assembly
 from phalanx.train.loss_scaling import LossScale
 

@@ -15,9 +15,9 @@ from phalanx.config import Job
 from phalanx.data import Lane, Loader
 from phalanx.forecast import Lengths, Work
 from phalanx.forecast.layouts import lengths_of
-from phalanx.parallel.example import Example
 from phalanx.parallel.grad_reduce import made_dense
-from phalanx.parallel.opened import look_inside
+from phalanx.parallel.survey import Example
+from phalanx.parallel.unwrapped_blocks import look_inside
 from phalanx.trace import ModelCall, length_of, trace
 from phalanx.train.assembly import begun, example_of
 from phalanx.train.elementwise import Parameters

@@ -1,15 +1,12 @@
 """Sending less: codecs, what they leave out and when it is made up for, and averages that go through them."""
 
-from phalanx.parallel.compression.codec_limits import check, optimizer_problems, problems
-from phalanx.parallel.compression.codecs import Codec, codec, message, read
+from phalanx.parallel.compression.codecs import Codec, check, codec, message, optimizer_problems, problems, read
 from phalanx.parallel.compression.ddp_hook import Sender, averaged
 from phalanx.parallel.compression.error_feedback import Feedback
-from phalanx.parallel.compression.exchange import CompressedTraffic, ExchangeQueue, Wire, lane
+from phalanx.parallel.compression.exchange import Wire, lane
 
 __all__ = [
     "Codec",
-    "CompressedTraffic",
-    "ExchangeQueue",
     "Feedback",
     "Sender",
     "Wire",

@@ -1,30 +1,29 @@
-"""Codecs: a flat tensor becomes a few smaller ones, and comes back nearly as it was."""
+"""Codecs: a flat tensor becomes a few smaller ones, and comes back nearly as it was; and what they cannot serve."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from phalanx.config.sync import Compression
+from phalanx.config import Job, Plan
+from phalanx.config.sync import CODECS, CodecFacts, Compression
+from phalanx.errors import Problem
+from phalanx.parallel.grad_reduce import sparse
+from phalanx.units import show_names
 
 _ALIGNED = 4
 """Bytes that a message is a multiple of, so that several in a row can be read as wider numbers."""
 
 
 class Codec(ABC):
-    """Makes flat fp32 tensors smaller. Where a number is not finite, so is what it is read as: nobody misses it.
+    """Makes flat fp32 tensors smaller. Where a number is not finite, so is what it is read as: nobody misses it."""
 
-    Attributes:
-        feeds_back: whether what it leaves out of a tensor is too much to be lost, and is to be added to the next one.
-        grain: elements that are encoded together: a tensor is best cut at multiples of it.
-    """
-
-    feeds_back: ClassVar[bool]
-    grain: ClassVar[int]
+    facts: ClassVar[CodecFacts]
 
     @abstractmethod
     def sizes(self, count: int) -> list[tuple[int, torch.dtype]]:
@@ -96,8 +95,7 @@ _LOWEST, _HIGHEST = -111, 128  # exponents for which both the scale and its inve
 class Bf16(Codec):
     """bf16, rounded to nearest: off by 2**-8 of an element at most."""
 
-    feeds_back = False
-    grain = 1
+    facts = CODECS["bf16"]
 
     def sizes(self, count: int) -> list[tuple[int, torch.dtype]]:
         return [(count, torch.bfloat16)]
@@ -120,8 +118,7 @@ class Fp16(Codec):
     are off by 2**-39 of the largest at most.
     """
 
-    feeds_back = False
-    grain = 1
+    facts = CODECS["fp16"]
 
     def sizes(self, count: int) -> list[tuple[int, torch.dtype]]:
         return [(min(count, 1), torch.float32), (count, torch.float16)]
@@ -150,7 +147,7 @@ class Fp16(Codec):
                 torch.mul(numbers, inverse, out=out[piece])
 
 
-_BLOCK, _LEVELS = 256, 127
+_BLOCK, _LEVELS = CODECS["int8"].grain, 127
 
 
 class Int8Blocks(Codec):
@@ -160,8 +157,7 @@ class Int8Blocks(Codec):
     levels and by block.
     """
 
-    feeds_back = True
-    grain = _BLOCK
+    facts = CODECS["int8"]
 
     def sizes(self, count: int) -> list[tuple[int, torch.dtype]]:
         return [(-(-count // _BLOCK), torch.float32), (count, torch.int8)]
@@ -218,14 +214,12 @@ class TopK(Codec):
     "Sparsified SGD with memory", 2018.
     """
 
-    feeds_back = True
-    grain = 1
+    facts = CODECS["topk"]
 
     def __init__(self, share: float) -> None:
         self._share = share
 
     def sent_count(self, count: int) -> int:
-        """Elements sent of ``count``."""
         return min(count, max(1, round(self._share * count)))
 
     def sizes(self, count: int) -> list[tuple[int, torch.dtype]]:
@@ -282,3 +276,49 @@ def codec(text: str) -> Codec | None:
             return TopK(asked.amount)
         case _:
             raise ValueError(f"{text} is no codec of flat tensors")
+
+
+def check(job: Job, plan: Plan) -> list[Problem]:
+    """What of a job keeps ``plan.compress`` from serving it."""
+    if not _gradients(plan) or job.unused != "allow" or not Compression.parse(plan.compress).facts.feeds_back:
+        return []
+    return [
+        Problem(
+            where="plan.compress",
+            given=f'compress={plan.compress} with unused="allow"',
+            allowed="fp16 or bf16 there: what others leave out of a gradient comes with the parameter's next one, and "
+            "a step that does not use the parameter drops it",
+            fix=str(replace(plan, compress="bf16")),
+        )
+    ]
+
+
+def problems(module: nn.Module, plan: Plan) -> list[Problem]:
+    """Which gradients of ``module`` cannot be sent as ``plan.compress`` says."""
+    if not _gradients(plan):
+        return []
+    numbers = [name for name, one in module.named_parameters() if one.requires_grad and one.is_complex()]
+    found = [f"sparse gradients of {show_names(names)}"] if (names := sparse(module)) else []
+    found += [f"complex gradients of {show_names(numbers)}"] if numbers else []
+    if not found:
+        return []
+    given = f"{' and '.join(found)} with compress={plan.compress}"
+    allowed = "dense gradients of real numbers: they are sent by blocks and matrices of elements"
+    return [Problem(where="plan.compress", given=given, allowed=allowed, fix=str(replace(plan, compress="none")))]
+
+
+def optimizer_problems(optimizer: torch.optim.Optimizer, plan: Plan) -> list[Problem]:
+    """Whether ``optimizer`` makes something else than a late gradient of one that comes late.
+
+    So does, of ``topk``, one that takes an element of zero for one that has come to rest.
+    """
+    if not isinstance(optimizer, torch.optim.Rprop) or not plan.compress.startswith("topk"):
+        return []
+    given = f"{type(optimizer).__name__} with compress={plan.compress}"
+    allowed = "not topk: Rprop steps by signs alone, and topk gives all but the largest elements none"
+    return [Problem(where="job.optimizer", given=given, allowed=allowed, fix=str(replace(plan, compress="bf16")))]
+
+
+def _gradients(plan: Plan) -> bool:
+    """Whether gradients are what is compressed, in every step."""
+    return plan.compress != "none" and plan.sync == "each" and not plan.server

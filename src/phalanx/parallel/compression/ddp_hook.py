@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx.config.sync import Compression
-from phalanx.parallel.compression.codecs import Codec, TopK, codec, message, read, write
+from phalanx.parallel.compression.codecs import Codec, codec, message, read, write
 from phalanx.parallel.compression.error_feedback import Average, CompressedBucket, Feedback, LeftOut
 from phalanx.parallel.compression.exchange import CompressedTraffic, Wire, lane
 from phalanx.parallel.compression.powersgd import PowerSGD
@@ -29,17 +29,12 @@ def averaged(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None =
     if wire.size == 1 or not flat.numel():
         return
     wire.traffic.count_uncompressed(flat.numel(), wire.size)
-    (_gathered if isinstance(codec, TopK) else _in_two)(flat, wire, codec, feedback)
+    (_gathered if codec.facts.way == "gathered" else _in_two)(flat, wire, codec, feedback)
 
 
 def _gathered(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None) -> None:
     """Each rank's message goes to all: right where messages hold different places, and a sum of them more."""
-    whole = feedback.whole(flat) if feedback else flat
-    sent = message(codec, whole)
-    if feedback:
-        mine = torch.empty_like(whole)
-        read(codec, sent, mine)
-        feedback.keep(whole, mine)
+    sent = feedback.message(flat) if feedback else message(codec, flat)
     for rank, one in enumerate(wire.all_gather(sent)):
         read(codec, one, flat, add=rank > 0)
     flat.div_(wire.size)
@@ -54,7 +49,7 @@ def _in_two(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None) -
     Source: Tang et al., "1-bit Adam", 2021, section 3.1 (compressed all-reduce).
     """
     count, size = flat.numel(), wire.size
-    grain = codec.grain if count > _MANY * size * codec.grain else 1
+    grain = codec.facts.grain if count > _MANY * size * codec.facts.grain else 1
     chunk = -(-count // (size * grain)) * grain
     rows = flat.new_empty(size, chunk)
     whole, rest = rows.view(-1)[:count], rows.view(-1)[count:]
@@ -92,7 +87,7 @@ class Coded(Average):
 
     def __init__(self, codec: Codec, wire: Wire, parameters: Mapping[str, Tensor]) -> None:
         self._codec, self._wire = codec, wire
-        self._left_out = LeftOut(parameters) if codec.feeds_back else None
+        self._left_out = LeftOut(parameters) if codec.facts.feeds_back else None
 
     def __call__(self, bucket: CompressedBucket) -> None:
         feedback = Feedback(self._codec, self._left_out.of(bucket)) if self._left_out else None
@@ -112,16 +107,13 @@ class Coded(Average):
 
 
 class Sender:
-    """Averages gradients over the ranks of a group, made smaller, while backward goes on.
-
-    Attributes:
-        traffic: what this rank has sent.
-        kind: of the sending: what one keeps from step to step is no use to another kind.
-    """
+    """Averages gradients over the ranks of a group, made smaller, while backward goes on."""
 
     def __init__(self, compress: str, group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> None:
         """``compress`` as plans have it; ``group`` is nobody else's; ``parameters`` are those that learn, by name."""
-        self.traffic, self.kind = CompressedTraffic(), f"compress={compress} over {group.size()} ranks"
+        self.traffic = CompressedTraffic()  # what this rank has sent
+        # What one keeps from step to step is no use to another kind.
+        self.kind = f"compress={compress} over {group.size()} ranks"
         self._names = {id(tensor): name for name, tensor in parameters.items()}
         self._wire = Wire(group, self.traffic)
         self._average = _average(compress, self._wire, parameters)
@@ -140,11 +132,9 @@ class Sender:
             self._average.scale(factor)
 
     def stored(self) -> list[Tensor]:
-        """What is kept in memory from step to step."""
         return self._average.stored()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is handed on from step to step, the same on every rank; to be saved, or filled in place. Collective."""
         return self._average.tensors()
 
     @torch.no_grad()

@@ -10,22 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.parallel.compression.codecs import Codec, pieces
+from phalanx.parallel.compression.codecs import Codec, message, pieces, read
 from phalanx.parallel.compression.exchange import Wire
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressedBucket:
-    """Gradients that are averaged together.
+    """Gradients that are averaged together."""
 
-    Attributes:
-        names: of their parameters, in the order in which they lie in ``flat``.
-        flat: all of them, fp32: (count,).
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of their parameters, in the order in which they lie in flat
     shapes: tuple[torch.Size, ...]
-    flat: Tensor
+    flat: Tensor  # all of them, fp32: (count,)
 
 
 class Average(ABC):
@@ -69,47 +64,27 @@ class Feedback:
     """
 
     def __init__(self, codec: Codec, left_out: Tensor | None = None) -> None:
-        self.codec = codec
-        self._left_out = left_out
+        """``left_out``: before the first, of the shape of what is encoded."""
+        self.codec, self.left_out = codec, left_out
 
-    @property
-    def left_out(self) -> Tensor | None:
-        """What was left out so far: the shape of what is encoded; ``None`` before the first."""
-        return self._left_out
-
-    def encode(self, flat: Tensor) -> list[Tensor]:
-        """What ``flat`` (count,) and what was left out before become. ``flat`` stays as it is."""
+    def message(self, flat: Tensor) -> Tensor:
+        """The message that ``flat`` (count,) and what was left out before become. ``flat`` stays as it is."""
         whole = self.whole(flat)
-        parts = self.codec.encode(whole)
-        sent = torch.empty_like(whole)
-        self.codec.decode(parts, sent)
+        found, sent = message(self.codec, whole), torch.empty_like(whole)
+        read(self.codec, found, sent)
         self.keep(whole, sent)
-        return parts
+        return found
 
     def whole(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """``flat`` with what was left out before: a tensor of its own, or ``out``."""
-        if self._left_out is None:
-            self._left_out = torch.zeros_like(flat, dtype=torch.float32)
-        return torch.add(flat, self._left_out, out=out)
+        if self.left_out is None:
+            self.left_out = torch.zeros_like(flat, dtype=torch.float32)
+        return torch.add(flat, self.left_out, out=out)
 
     def keep(self, whole: Tensor, sent: Tensor) -> None:
         """``sent`` has gone for ``whole``, which is used up: what it lacks is left out until the next."""
-        assert self._left_out is not None
-        lack(whole, sent, self._left_out)
-
-    def scale(self, factor: float) -> None:
-        """What is encoded from now on is ``factor`` times as large (a loss scale that changes)."""
-        if self._left_out is not None:
-            self._left_out.mul_(factor)
-
-    def state(self) -> dict[str, Tensor]:
-        """For a checkpoint."""
-        return {} if self._left_out is None else {"left_out": self._left_out}
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Go on from a ``state``."""
-        found = state.get("left_out")
-        self._left_out = None if found is None else found.clone()
+        assert self.left_out is not None
+        lack(whole, sent, self.left_out)
 
 
 class LeftOut:
@@ -140,12 +115,10 @@ class LeftOut:
         return found
 
     def scale(self, factor: float) -> None:
-        """Multiply all of it."""
         for tensor in self._each.values():
             tensor.mul_(factor)
 
     def stored(self) -> list[Tensor]:
-        """All of it, as it lies in memory."""
         return list(self._each.values())
 
     def shared(self, wire: Wire) -> dict[str, Tensor]:

@@ -90,19 +90,12 @@ class _Stream(ExchangeQueue):
 
 @dataclass(kw_only=True, slots=True)
 class CompressedTraffic:
-    """What this rank handed to the network, and what would have gone otherwise.
+    """Bytes that this rank handed to the network, and that would have gone otherwise."""
 
-    Attributes:
-        sent: bytes sent to other ranks.
-        kept: bytes sent for checkpoints, to bring together what was left out; not among ``sent``.
-        whole: bytes that fp32, all-reduced by a ring, would have been: 2 (ranks - 1) / ranks of 4 bytes an element.
-        steps: optimizer steps in which that was.
-    """
-
-    sent: int = 0
-    kept: int = 0
-    whole: int = 0
-    steps: int = 0
+    sent: int = 0  # to other ranks
+    kept: int = 0  # for checkpoints, to bring together what was left out; not among ``sent``
+    whole: int = 0  # that fp32, all-reduced by a ring, would have been: 2 (ranks - 1) / ranks of 4 bytes an element
+    steps: int = 0  # optimizer steps in which that was
 
     def count_uncompressed(self, count: int, ranks: int) -> None:
         """``count`` fp32 elements were averaged over so many ranks in another way than by a ring of whole numbers."""
@@ -125,20 +118,17 @@ class Wire:
         """Row i of ``rows`` (ranks, n) goes to rank i; gives (ranks, n), row i from rank i."""
         found = torch.empty_like(rows)
         self._group.alltoall_base(found.view(-1), rows.view(-1), [], []).wait()
-        self._count(rows.nbytes * (self.size - 1) // self.size)
+        self.traffic.sent += rows.nbytes * (self.size - 1) // self.size
         return found
 
     def all_gather(self, part: Tensor) -> Tensor:
         """Every rank's ``part`` (n,), in rank order: (ranks, n)."""
         found = part.new_empty(self.size, part.numel())
         self._group._allgather_base(found.view(-1), part).wait()
-        self._count(part.nbytes * (self.size - 1))
+        self.traffic.sent += part.nbytes * (self.size - 1)
         return found
 
     def all_reduce(self, flat: Tensor) -> None:
         """Sum ``flat`` over the ranks, in place. Counted as a ring sends it: 2 (ranks - 1) / ranks of its bytes."""
         self._group.allreduce([flat]).wait()
-        self._count(2 * flat.nbytes * (self.size - 1) // self.size)
-
-    def _count(self, size: int) -> None:
-        self.traffic.sent += size
+        self.traffic.sent += 2 * flat.nbytes * (self.size - 1) // self.size

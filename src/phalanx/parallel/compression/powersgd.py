@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phalanx.parallel.compression.error_feedback import Average, CompressedBucket, LeftOut, lack
 from phalanx.parallel.compression.exchange import Wire
+from phalanx.parallel.grad_reduce import spread
 
 
 class PowerSGD(Average):
@@ -74,8 +75,7 @@ class PowerSGD(Average):
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self._wire.all_reduce(flat)
         flat.div_(self._wire.size)
-        for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(piece.view(tensor.shape))
+        spread(tensors, flat)
 
 
 def _pays(shape: torch.Size, rank: int) -> bool:

@@ -20,22 +20,20 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.context import ring, ulysses
-from phalanx.parallel.context.sdpa_args import SdpaArgs
+from phalanx.parallel.context.flash_block import SdpaArgs
 from phalanx.parallel.local_shards.axis import Axis, Placed, opened, piece
 from phalanx.parallel.local_shards.cut import Cut
-from phalanx.parallel.local_shards.elementwise_ops import OwnStream
-from phalanx.parallel.local_shards.tensor import RULES, brought, gathered, is_sliced, sliced
+from phalanx.parallel.local_shards.tensor import RULES, arguments, brought, gathered, is_sliced, local_of, sliced
+from phalanx.parallel.rng_streams import OwnStream
 
 _HEADS, _TOKENS = -3, -2
 
 
 def attention(func: Any, args: Any, kwargs: Any) -> Any:
     """torch's ``scaled_dot_product_attention``."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    default = {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False}
-    q, k, v, mask, dropout, causal, scale, grouped = (
-        args[i] if i < len(args) else kwargs.get(name, default.get(name)) for i, name in enumerate(names)
-    )
+    names: dict[str, Any] = dict.fromkeys(("query", "key", "value", "attn_mask"))
+    names |= {"dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+    q, k, v, mask, dropout, causal, scale, grouped = arguments(args, kwargs, **names)
     axes = {id(one.axis): one.axis for t in (q, k, v, mask) if is_sliced(t) for one in t.placed}
     cuts: list[tuple[Axis, int, Cut]] = []
     over: Axis | None = None
@@ -49,14 +47,14 @@ def attention(func: Any, args: Any, kwargs: Any) -> Any:
             if axis.trial is not None:
                 axis.trial.attends(causal)
         cuts.append((axis, dim, cut))
-    how = SdpaArgs(_here(mask), dropout, causal, scale, grouped)
-    with OwnStream(_here(q).device, list(axes.values())) if dropout else nullcontext():
+    how = SdpaArgs(local_of(mask), dropout, causal, scale, grouped)
+    with OwnStream(local_of(q).device, list(axes.values())) if dropout else nullcontext():
         if over is None:
-            local = how.run(_here(q), _here(k), _here(v))
+            local = how.run(local_of(q), local_of(k), local_of(v))
         else:
             cut = next(cut for axis, _, cut in cuts if axis is over)
             whole = _on(k, over) is None
-            local = attend_over(over, cut, (_here(q), _here(k), _here(v)), how, whole=whole)
+            local = attend_over(over, cut, (local_of(q), local_of(k), local_of(v)), how, whole=whole)
     return sliced(local, [Placed(axis, local.dim() + dim, cut) for axis, dim, cut in cuts])
 
 
@@ -68,7 +66,7 @@ def _arranged(q: Any, k: Any, v: Any, mask: Any, axis: Axis) -> Any:
         return None
     if at["q"] and at["q"][0] == _TOKENS:
         cut = at["q"][1]
-        if not all(_same_tokens(tensor, axis, cut) for tensor in (k, v)):
+        if not all((found := at[name]) and found[0] == _TOKENS and found[1].same(cut) for name in ("k", "v")):
             # Whole ones stay whole, each rank reading them for its own queries.
             k, v = (gathered(tensor, axis, partly=True) for tensor in (k, v))
         return q, k, v, _rows(mask, axis, cut), _TOKENS, cut
@@ -99,12 +97,6 @@ def _by_heads(q: Any, k: Any, v: Any, mask: Any, axis: Axis, at: dict[str, Any])
     return q, k, v, None if mask is None else brought(mask, axis, _HEADS, cut), _HEADS, cut
 
 
-def _same_tokens(tensor: Any, axis: Axis, cut: Cut) -> bool:
-    """Whether keys or values are cut as the queries are."""
-    place = _on(tensor, axis)
-    return place is not None and place[0] == _TOKENS and place[1].same(cut)
-
-
 def _rows(mask: Any, axis: Axis, cut: Cut) -> Any:
     if mask is None:
         return None
@@ -114,10 +106,6 @@ def _rows(mask: Any, axis: Axis, cut: Cut) -> Any:
 def _on(tensor: Any, axis: Axis) -> tuple[int, Cut] | None:
     place = tensor.on(axis) if is_sliced(tensor) else None
     return None if place is None else (place.dim - tensor.dim(), place.cut)
-
-
-def _here(tensor: Any) -> Any:
-    return tensor.local if is_sliced(tensor) else tensor
 
 
 RULES["scaled_dot_product_attention"] = attention

@@ -1,4 +1,4 @@
-"""Attention of one tile: some queries and some of the keys, as a part of a softmax over all keys.
+"""What attention is asked; and attention of one tile: some queries and some of the keys, a part of a softmax over all.
 
 A tile's result is its queries' attention to its own keys, and the logarithm of the sum of their weights, by which the
 results of several tiles are merged (Milakov & Gimelshein 2018). In backward a tile is given the result and logarithm
@@ -10,7 +10,7 @@ tokens) in float32, or float64 where the queries are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,21 +25,35 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """Queries and the keys that they meet.
+class SdpaArgs:
+    """The other arguments of torch's ``scaled_dot_product_attention``."""
 
-    Attributes:
-        bias: added to the scores, or booleans that say which count; broadcast over all but the last two dimensions.
-        causal: whether query i meets keys 0 to i only.
-        seed: of its dropout.
-    """
+    mask: Any  # of booleans, or added to the scores
+    dropout: float  # share of the weights that are dropped
+    causal: bool  # whether a token attends to itself and earlier ones only
+    scale: float | None  # of the scores; None for one over the root of the features
+    grouped: bool  # whether several heads of queries read one of keys
+
+    def masked(self, mask: Any) -> SdpaArgs:
+        return replace(self, mask=mask)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, self.mask, self.dropout, self.causal, scale=self.scale, enable_gqa=self.grouped
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries and the keys that they meet."""
 
     q: Tensor
     k: Tensor
     v: Tensor
+    # Added to the scores, or booleans that say which count; broadcast over all but the last two dimensions.
     bias: Tensor | None = None
-    causal: bool = False
-    seed: int = 0
+    causal: bool = False  # whether query i meets keys 0 to i only
+    seed: int = 0  # of its dropout
 
 
 class Kernel(Protocol):
@@ -81,7 +95,6 @@ class UnfusedAttention:
     dropout: float = 0.0
 
     def forward(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See ``Kernel``."""
         q, k, v = _wide(tile)
         scores = self._scores(tile, q, k)
         top = scores.amax(-1, keepdim=True)
@@ -93,7 +106,6 @@ class UnfusedAttention:
         return out.to(tile.q.dtype), (top + total.log()).squeeze(-1)
 
     def backward(self, tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """See ``Kernel``."""
         q, k, v = _wide(tile)
         grad, out = grad.to(q.dtype), out.to(q.dtype)
         weights = (self._scores(tile, q, k) - lse.unsqueeze(-1)).exp()
@@ -137,17 +149,16 @@ class OnCpu:
     scale: float
 
     def forward(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See ``Kernel``."""
         if tile.causal and tile.bias is not None:
             return UnfusedAttention(self.scale).forward(tile)
         bias = None if tile.bias is None else _added(tile.bias, tile.q.dtype)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             tile.q, tile.k, tile.v, 0.0, tile.causal, attn_mask=bias, scale=self.scale
         )
-        return out, _told_apart(lse, bias)
+        # Minus infinity for queries that meet no key, where torch says 0.
+        return out, lse if bias is None else lse.masked_fill(_dead(bias), -torch.inf)
 
     def backward(self, tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """See ``Kernel``."""
         if tile.causal and tile.bias is not None:
             return UnfusedAttention(self.scale).backward(tile, grad, out, lse)
         bias = None if tile.bias is None else _added(tile.bias, tile.q.dtype)
@@ -164,32 +175,16 @@ class Flash:
     scale: float
 
     def forward(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See ``Kernel``."""
         found = _aten._scaled_dot_product_flash_attention(
             tile.q, tile.k, tile.v, 0.0, tile.causal, False, scale=self.scale
         )
         return found[0], found[1]
 
     def backward(self, tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """See ``Kernel``."""
-        unused = torch.empty(2, dtype=torch.uint64, device=tile.q.device)  # the state of a dropout that there is not
-        found = _aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            tile.q,
-            tile.k,
-            tile.v,
-            out,
-            lse.contiguous(),
-            None,
-            None,
-            tile.q.shape[2],
-            tile.k.shape[2],
-            0.0,
-            tile.causal,
-            unused,
-            torch.empty((), dtype=torch.uint64, device=tile.q.device),
-            scale=self.scale,
-        )
+        # The state of a dropout that there is not.
+        unused = (torch.empty(shape, dtype=torch.uint64, device=tile.q.device) for shape in ((2,), ()))
+        given = (grad, tile.q, tile.k, tile.v, out, lse.contiguous(), None, None, tile.q.shape[2], tile.k.shape[2])
+        found = _aten._scaled_dot_product_flash_attention_backward(*given, 0.0, tile.causal, *unused, scale=self.scale)
         return (*found, None)
 
 
@@ -200,7 +195,6 @@ class Efficient:
     scale: float
 
     def forward(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """See ``Kernel``."""
         k, v = _repeated(tile.k, tile.q), _repeated(tile.v, tile.q)
         bias = self._bias(tile)
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
@@ -213,26 +207,13 @@ class Efficient:
         return out, lse
 
     def backward(self, tile: Tile, grad: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """See ``Kernel``."""
         # The kernel reads logarithms in rows of 32, and infinity as none.
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf).contiguous()
         state = torch.zeros((), dtype=torch.int64, device=tile.q.device)
         k, v = _repeated(tile.k, tile.q), _repeated(tile.v, tile.q)
-        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            grad,
-            tile.q,
-            k,
-            v,
-            self._bias(tile),
-            out,
-            lse,
-            state,
-            state,
-            0.0,
-            [True, True, True, False],
-            tile.causal,
-            scale=self.scale,
-        )
+        wanted = [True, True, True, False]
+        given = (grad, tile.q, k, v, self._bias(tile), out, lse, state, state, 0.0, wanted, tile.causal)
+        dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(*given, scale=self.scale)
         return dq, _grouped(dk, tile.k), _grouped(dv, tile.v), None
 
     @staticmethod
@@ -275,8 +256,3 @@ def _added(bias: Tensor, dtype: torch.dtype) -> Tensor:
 def _dead(bias: Tensor) -> Tensor:
     """Which queries meet no key."""
     return (bias == -torch.inf).all(-1)
-
-
-def _told_apart(lse: Tensor, bias: Tensor | None) -> Tensor:
-    """Minus infinity for queries that meet no key, where torch says 0."""
-    return lse if bias is None else lse.masked_fill(_dead(bias), -torch.inf)

@@ -19,23 +19,18 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from phalanx.parallel.local_shards import Axis, Cut, Placed, Sliced, is_sliced
 from phalanx.parallel.local_shards.axis import taken
+from phalanx.parallel.local_shards.tensor import local_of
 from phalanx.parallel.tensor.find_pairs import Model
-from phalanx.parallel.tensor.trial import Trial, fixed, shown_as_slices
+from phalanx.parallel.tensor.trial import Trial, fixed, places_of, shown_as_slices
 
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Where a block's hidden states come in.
+    """Where a block's hidden states come in."""
 
-    Attributes:
-        leaf: which of the tensors among its arguments, in order.
-        dim: its dimension of tokens.
-        causal: whether a token attends to earlier ones only.
-    """
-
-    leaf: int
-    dim: int
-    causal: bool
+    leaf: int  # which of the tensors among its arguments, in order
+    dim: int  # its dimension of tokens
+    causal: bool  # whether a token attends to earlier ones only
 
 
 def entrances(model: Model, ranks: int) -> dict[str, Entrance]:
@@ -91,14 +86,8 @@ def added_late(model: Model, found: Mapping[str, Entrance], cuts: Mapping[str, t
     module = model.module
     blocks, tensors = dict(module.named_modules()), dict(module.named_parameters())
     ways = {id(tensors[name]): (Placed(axis, dim, cut),) for name, (dim, cut) in cuts.items()}
-    places = [
-        (child, name, ways[id(tensor)])
-        for child in module.modules()
-        for name, tensor in child._parameters.items()
-        if id(tensor) in ways
-    ]
     entering = {blocks[name]: _entering(blocks[name].forward, one, axis) for name, one in found.items()}
-    with shown_as_slices(places), fixed(entering):
+    with shown_as_slices(places_of(module, ways)), fixed(entering):
         model.run()
     return [name for name, tensor in tensors.items() if id(tensor) in trial.late]
 
@@ -127,7 +116,7 @@ _PLACED = "_placed"
 def _pack(_: nn.Module, args: Any, kwargs: Any) -> Any:
     leaves, structure = tree_flatten((args, kwargs))
     placed = {index: leaf.placed for index, leaf in enumerate(leaves) if is_sliced(leaf)}
-    args, kwargs = tree_unflatten([leaf.local if is_sliced(leaf) else leaf for leaf in leaves], structure)
+    args, kwargs = tree_unflatten([local_of(leaf) for leaf in leaves], structure)
     return args, {**kwargs, _PLACED: placed}
 
 
@@ -160,6 +149,5 @@ def _taken(tensor: Tensor, entrance: Entrance, axis: Axis) -> Sliced:
     size = tensor.shape[entrance.dim]
     # Under tp every rank computes attention for all tokens of its heads: nothing to even out.
     cut = Cut.zigzag(size, axis.size) if entrance.causal and not axis.tokens else Cut.even(size, axis.size)
-    local = tensor.local if is_sliced(tensor) else tensor
     placed = tensor.placed if is_sliced(tensor) else ()
-    return Sliced(taken(local, entrance.dim, cut, axis), [*placed, Placed(axis, entrance.dim, cut)])
+    return Sliced(taken(local_of(tensor), entrance.dim, cut, axis), [*placed, Placed(axis, entrance.dim, cut)])

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.parallel.context.flash_block import Gradients, Kernel, Tile, kernel_for
-from phalanx.parallel.context.sdpa_args import SdpaArgs
+from phalanx.parallel.context.flash_block import Gradients, Kernel, SdpaArgs, Tile, kernel_for
 from phalanx.parallel.local_shards.axis import Axis, piece
 from phalanx.parallel.local_shards.cut import Cut
 
@@ -90,7 +89,8 @@ def _gradients(way: _RingPass, grad: Tensor, saved: tuple[Any, ...], needed: tup
         flat = q.new_zeros(sum(tensor.numel() for tensor in held), dtype=lse.dtype)
         totals = (to_q, *_unpacked(flat, [tensor.shape for tensor in held]), to_mask)
         for tile, meeting in way.tiles(owner, (q, *held), mask):
-            way.add_gradients(totals, owner, meeting, _of_tile(way.kernel, tile, meeting[0], (grad, out, lse)))
+            rows = (whole[:, :, meeting[0]] for whole in (grad, out, lse))
+            way.add_gradients(totals, owner, meeting, way.kernel.backward(tile, *rows))
         if step == 0:
             home = flat
         elif needed[1] or needed[2]:
@@ -104,11 +104,6 @@ def _gradients(way: _RingPass, grad: Tensor, saved: tuple[Any, ...], needed: tup
     yield own_k.to(k.dtype) if needed[1] else None
     yield own_v.to(v.dtype) if needed[2] else None
     yield None if to_mask is None else to_mask.to(mask.dtype)
-
-
-def _of_tile(kernel: Kernel, tile: Tile, rows: slice, whole: tuple[Tensor, Tensor, Tensor]) -> Gradients:
-    grad, out, lse = (tensor[:, :, rows] for tensor in whole)
-    return kernel.backward(tile, grad, out, lse)
 
 
 class _OnlineSoftmax:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.parallel.context.sdpa_args import SdpaArgs
+from phalanx.parallel.context.flash_block import SdpaArgs
 from phalanx.parallel.local_shards.axis import Axis, concatenated, piece
 from phalanx.parallel.local_shards.cut import Cut
 
@@ -99,28 +99,14 @@ class _Swap:
             for to in zip(*heads, strict=True)
         ]
         mine = [one[self._axis.rank] for one in heads]
-        shapes = [
-            [
-                (tensor.shape[0], stop - start, length, tensor.shape[3])
-                for tensor, (start, stop) in zip(given, mine, strict=True)
-            ]
-            for length in self._cut.lengths
-        ]
-        came = self._exchange(out, shapes)
+        came = self._exchange(out, [_shapes(given, mine, length) for length in self._cut.lengths])
         return tuple(concatenated(list(pieces), _TOKENS, self._cut) for pieces in zip(*came, strict=True))
 
     def to_tokens(self, heads: Sequence[Heads], counts: Sequence[int], given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Each rank is sent its tokens of the heads that are here; what several ranks have of a head is added up."""
         axis, cut = self._axis, self._cut
         out = [[piece(tensor, _TOKENS, cut, rank) for tensor in given] for rank in range(axis.size)]
-        length = cut.length(axis.rank)
-        shapes = [
-            [
-                (tensor.shape[0], stop - start, length, tensor.shape[3])
-                for tensor, (start, stop) in zip(given, source, strict=True)
-            ]
-            for source in zip(*heads, strict=True)
-        ]
+        shapes = [_shapes(given, source, cut.length(axis.rank)) for source in zip(*heads, strict=True)]
         came = zip(*self._exchange(out, shapes), strict=True)
         return tuple(_added_up(list(parts), one, count) for parts, one, count in zip(came, heads, counts, strict=True))
 
@@ -137,6 +123,12 @@ class _Swap:
             dist.all_to_all_single(buffer, flat, coming, going, group=self._axis.group)
         parts = iter(buffer.split([prod(shape) for one in shapes for shape in one]))
         return [[next(parts).view(shape) for shape in one] for one in shapes]
+
+
+def _shapes(given: Sequence[Tensor], heads: Sequence[tuple[int, int]], tokens: int) -> list[tuple[int, ...]]:
+    """Of so many tokens of these heads of each tensor."""
+    each = zip(given, heads, strict=True)
+    return [(tensor.shape[0], stop - start, tokens, tensor.shape[3]) for tensor, (start, stop) in each]
 
 
 def _added_up(parts: list[Tensor], heads: Heads, count: int) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.comm import Mesh
@@ -25,28 +26,21 @@ from phalanx.config import Plan
 from phalanx.errors import RunError
 from phalanx.parallel.context.regions import unpacked
 from phalanx.parallel.expert.find_experts import Experts, counting, or_alike, whole_call
-from phalanx.parallel.local_shards import Axis, Cut, Placed, Sliced, is_sliced, sliced
+from phalanx.parallel.layout import TensorShard
+from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced, sliced
 from phalanx.parallel.local_shards.axis import taken, whole
-from phalanx.parallel.local_shards.tensor import brought
+from phalanx.parallel.local_shards.tensor import brought, local_of
 from phalanx.parallel.tensor import split_weights
-from phalanx.parallel.tensor_shard import TensorShard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchedExperts:
-    """Experts dealt out.
+    """Experts dealt out, by name."""
 
-    Attributes:
-        modules: names of the modules that hold them.
-        inside: names of these modules' parameters.
-        slices: name → what of it is here, of those that are dealt out.
-        late: names of parameters whose gradients are to be added up over ``tp`` at the end of a step.
-    """
-
-    modules: tuple[str, ...] = ()
-    inside: tuple[str, ...] = ()
-    slices: dict[str, TensorShard] = field(default_factory=dict[str, TensorShard])
-    late: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()  # that hold them
+    inside: tuple[str, ...] = ()  # these modules' parameters
+    slices: dict[str, TensorShard] = field(default_factory=dict[str, TensorShard])  # of those that are dealt out
+    late: tuple[str, ...] = ()  # parameters whose gradients are to be added up over tp at the end of a step
 
 
 def by_rows(module: nn.Module, found: Sequence[Experts]) -> None:
@@ -139,12 +133,8 @@ class _ExpertsForward:
         rows, factors = post.send(hidden[order // chosen.shape[1]], weight.reshape(-1)[order])
         arrived = len(rows)
         if arrived == 0:  # a row of nothing, so that the experts here get their gradients, of zero
-            rows, factors = (
-                torch.cat([rows, rows.new_zeros(1, rows.shape[1])]),
-                torch.cat([factors, factors.new_zeros(1)]),
-            )
-        here = self._cut.lengths[self._owners.rank]
-        with counting(self._module, self._experts, here):
+            rows, factors = F.pad(rows, (0, 0, 0, 1)), F.pad(factors, (0, 1))
+        with counting(self._module, self._experts, self._cut.lengths[self._owners.rank]):
             made = run(rows, post.local(arrived).to(chosen.dtype), factors.unsqueeze(1))
         (back,) = post.back().send(made[:arrived])
         in_place = torch.empty_like(order)
@@ -171,26 +161,17 @@ class _ExpertsForward:
 
 @dataclass(frozen=True, slots=True)
 class _Post:
-    """One exchange of rows.
+    """One exchange of rows."""
 
-    Attributes:
-        axis: of the ranks.
-        sends: rows to each rank.
-        receives: rows from each rank.
-        arriving: how many of the rows from each rank are for each expert here.
-    """
-
-    axis: Axis
-    sends: list[int]
-    receives: list[int]
-    arriving: Tensor
+    axis: Axis  # of the ranks
+    sends: list[int]  # rows to each rank
+    receives: list[int]  # rows from each rank
+    arriving: Tensor  # how many of the rows from each rank are for each expert here
 
     def send(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """What the other ranks send here, of each tensor."""
         return _Exchanged.apply(self, *tensors)
 
     def back(self) -> _Post:
-        """The way back."""
         return _Post(self.axis, self.receives, self.sends, self.arriving)
 
     def exchanged(self, tensor: Tensor) -> Tensor:
@@ -234,4 +215,4 @@ def _alike(hidden: Tensor, *others: Tensor) -> tuple[tuple[Placed, ...], list[Te
         for one in placed:
             other = brought(other, one.axis, one.dim - hidden.dim(), one.cut)
         tensors.append(other)
-    return placed, [tensor.local if isinstance(tensor, Sliced) else tensor for tensor in tensors]
+    return placed, [local_of(tensor) for tensor in tensors]

@@ -8,7 +8,7 @@ tried: a few rows through all experts must give what they give through some expe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx.config import Plan
 from phalanx.errors import RefusedError
-from phalanx.parallel.example import Example
 from phalanx.parallel.local_shards import Cut
+from phalanx.parallel.survey import Example
 from phalanx.parallel.tensor.find_pairs import dry
 from phalanx.parallel.tensor.trial import fixed
 from phalanx.placement.limits import few_experts, no_experts
@@ -32,21 +32,13 @@ from phalanx.units import show_names
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """A module that holds experts, and how it is called.
-
-    Attributes:
-        name: of the module.
-        count: experts.
-        leaves: where among the leaves of its arguments hidden states, chosen experts and their weights are.
-        parameters: names, within the module, of what holds one row an expert.
-        numbers: attributes that say how many experts there are.
-    """
+    """A module that holds experts, and how it is called."""
 
     name: str
     count: int
-    leaves: tuple[int, int, int]
-    parameters: tuple[str, ...]
-    numbers: tuple[str, ...] = ()
+    leaves: tuple[int, int, int]  # which of its arguments are hidden states, chosen experts and their weights
+    parameters: tuple[str, ...]  # names, within the module, of what holds one row an expert
+    numbers: tuple[str, ...] = ()  # attributes that say how many experts there are
 
     def whole_name(self, parameter: str) -> str:
         """The name in the model of a parameter of the module."""
@@ -114,19 +106,12 @@ def counting(module: nn.Module, experts: Experts, here: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCall:
-    """How experts are called.
+    """How experts are called."""
 
-    Attributes:
-        leaves: which leaves of the arguments are hidden states, chosen experts and their weights.
-        shapes: of the first two.
-        dtypes: of all three.
-        call: the arguments without these leaves.
-    """
-
-    leaves: tuple[int, int, int]
-    shapes: tuple[torch.Size, torch.Size]
+    leaves: tuple[int, int, int]  # which of the arguments are hidden states, chosen experts and their weights
+    shapes: tuple[torch.Size, torch.Size]  # of the first two
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    call: tuple[Any, Any]
+    call: tuple[Any, Any]  # the arguments without these leaves
 
 
 def called_as_experts(module: nn.Module, example: Example) -> dict[nn.Module, ExpertsCall]:
@@ -163,7 +148,7 @@ def expert_count(module: nn.Module) -> int:
 
 def experts_call(args: Any, kwargs: Any) -> ExpertsCall | None:
     """A call with hidden states, chosen experts and their weights; ``None`` if it is of another kind."""
-    leaves, _ = tree_flatten((args, kwargs))
+    leaves, structure = tree_flatten((args, kwargs))
     tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     whole = [i for i, one in tensors.items() if one.dtype in (torch.int64, torch.int32) and one.dim() >= 2]
     if len(tensors) != 3 or len(whole) != 1:
@@ -177,10 +162,9 @@ def experts_call(args: Any, kwargs: Any) -> ExpertsCall | None:
         return None
     if not (hidden.is_floating_point() and weight.is_floating_point()):
         return None
-    blank = tree_unflatten([None if i in tensors else leaf for i, leaf in enumerate(leaves)], _)
-    return ExpertsCall(
-        (first, whole[0], second), (hidden.shape, chosen.shape), (hidden.dtype, chosen.dtype, weight.dtype), blank
-    )
+    blank = tree_unflatten([None if i in tensors else leaf for i, leaf in enumerate(leaves)], structure)
+    dtypes = hidden.dtype, chosen.dtype, weight.dtype
+    return ExpertsCall((first, whole[0], second), (hidden.shape, chosen.shape), dtypes, blank)
 
 
 def _tried(module: nn.Module, seen: ExpertsCall, ranks: int) -> Experts | None:
@@ -191,7 +175,8 @@ def _tried(module: nn.Module, seen: ExpertsCall, ranks: int) -> Experts | None:
     numbers = [name for name, value in vars(module).items() if type(value) is int and value == count]
     perhaps = [*numbers, *(name for name in tables if name not in surely)]
     whole = Experts(name="", count=count, leaves=seen.leaves, parameters=tuple(tables), numbers=())
-    for chosen in _subsets(perhaps):
+    # All, then those that leave out some.
+    for chosen in (names for size in range(len(perhaps), -1, -1) for names in combinations(perhaps, size)):
         experts = replace(
             whole,
             parameters=tuple(name for name in tables if name in surely or name in chosen),
@@ -200,11 +185,6 @@ def _tried(module: nn.Module, seen: ExpertsCall, ranks: int) -> Experts | None:
         if _adds_up(module, experts, seen, ranks):
             return experts
     return None
-
-
-def _subsets(names: list[str]) -> Iterable[tuple[str, ...]]:
-    """All, then those that leave out some."""
-    return (chosen for size in range(len(names), -1, -1) for chosen in combinations(names, size))
 
 
 def _adds_up(module: nn.Module, experts: Experts, seen: ExpertsCall, ranks: int) -> bool:
@@ -227,19 +207,14 @@ def _adds_up(module: nn.Module, experts: Experts, seen: ExpertsCall, ranks: int)
                     mine = (chosen[..., slot] >= held[0]) & (chosen[..., slot] < held[1])
                     if mine.any():
                         index, factor = chosen[..., slot][mine] - held[0], weight[..., slot][mine]
+                        given = (hidden[mine].view(*lead, -1, hidden.shape[-1]), index.view(*lead, -1, 1))
                         with _some(module, experts, held):
-                            given = (hidden[mine].view(*lead, -1, hidden.shape[-1]), *_columns(lead, index, factor))
-                            parts[mine] += _run(module, experts, seen, given).flatten(0, -2)
+                            made = _run(module, experts, seen, (*given, factor.view(*lead, -1, 1)))
+                            parts[mine] += made.flatten(0, -2)
     except Exception:  # what the module cannot do with fewer experts, or one a row
         return False
-    exact = hidden.dtype in (torch.float32, torch.float64)
-    return torch.allclose(
-        whole, parts, rtol=1e-4 if exact else 0.1, atol=float(whole.abs().max()) * 1e-4, equal_nan=True
-    )
-
-
-def _columns(lead: tuple[int, ...], index: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    return index.view(*lead, -1, 1), factor.view(*lead, -1, 1)
+    rtol = 1e-4 if hidden.dtype in (torch.float32, torch.float64) else 0.1
+    return torch.allclose(whole, parts, rtol=rtol, atol=float(whole.abs().max()) * 1e-4, equal_nan=True)
 
 
 @contextmanager
@@ -297,7 +272,7 @@ def _refuse(module: nn.Module, plan: Plan, found: list[Experts], unlike: list[st
         what = f"experts that do not simply add up, one by one: {show_names(unlike)}"
     elif lists := _lists(module):
         what = f"experts that are modules of their own, called one by one: {show_names(lists)}"
-    elif others := [name for name, child in module.named_modules() if _own(child) and expert_count(child) > 1]:
+    elif others := [name for name, child in module.named_modules() if expert_count(child) > 1 and _own(child)]:
         what = f"modules that are called in another way: {show_names(others)}"
     else:
         what = "a model without experts"

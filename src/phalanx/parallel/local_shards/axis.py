@@ -10,8 +10,8 @@ sliced. Each function below says what its backward is under both.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -26,38 +26,21 @@ Notice = Callable[[str, Tensor], None]
 """``notice(kind, tensor)``: a collective of this kind is about to send ``tensor``."""
 
 
+@dataclass(eq=False, repr=False)
 class Axis:
-    """Ranks that hold slices of the same tensors.
+    """Ranks that hold slices of the same tensors."""
 
-    Attributes:
-        name: of the mesh dimension, such as ``tp``.
-        size: ranks.
-        rank: this process's, along the axis.
-        group: their process group; ``None`` for a dry run, in which nothing is sent.
-        sums: whether the gradient of a whole tensor is the sum over the ranks, not the same on each.
-        tokens: whether activations between products are sliced along their tokens (sequence parallelism).
-        notice: called with each collective; for counting.
-        length: tokens of a sample, once activations are sliced along them.
-        attention: how keys and values that are sliced along their tokens meet all queries (``tokens``).
-        trial: what a dry run that looks for a split asks of the rules; ``None`` in a real run.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        *,
-        size: int,
-        rank: int,
-        group: dist.ProcessGroup | None,
-        sums: bool = False,
-        tokens: bool = False,
-        attention: Attention = "gather",
-        notice: Notice | None = None,
-        trial: Any = None,
-    ) -> None:
-        self.name, self.size, self.rank, self.group = name, size, rank, group
-        self.sums, self.tokens, self.attention, self.notice, self.trial = sums, tokens, attention, notice, trial
-        self.length = 0
+    name: str  # of the mesh dimension, such as tp
+    _: KW_ONLY
+    size: int  # ranks
+    rank: int  # this process's, along the axis
+    group: dist.ProcessGroup | None  # None for a dry run, in which nothing is sent
+    sums: bool = False  # whether the gradient of a whole tensor is the sum over the ranks, not the same on each
+    tokens: bool = False  # whether activations between products are sliced along their tokens (sequence parallelism)
+    attention: Attention = "gather"  # how keys and values that are sliced along their tokens meet all queries
+    notice: Notice | None = None  # called with each collective; for counting
+    trial: Any = None  # what a dry run that looks for a split asks of the rules; None in a real run
+    length: int = field(default=0, init=False)  # tokens of a sample, once activations are sliced along them
 
     def __repr__(self) -> str:
         return f"Axis({self.name}, {self.rank} of {self.size})"
@@ -89,14 +72,12 @@ class Axis:
 
     def add_up_and_keep(self, tensor: Tensor, dim: int, cut: Cut) -> Tensor:
         """This rank's ``cut`` along ``dim`` of ``tensor`` summed over the ranks."""
-        if not cut.equal or self.group is None:
-            self.tell("reduce_scatter" if self.group is None else "all_reduce", tensor)
-            if self.group is None:
-                return piece(tensor, dim, cut, self.rank)
-            whole = tensor.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(whole, group=self.group)
+        if self.group is not None and not cut.equal:
+            whole = self.add_up(tensor.clone(memory_format=torch.contiguous_format))
             return piece(whole, dim, cut, self.rank).contiguous()
         self.tell("reduce_scatter", tensor)
+        if self.group is None:
+            return piece(tensor, dim, cut, self.rank)
         pieces = torch.stack([piece(tensor, dim, cut, rank) for rank in range(self.size)])
         out = torch.empty_like(pieces[0])
         reduce_scatter_sum(out.view(-1), pieces.view(-1), self.group).wait()
@@ -126,6 +107,13 @@ def piece(whole: Tensor, dim: int, cut: Cut, rank: int) -> Tensor:
     if not ranges:
         return whole.narrow(dim, 0, 0)
     return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+
+
+def kept(whole: Tensor, placed: Iterable[Placed]) -> Tensor:
+    """What this rank holds of ``whole``."""
+    for one in placed:
+        whole = piece(whole, one.dim, one.cut, one.axis.rank)
+    return whole
 
 
 def concatenated(pieces: list[Tensor], dim: int, cut: Cut) -> Tensor:
@@ -203,11 +191,6 @@ def opened(local: Tensor, dim: int, cut: Cut, axis: Axis) -> Tensor:
     return found
 
 
-def _kept_selectively() -> bool:
-    """Whether selective recompute counts each operation, which then must be the same ones in both forwards."""
-    return torch._C._len_torch_dispatch_stack() > 0
-
-
 class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
@@ -223,8 +206,9 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        # What is added up here may be a product that is kept, for a second forward to add up again.
-        if not tensor.is_contiguous() or _kept_selectively():
+        # What is added up here may be a product that selective recompute keeps, for a second forward to add up again:
+        # that counts each operation, of which both forwards must do the same.
+        if not tensor.is_contiguous() or torch._C._len_torch_dispatch_stack() > 0:
             return axis.add_up(tensor.clone(memory_format=torch.contiguous_format))
         ctx.mark_dirty(tensor)
         return axis.add_up(tensor)

@@ -9,7 +9,7 @@ ranges of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -20,19 +20,12 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """One dimension dealt out over ranks.
+    """One dimension dealt out over ranks."""
 
-    Attributes:
-        outer: repeats of the pattern.
-        units: what is dealt out, within each repeat.
-        inner: elements in a unit.
-        held: for each rank the ranges [start, stop) of units that it holds, in order.
-    """
-
-    outer: int
-    units: int
-    inner: int
-    held: tuple[Ranges, ...]
+    outer: int  # repeats of the pattern
+    units: int  # what is dealt out, within each repeat
+    inner: int  # elements in a unit
+    held: tuple[Ranges, ...]  # for each rank the ranges [start, stop) of units that it holds, in order
 
     @classmethod
     def even(cls, size: int, ranks: int, *, outer: int = 1, inner: int = 1) -> Cut:
@@ -61,12 +54,10 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """Elements of the whole dimension."""
         return self.outer * self.units * self.inner
 
     @property
     def ranks(self) -> int:
-        """Ranks it is dealt out over."""
         return len(self.held)
 
     def length(self, rank: int) -> int:
@@ -75,7 +66,6 @@ class Cut:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """``length`` of each rank."""
         return tuple(self.length(rank) for rank in range(self.ranks))
 
     @property
@@ -96,14 +86,9 @@ class Cut:
     def expanded(self) -> tuple[Ranges, ...]:
         """For each rank the ranges of elements of the whole dimension that it holds, in order."""
         repeat = self.units * self.inner
+        starts = [index * repeat for index in range(self.outer)]
         return tuple(
-            _joined(
-                tuple(
-                    (o * repeat + a * self.inner, o * repeat + b * self.inner)
-                    for o in range(self.outer)
-                    for a, b in ranges
-                )
-            )
+            _joined((start + a * self.inner, start + b * self.inner) for start in starts for a, b in ranges)
             for ranges in self.held
         )
 
@@ -147,7 +132,7 @@ class Cut:
         return sum(max(0, min(b, start) - a) for a, b in self.expanded()[rank])
 
 
-def _joined(ranges: Ranges) -> Ranges:
+def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """The same elements, neighbouring ranges made one and empty ones left out."""
     found: list[tuple[int, int]] = []
     for start, stop in ranges:

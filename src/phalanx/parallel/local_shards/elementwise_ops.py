@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from phalanx.parallel.local_shards.axis import Axis
-from phalanx.parallel.local_shards.tensor import RULES, Sliced, aligned, is_sliced, result
+from phalanx.parallel.local_shards.tensor import RULES, Sliced, aligned, is_sliced, local_of, result
+from phalanx.parallel.rng_streams import OwnStream
 
 _NAMES = """
     add sub rsub mul div rdiv floor_divide remainder fmod pow rpow neg abs sign exp expm1 exp2 log log2 log10
@@ -30,10 +29,8 @@ def elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     locals_, cuts = aligned(tensors)
     found = iter(locals_)
-    new_args, new_kwargs = tree_unflatten(
-        [next(found) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
-    )
-    return result(func(*new_args, **new_kwargs), cuts)
+    args, kwargs = tree_unflatten([next(found) if isinstance(one, Tensor) else one for one in leaves], structure)
+    return result(func(*args, **kwargs), cuts)
 
 
 def in_place(func: Any, args: Any, kwargs: Any) -> Any:
@@ -56,10 +53,8 @@ def converted(func: Any, args: Any, kwargs: Any) -> Any:
     if not is_sliced(tensor):  # plain.to(sliced): takes its dtype
         other = rest[0] if rest else kwargs.get("other")
         return tensor.to(other.local)
-    rest = [value.local if is_sliced(value) else value for value in rest]
-    if is_sliced(kwargs.get("other")):
-        kwargs = {**kwargs, "other": kwargs["other"].local}
-    return Sliced(func(tensor.local, *rest, **kwargs), tensor.placed)
+    kwargs = {name: local_of(value) for name, value in kwargs.items()}
+    return Sliced(func(tensor.local, *map(local_of, rest), **kwargs), tensor.placed)
 
 
 def dropped(func: Any, args: Any, kwargs: Any) -> Any:
@@ -69,30 +64,6 @@ def dropped(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     with OwnStream(tensor.local.device, [one.axis for one in tensor.placed]):
         return elementwise(func, args, kwargs)
-
-
-class OwnStream:
-    """Random numbers of this rank's own inside, the same as on the other ranks again afterwards."""
-
-    def __init__(self, device: torch.device, axes: list[Axis]) -> None:
-        self._device, self._axes = device, axes
-
-    def __enter__(self) -> None:
-        draw = torch.randint(2**62, (), device=self._device)
-        self._generator = (
-            torch.cuda.default_generators[self._device.index or 0]
-            if self._device.type == "cuda"
-            else torch.default_generator
-        )
-        self._state = self._generator.get_state()
-        if type(draw) is Tensor and draw.device.type != "meta":
-            place = 0
-            for axis in self._axes:
-                place = place * axis.size + axis.rank
-            self._generator.manual_seed((int(draw) + place * 0x9E3779B97F4A7C15) % 2**63)
-
-    def __exit__(self, *_: object) -> None:
-        self._generator.set_state(self._state)
 
 
 for _name in _NAMES:

@@ -7,7 +7,7 @@ letter of one operand alone stays sliced in the result (a column-split layer), a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from string import ascii_letters
 from typing import Any
 
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from phalanx.parallel.local_shards.axis import Axis, Placed, reduce_scattered, total
 from phalanx.parallel.local_shards.cut import Cut
-from phalanx.parallel.local_shards.tensor import RULES, brought, gathered, is_sliced, sliced
+from phalanx.parallel.local_shards.tensor import RULES, arguments, brought, gathered, is_sliced, local_of, sliced
 
 
 def linear(func: Any, args: Any, kwargs: Any) -> Any:
     """``x W^T + b``."""
-    x, weight, bias = _three(args, kwargs, ("input", "weight", "bias"))
+    x, weight, bias = arguments(args, kwargs, input=None, weight=None, bias=None)
     if x.dim() < 1 or weight.dim() != 2:
         return NotImplemented
     batch = ascii_letters[: x.dim() - 1]
@@ -31,7 +31,7 @@ def linear(func: Any, args: Any, kwargs: Any) -> Any:
 
 def addmm(func: Any, args: Any, kwargs: Any) -> Any:
     """``b + x W``, as transformers' ``Conv1D`` has it."""
-    bias, x, weight = _three(args, kwargs, ("input", "mat1", "mat2"))
+    bias, x, weight = arguments(args, kwargs, input=None, mat1=None, mat2=None)
     if any(kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
         return NotImplemented
 
@@ -43,7 +43,7 @@ def addmm(func: Any, args: Any, kwargs: Any) -> Any:
 
 def baddbmm(func: Any, args: Any, kwargs: Any) -> Any:
     """``beta b + alpha x y``."""
-    bias, x, y = _three(args, kwargs, ("input", "batch1", "batch2"))
+    bias, x, y = arguments(args, kwargs, input=None, batch1=None, batch2=None)
     alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
     found = product(("BXY", "BYZ", "BXZ"), x, y, torch.bmm)
     found = found * alpha if alpha != 1 else found
@@ -52,10 +52,9 @@ def baddbmm(func: Any, args: Any, kwargs: Any) -> Any:
 
 def matmul(func: Any, args: Any, kwargs: Any) -> Any:
     """``a b`` over the last two dimensions, the others broadcast."""
-    if getattr(func, "__name__", "") in ("__rmatmul__",):
-        b, a = args
-    else:
-        a, b = _two(args, kwargs)
+    a, b, *_ = [*args, *(kwargs[name] for name in ("input", "other", "mat2", "vec") if name in kwargs)]
+    if func.__name__ == "__rmatmul__":
+        a, b = b, a
     if a.dim() < 2 or b.dim() < 2:
         return NotImplemented
     batch = ascii_letters[: max(a.dim(), b.dim()) - 2]
@@ -98,8 +97,8 @@ def product(letters: Letters, a: Tensor, b: Tensor, run: Callable[..., Tensor], 
     out = letters[2]
     placed = [Placed(axis, out.index(letter), cut) for axis, letter, cut in cuts]
     if not sums:
-        return sliced(run(*(_here(one) for one in (a, b, *_beside(bias, out, axes.values(), cuts)))), placed)
-    local = run(_here(a), _here(b))
+        return sliced(run(*map(local_of, (a, b, *_beside(bias, out, axes.values(), cuts)))), placed)
+    local = run(local_of(a), local_of(b))
     for axis in sums:
         local, more = _summed(local, axis, placed)
         placed += more
@@ -129,10 +128,6 @@ def _beside(bias: Any, out: str, axes: Iterable[Axis], cuts: list[tuple[Axis, st
             axis.trial.adds(bias, cut)
         bias = gathered(bias, axis, partly=True) if cut is None else brought(bias, axis, -1, cut)
     return [bias]
-
-
-def _here(tensor: Any) -> Any:
-    return tensor.local if is_sliced(tensor) else tensor
 
 
 def _arranged(letters: Letters, a: Any, b: Any, axis: Axis) -> tuple[Any, Any, tuple[str, Cut] | None]:
@@ -174,25 +169,13 @@ def _cut_letter(tensor: Any, letters: str, axis: Axis) -> tuple[str, Cut] | None
 
 
 def _is_weight(tensor: Any) -> bool:
-    return isinstance(tensor.local if is_sliced(tensor) else tensor, nn.Parameter)
+    return isinstance(local_of(tensor), nn.Parameter)
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _two(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    given = [*args, *(kwargs[name] for name in ("input", "other", "mat2", "vec") if name in kwargs)]
-    return given[0], given[1]
-
-
-def _three(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str]) -> list[Any]:
-    return [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
-
-
-RULES["linear"] = linear
-RULES["addmm"] = addmm
-RULES["baddbmm"] = baddbmm
-RULES["einsum"] = einsum
+RULES.update(linear=linear, addmm=addmm, baddbmm=baddbmm, einsum=einsum)
 for _name in ("matmul", "rmatmul", "mm", "bmm"):
     RULES[_name] = matmul

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -9,7 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.local_shards.axis import Axis, Placed, total
-from phalanx.parallel.local_shards.tensor import RULES, Sliced, aligned, gathered, is_sliced, result, sliced
+from phalanx.parallel.local_shards.tensor import (
+    RULES,
+    Sliced,
+    aligned,
+    arguments,
+    gathered,
+    is_sliced,
+    local_of,
+    result,
+    sliced,
+)
 
 _ADDED = {"sum", "mean"}
 _OTHERS = """
@@ -26,10 +37,7 @@ def reduced(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     name = func.__name__
     given = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
-    if (name in ("norm",) and not isinstance(given, int | tuple | list)) or name in (
-        "vector_norm",
-        "linalg_vector_norm",
-    ):
+    if "vector_norm" in name or (name == "norm" and not isinstance(given, int | tuple | list)):
         given = kwargs.get("dim", args[2] if len(args) > 2 else None)
     if isinstance(given, Tensor):
         return NotImplemented
@@ -37,7 +45,11 @@ def reduced(func: Any, args: Any, kwargs: Any) -> Any:
     dims = {dim % tensor.dim() for dim in dims} if tensor.dim() else set()
     over = [one for one in tensor.placed if one.dim in dims]
     keep = bool(kwargs.get("keepdim", args[2] if len(args) > 2 and isinstance(args[2], bool) else False))
-    rest = [_after(one, dims, keep) for one in tensor.placed if one.dim not in dims]
+    rest = [
+        Placed(one.axis, one.dim if keep else one.dim - sum(dim < one.dim for dim in dims), one.cut)
+        for one in tensor.placed
+        if one.dim not in dims
+    ]
     if not over:
         found = func(tensor.local, *args[1:], **kwargs)
         if isinstance(found, tuple):
@@ -49,15 +61,8 @@ def reduced(func: Any, args: Any, kwargs: Any) -> Any:
     for one in over:
         local = total(local, one.axis)
     if name == "mean":
-        count = 1
-        for dim in dims:
-            count *= tensor.shape[dim]
-        local = local / count
+        local = local / prod(tensor.shape[dim] for dim in dims)
     return sliced(local, rest)
-
-
-def _after(one: Placed, dims: set[int], keep: bool) -> Placed:
-    return Placed(one.axis, one.dim if keep else one.dim - sum(dim < one.dim for dim in dims), one.cut)
 
 
 def along(func: Any, args: Any, kwargs: Any) -> Any:
@@ -82,29 +87,20 @@ def along(func: Any, args: Any, kwargs: Any) -> Any:
 
 def normed(func: Any, args: Any, kwargs: Any) -> Any:
     """Layer and RMS normalisation over last dimensions that are not cut."""
-    tensor, shape, weight, *rest = [
-        args[i] if i < len(args) else kwargs.get(name)
-        for i, name in enumerate(("input", "normalized_shape", "weight", *_AFTER_WEIGHT[func.__name__]))
-    ]
+    names = ("weight", *_AFTER_WEIGHT[func.__name__])
+    tensor, shape, *rest = arguments(args, kwargs, input=None, normalized_shape=None, **dict.fromkeys(names))
     if not is_sliced(tensor):
         return NotImplemented
     normal = range(tensor.dim() - len(shape), tensor.dim())
-    if any(one.dim in normal for one in tensor.placed) or is_sliced(weight) or any(is_sliced(one) for one in rest):
+    if any(one.dim in normal for one in tensor.placed) or any(is_sliced(one) for one in rest):
         return NotImplemented
-    axes = [one.axis for one in tensor.placed]
-    weight, *rest = [_for_all(one, axes) if isinstance(one, Tensor) else one for one in (weight, *rest)]
-    names = dict(zip(_AFTER_WEIGHT[func.__name__], rest, strict=True))
-    names = {name: value for name, value in names.items() if value is not None}
-    return Sliced(func(tensor.local, shape, weight=weight, **names), tensor.placed)
+    for one in tensor.placed:
+        rest = [gathered(other, one.axis, partly=True) if isinstance(other, Tensor) else other for other in rest]
+    given = {name: value for name, value in zip(names, rest, strict=True) if name == "weight" or value is not None}
+    return Sliced(func(tensor.local, shape, **given), tensor.placed)
 
 
 _AFTER_WEIGHT = {"layer_norm": ("bias", "eps"), "rms_norm": ("eps",)}
-
-
-def _for_all(tensor: Tensor, axes: list[Axis]) -> Tensor:
-    for axis in axes:
-        tensor = gathered(tensor, axis, partly=True)
-    return tensor
 
 
 def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
@@ -113,10 +109,9 @@ def cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
     Over cut classes (Shoeybi et al. 2019, section 3) three numbers a sample are sent: the largest logit, the sum of
     exponentials, and the target's logit; with label smoothing the sum of logits too.
     """
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    default = {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
-    logits, target, weight, average, ignored, reduce, reduction, smoothing = (
-        args[i] if i < len(args) else kwargs.get(name, default.get(name)) for i, name in enumerate(names)
+    names = dict.fromkeys(("input", "target", "weight", "size_average", "ignore_index", "reduce"))
+    logits, target, weight, average, ignored, reduce, reduction, smoothing = arguments(
+        args, kwargs, **(names | {"ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0})
     )
     if not is_sliced(logits) or logits.dim() != 2 or target.dim() != 1:
         return NotImplemented
@@ -170,17 +165,16 @@ def _at_home(index: Tensor, cut: Any, axis: Axis) -> tuple[Tensor, Tensor]:
 
 def embedding(func: Any, args: Any, kwargs: Any) -> Any:
     """Rows of a table: a table cut by rows gives a sum over ranks, one cut by columns a cut result."""
-    names = ("input", "weight", "padding_idx", "max_norm")
-    ids, weight, padding, most = (args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names))
+    ids, weight, padding, most = arguments(args, kwargs, input=None, weight=None, padding_idx=None, max_norm=None)
     if most is not None or any(kwargs.get(name) for name in ("scale_grad_by_freq", "sparse")):
         return NotImplemented
     placed = list(ids.placed) if is_sliced(ids) else []
-    index: Tensor = ids.local if is_sliced(ids) else ids
+    index: Tensor = local_of(ids)
     for one in placed:
         weight = gathered(weight, one.axis, partly=True)
     rows = next((one for one in weight.placed if one.dim == 0), None) if is_sliced(weight) else None
     columns = [one for one in weight.placed if one.dim == 1] if is_sliced(weight) else []
-    table: Tensor = weight.local if is_sliced(weight) else weight
+    table: Tensor = local_of(weight)
     placed += [Placed(one.axis, index.dim(), one.cut) for one in columns]
     if rows is None:
         return sliced(torch.nn.functional.embedding(index, table, padding), placed)
@@ -198,5 +192,4 @@ for _name in _ALONG:
     RULES[_name] = along
 for _name in _AFTER_WEIGHT:
     RULES[_name] = normed
-RULES["cross_entropy"] = cross_entropy
-RULES["embedding"] = embedding
+RULES.update(cross_entropy=cross_entropy, embedding=embedding)

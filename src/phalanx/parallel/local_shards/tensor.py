@@ -31,14 +31,9 @@ RULES: dict[str, Rule] = {}
 
 
 class Sliced(Tensor):
-    """A tensor that is whole to its reader and a slice in memory.
+    """A tensor that is whole to its reader and a slice in memory: ``local``, a plain tensor, which autograd follows."""
 
-    Attributes:
-        local: what this rank holds: a plain tensor, which autograd follows; it follows nothing else.
-        placed: how each axis cuts it; one dimension an axis, one axis a dimension.
-    """
-
-    placed: tuple[Placed, ...]
+    placed: tuple[Placed, ...]  # how each axis cuts it; one dimension an axis, one axis a dimension
     _local: Tensor
 
     @staticmethod
@@ -69,7 +64,6 @@ class Sliced(Tensor):
         return self._local
 
     def on(self, axis: Any) -> Placed | None:
-        """How ``axis`` cuts it."""
         return next((one for one in self.placed if one.axis is axis), None)
 
     def whole(self, axes: Iterable[Any] | None = None) -> Tensor:
@@ -90,7 +84,7 @@ class Sliced(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = _name(func)
+        name = _rule_name(func)
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -114,12 +108,8 @@ class Sliced(Tensor):
         )
 
 
-def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
-    """A hook on the gradient: of what is here, which is when it comes."""
-    return args[0].local.register_hook(*args[1:], **kwargs)
-
-
-RULES["register_hook"] = _hooked
+# A hook on the gradient: of what is here, which is when it comes.
+RULES["register_hook"] = lambda _, args, kwargs: args[0].local.register_hook(*args[1:], **kwargs)
 
 
 def sliced(local: Tensor, placed: Iterable[Placed]) -> Tensor:
@@ -133,6 +123,17 @@ def is_sliced(value: Any) -> TypeGuard[Sliced]:
     return type(value) is Sliced
 
 
+def local_of(value: Any) -> Any:
+    """What this rank holds of a sliced tensor; all else as it is."""
+    return value.local if is_sliced(value) else value
+
+
+def arguments(args: Any, kwargs: Any, **defaults: Any) -> list[Any]:
+    """The arguments called so, in this order, given by place or by name."""
+    named = enumerate(defaults.items())
+    return [args[index] if index < len(args) else kwargs.get(name, default) for index, (name, default) in named]
+
+
 METADATA = frozenset(
     """
     shape size dim ndim ndimension numel nelement dtype device requires_grad is_floating_point is_complex
@@ -142,45 +143,26 @@ METADATA = frozenset(
     """.split()
 )
 
-_IN_PLACE_ALLOWED = frozenset({"requires_grad_"})
+
+def name_of(func: Any) -> str:
+    """The name of a function that torch hands to an override; of a property that is read, the property's."""
+    return func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
 
 
-def _name(func: Any) -> str:
-    name: str = func.__name__
-    if name == "__get__":
-        return func.__self__.__name__
+def _rule_name(func: Any) -> str:
+    name = name_of(func)
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]
     return _ALIASES.get(name, name)
 
 
-_ALIASES = {
-    "radd": "add",
-    "rmul": "mul",
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-    "xor": "bitwise_xor",
-    "rand": "bitwise_and",
-    "truediv": "div",
-    "rtruediv": "rdiv",
-    "floordiv": "floor_divide",
-    "invert": "bitwise_not",
-    "true_divide": "div",
-    "divide": "div",
-    "multiply": "mul",
-    "subtract": "sub",
-    "negative": "neg",
-    "absolute": "abs",
-    "iadd": "add_",
-    "isub": "sub_",
-    "imul": "mul_",
-    "itruediv": "div_",
-    "swapaxes": "transpose",
-    "swapdims": "transpose",
-    "concat": "cat",
-    "concatenate": "cat",
-    "linalg_vector_norm": "vector_norm",
-}
+_SAME = """
+    radd=add rmul=mul and=bitwise_and or=bitwise_or xor=bitwise_xor rand=bitwise_and invert=bitwise_not truediv=div
+    rtruediv=rdiv floordiv=floor_divide true_divide=div divide=div multiply=mul subtract=sub negative=neg absolute=abs
+    iadd=add_ isub=sub_ imul=mul_ itruediv=div_ swapaxes=transpose swapdims=transpose concat=cat concatenate=cat
+    linalg_vector_norm=vector_norm
+"""
+_ALIASES: dict[str, str] = {alias: name for alias, _, name in (pair.partition("=") for pair in _SAME.split())}
 
 
 def _on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -189,12 +171,12 @@ def _on_wholes(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             f"{name} writes into a tensor that is split over ranks, in a way that its slices cannot follow.\n"
             "    try: the same without writing in place, such as torch.where in place of x[mask] = value"
         )
-    gather = lambda value: value.whole() if is_sliced(value) else value  # noqa: E731
-    return func(*tree_map(gather, args), **tree_map(gather, kwargs))
+    args, kwargs = tree_map(lambda value: value.whole() if is_sliced(value) else value, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _changes_in_place(name: str, args: Any, kwargs: Any) -> bool:
-    if name in _IN_PLACE_ALLOWED:
+    if name == "requires_grad_":
         return False
     if is_sliced(kwargs.get("out")):
         return True
@@ -221,7 +203,7 @@ def aligned(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[Axis, i
             continue
         current = [brought(tensor, axis, dim, cut) for tensor in current]
         cuts.append((axis, dim, cut))
-    return [tensor.local if is_sliced(tensor) else tensor for tensor in current], cuts
+    return [local_of(tensor) for tensor in current], cuts
 
 
 def brought(tensor: Tensor, axis: Axis, dim: int, cut: Cut) -> Tensor:
@@ -232,19 +214,16 @@ def brought(tensor: Tensor, axis: Axis, dim: int, cut: Cut) -> Tensor:
         tensor = tensor.whole([axis])
     if _size(tensor, dim) == 1:
         return on_local(tensor, lambda local: shared(local, axis))
-    return on_local(
-        tensor, lambda local: taken(local, local.dim() + dim, cut, axis), Placed(axis, tensor.dim() + dim, cut)
-    )
+    at = tensor.dim() + dim
+    return on_local(tensor, lambda local: taken(local, at, cut, axis), Placed(axis, at, cut))
 
 
 def gathered(tensor: Tensor, axis: Axis, *, partly: bool) -> Tensor:
     """``tensor`` whole along ``axis``; ``partly``: for work that each rank does a part of."""
     if not isinstance(tensor, Sliced) or (place := tensor.on(axis)) is None:
         return on_local(tensor, lambda local: shared(local, axis)) if partly else tensor
-    gather = opened if partly else whole
-    rest = [one for one in tensor.placed if one.axis is not axis]
-    local = gather(tensor.local, place.dim, place.cut, axis)
-    return Sliced(local, rest) if rest else local
+    local = (opened if partly else whole)(tensor.local, place.dim, place.cut, axis)
+    return sliced(local, [one for one in tensor.placed if one.axis is not axis])
 
 
 def on_local(tensor: Tensor, change: Any, more: Placed | None = None) -> Tensor:
@@ -257,7 +236,7 @@ def on_local(tensor: Tensor, change: Any, more: Placed | None = None) -> Tensor:
 
 def result(local: Tensor, cuts: Sequence[tuple[Axis, int, Cut]]) -> Tensor:
     """A result with cuts whose dimensions count from the right."""
-    return Sliced(local, [Placed(axis, local.dim() + dim, cut) for axis, dim, cut in cuts]) if cuts else local
+    return sliced(local, [Placed(axis, local.dim() + dim, cut) for axis, dim, cut in cuts])
 
 
 def _size(tensor: Tensor, dim: int) -> int:

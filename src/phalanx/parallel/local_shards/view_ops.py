@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.parallel.local_shards.axis import Placed
-from phalanx.parallel.local_shards.tensor import RULES, Sliced, brought, is_sliced
+from phalanx.parallel.local_shards.tensor import RULES, Sliced, arguments, brought, is_sliced, local_of
 
 
 def _rule(*names: str) -> Any:
@@ -21,9 +21,11 @@ def _rule(*names: str) -> Any:
     return add
 
 
-def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> list[int] | None:
-    """Sizes given one by one, as one sequence, or by a keyword."""
+def _asked(args: list[Any], kwargs: dict[str, Any], *names: str) -> list[int] | None:
+    """Sizes given one by one, as one sequence, by a keyword, or as another tensor's."""
     given: Any = args if args else next((kwargs[name] for name in names if name in kwargs), ())
+    if given and isinstance(given[0], Tensor):
+        given = given[0].shape
     if len(given) == 1 and isinstance(given[0], tuple | list | torch.Size):
         given = given[0]
     return [int(size) for size in given] if all(isinstance(size, int) for size in given) else None
@@ -34,10 +36,7 @@ def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
     if not is_sliced(tensor) or "dtype" in kwargs:
         return NotImplemented
-    if rest and isinstance(rest[0], Tensor):
-        sizes: list[int] | None = list(rest[0].shape)
-    else:
-        sizes = _sizes(tuple(rest), kwargs, "size", "shape")
+    sizes = _asked(rest, kwargs, "size", "shape")
     return NotImplemented if sizes is None else reshaped(tensor, sizes)
 
 
@@ -92,7 +91,7 @@ def _groups(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]
 
 @_rule("flatten")
 def _flattened(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, start, end = _arguments(args, kwargs, ("input", None), ("start_dim", 0), ("end_dim", -1))
+    tensor, start, end = arguments(args, kwargs, input=None, start_dim=0, end_dim=-1)
     if not is_sliced(tensor):
         return NotImplemented
     start, end = start % tensor.dim(), end % tensor.dim()
@@ -102,7 +101,7 @@ def _flattened(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_rule("unflatten")
 def _unflattened(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, dim, sizes = _arguments(args, kwargs, ("input", None), ("dim", None), ("sizes", None))
+    tensor, dim, sizes = arguments(args, kwargs, input=None, dim=None, sizes=None)
     if not is_sliced(tensor) or not all(isinstance(size, int) for size in sizes):
         return NotImplemented
     dim, shape, sizes = dim % tensor.dim(), list(tensor.shape), list(sizes)
@@ -114,13 +113,13 @@ def _unflattened(func: Any, args: Any, kwargs: Any) -> Any:
 @_rule("permute")
 def _permuted(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
-    order = _sizes(tuple(rest), kwargs, "dims")
+    order = _asked(rest, kwargs, "dims")
     return NotImplemented if order is None else _reordered(tensor, [dim % tensor.dim() for dim in order])
 
 
 @_rule("transpose")
 def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, a, b = _arguments(args, kwargs, ("input", None), ("dim0", None), ("dim1", None))
+    tensor, a, b = arguments(args, kwargs, input=None, dim0=None, dim1=None)
     order = list(range(tensor.dim()))
     a, b = a % tensor.dim(), b % tensor.dim()
     order[a], order[b] = b, a
@@ -136,7 +135,7 @@ def _turned(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_rule("movedim", "moveaxis")
 def _moved(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, source, target = _arguments(args, kwargs, ("input", None), ("source", None), ("destination", None))
+    tensor, source, target = arguments(args, kwargs, input=None, source=None, destination=None)
     if not isinstance(source, int):
         return NotImplemented
     order = list(range(tensor.dim()))
@@ -151,14 +150,14 @@ def _reordered(tensor: Sliced, order: list[int]) -> Sliced:
 
 @_rule("unsqueeze")
 def _unsqueezed(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, dim = _arguments(args, kwargs, ("input", None), ("dim", None))
+    tensor, dim = arguments(args, kwargs, input=None, dim=None)
     dim %= tensor.dim() + 1
     return Sliced(tensor.local.unsqueeze(dim), [_shifted(one, dim, 1) for one in tensor.placed])
 
 
 @_rule("squeeze")
 def _squeezed(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, dims = _arguments(args, kwargs, ("input", None), ("dim", None))
+    tensor, dims = arguments(args, kwargs, input=None, dim=None)
     if not isinstance(dims, int):
         return NotImplemented
     dim = dims % tensor.dim()
@@ -178,9 +177,7 @@ def _expanded(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
     if not is_sliced(tensor):
         return NotImplemented
-    sizes = (
-        list(rest[0].shape) if rest and isinstance(rest[0], Tensor) else _sizes(tuple(rest), kwargs, "size", "sizes")
-    )
+    sizes = _asked(rest, kwargs, "size", "sizes")
     if sizes is None:
         return NotImplemented
     new = len(sizes) - tensor.dim()
@@ -194,7 +191,7 @@ def _expanded(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_rule("repeat_interleave")
 def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, times, dim = _arguments(args, kwargs, ("input", None), ("repeats", None), ("dim", None))
+    tensor, times, dim = arguments(args, kwargs, input=None, repeats=None, dim=None)
     if not isinstance(times, int) or dim is None or not is_sliced(tensor):
         return NotImplemented
     dim %= tensor.dim()
@@ -206,9 +203,7 @@ def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_rule("narrow")
 def _narrowed(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, dim, start, length = _arguments(
-        args, kwargs, ("input", None), ("dim", None), ("start", None), ("length", None)
-    )
+    tensor, dim, start, length = arguments(args, kwargs, input=None, dim=None, start=None, length=None)
     if not isinstance(start, int):
         return NotImplemented
     dim %= tensor.dim()
@@ -219,10 +214,10 @@ def _narrowed(func: Any, args: Any, kwargs: Any) -> Any:
 def _part(tensor: Tensor, dim: int, start: int, stop: int) -> Any:
     """Elements [start, stop) of one dimension."""
     place = next((one for one in tensor.placed if one.dim == dim), None) if isinstance(tensor, Sliced) else None
-    if not isinstance(tensor, Sliced) or place is None:
-        local = tensor.local if isinstance(tensor, Sliced) else tensor
-        part = local.narrow(dim, start, stop - start)
-        return Sliced(part, tensor.placed) if isinstance(tensor, Sliced) else part
+    if not isinstance(tensor, Sliced):
+        return tensor.narrow(dim, start, stop - start)
+    if place is None:
+        return Sliced(tensor.local.narrow(dim, start, stop - start), tensor.placed)
     if (start, stop) == (0, place.cut.size):
         return tensor
     cut = place.cut.part(start, stop)
@@ -258,7 +253,7 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_rule("unbind")
 def _unbound(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, dim = _arguments(args, kwargs, ("input", None), ("dim", 0))
+    tensor, dim = arguments(args, kwargs, input=None, dim=0)
     dim %= tensor.dim()
     if any(one.dim == dim for one in tensor.placed):
         return NotImplemented
@@ -268,7 +263,7 @@ def _unbound(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_rule("select")
 def _selected(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, dim, index = _arguments(args, kwargs, ("input", None), ("dim", None), ("index", None))
+    tensor, dim, index = arguments(args, kwargs, input=None, dim=None, index=None)
     dim %= tensor.dim()
     if not isinstance(index, int) or any(one.dim == dim for one in tensor.placed):
         return NotImplemented
@@ -320,7 +315,7 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
 @_rule("cat", "stack")
 def _joined(func: Any, args: Any, kwargs: Any) -> Any:
     """Joining along another dimension than the one that is cut."""
-    tensors, dim = _arguments(args, kwargs, ("tensors", None), ("dim", 0))
+    tensors, dim = arguments(args, kwargs, tensors=None, dim=0)
     lead = next((one for one in tensors if is_sliced(one)), None)
     if lead is None:
         return NotImplemented
@@ -335,11 +330,4 @@ def _joined(func: Any, args: Any, kwargs: Any) -> Any:
     if len(ways) > 1:
         return NotImplemented
     placed = [_shifted(one, dim, 1) if stacking else one for one in lead.placed]
-    return Sliced(func([one.local if is_sliced(one) else one for one in tensors], dim), placed)
-
-
-def _arguments(args: Any, kwargs: Any, *names: tuple[str, Any]) -> list[Any]:
-    """The arguments called so, given by place or by name."""
-    return [
-        args[index] if index < len(args) else kwargs.get(name, default) for index, (name, default) in enumerate(names)
-    ]
+    return Sliced(func([local_of(one) for one in tensors], dim), placed)

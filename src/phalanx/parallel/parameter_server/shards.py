@@ -23,28 +23,18 @@ from phalanx.errors import Problem
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSlice:
-    """Rows of a parameter, along its first dimension.
-
-    Attributes:
-        name: of the parameter.
-        start: the first row.
-        stop: the row after the last; 0 for a parameter of no dimension, which is here whole.
-        whole: whether these are all rows.
-    """
+    """Rows [start, stop) of a parameter, along its first dimension."""
 
     name: str
     start: int
-    stop: int
-    whole: bool
+    stop: int  # 0 for a parameter of no dimension, which is here whole
+    whole: bool  # whether these are all rows
 
 
 def partition(tensors: Mapping[str, torch.Tensor], servers: int, *, cut: bool) -> list[list[RowSlice]]:
     """What each server holds, in the order of ``tensors``; a server may be left with nothing.
 
-    Args:
-        tensors: name → parameter; only shape and dtype are looked at.
-        servers: how many share them out.
-        cut: whether tensors may be cut by rows.
+    Of ``tensors``, by name, only shape and dtype are looked at; ``cut``: whether they may be cut by rows.
     """
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     even = sum(sizes.values()) / servers
@@ -101,19 +91,11 @@ def form_of(tensors: Mapping[str, torch.Tensor]) -> Form:
 
 @final
 class Flat:
-    """One tensor for each dtype, and views of it by name.
-
-    Attributes:
-        form: names, shapes and dtypes.
-        whole: the memory, a tensor of one dimension for each dtype.
-        named: name → view of it.
-        wire: the memory as it travels.
-    """
+    """Memory for tensors of a form, of zeros at first: one tensor for each dtype, and views of it by name."""
 
     def __init__(self, form: Form) -> None:
-        """Zeros."""
         self.form = form
-        self.whole: list[torch.Tensor] = []
+        self.whole: list[torch.Tensor] = []  # the memory, a tensor of one dimension for each dtype
         self.named: dict[str, torch.Tensor] = {}
         for dtype in dict.fromkeys(dtype for _, dtype in form.values()):
             mine = {name: shape for name, (shape, kind) in form.items() if kind == dtype}
@@ -121,11 +103,10 @@ class Flat:
             pieces = memory.split([shape.numel() for shape in mine.values()])
             self.named |= {name: piece.view(mine[name]) for name, piece in zip(mine, pieces, strict=True)}
             self.whole.append(memory)
-        self.wire = views(self.whole)
+        self.wire = views(self.whole)  # the memory as it travels
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
         return sum(one.nbytes for one in self.whole)
 
     def copy(self, other: Flat) -> None:
@@ -139,7 +120,6 @@ class Flat:
             mine.add_(theirs)
 
     def scale(self, factor: float) -> None:
-        """Multiply everything by ``factor``."""
         if factor != 1.0:
             for mine in self.whole:
                 mine.mul_(factor)

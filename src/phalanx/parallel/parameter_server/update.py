@@ -9,6 +9,7 @@ Values that have gone out are never written into while somebody still reads them
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,50 +67,30 @@ class _OpenVersion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pushed:
-    """Where a gradient is from.
+    """Where a gradient is from."""
 
-    Attributes:
-        step: whose global batch it is of.
-        part: which piece of that.
-        version: of the parameters it is the gradient at.
-        count: what the piece's loss is to be divided by, over the constant that the gradient was divided by.
-        without: parameters that got none, by their place in the form.
-        term: of the coordinator that dealt the piece; what was dealt before servers went back is dropped.
-    """
-
-    step: int
-    part: int
-    version: int
-    count: float = 1.0
-    without: Sequence[int] = ()
-    term: int = 0
+    step: int  # whose global batch it is of
+    part: int  # which piece of that
+    version: int  # of the parameters it is the gradient at
+    count: float = 1.0  # what the piece's loss is to be divided by, over what the gradient was divided by
+    without: Sequence[int] = ()  # parameters that got none, by their place in the form
+    term: int = 0  # of the coordinator that dealt the piece; what was dealt before servers went back is dropped
 
 
 @final
 class Shard:
-    """Parameters, their optimizer, and the gradients on their way. Any thread may push and read; one updates.
-
-    Attributes:
-        version: updates applied.
-        term: how often servers went back to an earlier version.
-        form: names, shapes and dtypes of what it holds.
-        parameters: name → what the optimizer steps.
-        optimizer: over them.
-        used: what it was given last, where somebody looks on.
-    """
+    """Parameters, their optimizer, and the gradients on their way. Any thread may push and read; one updates."""
 
     def __init__(
         self,
         values: Mapping[str, torch.Tensor],
         make: Callable[[Mapping[str, torch.Tensor]], torch.optim.Optimizer],
         rule: Rule,
-        *,
-        version: int = 0,
     ) -> None:
         """Copies ``values``; ``make`` gives the optimizer over parameters of these names."""
         self.form: Form = form_of(values)
-        self.version = self._floor = version
-        self.term = 0
+        self.version = self._floor = 0  # updates applied
+        self.term = 0  # how often servers went back to an earlier version
         self._rule = rule
         self._live = self._next = Flat(self.form)
         for name, tensor in self._live.named.items():
@@ -117,7 +98,7 @@ class Shard:
         self.parameters = {name: nn.Parameter(self._live.named[name]) for name in values}
         self.optimizer = make(self.parameters)
         self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.used: dict[str, torch.Tensor] = {}
+        self.used: dict[str, torch.Tensor] = {}  # what the optimizer was given last, where somebody looks on
         self._places = {name: place for place, name in enumerate(self.form)}
         self._open: dict[int, _OpenVersion] = {}
         self._done: set[int] = set()
@@ -125,7 +106,7 @@ class Shard:
         self._then: dict[int, Flat] = {}
         self._squares: Flat | None = None
         self._slowed = 1.0
-        self._readers: dict[int, int] = {}
+        self._readers: Counter[int] = Counter()
         self._spare: list[Flat] = []
         self._applying = False
         self._news = threading.Condition()
@@ -190,7 +171,7 @@ class Shard:
         """Make the update of ``step``, which is prepared.
 
         Args:
-            step: which.
+            step: of the global batch.
             scale: what its gradient is multiplied by.
             rate: factor on every learning rate.
             oldest: version from which gradients may still come; values of older ones are forgotten.
@@ -224,7 +205,7 @@ class Shard:
             while self._applying:
                 self._news.wait()
             version, live = self.version, self._live
-            self._readers[id(live)] = self._readers.get(id(live), 0) + 1
+            self._readers[id(live)] += 1
         try:
             yield version, live
         finally:
@@ -267,7 +248,9 @@ class Shard:
 
     def _together(self, known: _OpenVersion, parts: Collection[int]) -> Flat:
         total: Flat | None = None
-        self._slowed = self._mean_rate(known, parts)
+        if self._rule.compensate == "rate":  # factor on the learning rate of pieces of these ages
+            rates = [1.0 / max(1, self.version - known.pieces[part][1]) for part in parts]
+            self._slowed = sum(rates) / len(rates)
         for part in sorted(parts):
             gradient, version, count = known.pieces.pop(part)
             staleness = self.version - version
@@ -285,12 +268,6 @@ class Shard:
         known.pieces.clear()
         assert total is not None
         return total
-
-    def _mean_rate(self, known: _OpenVersion, parts: Collection[int]) -> float:
-        """Factor on the learning rate of pieces of these ages."""
-        if self._rule.compensate != "rate":
-            return 1.0
-        return sum(1.0 / max(1, self.version - known.pieces[part][1]) for part in parts) / len(parts)
 
     def _correct(self, gradient: Flat, then: Flat, count: float) -> None:
         """Add ``lambda * g * g * (w_now - w_then)`` of the mean gradient g, times ``count``, to its sum."""

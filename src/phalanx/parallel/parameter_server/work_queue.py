@@ -33,21 +33,13 @@ class BatchPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What a worker tells of a piece.
+    """What a worker tells of a piece."""
 
-    Attributes:
-        worker: its rank.
-        version: of the parameters the gradient is of; the oldest of the servers'.
-        gradient_sums: name → (sum, count): of the loss, and in evaluations of each metric.
-        samples: in the piece.
-        seconds: that it took, the exchange included.
-    """
-
-    worker: int
-    version: int
-    gradient_sums: dict[str, tuple[float, float]]
+    worker: int  # its rank
+    version: int  # of the parameters the gradient is of; the oldest of the servers'
+    gradient_sums: dict[str, tuple[float, float]]  # by name (sum, count) of the loss, in evaluations of each metric
     samples: int
-    seconds: float
+    seconds: float  # that it took, the exchange included
 
 
 @dataclass(slots=True)
@@ -63,17 +55,11 @@ class _OpenStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StalenessBound:
-    """How far workers may be apart.
+    """How far workers may be apart."""
 
-    Attributes:
-        staleness: updates that a gradient may lack; ``math.inf`` for any number.
-        backup: pieces that a step does not wait for.
-        after: first steps whose gradients lack nothing.
-    """
-
-    staleness: float = 0
-    backup: int = 0
-    after: int = 0
+    staleness: float = 0  # updates that a gradient may lack; math.inf for any number
+    backup: int = 0  # pieces that a step does not wait for
+    after: int = 0  # first steps whose gradients lack nothing
 
     def allows(self, step: int, version: int) -> bool:
         """Whether a piece of ``step`` may be of the parameters after ``version`` updates."""
@@ -82,27 +68,16 @@ class StalenessBound:
 
 @final
 class WorkQueue:
-    """The pieces of steps ``first`` to ``limit``.
-
-    Attributes:
-        version: updates applied, those before ``first`` included.
-        floor: every step below it has been applied.
-        done: steps above it that have.
-        limit: no piece of this step or a later one is dealt; may be raised.
-    """
+    """The pieces of steps ``first`` to ``limit``."""
 
     def __init__(
-        self,
-        sizes: Callable[[int], Sequence[int]],
-        *,
-        first: int,
-        limit: int,
-        pace: StalenessBound | None = None,
+        self, sizes: Callable[[int], Sequence[int]], *, first: int, limit: int, pace: StalenessBound | None = None
     ) -> None:
         """``sizes(step)`` gives the samples of each piece; pieces without any are not dealt."""
-        self.version = self.floor = self._next = first
-        self.done: set[int] = set()
-        self.limit = limit
+        self.version = first  # updates applied, those before ``first`` included
+        self.floor = self._next = first  # every step below it has been applied
+        self.done: set[int] = set()  # steps above it that have
+        self.limit = limit  # no piece of this step or a later one is dealt; may be raised
         self._sizes, self._pace = sizes, pace or StalenessBound()
         self._open: dict[int, _OpenStep] = {}
         self._held: dict[int, tuple[BatchPiece, int]] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,21 +17,16 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass(slots=True)
 class _Fork:
-    """A node with one way to the inputs and another to weights.
-
-    Attributes:
-        node: of the graph.
-        sides: what it leads to outside the ways to the inputs.
-        onward: its next nodes on the ways to the inputs.
-        arrived: the gradients of its outputs.
-        repeats: whether a weight beside it is also met further on.
-    """
+    """A node of the graph with one way to the inputs and another to weights."""
 
     node: Node
-    sides: tuple[Node, ...]
-    onward: tuple[Node, ...]
-    repeats: bool
-    arrived: tuple[Tensor | None, ...] = ()
+    sides: tuple[Node, ...]  # what it leads to outside the ways to the inputs
+    onward: tuple[Node, ...]  # its next nodes on the ways to the inputs
+    repeats: bool  # whether a weight beside it is also met further on
+    arrived: tuple[Tensor | None, ...] = ()  # the gradients of its outputs
+
+    def keep(self, grads: tuple[Tensor | None, ...]) -> None:
+        self.arrived = grads
 
 
 class WeightHalf:
@@ -44,19 +38,17 @@ class WeightHalf:
     def run(self) -> None:
         """Add the weights' gradients to their ``grad``."""
         for fork in self._forks:
-            edges = [
-                (GradientEdge(fork.node, index), grad) for index, grad in enumerate(fork.arrived) if grad is not None
-            ]
+            arrived = {index: grad for index, grad in enumerate(fork.arrived) if grad is not None}
             targets = list(dict.fromkeys(leaf for side in fork.sides for leaf in self._weights[side]))
-            if not edges or not targets:
+            if not arrived or not targets:
                 continue
             # A weight that is also met further on is reached from there by a fork of its own.
             stops = [node.register_prehook(lambda grads: (None,) * len(grads)) for node in fork.onward if fork.repeats]
             try:
                 found = torch.autograd.grad(
-                    [edge for edge, _ in edges],
+                    [GradientEdge(fork.node, index) for index in arrived],
                     [GradientEdge(leaf, 0) for leaf in targets],
-                    [grad for _, grad in edges],
+                    list(arrived.values()),
                     retain_graph=True,  # two forks may share what a weight was computed by
                     allow_unused=True,
                 )
@@ -74,7 +66,7 @@ def input_half(
     """The gradients of ``inputs`` (leaves), given those of ``outputs``; and the half that is left."""
     roots = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.grad_fn is not None]
     order = _inputs_last([output.grad_fn for output, _ in roots if output.grad_fn is not None])
-    leaves = {_edge_of(tensor) for tensor in inputs}
+    leaves = {torch.autograd.graph.get_gradient_edge(tensor).node for tensor in inputs}
     inner, weights, beyond = _reach(order, leaves)
     forks: list[_Fork] = []
     for node in order:
@@ -86,7 +78,7 @@ def input_half(
                 beside = {leaf for one in sides for leaf in weights[one]}
                 repeats = any(beside & beyond[one] for one in onward)
                 forks.append(_Fork(node, sides, onward, repeats))
-    hooks = [fork.node.register_prehook(_keeper(fork)) for fork in forks]
+    hooks = [fork.node.register_prehook(fork.keep) for fork in forks]
     towards = [pair for pair in roots if pair[0].grad_fn in inner]
     try:
         found = (
@@ -109,17 +101,6 @@ def input_half(
             arrived = [None] * output.output_nr + [_or_ones(output, grad)]
             forks.append(_Fork(node, (node,), (), False, tuple(arrived)))
     return list(found), WeightHalf(forks, {node: tuple(leaves) for node, leaves in weights.items()})
-
-
-def _keeper(fork: _Fork) -> Any:
-    def keep(grads: tuple[Tensor | None, ...]) -> None:
-        fork.arrived = grads
-
-    return keep
-
-
-def _edge_of(leaf: Tensor) -> Node:
-    return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 def _or_ones(output: Tensor, grad: Tensor | None) -> Tensor:

@@ -12,9 +12,8 @@ time that values of some shapes pass a cut, a line of text goes ahead of them.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,39 +21,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced, sliced
+from phalanx.parallel.local_shards.tensor import local_of
 from phalanx.placement.schedules import Order, timed
+
+if TYPE_CHECKING:
+    from phalanx.parallel.pipeline.runner import PipelineRun
 
 _AHEAD = 2  # receives from one rank that are posted before anyone waits for them
 
 
 class Message(NamedTuple):
-    """What one stage sends a neighbour for one micro-batch.
+    """What one stage sends a neighbour for one micro-batch."""
 
-    Attributes:
-        forward: values for the next stage; else gradients for the one before.
-        cut: the stage that begins after the cut they pass.
-        micro: which micro-batch.
-    """
-
-    forward: bool
-    cut: int
+    forward: bool  # values for the next stage; else gradients for the one before
+    cut: int  # the stage that begins after the cut they pass
     micro: int
-
-
-class Contents(ABC):
-    """What is known of messages before they arrive."""
-
-    @abstractmethod
-    def sizes(self, message: Message) -> Sequence[Tensor] | None:
-        """Tensors, perhaps fakes, of the shapes and types of what it carries; ``None`` where nobody knows yet."""
-
-    @abstractmethod
-    def untold(self, message: Message) -> bool:
-        """Whether a line goes ahead of it without which its sizes are not known."""
-
-    @abstractmethod
-    def tell(self, message: Message, line: Tensor) -> None:
-        """That line has come."""
 
 
 def messages(order: Order, rank: int) -> dict[int, list[tuple[Message, bool]]]:
@@ -88,15 +69,16 @@ class StageMessages:
         peers: Sequence[int],
         group: dist.ProcessGroup | None,
         device: torch.device,
-        contents: Contents,
+        contents: PipelineRun,
     ) -> None:
         self._order, self._rank, self._peers, self._group = order, rank, peers, group
         self._device, self._contents = device, contents
-        self._in_order = group is not None and wants_order(group, device)
+        # Whether receives are posted in order, and sizes so have to be known ahead.
+        self.in_order = group is not None and wants_order(group, device)
         self._lines = messages(order, rank)
         self._tags = {message: index for line in self._lines.values() for index, (message, _) in enumerate(line)}
         self._todo = {
-            other: [one for one in line if self._in_order or not one[1]] for other, line in self._lines.items()
+            other: [one for one in line if self.in_order or not one[1]] for other, line in self._lines.items()
         }
         self._waiting = dict.fromkeys(self._lines, 0)
         self._ready: dict[Message, list[Tensor]] = {}
@@ -104,11 +86,6 @@ class StageMessages:
         self._posted: dict[Message, list[tuple[dist.Work | None, Tensor]]] = {}
         self._sent: list[tuple[dist.Work | None, Tensor]] = []
         self._handed: dict[Message, list[Tensor]] = {}
-
-    @property
-    def in_order(self) -> bool:
-        """Whether receives are posted in order, and sizes so have to be known ahead."""
-        return self._in_order
 
     def send(self, message: Message, tensors: Sequence[Tensor], line: Tensor | None = None) -> None:
         """Send what a message carries, and perhaps a line ahead of it; to a stage of this rank hand it over."""
@@ -119,7 +96,7 @@ class StageMessages:
         self._ready[message] = [tensor.contiguous() for tensor in tensors]
         if line is not None:
             self._lines_ahead[message] = line.to(self._device)
-        if self._in_order:
+        if self.in_order:
             self._advance(other)
         else:
             self._post_send(message, other)
@@ -161,7 +138,7 @@ class StageMessages:
     def _advance(self, other: int, until: Message | None = None) -> None:
         """Post what can be posted between this rank and another, in order; ``until`` in any case."""
         line = self._todo[other]
-        if until is not None and not self._in_order:  # tags tell messages apart: this one need not wait for others
+        if until is not None and not self.in_order:  # tags tell messages apart: this one need not wait for others
             self._post_receive(until, other, True)
             line.remove((until, False))
             until = None
@@ -226,14 +203,10 @@ _Way = list[Any]
 
 
 class Parcels:
-    """What one rank knows of the cuts of values that pass.
-
-    Attributes:
-        axes: name → the axis that values may be sliced along; without any, nothing is told.
-    """
+    """What one rank knows of the cuts of values that pass."""
 
     def __init__(self) -> None:
-        self.axes: Mapping[str, Axis] = {}
+        self.axes: Mapping[str, Axis] = {}  # by name, that values may be sliced along; without any, nothing is told
         self._ways: dict[Any, list[_Way]] = {}
         self._told: set[Any] = set()
 
@@ -248,14 +221,13 @@ class Parcels:
         if key not in self._told:
             self._told.add(key)
             told = torch.tensor(list(json.dumps(ways).encode()), dtype=torch.uint8)
-        return [value.local if is_sliced(value) else value for value in values], told
+        return [local_of(value) for value in values], told
 
     def unknown(self, cut: int, fakes: Sequence[Tensor]) -> bool:
         """Whether the sender will tell how these values are cut, before they come."""
         return bool(self.axes) and _key(cut, fakes) not in self._ways
 
     def learn(self, cut: int, fakes: Sequence[Tensor], told: Tensor) -> None:
-        """Take in what the sender told."""
         self._ways[_key(cut, fakes)] = json.loads(bytes(told.tolist()))
 
     def sizes(self, cut: int, fakes: Sequence[Tensor]) -> list[Tensor]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,76 +20,48 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel.example import Example
 from phalanx.parallel.pipeline.stand_in import Flops, Outline, outline, signature
 from phalanx.parallel.pipeline.value_flow import Flow, Key, tensors, told_to
+from phalanx.parallel.survey import Example
 from phalanx.trace.blocks import leave_cache_out
-from phalanx.trace.fake_tensors import fake
+from phalanx.trace.fake_tensors import fake, quiet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitCall:
-    """One call of a unit.
-
-    Attributes:
-        name: of the unit.
-        unit: the module.
-        keys: for each leaf of its output which value it is; ``None`` for what does not depend on parameters.
-        outline: its output's form.
-        written: which of the tensors it is called with it writes into, and the values those are afterwards.
-        reads: whether it reads values that it was not called with.
-        kin: an earlier call that did the same to the same, or this one.
-    """
+    """One call of a unit."""
 
     name: str
     unit: nn.Module
-    keys: tuple[Key | None, ...]
-    outline: Outline
-    written: tuple[tuple[int, Key], ...]
-    reads: bool
-    kin: int
+    keys: tuple[Key | None, ...]  # of each leaf of its output; None for what does not depend on parameters
+    outline: Outline  # of its output
+    written: tuple[tuple[int, Key], ...]  # which tensors it is called with it writes into, and what those are then
+    reads: bool  # whether it reads values that it was not called with
+    kin: int  # an earlier call that did the same to the same, or this one
 
 
 @dataclass(slots=True)
 class Value:
-    """A value that depends on parameters.
+    """A value that depends on parameters."""
 
-    Attributes:
-        born: the region that computes it; region c runs from call c to the next.
-        last: the last region that reads it.
-        learns: whether a gradient flows through it.
-        trouble: why it cannot be sent; empty where it can.
-    """
-
-    born: int
-    last: int
-    learns: bool
-    trouble: str = ""
+    born: int  # the region that computes it; region c runs from call c to the next
+    last: int  # the last region that reads it
+    learns: bool  # whether a gradient flows through it
+    trouble: str = ""  # why it cannot be sent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """A model as a row of regions: each a call of a unit and the model's own work after it.
-
-    Attributes:
-        module: the model.
-        fakes: the mode of all fakes of it.
-        calls: of units, in order; one a region.
-        values: what depends on parameters.
-        parameters: name → the regions that use it, none for one that nothing uses.
-        costs: of each region, in floating-point operations of a forward, or what takes as long.
-        recomputes: whether the model recomputes activations by itself.
-        reentrant: of each reentrant checkpoint around units, whether what it is called with requires a gradient.
-    """
+    """A model as a row of regions: each a call of a unit and the model's own work after it."""
 
     module: nn.Module
-    fakes: FakeTensorMode
-    calls: tuple[UnitCall, ...]
+    fakes: FakeTensorMode  # the mode of all fakes of the model
+    calls: tuple[UnitCall, ...]  # in order; one a region
     values: dict[Key, Value]
-    parameters: dict[str, frozenset[int]]
-    costs: tuple[float, ...]
-    recomputes: bool
-    reentrant: tuple[bool, ...]
+    parameters: dict[str, frozenset[int]]  # by name the regions that use it, none for one that nothing uses
+    costs: tuple[float, ...]  # of each region, in floating-point operations of a forward, or what takes as long
+    recomputes: bool  # whether the model recomputes activations by itself
+    reentrant: tuple[bool, ...]  # of each reentrant checkpoint around units whether what it is called with learns
 
     def uncalled(self, units: Iterable[nn.Module]) -> list[nn.Module]:
         """Those of ``units`` that were never called though something reads their parameters."""
@@ -167,17 +138,6 @@ def intercepted(units: Mapping[nn.Module, Any], called: Callable[..., Any]) -> I
                 unit.__dict__["_compiled_call_impl"] = compiled
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """torch logs what fakes cannot do before it raises; what happens then is decided here."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
 def by_values(error: BaseException, where: str = "") -> RefusedError:
     """The model looks into a tensor that this stage does not have."""
     if not where:
@@ -185,17 +145,27 @@ def by_values(error: BaseException, where: str = "") -> RefusedError:
         others = {Path(torch.__file__).parent, Path(__file__).parent}
         lines = [frame for frame in frames if others.isdisjoint(Path(frame.filename).parents)]
         where = f"{Path(lines[-1].filename).name}:{lines[-1].lineno} ({lines[-1].line})" if lines else "the model"
-    return RefusedError(
-        [
-            Problem(
-                where="plan.pp",
-                given=f"control flow that depends on data across a split: {where} decides by the values of a tensor "
-                "that another stage computes",
-                allowed="models whose own code, outside their blocks, decides by shapes and inputs only",
-                fix="torch.where in place of the decision, or the same code inside a block; or fsdp in place of pp",
-            )
-        ]
+    given = "control flow that depends on data across a split:"
+    problem = Problem(
+        where="plan.pp",
+        given=f"{given} {where} decides by the values of a tensor that another stage computes",
+        allowed="models whose own code, outside their blocks, decides by shapes and inputs only",
+        fix="torch.where in place of the decision, or the same code inside a block; or fsdp in place of pp",
     )
+    return RefusedError([problem])
+
+
+@contextmanager
+def _exchanged(tables: Sequence[dict[str, Any]], other: Callable[[Any], Any]) -> Iterator[None]:
+    """While inside, other tensors in place of those in ``tables`` of modules."""
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.update({name: other(tensor) for name, tensor in table.items()})
+    try:
+        yield
+    finally:
+        for table, tensors_before in zip(tables, before, strict=True):
+            table.update(tensors_before)
 
 
 _KEPT = 2**31  # stands for whatever a unit keeps to itself
@@ -224,41 +194,25 @@ class _Dry(Flow):
     def fake_parameters(self) -> Iterator[None]:
         """Fakes in place of the parameters, and of buffers without values; others stay."""
         made: dict[int, Any] = {}
-        tables: list[dict[str, Any]] = []
-        for child in self._module.modules():
-            tables += [child._parameters, child._buffers]
-        kept = [(table, dict(table)) for table in tables]
-        for table, before in kept:
-            for name, tensor in before.items():
-                if isinstance(tensor, nn.Parameter) or (tensor is not None and tensor.is_meta):
-                    if id(tensor) not in made:
-                        made[id(tensor)] = fake(self.fakes, tensor)
-                        if isinstance(tensor, nn.Parameter):
-                            self._meant[id(made[id(tensor)])] = tensor
-                    table[name] = made[id(tensor)]
-        try:
-            yield
-        finally:
-            for table, before in kept:
-                table.update(before)
 
-    @contextmanager
-    def _real_parameters(self, unit: nn.Module) -> Iterator[None]:
-        kept = [(child._parameters, dict(child._parameters)) for child in unit.modules()]
-        for table, before in kept:
-            table.update({name: self._meant.get(id(tensor), tensor) for name, tensor in before.items()})
-        try:
+        def stand_in(tensor: Any) -> Any:
+            if tensor is None or not (isinstance(tensor, nn.Parameter) or tensor.is_meta):
+                return tensor
+            if id(tensor) not in made:
+                made[id(tensor)] = fake(self.fakes, tensor)
+                if isinstance(tensor, nn.Parameter):
+                    self._meant[id(made[id(tensor)])] = tensor
+            return made[id(tensor)]
+
+        tables = [table for child in self._module.modules() for table in (child._parameters, child._buffers)]
+        with _exchanged(tables, stand_in):
             yield
-        finally:
-            for table, before in kept:
-                table.update(before)
 
     def used(self, leaves: list[Tensor]) -> None:
         for leaf in leaves:
             self.read(leaf, max(self.call, 0))
 
     def read(self, leaf: Tensor, region: int) -> None:
-        """Region ``region`` reads ``leaf``."""
         if id(leaf) in self._meant:
             self.regions.setdefault(id(self._meant[id(leaf)]), set()).add(region)
             return
@@ -294,7 +248,6 @@ class _Dry(Flow):
         return result
 
     def called(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A unit is called."""
         if self.inside:
             return call(*args, **kwargs)
         self.entered()
@@ -357,7 +310,8 @@ class _Dry(Flow):
                 return made
 
             given, named = tree_map(real, args), tree_map(real, kwargs)
-            with self._real_parameters(unit), torch.no_grad():
+            tables = [child._parameters for child in unit.modules()]
+            with _exchanged(tables, lambda tensor: self._meant.get(id(tensor), tensor)), torch.no_grad():
                 output = call(*given, **named)
             learns = any(tensor.requires_grad for tensor in (*unit.parameters(), *back.values()))
             return tree_map(lambda leaf: self._as_if(leaf, back, learns=learns), output)

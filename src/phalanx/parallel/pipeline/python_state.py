@@ -30,14 +30,10 @@ _LIVE = frozenset({"_parameters", "_buffers", "training", "forward"})
 
 
 class PythonState:
-    """Values of names in namespaces, as they were when they were added.
-
-    Attributes:
-        trouble: why it cannot be compared; empty where it can.
-    """
+    """Values of names in namespaces, as they were when they were added."""
 
     def __init__(self) -> None:
-        self.trouble = ""
+        self.trouble = ""  # why it cannot be compared
         self._names: list[tuple[Any, tuple[str, ...], tuple[Any, ...]]] = []
         self._collections: list[tuple[Any, int, tuple[Any, ...]]] = []
         self._count = 0
@@ -128,7 +124,6 @@ class _Slots:
         self._value = value
 
     def get(self, name: str, default: Any = None) -> Any:
-        """What is in a slot."""
         return getattr(self._value, name, default)
 
 

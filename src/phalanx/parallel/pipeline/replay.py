@@ -31,15 +31,10 @@ class Slot(int):
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """A parameter or buffer, looked up when it is used: it may be another tensor then.
+    """A parameter or buffer, looked up when it is used: it may be another tensor then."""
 
-    Attributes:
-        table: of the module that holds it.
-        name: in that table.
-    """
-
-    table: dict[str, Any]
-    name: str
+    table: dict[str, Any]  # of the module that holds it
+    name: str  # in that table
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Attribute) and self.table is other.table and self.name == other.name
@@ -56,7 +51,6 @@ class ArgumentTree:
     spec: TreeSpec
 
     def same(self, other: ArgumentTree) -> bool:
-        """Whether it is put together from the same."""
         return self.spec == other.spec and all(map(same, self.leaves, other.leaves))
 
     def slots(self) -> Iterator[Slot]:
@@ -64,7 +58,6 @@ class ArgumentTree:
         return (leaf for leaf in self.leaves if type(leaf) is Slot)
 
     def filled(self, values: list[Any]) -> Any:
-        """With values in place of slots."""
         return tree_unflatten([_value(leaf, values) for leaf in self.leaves], self.spec)
 
 
@@ -72,28 +65,20 @@ class ArgumentTree:
 class ReplayedCall:
     """A call of a unit or of one of torch's functions.
 
-    Attributes:
-        call: what is called.
-        given: its arguments.
-        makes: for each leaf of its result the slot of a new value, or ``None``.
-        guard: what it gave, where that was no tensor: another result means that the model's code would go another way.
-        context: of the call: gradients and autocast.
-        early: whether it depends on the arguments only; those come first.
-        keeps: whether it is called though nothing needs what it gives.
-        frees: slots that nothing needs any more.
+    What it gave, where that was no tensor, is its guard: another result means that the model's code would go another
+    way.
     """
 
     call: Callable[..., Any]
     given: ArgumentTree
-    makes: tuple[Slot | None, ...]
+    makes: tuple[Slot | None, ...]  # for each leaf of its result the slot of a new value
     guard: Any
-    context: tuple[Any, ...]
-    early: bool
-    keeps: bool
-    frees: tuple[Slot, ...] = ()
+    context: tuple[Any, ...]  # gradients and autocast
+    early: bool  # whether it depends on the arguments only; those come first
+    keeps: bool  # whether it is called though nothing needs what it gives
+    frees: tuple[Slot, ...] = ()  # that nothing needs any more
 
     def same(self, other: ReplayedCall) -> bool:
-        """Whether it is the same call of the same."""
         return (
             same(self.call, other.call)
             and self.given.same(other.given)
@@ -109,32 +94,19 @@ class GuardError(Exception):
 
 @dataclass(slots=True)
 class StageTape:
-    """What a stage does for arguments of one form.
-
-    Attributes:
-        operations: in order.
-        arrives: before which of them the values of the stage before arrive; -1 for never.
-        expected: fakes of those values.
-        arrivals: their slots.
-        result: what the stage gives.
-        given: how many tensors the model is called with.
-        slots: how many values there are.
-        context: around the stage.
-        state: Python values that the model's code reads.
-    """
+    """What a stage does for arguments of one form."""
 
     operations: list[ReplayedCall]
-    arrives: int
-    expected: list[Tensor]
-    arrivals: tuple[Slot, ...]
+    arrives: int  # before which operation the values of the stage before arrive; -1 for never
+    expected: list[Tensor]  # fakes of those values
+    arrivals: tuple[Slot, ...]  # theirs
     result: ArgumentTree
-    given: int
-    slots: int
-    context: tuple[Any, ...]
-    state: PythonState
+    given: int  # how many tensors the model is called with
+    slots: int  # how many values there are
+    context: tuple[Any, ...]  # around the stage
+    state: PythonState  # Python values that the model's code reads
 
     def same(self, other: StageTape) -> bool:
-        """Whether both do the same."""
         return (
             (self.arrives, self.arrivals, self.given, self.context)
             == (other.arrives, other.arrivals, other.given, other.context)
@@ -181,11 +153,7 @@ class StageTape:
         needed, kept = set(self.result.slots()), []
         for index in reversed(range(len(self.operations))):
             one = self.operations[index]
-            if (
-                (one.early or index < self.arrives)
-                and not one.keeps
-                and needed.isdisjoint(slot for slot in one.makes if slot is not None)
-            ):
+            if (one.early or index < self.arrives) and not one.keeps and needed.isdisjoint(_made(one)):
                 self.arrives -= index < self.arrives
                 continue
             needed |= set(one.given.slots())

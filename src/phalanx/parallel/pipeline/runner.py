@@ -15,7 +15,7 @@ from phalanx.parallel.layout import MicroBatchWork
 from phalanx.parallel.local_shards import Axis
 from phalanx.parallel.pipeline.backward import WeightHalf, input_half
 from phalanx.parallel.pipeline.cutting import CutPipeline
-from phalanx.parallel.pipeline.messages import Contents, Message, Parcels, StageMessages
+from phalanx.parallel.pipeline.messages import Message, Parcels, StageMessages
 from phalanx.parallel.pipeline.stage import Stage
 from phalanx.placement.schedules import Order, forwards, order
 
@@ -41,13 +41,7 @@ class _Passing:
 class PipelineRunner:
     """The stages of one rank, and the running of them.
 
-    Attributes:
-        pipeline: the model as it is cut.
-        stages_here: indices of this rank's stages.
-        is_last: whether the last stage is here, which has the output and the loss.
-        owned: names of the parameters on this rank.
-        tied: name → stages, of parameters that several stages use: each has a part of the gradient.
-        on_event: called after each piece of work, which on CUDA is then waited for; ``None`` for nobody.
+    ``on_event`` is called after each piece of work, which on CUDA is then waited for.
     """
 
     def __init__(
@@ -70,8 +64,7 @@ class PipelineRunner:
         self._rank = mesh.at["pp"]
         self._stages = {stage.index: stage for stage in pipeline.keep(self._rank, device)}
         self.stages_here = list(self._stages)
-        self.is_last = len(pipeline.regions) - 1 in self._stages
-        self.owned, self.tied = pipeline.owned(self._rank), pipeline.tied
+        self.is_last = len(pipeline.regions) - 1 in self._stages  # which has the output and the loss
         self._parcels = Parcels()
 
     def share_out(self, axes: Mapping[str, Axis]) -> None:
@@ -82,7 +75,7 @@ class PipelineRunner:
         """Forward and backward of all micro-batches; every rank of the pipeline with the same ones."""
         if micros:
             plan = self.pipeline.plan
-            each = _PipelineRun(self, order(plan.schedule, plan.pp, plan.stages, len(micros)), micros, work)
+            each = PipelineRun(self, order(plan.schedule, plan.pp, plan.stages, len(micros)), micros, work)
             each.run()
 
     def evaluate(self, micros: Sequence[Any], work: MicroBatchWork) -> list[Any]:
@@ -91,7 +84,7 @@ class PipelineRunner:
             return []
         plan = self.pipeline.plan
         with torch.no_grad():
-            each = _PipelineRun(self, forwards(plan.schedule, plan.pp, plan.stages, len(micros)), micros, work)
+            each = PipelineRun(self, forwards(plan.schedule, plan.pp, plan.stages, len(micros)), micros, work)
             each.run()
         return each.results
 
@@ -110,7 +103,7 @@ class _Arguments(MicroBatchWork):
         raise NotImplementedError
 
 
-class _PipelineRun(Contents):
+class PipelineRun:
     """One run over some micro-batches."""
 
     def __init__(self, runner: PipelineRunner, order: Order, micros: Sequence[Any], work: MicroBatchWork) -> None:
@@ -122,18 +115,10 @@ class _PipelineRun(Contents):
         self._passing: dict[tuple[int, int], _Passing] = {}
         self._sizes: dict[Message, list[Tensor]] = {}
         self._inside = False
-        mesh = runner._mesh
-        self._traffic = StageMessages(
-            order,
-            self._rank,
-            peers=mesh.peers("pp"),
-            group=mesh.group("pp"),
-            device=self._device,
-            contents=self,
-        )
+        peers, group = runner._mesh.peers("pp"), runner._mesh.group("pp")
+        self._traffic = StageMessages(order, self._rank, peers=peers, group=group, device=self._device, contents=self)
 
     def run(self) -> None:
-        """Everything this rank has to do."""
         does: dict[str, Callable[[Stage, int], None]] = {
             "F": self._forward,
             "B": self._whole_backward,
@@ -248,16 +233,19 @@ class _PipelineRun(Contents):
         passing.inputs = []
 
     def sizes(self, message: Message) -> Sequence[Tensor] | None:
+        """Tensors, perhaps fakes, of the shapes and types of what it carries; ``None`` where nobody knows yet."""
         known = self._whole(message)
         if known is None or not message.forward:
             return known
         return self._parcels.sizes(message.cut, known)
 
     def untold(self, message: Message) -> bool:
+        """Whether a line goes ahead of it without which its sizes are not known."""
         known = self._whole(message) if message.forward else None
         return known is not None and self._parcels.unknown(message.cut, known)
 
     def tell(self, message: Message, line: Tensor) -> None:
+        """That line has come."""
         known = self._whole(message)
         assert known is not None
         self._parcels.learn(message.cut, known, line)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.buffer_sync import buffers_kept
-from phalanx.parallel.pipeline.program import Program, UnitCall, by_values, intercepted, quiet
+from phalanx.parallel.pipeline.program import Program, UnitCall, by_values, intercepted
 from phalanx.parallel.pipeline.replay import GuardError
 from phalanx.parallel.pipeline.stage_recording import StageRecorder, Tapes
 from phalanx.parallel.pipeline.stand_in import Outline, drawn, like_arguments, outline, signature
-from phalanx.parallel.pipeline.value_flow import Flow, Key, TensorMark, tensors, told_to
+from phalanx.parallel.pipeline.value_flow import Flow, Key, TensorMark, autocast_types, tensors, told_to
 from phalanx.parallel.rng_streams import branch
-from phalanx.trace.fake_tensors import fake
+from phalanx.parallel.tensor.trial import fixed
+from phalanx.trace.fake_tensors import fake, quiet
 
 Receive = Callable[[list[Tensor]], Sequence[Tensor]]
 """Gives the tensors that these fakes stand for."""
@@ -31,29 +33,20 @@ class Stage:
     """Calling it runs a stage.
 
     Gives what the next stage needs, a list of tensors, or the model's output where there is no next.
-
-    Attributes:
-        index: of the pipeline.
-        regions: of the program that are its own.
-        arriving: the values that it needs from the stage before.
-        leaving: the values that the next one needs.
-        receive: gives the values that arrive; to be set before each call.
-        result: what the last call gave.
     """
 
     def __init__(self, program: Program, index: int, regions: range, forms: UnitOutlines) -> None:
         self.program, self.index, self.regions, self._forms = program, index, regions, forms
-        self.arriving = program.crossing(regions.start)
+        self.arriving = program.crossing(regions.start)  # values that it needs from the stage before
         self.leaving = program.crossing(regions.stop) if regions.stop < len(program.calls) else []
-        self.receive: Receive = list
-        self.result: Any = None
+        self.receive: Receive = list  # gives the values that arrive; to be set before each call
+        self.result: Any = None  # what the last call gave
         self._units = dict.fromkeys(call.unit for call in program.calls)
         self._shapes: dict[Any, list[Tensor]] = {}
         self._tapes = Tapes(program.module, self._units)
 
     @property
     def is_last(self) -> bool:
-        """Whether it gives the model's output."""
         return self.regions.stop == len(self.program.calls)
 
     def learns(self, keys: Sequence[Key]) -> list[bool]:
@@ -62,13 +55,13 @@ class Stage:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.program.module
-        with _forward_instead(module, self._run):
+        with fixed({module: partial(self._run, module.forward)}):  # its hooks are around that
             self.result = module(*args, **kwargs)
         return self.result
 
     def shapes(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         """Fakes of the values that will arrive for these arguments; runs nothing, and no hooks."""
-        key = (signature(args, kwargs), _around())
+        key = (signature(args, kwargs), autocast_types())
         if key not in self._shapes:
             if len(self._shapes) > _MOST_SHAPES:
                 self._shapes.clear()
@@ -109,7 +102,6 @@ class Stage:
         return values
 
     def _follow(self, run: _StageRun, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the model's own code."""
         try:
             with intercepted(self._units, run.called), told_to(run), quiet(), run:
                 output = tree_map(run.as_real, forward(*args, **kwargs))
@@ -148,7 +140,7 @@ class UnitOutlines:
             RefusedError: if that depends on more than shapes.
         """
         call = self._program.calls[index]
-        key = (call.kin, signature(args, kwargs), _around(), call.unit.training)
+        key = (call.kin, signature(args, kwargs), autocast_types(), call.unit.training)
         if key not in self._known:
             if len(self._known) > _MOST_SHAPES:
                 self._known.clear()
@@ -188,16 +180,13 @@ def strip(program: Program, keep: set[str], device: torch.device, dtype: torch.d
 
 def differs(what: str) -> RefusedError:
     """The model has not done what it did when it was looked at."""
-    return RefusedError(
-        [
-            Problem(
-                where="plan.pp",
-                given=f"a model that does not run its parts in the same order for every batch: it {what}",
-                allowed="models whose own code, outside their blocks, does the same for every batch",
-                fix="no skipping of layers by chance (layerdrop=0); or fsdp in place of pp",
-            )
-        ]
+    problem = Problem(
+        where="plan.pp",
+        given=f"a model that does not run its parts in the same order for every batch: it {what}",
+        allowed="models whose own code, outside their blocks, does the same for every batch",
+        fix="no skipping of layers by chance (layerdrop=0); or fsdp in place of pp",
     )
+    return RefusedError([problem])
 
 
 _MOST_SHAPES = 4096
@@ -251,7 +240,6 @@ class _StageRun(Flow):
         return func(*args, **kwargs)
 
     def called(self, unit: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A unit is called."""
         if self.inside:
             return call(*args, **kwargs)
         index, program, own = self.call + 1, self._stage.program, self._stage.regions
@@ -268,7 +256,8 @@ class _StageRun(Flow):
         args, kwargs = tree_map(swap, args), tree_map(swap, kwargs)
         self.inside = True
         try:
-            with _pop_mode_temporarily() if self._on_top() and not (known.reads and self.real) else nullcontext():
+            on_top = _get_current_function_mode() is self
+            with _pop_mode_temporarily() if on_top and not (known.reads and self.real) else nullcontext():
                 if self.real:
                     output = self._computed(known, call, args, kwargs)
                 else:
@@ -331,26 +320,3 @@ class _StageRun(Flow):
     def _expected(self, index: int) -> str:
         calls = self._stage.program.calls
         return f"it called {calls[index].name} before" if index < len(calls) else "it had ended before"
-
-    def _on_top(self) -> bool:
-        return _get_current_function_mode() is self
-
-
-def _around() -> Any:
-    """What the type of a result depends on beside its arguments."""
-    kinds = ("cpu", "cuda")
-    return tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds)
-
-
-@contextmanager
-def _forward_instead(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
-    """While inside, the module's forward is ``run(forward, ...)``; its hooks are around that."""
-    forward, own = module.forward, "forward" in module.__dict__
-    module.__dict__["forward"] = lambda *args, **kwargs: run(forward, *args, **kwargs)
-    try:
-        yield
-    finally:
-        if own:
-            module.__dict__["forward"] = forward
-        else:
-            del module.__dict__["forward"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,18 +16,14 @@ from torch.utils._pytree import tree_flatten
 from phalanx.parallel.local_shards import is_sliced
 from phalanx.parallel.pipeline.python_state import PythonState, calls_not_watched, calls_watched, chance
 from phalanx.parallel.pipeline.replay import CONSTANTS, NO_GUARD, ArgumentTree, Attribute, ReplayedCall, Slot, StageTape
-from phalanx.parallel.pipeline.value_flow import RANDOM, writes
+from phalanx.parallel.pipeline.value_flow import RANDOM, autocast_types, writes
 
 
 class StageRecorder:
-    """Makes a tape of one run.
-
-    Attributes:
-        trouble: why there can be none; empty where there can.
-    """
+    """Makes a tape of one run."""
 
     def __init__(self, model: nn.Module, inside: Iterable[nn.Module], args: Any, kwargs: Any, *, real: bool) -> None:
-        self.trouble = ""
+        self.trouble = ""  # why there can be none
         self._inside = {id(module._buffers) for module in inside}
         self.state = PythonState()
         self._model, self._real = model, real
@@ -49,11 +45,8 @@ class StageRecorder:
         self._chance = chance()
         self._context, self._around = _context(), _surroundings()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around the model's code."""
-        with calls_watched(self.state.add_frame):
-            yield
+    def watching(self) -> AbstractContextManager[None]:
+        return calls_watched(self.state.add_frame)
 
     def operation(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls one of torch's functions between units, and keeps that."""
@@ -83,9 +76,8 @@ class StageRecorder:
         changes = writes(_name(call))
         if early and changes and _storage(given[0]) in self._read_late:
             self.refuse("it changes a tensor in place after the stage has computed with it")
-        self._keep(
-            call, form, made, result if looked else NO_GUARD, early=early, keeps=looked or changes or not tensors
-        )
+        guard = result if looked else NO_GUARD
+        self._keep(call, form, made, guard, early=early, keeps=looked or changes or not tensors)
         return result
 
     def unit(self, unit: nn.Module, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
@@ -113,7 +105,6 @@ class StageRecorder:
         self.trouble = self.trouble or why
 
     def tape(self, result: Any) -> StageTape | None:
-        """The tape of a run that gave ``result``."""
         form = self._form(result)
         if any(not isinstance(leaf, (Slot, Attribute, *CONSTANTS)) for leaf in form.leaves):
             self.refuse("its output holds objects that are no tensors")
@@ -214,14 +205,8 @@ class Tapes:
             else (leaf if isinstance(leaf, CONSTANTS) else type(leaf))
             for leaf in leaves
         )
-        return (
-            forms,
-            spec,
-            _context(),
-            torch.get_default_dtype(),
-            forward,
-            bytes(module.training for module in self._outside),
-        )
+        training = bytes(module.training for module in self._outside)
+        return forms, spec, _context(), torch.get_default_dtype(), forward, training
 
     def ready(self, key: Any) -> Iterator[StageTape]:
         """The tapes that may hold now."""
@@ -230,7 +215,8 @@ class Tapes:
 
     def recorder(self, key: Any, args: Any, kwargs: Any, *, real: bool) -> StageRecorder | None:
         """For a run with these arguments; ``None`` where recording has been given up."""
-        hooks = _followed() or any(_has_hooks(module) for module in self._outside if module is not self._model)
+        others = (module for module in self._outside if module is not self._model)
+        hooks = _followed() or any(getattr(module, name, None) for module in others for name in _HOOKS)
         if hooks or self._tries.get(key, 0) >= _MOST_TRIES or len(self._tries) > _MOST_FORMS:
             return None
         self._tries[key] = self._tries.get(key, 0) + 1
@@ -257,9 +243,7 @@ _MOST_TRIES, _MOST_FORMS, _MOST_AT_ONCE = 12, 4096, 4
 
 def _context() -> tuple[Any, ...]:
     """What an operation does depends on these beside its arguments."""
-    kinds = ("cpu", "cuda")
-    types = tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds)
-    return torch.is_grad_enabled(), types
+    return torch.is_grad_enabled(), autocast_types()
 
 
 def _surroundings() -> tuple[Any, ...]:
@@ -282,10 +266,6 @@ def _surroundings() -> tuple[Any, ...]:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return any(getattr(module, name, None) for name in _HOOKS)
-
-
 def _followed() -> bool:
     """Whether someone follows every module of the process, those included that no replay calls."""
     return bool(torch.nn.modules.module._has_any_global_hook())
@@ -301,17 +281,12 @@ class _ValuesRead(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tags = func.tags
-        if torch.Tag.data_dependent_output in tags or (torch.Tag.dynamic_output_shape in tags and _by_mask(func, args)):
+        by_values = torch.Tag.dynamic_output_shape in func.tags
+        if func is torch.ops.aten.index.Tensor:  # only where an index is a mask
+            by_values = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if by_values or torch.Tag.data_dependent_output in func.tags:
             self.found = True
         return func(*args, **(kwargs or {}))
-
-
-def _by_mask(func: Any, args: Any) -> bool:
-    """Whether the shape of what such an operation gives depends on values: of indexing, where an index is a mask."""
-    if func is not torch.ops.aten.index.Tensor:
-        return True
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 def _name(call: Any) -> str:

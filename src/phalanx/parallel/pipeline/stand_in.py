@@ -20,25 +20,15 @@ from phalanx.trace.fake_tensors import fake
 
 @dataclass(frozen=True, slots=True)
 class LeafOrigin:
-    """How one leaf of an output comes about.
+    """How one leaf of an output comes about: as a new tensor, as an argument given back, or as no tensor."""
 
-    Attributes:
-        made: whether it is a new tensor; else an argument given back, or something that is no tensor.
-        argument: which tensor among the arguments it is, or has the shape of; -1 for none.
-        shape: of a new tensor.
-        stride: of a new tensor.
-        dtype: of a new tensor.
-        device: of a new tensor.
-        other: what is no tensor.
-    """
-
-    made: bool
-    argument: int = -1
+    made: bool  # whether it is a new tensor
+    argument: int = -1  # which tensor among the arguments it is, or has the shape of
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     device: torch.device | None = None
-    other: Any = None
+    other: Any = None  # what is no tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +105,7 @@ _aten = torch.ops.aten
 
 
 class Flops(TorchDispatchMode):
-    """Adds up, under what ``place`` gives at the time, what operations cost.
-
-    Attributes:
-        found: place → floating-point operations, or what takes as long.
-    """
+    """Adds up, under what ``place`` gives at the time, what operations cost: in FLOPs, or what takes as long."""
 
     def __init__(self, place: Callable[[], int]) -> None:
         super().__init__()

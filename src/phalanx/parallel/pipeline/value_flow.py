@@ -11,9 +11,9 @@ unit, from the values that the units are called with.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -24,38 +24,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from phalanx.parallel.local_shards.tensor import METADATA, is_sliced
+from phalanx.parallel.local_shards.tensor import METADATA, is_sliced, name_of
 from phalanx.trace.fake_tensors import fake
 
 Recompute = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Gives a call that does the same and computes its activations a second time in backward."""
 
 
-class FlowObserver(Protocol):
-    """A run of a model that is told of these calls.
-
-    Attributes:
-        inside: whether a unit is running, whose calls are its own.
-    """
-
-    inside: bool
-
-    def function(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """The result of an autograd function outside of units."""
-        ...
-
-    def learns(self, args: tuple[Any, ...]) -> bool:
-        """Whether what the next reentrant checkpoint outside of units is called with requires a gradient."""
-        ...
-
-    def recomputing(self, how: Recompute) -> AbstractContextManager[None]:
-        """Around what lies inside a checkpoint, in a unit or outside of units."""
-        ...
-
-
 @contextmanager
-def told_to(run: FlowObserver) -> Iterator[None]:
-    """While inside, ``run`` is told."""
+def told_to(run: Flow) -> Iterator[None]:
+    """While inside, ``run`` is told of autograd functions outside of units, and of checkpoints."""
     generator = checkpointing._checkpoint_without_reentrant_generator
 
     def applied(cls: Any, *args: Any) -> Any:
@@ -91,7 +69,7 @@ def _again(**settings: Any) -> Recompute:
     return lambda call: partial(checkpointing.checkpoint, call, use_reentrant=False, **settings)
 
 
-def _reentrant(run: FlowObserver, call: Callable[..., Any], function: Any, preserve: bool, *args: Any) -> Any:
+def _reentrant(run: Flow, call: Callable[..., Any], function: Any, preserve: bool, *args: Any) -> Any:
     with run.recomputing(_again(preserve_rng_state=preserve)):
         if run.inside:
             return call(function, preserve, *args)
@@ -101,17 +79,11 @@ def _reentrant(run: FlowObserver, call: Callable[..., Any], function: Any, prese
 
 
 class Key(NamedTuple):
-    """A value, by how it came about.
+    """A value, by how it came about."""
 
-    Attributes:
-        call: the unit that was called last, counting calls from 0; -1 before the first.
-        unit: whether it is that unit's output, not of the model's work after it.
-        index: which leaf of the output; or which result.
-    """
-
-    call: int
-    unit: bool
-    index: int
+    call: int  # of the unit that was called last, counting calls from 0; -1 before the first
+    unit: bool  # whether it is that unit's output, not of the model's work after it
+    index: int  # which leaf of the output; or which result
 
     @property
     def region(self) -> int:
@@ -120,44 +92,28 @@ class Key(NamedTuple):
 
 
 class TensorMark:
-    """What is known of a tensor during one run.
-
-    Attributes:
-        flow: the run.
-        key: which value it is; ``None`` for one that a unit keeps to itself.
-        stand_in: a fake of it, where the tensor itself is not one.
-        value: the real tensor, once it has arrived.
-        region: where it came about.
-    """
+    """What is known of a tensor during one run."""
 
     __slots__ = ("flow", "key", "region", "stand_in", "value")
 
     def __init__(self, flow: Flow, key: Key | None, region: int) -> None:
+        # Which value it is, None for one that a unit keeps to itself; and where it came about.
         self.flow, self.key, self.region = flow, key, region
-        self.stand_in: Tensor | None = None
-        self.value: Tensor | None = None
+        self.stand_in: Tensor | None = None  # a fake of it, where the tensor itself is not one
+        self.value: Tensor | None = None  # the real tensor, once it has arrived
 
 
 class Flow(TorchFunctionMode):
-    """One run of a model. What dry runs and stages do differently is in the methods that they override.
-
-    Attributes:
-        fakes: the mode that fakes belong to.
-        real: whether values are computed here, not stood in for.
-        call: the last unit that was called.
-        inside: whether it is running.
-        recomputes: whether the model has recomputed activations by itself so far.
-        reentrant: of each reentrant checkpoint so far, whether what it was called with required a gradient.
-    """
+    """One run of a model. What dry runs and stages do differently is in the methods that they override."""
 
     def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()
         self.fakes = fakes
-        self.real = False
-        self.call = -1
-        self.inside = False
-        self.recomputes = False
-        self.reentrant: list[bool] = []
+        self.real = False  # whether values are computed here, not stood in for
+        self.call = -1  # the last unit that was called
+        self.inside = False  # whether it is running
+        self.recomputes = False  # whether the model has recomputed activations by itself so far
+        self.reentrant: list[bool] = []  # of each reentrant checkpoint whether what it was called with learns
         self._count = 0
         self._again: list[Recompute] = []
         self._unseen = False
@@ -192,7 +148,9 @@ class Flow(TorchFunctionMode):
 
     def depends(self, tensor: Tensor) -> bool:
         """Whether it depends on parameters."""
-        return isinstance(tensor, nn.Parameter) or self.mark_of(tensor) is not None or _of_parameter(tensor)
+        if isinstance(tensor, nn.Parameter) or self.mark_of(tensor) is not None:
+            return True
+        return is_sliced(tensor) and isinstance(tensor.local, nn.Parameter)
 
     def put(self, tensor: Tensor, key: Key | None) -> TensorMark:
         """From now on ``tensor`` is the value ``key``."""
@@ -226,7 +184,7 @@ class Flow(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        name = name_of(func)
         if name in METADATA or self._unseen:
             return func(*args, **kwargs)
         if self.inside:
@@ -235,7 +193,6 @@ class Flow(TorchFunctionMode):
 
     def function(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """An autograd function, as one operation: what its forward does is none of the model's work."""
-
         return call(*args) if self._unseen else self._operation(call, "apply", args, {}, unseen=True)
 
     @contextmanager
@@ -321,8 +278,10 @@ def writes(name: str) -> bool:
     return name.endswith("_")
 
 
-def _of_parameter(tensor: Any) -> bool:
-    return is_sliced(tensor) and isinstance(tensor.local, nn.Parameter)
+def autocast_types() -> tuple[torch.dtype | None, ...]:
+    """In what autocast computes on CPUs and on CUDA; ``None`` where it is off."""
+    kinds = ("cpu", "cuda")
+    return tuple(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

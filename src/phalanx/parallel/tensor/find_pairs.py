@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel.example import Example
 from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced
-from phalanx.parallel.tensor.trial import Overrides, Places, Trial, fixed, tried, wishes
+from phalanx.parallel.survey import Example
+from phalanx.parallel.tensor.trial import Overrides, Trial, WeightCut, fixed, places_of, shown_as_slices, wishes
 from phalanx.trace.blocks import blocks, leave_cache_out, parts
 from phalanx.trace.fake_tensors import faked, fakes, quiet
 
@@ -33,22 +33,10 @@ _MANY_ROWS = 1000  # rows from which an embedding is cut also where no head shar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """How weights are cut.
+    """How weights are cut, by name."""
 
-    Attributes:
-        cuts: name → (dimension, cut).
-        whole: names of weights of two or more dimensions that every rank holds whole.
-    """
-
-    cuts: dict[str, tuple[int, Cut]]
-    whole: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _WeightCut:
-    weight: nn.Parameter
-    dim: int
-    cut: Cut
+    cuts: dict[str, tuple[int, Cut]]  # with the dimension
+    whole: list[str]  # weights of two or more dimensions that every rank holds whole
 
 
 def find(model: Model, ranks: int) -> Split:
@@ -58,8 +46,8 @@ def find(model: Model, ranks: int) -> Split:
         RefusedError: if the job wants cuts that cannot be.
     """
     said = wishes(model.module, model.example.tensor_parallel)
-    chosen: dict[int, _WeightCut] = {}
-    known: dict[Any, tuple[nn.Module, list[_WeightCut]]] = {}
+    chosen: dict[int, WeightCut] = {}
+    known: dict[Any, tuple[nn.Module, list[WeightCut]]] = {}
     for block, calls in model.calls.items():
         for choice in _like(block, known, said, partial(_pairs, block, calls, ranks, said)):
             chosen.setdefault(id(choice.weight), choice)
@@ -145,8 +133,8 @@ class Model:
 
 
 def _like(
-    block: nn.Module, known: dict[Any, Any], said: Overrides, look: Callable[[], list[_WeightCut]]
-) -> list[_WeightCut]:
+    block: nn.Module, known: dict[Any, Any], said: Overrides, look: Callable[[], list[WeightCut]]
+) -> list[WeightCut]:
     """The choices for a block; taken over from an earlier one that is made of the same parts."""
     shapes = tuple((name, type(child).__name__) for name, child in block.named_modules())
     key = (
@@ -157,10 +145,10 @@ def _like(
         known[key] = (block, look())
     first, choices = known[key]
     by_name, its = dict(block.named_parameters()), {id(tensor): name for name, tensor in first.named_parameters()}
-    return [_WeightCut(by_name[its[id(one.weight)]], one.dim, one.cut) for one in choices if id(one.weight) in its]
+    return [WeightCut(by_name[its[id(one.weight)]], one.dim, one.cut) for one in choices if id(one.weight) in its]
 
 
-def _pairs(block: nn.Module, call: Call, ranks: int, said: Overrides) -> list[_WeightCut]:
+def _pairs(block: nn.Module, call: Call, ranks: int, said: Overrides) -> list[WeightCut]:
     """Cuts of weights that pair up within a block: as the model's own plan has it, or if that does not go, as found."""
     args, kwargs = call
     run = lambda: block(*args, **kwargs)  # noqa: E731
@@ -170,15 +158,15 @@ def _pairs(block: nn.Module, call: Call, ranks: int, said: Overrides) -> list[_W
 
 def _paired(
     block: nn.Module, run: Callable[[], Any], ranks: int, dims: Callable[[nn.Parameter], Sequence[int]]
-) -> list[_WeightCut]:
-    members: dict[tuple[int, ...], list[tuple[_WeightCut, Trial]]] = {}
+) -> list[WeightCut]:
+    members: dict[tuple[int, ...], list[tuple[WeightCut, Trial]]] = {}
     for weight in block.parameters():
         for dim in dims(weight):
             found = _cut(block, weight, dim, run, ranks, _ends_in_sums)
             if found is not None and all(one.dim in dims(one.weight) for one in found[1].met):
                 choice, trial = found
                 members.setdefault(tuple(id(one.weight) for one in trial.met), []).append((choice, trial))
-    chosen: dict[int, _WeightCut] = {}
+    chosen: dict[int, WeightCut] = {}
     for group in members.values():
         for choice in _fitting(block, group, run, ranks):
             chosen.setdefault(id(choice.weight), choice)
@@ -192,7 +180,7 @@ def _cut(
     run: Callable[[], Any],
     ranks: int,
     good: Callable[[Trial, Any], bool],
-) -> tuple[_WeightCut, Trial] | None:
+) -> tuple[WeightCut, Trial] | None:
     """A cut of one dimension that goes well."""
     tries = _tries(owner, weight, dim, run, ranks)
     return next(((choice, trial) for choice, trial, result in tries if good(trial, result)), None)
@@ -200,7 +188,7 @@ def _cut(
 
 def _tries(
     owner: nn.Module, weight: nn.Parameter, dim: int, run: Callable[[], Any], ranks: int
-) -> Iterator[tuple[_WeightCut, Trial, Any]]:
+) -> Iterator[tuple[WeightCut, Trial, Any]]:
     """Cuts of one dimension that go at all; grains that the model's own views ask for are tried in turn."""
     size = weight.shape[dim]
     waiting, seen = [(1, 1)], {(1, 1)}
@@ -208,7 +196,7 @@ def _tries(
         outer, inner = waiting.pop(0)
         if size % (outer * inner) or size // (outer * inner) < ranks:
             continue
-        choice = _WeightCut(weight, dim, Cut.even(size, ranks, outer=outer, inner=inner))
+        choice = WeightCut(weight, dim, Cut.even(size, ranks, outer=outer, inner=inner))
         trial, result = _outcome(owner, [choice], run, ranks)
         if trial is None:
             continue
@@ -221,24 +209,17 @@ def _tries(
 
 
 def _outcome(
-    owner: nn.Module, choices: Sequence[_WeightCut], run: Callable[[], Any], ranks: int
+    owner: nn.Module, choices: Sequence[WeightCut], run: Callable[[], Any], ranks: int
 ) -> tuple[Trial | None, Any]:
-    results: list[Any] = []
+    """What happens if ``run`` runs with the chosen parameters shown as slices over a dry axis, and what it gives."""
+    trial = Trial()
+    axis = Axis("dry", size=ranks, rank=0, group=None, trial=trial)
+    axis.notice = lambda kind, _: trial.sent.append(kind)
     try:
-        trial = tried(lambda: results.append(run()), lambda axis: _places(owner, choices, axis), ranks)
+        with shown_as_slices(places_of(owner, {id(one.weight): (Placed(axis, one.dim, one.cut),) for one in choices})):
+            return trial, run()
     except Exception:  # what the model or a rule cannot do with this cut
         return None, None
-    return trial, results[0]
-
-
-def _places(owner: nn.Module, choices: Sequence[_WeightCut], axis: Axis) -> Places:
-    by_weight = {id(one.weight): (Placed(axis, one.dim, one.cut),) for one in choices}
-    return [
-        (child, name, by_weight[id(tensor)])
-        for child in owner.modules()
-        for name, tensor in child._parameters.items()
-        if tensor is not None and id(tensor) in by_weight
-    ]
 
 
 def _ends_in_sums(trial: Trial, result: Any) -> bool:
@@ -247,19 +228,16 @@ def _ends_in_sums(trial: Trial, result: Any) -> bool:
 
 
 def _fitting(
-    block: nn.Module, group: list[tuple[_WeightCut, Trial]], run: Callable[[], Any], ranks: int
-) -> list[_WeightCut]:
+    block: nn.Module, group: list[tuple[WeightCut, Trial]], run: Callable[[], Any], ranks: int
+) -> list[WeightCut]:
     """The largest part of a group that goes well together, with the weights that it ends in and the biases beside."""
     group = sorted(group, key=lambda pair: -pair[0].weight.numel())
     while group:
         ends = {id(one.weight): one for one in group[0][1].met}
         group = [pair for pair in group if all(one.cut.same(ends[id(one.weight)].cut) for one in pair[1].met)]
-        biases = [one for _, trial in group for one in trial.beside if isinstance(one.weight, nn.Parameter)]
-        rows = [
-            _WeightCut(one.weight, one.dim, one.cut) for one in ends.values() if isinstance(one.weight, nn.Parameter)
-        ]
-        sides = {id(one.weight): _WeightCut(one.weight, 0, one.cut) for one in biases}  # pyright: ignore
-        choices = [*(choice for choice, _ in group), *rows, *sides.values()]
+        rows = [one for one in ends.values() if isinstance(one.weight, nn.Parameter)]
+        biases = {id(one.weight): one for _, trial in group for one in trial.beside}
+        choices = [*(choice for choice, _ in group), *rows, *biases.values()]
         if len({id(one.weight) for one in choices}) == len(choices):
             trial, result = _outcome(block, choices, run, ranks)
             if trial is not None and trial.sent == ["all_reduce"] * len(ends) and not _any_sliced(result):
@@ -268,14 +246,14 @@ def _fitting(
     return []
 
 
-def _vocabulary(model: Model, chosen: dict[int, _WeightCut], ranks: int, said: Overrides) -> list[_WeightCut]:
+def _vocabulary(model: Model, chosen: dict[int, WeightCut], ranks: int, said: Overrides) -> list[WeightCut]:
     """Cuts of tables of words and of the products that choose among them, outside the blocks."""
     inside = set(chosen)
     if model.repeats:
         inside |= {id(tensor) for block in model.calls for tensor in block.parameters()}
-    found: list[_WeightCut] = []
+    found: list[WeightCut] = []
     heads: set[int] = set()
-    tables: list[tuple[_WeightCut, Trial]] = []
+    tables: list[tuple[WeightCut, Trial]] = []
     for weight in model.module.parameters():
         few = weight.dim() != 2 or weight.shape[0] < _FEW_ROWS * ranks
         if id(weight) in inside or few or 0 not in said.dims(weight):
@@ -286,23 +264,20 @@ def _vocabulary(model: Model, chosen: dict[int, _WeightCut], ranks: int, said: O
         choice, trial = result
         if len(trial.sent) >= 3:  # the largest logit, the sum of exponentials, the target's logit
             heads.add(weight.shape[0])
-            found.append(choice)
-            found += [
-                _WeightCut(one.weight, 0, one.cut) for one in trial.beside if isinstance(one.weight, nn.Parameter)
-            ]
+            found += [choice, *trial.beside]
         else:
             tables.append((choice, trial))
     found += [one for one, _ in tables if one.weight.shape[0] in heads or one.weight.shape[0] >= _MANY_ROWS]
     return found
 
 
-def _told(model: Model, chosen: dict[int, _WeightCut], ranks: int, said: Overrides) -> list[_WeightCut]:
+def _told(model: Model, chosen: dict[int, WeightCut], ranks: int, said: Overrides) -> list[WeightCut]:
     """Cuts that the job wants and that pair up with nothing: of those that go, the one that sends least often.
 
     Raises:
         RefusedError: if none goes.
     """
-    found: list[_WeightCut] = []
+    found: list[WeightCut] = []
     for name, weight in model.module.named_parameters():
         dim = said.of_job.get(id(weight))
         if dim is None or id(weight) in chosen:
@@ -311,8 +286,7 @@ def _told(model: Model, chosen: dict[int, _WeightCut], ranks: int, said: Overrid
         if not tries:
             raise RefusedError([_uncut(name, weight, dim, ranks)])
         choice, trial, _ = min(tries, key=lambda one: len(one[1].sent))
-        found.append(choice)
-        found += [_WeightCut(one.weight, 0, one.cut) for one in trial.beside if isinstance(one.weight, nn.Parameter)]
+        found += [choice, *trial.beside]
     return found
 
 

@@ -5,61 +5,51 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.config.job import Cutting
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel.local_shards import Axis, Cut
-from phalanx.parallel.local_shards.axis import Placed, piece
+from phalanx.parallel.layout import TensorShard
+from phalanx.parallel.local_shards import Cut
+from phalanx.parallel.local_shards.axis import Placed, kept
 from phalanx.parallel.local_shards.tensor import Sliced
-from phalanx.parallel.tensor_shard import TensorShard
 
 
 @dataclass(frozen=True, slots=True)
-class PairedWeight:
-    """A product that added up what a cut had dealt out: the other weight, and how it would be cut."""
+class WeightCut:
+    """How a weight is cut, or would be: perhaps what is no parameter, where a product adds up what a cut dealt out."""
 
     weight: Any
     dim: int
     cut: Cut
 
 
-@dataclass(slots=True)
 class Trial:
-    """What a dry run saw.
+    """What a dry run saw."""
 
-    Attributes:
-        met: products in which the cut ended, in one sum over the ranks.
-        beside: parameters added to a cut result, cut the same way: biases.
-        sent: kinds of collectives, in order.
-        grains: ways of reading the cut dimension that a view or split of the model asked for: (repeats, elements of a
-            unit).
-        tokens: whether attention was asked for, cut along the tokens.
-        causal: whether that was causal.
-        late: ids of parameters whose gradients are to be added up over the ranks at the end of a step.
-    """
-
-    met: list[PairedWeight] = field(default_factory=list[PairedWeight])
-    beside: list[PairedWeight] = field(default_factory=list[PairedWeight])
-    sent: list[str] = field(default_factory=list[str])
-    grains: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    tokens: bool = False
-    causal: bool = False
-    late: set[int] = field(default_factory=set[int])
+    def __init__(self) -> None:
+        self.met: list[WeightCut] = []  # other weights of products in which the cut ended, in one sum over the ranks
+        self.beside: list[WeightCut] = []  # parameters added to a cut result, cut the same way: biases
+        self.sent: list[str] = []  # kinds of collectives, in order
+        # Ways of reading the cut dimension that a view or split of the model asked for: (repeats, elements of a unit).
+        self.grains: list[tuple[int, int]] = []
+        self.tokens = self.causal = False  # whether attention was asked for, cut along the tokens; whether causal
+        self.late: set[int] = set()  # ids of parameters whose gradients are added up over ranks at the end of a step
 
     def meets(self, weight: Any, cut: Cut, dim: int) -> None:
-        """A product adds over the cut dimension."""
-        self.met.append(PairedWeight(weight, dim, cut))
+        self.met.append(WeightCut(weight, dim, cut))
 
     def adds(self, bias: Any, cut: Cut) -> None:
         """A whole bias goes with a cut result."""
-        self.beside.append(PairedWeight(bias, 0, cut))
+        if isinstance(bias, nn.Parameter):
+            self.beside.append(WeightCut(bias, 0, cut))
 
     def viewed(self, cut: Cut, sizes: list[int]) -> None:
         """A dimension cut so is to be viewed as ``sizes``, which these slices cannot follow."""
@@ -71,20 +61,6 @@ class Trial:
         """Attention over tokens that are dealt out."""
         self.tokens = True
         self.causal = self.causal or causal
-
-
-def tried(run: Callable[[], Any], places: Callable[[Axis], Places], ranks: int, *, sums: bool = False) -> Trial:
-    """What happens if ``run`` runs with the parameters in ``places`` shown as slices over a dry axis.
-
-    Raises:
-        Exception: whatever the model raises on fake tensors.
-    """
-    trial = Trial()
-    axis = Axis("dry", size=ranks, rank=0, group=None, sums=sums, trial=trial)
-    axis.notice = lambda kind, _: trial.sent.append(kind)
-    with shown_as_slices(places(axis)):
-        run()
-    return trial
 
 
 @contextmanager
@@ -107,29 +83,33 @@ Places = list[tuple[nn.Module, str, tuple[Placed, ...]]]
 """Which module's parameter of which name is cut how."""
 
 
+def places_of(module: nn.Module, ways: Mapping[int, tuple[Placed, ...]]) -> Places:
+    """Where in ``module`` the parameters of these ids stand."""
+    named = ((child, name, id(tensor)) for child in module.modules() for name, tensor in child._parameters.items())
+    return [(child, name, ways[key]) for child, name, key in named if key in ways]
+
+
 def split_weights(module: nn.Module, cuts: Mapping[str, tuple[Placed, ...]]) -> tuple[dict[str, TensorShard], Places]:
     """Keep of each parameter named in ``cuts`` this rank's slice only, in place; what is held then, by name, and where.
 
     ``show_slices`` makes the model's own code read them as wholes again.
     """
-    holdings: dict[str, TensorShard] = {}
-    locals_: dict[int, nn.Parameter] = {}
     whole = dict(module.named_parameters())
-    for name, placed in cuts.items():
-        tensor = whole[name]
-        local: Tensor = tensor.detach()
-        for one in placed:
-            local = piece(local, one.dim, one.cut, one.axis.rank)
-        locals_[id(tensor)] = nn.Parameter(local.clone(), requires_grad=tensor.requires_grad)
-        holdings[name] = TensorShard(shape=tensor.shape, placed=placed)
-    ways = {id(whole[name]): placed for name, placed in cuts.items()}
-    places: Places = []
-    for child in module.modules():
-        for name, tensor in child._parameters.items():
-            if id(tensor) in locals_:
-                places.append((child, name, ways[id(tensor)]))
-                child._parameters[name] = locals_[id(tensor)]
+    holdings = {name: TensorShard(shape=whole[name].shape, placed=placed) for name, placed in cuts.items()}
+    places = places_of(module, {id(whole[name]): placed for name, placed in cuts.items()})
+    _keep_slices(places, torch.clone)
     return holdings, places
+
+
+def _keep_slices(places: Places, copy: Callable[[Tensor], Tensor]) -> None:
+    """This rank's slices in place of whole parameters; one that stands in several places stays one."""
+    made: dict[int, nn.Parameter] = {}
+    for child, name, placed in places:
+        tensor = child._parameters[name]
+        assert tensor is not None
+        if id(tensor) not in made:
+            made[id(tensor)] = nn.Parameter(copy(kept(tensor.detach(), placed)), requires_grad=tensor.requires_grad)
+        child._parameters[name] = made[id(tensor)]
 
 
 def show_slices(places: Places) -> None:
@@ -138,14 +118,9 @@ def show_slices(places: Places) -> None:
     for child, name, placed in places:
         by_module.setdefault(child, {})[name] = placed
     for child, shown in by_module.items():
-        _show(child, shown)
-
-
-def _show(module: nn.Module, placed: Mapping[str, tuple[Placed, ...]]) -> None:
-    """Make ``module`` give slices of wholes where its own code reads these parameters."""
-    made = {name: property(partial(_read, name=name, placed=where)) for name, where in placed.items()}
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (kind,), {**made, "__module__": kind.__module__})
+        made = {name: property(partial(_read, name=name, placed=where)) for name, where in shown.items()}
+        kind = type(child)
+        child.__class__ = type(kind.__name__, (kind,), {**made, "__module__": kind.__module__})
 
 
 def _read(module: nn.Module, name: str, placed: tuple[Placed, ...]) -> Any:
@@ -156,39 +131,23 @@ def _read(module: nn.Module, name: str, placed: tuple[Placed, ...]) -> Any:
 @contextmanager
 def shown_as_slices(places: Places) -> Iterator[None]:
     """The parameters cut and shown as slices, of whole ones, for a dry run; afterwards as they were."""
-    kinds = [(child, type(child)) for child, _, _ in places]
-    kept = [(child, name, child._parameters[name]) for child, name, _ in places]
+    before = [(child, type(child), name, child._parameters[name]) for child, name, _ in places]
     try:
-        cut: dict[int, nn.Parameter] = {}
-        for child, name, placed in places:
-            tensor = child._parameters[name]
-            assert tensor is not None
-            if id(tensor) not in cut:
-                local: Tensor = tensor.detach()
-                for one in placed:
-                    local = piece(local, one.dim, one.cut, one.axis.rank)
-                cut[id(tensor)] = nn.Parameter(local, requires_grad=tensor.requires_grad)
-            child._parameters[name] = cut[id(tensor)]
+        _keep_slices(places, lambda local: local)
         show_slices(places)
         yield
     finally:
-        for child, kind in kinds:
+        for child, kind, name, tensor in before:
             child.__class__ = kind
-        for child, name, tensor in kept:
             child._parameters[name] = tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overrides:
-    """What is said of weights, by the id of the parameter.
+    """What is said of weights, by the id of the parameter: which dimension is to be cut."""
 
-    Attributes:
-        of_job: by the job: the dimension to cut, or ``None`` for a weight that is to stay whole.
-        of_model: by the model's own plan: the dimension to cut. Followed where it goes well.
-    """
-
-    of_job: Mapping[int, int | None]
-    of_model: Mapping[int, int]
+    of_job: Mapping[int, int | None]  # the dimension to cut, or None for a weight that is to stay whole
+    of_model: Mapping[int, int]  # by its own plan; followed where it goes well
 
     def dims(self, weight: Tensor, *, own: bool = True) -> Sequence[int]:
         """The dimensions of ``weight`` to try; ``own=False`` leaves the model's own plan aside."""

@@ -18,9 +18,9 @@ from phalanx.data.loader import BatchPieces
 from phalanx.errors import RunError
 from phalanx.hardware import peak_memory
 from phalanx.parallel import activation_checkpointing, torch_compile
-from phalanx.parallel.compression import Codec, Feedback, message, read
+from phalanx.parallel.compression import Codec, Feedback, message
+from phalanx.parallel.layout import SingleLayout
 from phalanx.parallel.parameter_server import Flat, FrameKind, RowSlice, cut_out
-from phalanx.parallel.single import SingleLayout
 from phalanx.train.assembly import build_model
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.piece_compute import Computer
@@ -339,11 +339,7 @@ class ServerLinks:
 def _encoded(codec: Codec, link: ServerLink, parts: list[torch.Tensor]) -> torch.Tensor:
     """One message of all ``parts``, with what was left out of those before."""
     flat = torch.cat([part.reshape(-1) for part in parts])
-    if not codec.feeds_back:
+    if not codec.facts.feeds_back:
         return message(codec, flat)
     link.feedback = link.feedback or Feedback(codec)
-    whole = link.feedback.whole(flat)
-    sent, arrived = message(codec, whole), torch.empty_like(whole)
-    read(codec, sent, arrived)
-    link.feedback.keep(whole, arrived)
-    return sent
+    return link.feedback.message(flat)

@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_map
 
 from phalanx.config import Job, Plan
 from phalanx.errors import RefusedError
-from phalanx.parallel.layout import RankHoldings
+from phalanx.parallel.layout import RankHoldings, SingleLayout
 from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, Shard, cut_out, form_of, partition, starved
-from phalanx.parallel.single import SingleLayout
 from phalanx.train.assembly import build_model, build_optimizer
 from phalanx.train.elementwise import Parameters, elementwise
 from phalanx.train.refusals import type_problems

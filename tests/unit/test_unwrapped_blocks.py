@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from phalanx.config import Plan
 from phalanx.parallel import Example
-from phalanx.parallel.opened import look_inside
 from phalanx.parallel.pipeline import cut
+from phalanx.parallel.unwrapped_blocks import look_inside
 from phalanx.trace.blocks import blocks, parts
 
 

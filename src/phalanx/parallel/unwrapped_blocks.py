@@ -19,8 +19,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from phalanx.parallel.example import Example
-from phalanx.parallel.local_shards.tensor import METADATA
+from phalanx.parallel.local_shards.tensor import METADATA, name_of
+from phalanx.parallel.survey import Example
 from phalanx.trace.blocks import blocks, leave_cache_out, open_up
 from phalanx.trace.fake_tensors import Mode, Values, fake, faked, quiet
 
@@ -70,7 +70,6 @@ class _OpenedRun(TorchFunctionMode):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """While inside, knows which modules are running."""
         begins = register_module_forward_pre_hook(lambda module, _: self._running.append(module))
         ends = register_module_forward_hook(lambda *_: self._end(), always_call=True)
         try:
@@ -80,8 +79,7 @@ class _OpenedRun(TorchFunctionMode):
             ends.remove()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
-        if name not in METADATA:
+        if name_of(func) not in METADATA:
             for leaf in tree_leaves((args, kwargs)):
                 if id(leaf) in self._meant:
                     known = self.around.setdefault(id(self._meant[id(leaf)]), set(self._running))

@@ -19,40 +19,24 @@ from phalanx.parallel.pipeline import StageCuts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitParts:
-    """What can be shared out of a model, looked for in the whole of it, before any is taken out.
+    """What can be shared out of a model, by name: looked for in the whole of it, before any is taken out."""
 
-    Attributes:
-        experts: modules that hold some.
-        weights: name → the dimension that ``tp`` cuts, and how.
-        over_cp: blocks that hidden states enter sliced along their tokens over ``cp``.
-        over_tp: the same over ``tp``, with sequence parallelism.
-        whole: names of weights of two or more dimensions that ``tp`` leaves on every rank.
-        late: names of parameters whose gradients are then added up over ``tp`` at the end of a step.
-        stages: of a pipeline, where nobody has still to look for them.
-    """
-
-    experts: list[Experts]
-    weights: dict[str, tuple[int, Cut]]
-    whole: list[str]
-    over_cp: dict[str, Entrance]
-    over_tp: dict[str, Entrance]
-    late: list[str]
-    stages: StageCuts | None = None
+    experts: list[Experts]  # modules that hold some
+    weights: dict[str, tuple[int, Cut]]  # with the dimension that tp cuts
+    whole: list[str]  # weights of two or more dimensions that tp leaves on every rank
+    over_cp: dict[str, Entrance]  # blocks that hidden states enter sliced along their tokens
+    over_tp: dict[str, Entrance]  # the same over tp, with sequence parallelism
+    late: list[str]  # parameters whose gradients are then added up over tp at the end of a step
+    stages: StageCuts | None = None  # of a pipeline, where nobody has still to look for them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What a look at a model found for a plan.
+    """What a look at a model found for a plan."""
 
-    Attributes:
-        of: the plan and the parameters that they hold for.
-        opened: names of the blocks that it takes apart itself.
-        parts: what can be shared out; ``None`` where nothing is.
-    """
-
-    of: str
-    opened: tuple[str, ...] = ()
-    parts: SplitParts | None = None
+    of: str  # the plan and the parameters that they hold for
+    opened: tuple[str, ...] = ()  # names of the blocks that it takes apart itself
+    parts: SplitParts | None = None  # what can be shared out; None where nothing is
 
     @classmethod
     def known(cls, found: Mapping[str, Any] | None, module: nn.Module, plan: Plan) -> Facts | None:
@@ -60,18 +44,12 @@ class Facts:
         return cls.from_dict(found) if found and found["of"] == identity(module, plan) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Facts:
-        """What ``to_dict`` gave, from JSON."""
         parts = given["parts"]
-        return cls(
-            of=given["of"],
-            opened=tuple(given["opened"]),
-            parts=None if parts is None else _parts(parts),
-        )
+        return cls(of=given["of"], opened=tuple(given["opened"]), parts=None if parts is None else _parts(parts))
 
 
 def _parts(given: Mapping[str, Any]) -> SplitParts:

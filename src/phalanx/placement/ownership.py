@@ -1,0 +1,226 @@
+"""What each rank of a plan holds of a model's tensors: of each the elements, exactly.
+
+How the axes that split a model cut each tensor is given (``Survey.shares``); what is left to know is arithmetic: rows
+over ``fsdp`` are cut as ``torch.chunk`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import prod
+
+from phalanx.config import Plan
+
+Ranges = tuple[tuple[int, int], ...]
+"""Elements [start, stop) of one dimension, in order, none empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPiece:
+    """Part of a tensor: for each dimension the elements of the whole tensor that are in it."""
+
+    ranges: tuple[Ranges, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> TensorPiece:
+        """All of a tensor."""
+        return cls(tuple(((0, size),) if size else () for size in shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its own."""
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
+
+    @property
+    def elements(self) -> int:
+        """How many."""
+        return prod(self.shape)
+
+    def part(self, dim: int, kept: Ranges) -> TensorPiece:
+        """What is left of it if of its own elements along ``dim`` only ``kept`` are."""
+        found: list[tuple[int, int]] = []
+        begins = accumulate((stop - start for start, stop in self.ranges[dim]), initial=0)
+        for at, (start, stop) in zip(begins, self.ranges[dim], strict=False):
+            for first, last in kept:
+                a, b = max(start, start + first - at), min(stop, start + last - at)
+                if a < b:
+                    found.append((a, b))
+        return TensorPiece((*self.ranges[:dim], tuple(found), *self.ranges[dim + 1 :]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """A tensor of the model, as one device holds it."""
+
+    name: str  # in the model, the first where it has several
+    shape: tuple[int, ...]
+    dtype: str  # such as float32
+    itemsize: int  # bytes of an element
+    learns: bool  # whether the optimizer steps it
+
+    @property
+    def elements(self) -> int:
+        """How many."""
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole."""
+        return self.elements * self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DimensionShare:
+    """Dimension ``dim`` of a tensor shared out over ranks.
+
+    ``ranges`` are, for each rank along these ``axes`` of the mesh, such as ``("tp",)``, what it keeps of what it had.
+    """
+
+    axes: tuple[str, ...]
+    dim: int
+    ranges: tuple[Ranges, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterShard:
+    """What one rank holds of one parameter between steps.
+
+    Attributes:
+        tensor: the whole.
+        parameter: its values.
+        gradient: what of the gradient is kept from micro-batch to micro-batch, or of a single one until it is stepped;
+            ``None`` where it gets none.
+        stepped: what the optimizer steps and keeps state of; ``None`` where it does not.
+        shares: how it is cut over which dimensions of the mesh, in this order.
+    """
+
+    tensor: Tensor
+    parameter: TensorPiece
+    gradient: TensorPiece | None
+    stepped: TensorPiece | None
+    shares: tuple[DimensionShare, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Of the values."""
+        return self.parameter.elements * self.tensor.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradient."""
+        return self.gradient.elements * self.tensor.itemsize if self.gradient else 0
+
+    @property
+    def stepped_elements(self) -> int:
+        """Elements that the optimizer keeps state of."""
+        return self.stepped.elements if self.stepped else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageSurvey:
+    """One stage of a pipeline."""
+
+    index: int  # from 0
+    rank: int  # along pp
+    units: tuple[str, ...]  # names of the modules it runs, in order
+    parameters: tuple[str, ...]  # names of what it uses
+    elements: int  # of these
+    cost: float  # of a forward of the example, in floating-point operations or what takes as long
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """A model as a plan lays it out.
+
+    Attributes:
+        plan: the plan.
+        parameters: of the whole model, each once, in its order.
+        buffers: of the whole model; every rank holds all of them.
+        stages: of the pipeline; none without one.
+        tied: names of parameters that several stages use → these stages.
+        whole: names of weights of two or more dimensions that ``tp`` had nothing to split for.
+        shares: for each rank along ``pp``: name → how the splitting axes cut it; none where nothing is split.
+    """
+
+    plan: Plan
+    parameters: tuple[Tensor, ...]
+    buffers: tuple[Tensor, ...]
+    stages: tuple[StageSurvey, ...] = ()
+    tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    whole: tuple[str, ...] = ()
+    shares: tuple[Mapping[str, DimensionShare], ...] = ()
+    recomputes: bool = False  # whether stages compute activations again by the model's own doing
+
+    @property
+    def elements(self) -> int:
+        """Of all parameters."""
+        return sum(tensor.elements for tensor in self.parameters)
+
+    def shards_of(self, rank: int) -> tuple[ParameterShard, ...]:
+        """What ``rank`` holds of each parameter, in the model's order; those of which it holds nothing are not there.
+
+        Ranks of equal ``place`` get the same object.
+        """
+        place = self.place(rank)
+        if place not in self._known:
+            at = self.plan.coordinate(rank)
+            shares, names = self.shares[at["pp"]] if self.shares else {}, self._owned[at["pp"]]
+            here = (tensor for tensor in self.parameters if tensor.name in names)
+            self._known[place] = tuple(self._shard(tensor, shares.get(tensor.name), at) for tensor in here)
+        return self._known[place]
+
+    def place(self, rank: int) -> tuple[int, ...]:
+        """Where ``rank`` stands along the dimensions that decide what it holds; others hold copies."""
+        at = self.plan.coordinate(rank)
+        return tuple(at[axis] for axis in ("pp", "fsdp", "ep", "tp"))
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], tuple[ParameterShard, ...]]:
+        return {}
+
+    @cached_property
+    def _owned(self) -> list[set[str]]:
+        """For each rank along ``pp`` the names of the parameters of which it holds something."""
+        if not self.stages:
+            return [{tensor.name for tensor in self.parameters}]
+        owned: list[set[str]] = [set() for _ in range(self.plan.pp)]
+        for stage in self.stages:
+            owned[stage.rank] |= set(stage.parameters)
+        return owned
+
+    def _shard(self, tensor: Tensor, share: DimensionShare | None, at: Mapping[str, int]) -> ParameterShard:
+        mine, shares = TensorPiece.whole(tensor.shape), (share,) if share else ()
+        if share:
+            mine = mine.part(share.dim, share.ranges[_index(self.plan, share.axes, at)])
+        zero, learns = self.plan.zero, tensor.learns
+        if not zero or not tensor.shape:
+            kept = mine if learns else None
+            return ParameterShard(tensor=tensor, parameter=mine, gradient=kept, stepped=kept, shares=shares)
+        rows = DimensionShare(axes=("fsdp",), dim=0, ranges=chunks(mine.shape[0], self.plan.fsdp))
+        own = mine.part(0, rows.ranges[at["fsdp"]])
+        accumulates = self.plan.micro is not None or self.plan.pp > 1  # several micro-batches, or no time to scatter
+        return ParameterShard(
+            tensor=tensor,
+            parameter=own if zero == 3 else mine,
+            gradient=(mine if zero == 1 and accumulates else own) if learns else None,
+            stepped=own if learns else None,
+            shares=(*shares, rows) if zero == 3 or learns else shares,
+        )
+
+
+def chunks(rows: int, ranks: int) -> tuple[Ranges, ...]:
+    """Rows dealt out as ``torch.chunk`` does: as many to each as the first gets, the last ones fewer or none."""
+    each = -(-rows // ranks)
+    edges = [min(rank * each, rows) for rank in range(ranks + 1)]
+    return tuple(((a, b),) if a < b else () for a, b in pairwise(edges))
+
+
+def _index(plan: Plan, axes: Sequence[str], at: Mapping[str, int]) -> int:
+    index = 0
+    for axis, size in plan.mesh.items():
+        if axis in axes:
+            index = index * size + at[axis]
+    return index
