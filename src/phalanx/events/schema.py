@@ -64,10 +64,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
     },
     "evaluate": {
         "step": (int, "optimizer steps taken so far"),
-        "loss": (
-            (float, type(None)),
-            "sum over the evaluation data divided by its count; null where it is not finite",
-        ),
+        "loss": ((float, type(None)), "sum over the evaluation data divided by its count; null where it is not finite"),
         "samples": (int, "samples evaluated, each once"),
         "metrics": (dict, "name → value, null where it is not finite"),
         "seconds": (float, "wall time"),

@@ -143,13 +143,7 @@ def _with(tensor: torch.Tensor, part: TensorPart | None) -> torch.Tensor | PartT
 
 def identity(job: Job, length: int | None) -> dict[str, Any]:
     """What must not change between the parts of one run, for step k to mean the same samples."""
-    return {
-        "batch": job.batch,
-        "seed": job.seed,
-        "samples": length,
-        "drop_last": job.drop_last,
-        "shuffle": job.shuffle,
-    }
+    return {"batch": job.batch, "seed": job.seed, "samples": length, "drop_last": job.drop_last, "shuffle": job.shuffle}
 
 
 def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:

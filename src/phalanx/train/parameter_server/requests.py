@@ -182,11 +182,7 @@ class RequestHandler:
             return
         sums = {name: (float(total), float(count)) for name, (total, count) in done["sums"].items()}
         report = Report(
-            worker=rank,
-            version=done["version"],
-            gradient_sums=sums,
-            samples=done["samples"],
-            seconds=done["seconds"],
+            worker=rank, version=done["version"], gradient_sums=sums, samples=done["samples"], seconds=done["seconds"]
         )
         if not self.queue.put(rank, piece, report):
             return
