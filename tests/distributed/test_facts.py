@@ -21,8 +21,9 @@ from phalanx.parallel import deferred_init, opened, split
 from phalanx.parallel.found import Facts
 from phalanx.parallel.pipeline import StageCuts, cut, cutting
 from phalanx.train import elementwise
-from phalanx.train.assembly import build_model, example_of
-from phalanx.train.rehearsal import preview
+from phalanx.train.assembly import example_of
+from phalanx.train.build_model import build_model
+from phalanx.train.look_ahead import preview
 
 PLANS = {
     "tp=2": "look",
@@ -81,7 +82,7 @@ def test_facts_are_the_same_after_they_have_travelled(text: str) -> None:
     assert found is not None
     facts = Facts.from_dict(found)
     assert json.loads(json.dumps(facts.to_dict())) == found
-    assert facts.parts == preview(job(), Plan.parse(text)).survey.parts
+    assert facts.parts == preview(job(), Plan.parse(text))[0].parts
 
 
 def test_facts_of_another_plan_or_model_are_not_used() -> None:

@@ -47,7 +47,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "initial values from another seed",
-        "train/assembly.py",
+        "train/build_model.py",
         "seed = stream(job.seed, 0)",
         "seed = stream(job.seed, 1)",
         ("prove rich single",),

@@ -29,7 +29,6 @@ class Preset:
         master: bytes of its copy that the optimizer steps, where there is another.
         gradients: bytes of a gradient while it is summed.
         sent: bytes of a gradient when it is reduced.
-        state: bytes of the optimizer's state.
         update: bytes moved to step a parameter.
         speed: of its fused attention, against the best there is.
         relay: seconds of the host to hand something to another stage.
@@ -82,7 +81,6 @@ class Preset:
     master: float = 0.0
     gradients: float = 4.0
     sent: float = 4.0
-    state: float = 8.0
     update: float = 28.0
     speed: float = 1.0
     relay: float = 0.0

@@ -19,11 +19,11 @@ from phalanx.parallel.example import Example
 from phalanx.parallel.grad_reduce import made_dense
 from phalanx.parallel.opened import look_inside
 from phalanx.trace import ModelCall, length_of, trace
-from phalanx.train.assembly import begun, example_of
+from phalanx.train.assembly import example_of
+from phalanx.train.build_model import begun, without_values
 from phalanx.train.elementwise import Parameters
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
-from phalanx.train.rehearsal import without_values
 from phalanx.units import show_names
 
 _ADAM = 8.0  # bytes a parameter

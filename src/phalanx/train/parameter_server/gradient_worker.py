@@ -21,7 +21,7 @@ from phalanx.parallel import activation_checkpointing, torch_compile
 from phalanx.parallel.compression import Codec, Feedback, message, read
 from phalanx.parallel.parameter_server import Flat, FrameKind, RowSlice, cut_out
 from phalanx.parallel.single import SingleLayout
-from phalanx.train.assembly import build_model
+from phalanx.train.build_model import build_model
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.piece_compute import Computer
 from phalanx.train.parameter_server.server_group import Directory, Patience

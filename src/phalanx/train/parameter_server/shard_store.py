@@ -21,7 +21,8 @@ from phalanx.errors import RefusedError
 from phalanx.parallel.layout import RankHoldings
 from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, Shard, cut_out, form_of, partition, starved
 from phalanx.parallel.single import SingleLayout
-from phalanx.train.assembly import build_model, build_optimizer
+from phalanx.train.assembly import build_optimizer
+from phalanx.train.build_model import build_model
 from phalanx.train.elementwise import Parameters, elementwise
 from phalanx.train.refusals import type_problems
 from phalanx.train.state import identity, model_tensors, restore_values
