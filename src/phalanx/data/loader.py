@@ -59,7 +59,7 @@ class Loader:
             SpecError: if data and job do not go together: no sample, all samples dropped, a stream to be shuffled,
                 or neither map-style data nor a stream.
         """
-        self._workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=False, seed=job.seed)
+        self._workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
         self._dealing = BatchSplitter(lane, micro, first_step)
         self._indexed: IndexedReader | None = None
         self._stream: StreamReader | None = None
