@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any, final
 
@@ -15,9 +16,6 @@ from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.streams import StreamReader, StreamStep
 from phalanx.data.worker_processes import LoaderWorkers
 from phalanx.errors import Problem, RefusedError, SpecError
-
-__all__ = ["Lane", "Loader", "evaluation_batches"]
-
 
 Steps = Generator[StepBatch, None, None]
 """Steps in order. ``close()`` ends the worker processes at once, as dropping the last reference does."""
@@ -70,13 +68,7 @@ class Loader:
         if is_stream(dataset):
             self._stream = _stream_reader(dataset, job, self._dealing, (first_step, self.total_steps))
             return
-        sampler = GlobalBatchSampler(
-            length=len(dataset),
-            batch=job.batch,
-            seed=job.seed,
-            shuffle=job.shuffle is not False,
-            drop_last=job.drop_last,
-        )
+        sampler = _sampler(dataset, job)
         self.length = sampler.length
         self.steps_per_epoch = sampler.steps_per_epoch
         if self.total_steps is None:
@@ -157,17 +149,10 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None)
         SpecError: if the data are a stream, or hold no sample.
     """
     if is_stream(dataset):
-        raise SpecError(
-            [
-                Problem(
-                    where="job.evaluate",
-                    given=f"a stream ({type(dataset).__name__})",
-                    allowed="map-style data (__getitem__ and __len__)",
-                    fix="evaluate=lambda: list(stream)",
-                )
-            ]
-        )
-    sampler = GlobalBatchSampler(length=len(dataset), batch=job.batch, seed=job.seed, shuffle=False)
+        given, allowed = f"a stream ({type(dataset).__name__})", "map-style data (__getitem__ and __len__)"
+        fix = "evaluate=lambda: list(stream)"
+        raise SpecError([Problem(where="job.evaluate", given=given, allowed=allowed, fix=fix)])
+    sampler = _sampler(dataset, job, once=True)
     reader = IndexedReader(
         fetcher=Fetcher(dataset, job.collate, job.seed),
         sampler=sampler,
@@ -179,27 +164,30 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None)
     return _indexed_steps(reader, workers)
 
 
+def _sampler(dataset: Any, job: Job, *, once: bool = False) -> GlobalBatchSampler:
+    """``once``: each sample once and in order."""
+    return GlobalBatchSampler(
+        length=len(dataset),
+        batch=job.batch,
+        seed=job.seed,
+        shuffle=job.shuffle is not False and not once,
+        drop_last=job.drop_last and not once,
+    )
+
+
 def _indexed_steps(reader: IndexedReader, workers: LoaderWorkers) -> Steps:
-    return _indexed_ahead(reader, workers) if workers.needed else reader.steps(reader.fetcher.fetch)
-
-
-def _indexed_ahead(reader: IndexedReader, workers: LoaderWorkers) -> Steps:
+    if not workers.needed:
+        yield from reader.steps(reader.fetcher.fetch)
+        return
     with workers.indexed(reader.fetcher, reader.requests()) as results:
         yield from reader.steps(lambda epoch, ids: next(results))
 
 
 def _stream_reader(dataset: Any, job: Job, dealing: BatchSplitter, steps: tuple[int, int | None]) -> StreamReader:
     if job.shuffle:
-        raise SpecError(
-            [
-                Problem(
-                    where="job.shuffle",
-                    given=f"shuffle=True with a stream ({type(dataset).__name__})",
-                    allowed="None or False: a stream keeps its own order; shuffle inside it, by its set_epoch(epoch)",
-                    fix="shuffle=None",
-                )
-            ]
-        )
+        given = f"shuffle=True with a stream ({type(dataset).__name__})"
+        allowed = "None or False: a stream keeps its own order; shuffle inside it, by its set_epoch(epoch)"
+        raise SpecError([Problem(where="job.shuffle", given=given, allowed=allowed, fix="shuffle=None")])
     return StreamReader(
         dataset=dataset,
         batch=job.batch,
@@ -214,28 +202,21 @@ def _stream_reader(dataset: Any, job: Job, dealing: BatchSplitter, steps: tuple[
 
 
 def _stream_steps(reader: StreamReader, workers: LoaderWorkers) -> Steps:
-    if not workers.needed:
-        yield from (_of_group(reader, group) for group in reader.groups())
-        return
-    with workers.stream(reader) as groups:
+    with workers.stream(reader) if workers.needed else nullcontext(reader.groups()) as groups:
         yield from (_of_group(reader, group) for group in groups)
 
 
 def _of_group(reader: StreamReader, group: StreamStep) -> StepBatch:
     ids = np.arange(group.position, group.position + group.samples, dtype=np.int64)
-    batches = iter(group.batches)
-    return step_batch(
-        group.step, group.epoch, ids, reader.cuts(group.step, group.samples), lambda epoch, ids: next(batches)
-    )
+    pieces, batches = reader.splitter.cuts(group.step, group.samples), iter(group.batches)
+    return step_batch(group.step, group.epoch, ids, pieces, lambda *_: next(batches))
 
 
 @final
 class BatchPieces:
     """Every global batch of a job over map-style data, cut into as many contiguous pieces as there are workers.
 
-    Attributes:
-        length: samples in the data.
-        total_steps: the step after the last.
+    It has ``length`` samples, and ``total_steps`` is the step after the last.
     """
 
     def __init__(self, dataset: Any, job: Job, parts: int, *, micro: int | None, once: bool = False) -> None:
@@ -252,23 +233,11 @@ class BatchPieces:
             RefusedError: if the data are a stream.
         """
         if is_stream(dataset):
-            raise RefusedError(
-                [
-                    Problem(
-                        where="job.evaluate" if once else "job.data",
-                        given=f"a stream ({type(dataset).__name__}) under a plan with servers",
-                        allowed="map-style data (__getitem__ and __len__): whoever is free reads the next piece",
-                        fix=f"dp={parts}",
-                    )
-                ]
-            )
-        self._sampler = GlobalBatchSampler(
-            length=len(dataset),
-            batch=job.batch,
-            seed=job.seed,
-            shuffle=job.shuffle is not False and not once,
-            drop_last=job.drop_last and not once,
-        )
+            where, given = "job.evaluate" if once else "job.data", f"a stream ({type(dataset).__name__})"
+            allowed = "map-style data (__getitem__ and __len__): whoever is free reads the next piece"
+            given += " under a plan with servers"
+            raise RefusedError([Problem(where=where, given=given, allowed=allowed, fix=f"dp={parts}")])
+        self._sampler = _sampler(dataset, job, once=once)
         self._fetcher = Fetcher(dataset, job.collate, job.seed)
         self._parts, self._micro = parts, micro
         self.length = self._sampler.length

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import default_collate
 
-from phalanx.data.batch_split import BatchSplitter, Cuts
-from phalanx.data.sample_seeds import EpochSeeds
+from phalanx.data.batch_split import BatchSplitter
+from phalanx.data.sampler import EpochSeeds
 from phalanx.errors import DataError
 
 
@@ -73,15 +73,11 @@ class StreamReader:
     total_steps: int | None
     epochs: int | None
 
-    def cuts(self, step: int, samples: int) -> Cuts:
-        """The micro-batches of ``step``, whose global batch has ``samples``."""
-        return self.splitter.cuts(step, samples)
-
     def groups(self, worker: int = 0, workers: int = 1) -> Iterator[StreamStep]:
         """Steps ``first_step + worker``, and every ``workers``-th after it."""
         for step, epoch, position, samples in self._global_batches():
             if step >= self.first_step and (step - self.first_step) % workers == worker:
-                pieces = [piece for part in self.cuts(step, len(samples)) for piece in part]
+                pieces = [piece for part in self.splitter.cuts(step, len(samples)) for piece in part]
                 batches = self._collated(epoch, position, samples, pieces)
                 yield StreamStep(step, epoch, position, len(samples), batches)
 
@@ -90,11 +86,9 @@ class StreamReader:
         return self.collated(next(self._pass(0, 0), [])[:count])
 
     def samples(self) -> Iterator[Any]:
-        """The samples of the first pass."""
         return chain.from_iterable(self._pass(0, 0))
 
     def collated(self, samples: list[Any]) -> Any:
-        """These samples, collated."""
         return (self.collate or default_collate)(samples)
 
     def _collated(self, epoch: int, position: int, samples: list[Any], pieces: Sequence[tuple[int, int]]) -> list[Any]:

@@ -23,8 +23,7 @@ class Table(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, **columns: torch.Tensor | np.ndarray) -> None:
-        problems = _problems(columns)
-        if problems:
+        if problems := _problems(columns):
             raise SpecError(problems)
         self.columns = {name: torch.as_tensor(column) for name, column in columns.items()}
         self._columns = tuple(self.columns.items())

@@ -135,14 +135,19 @@ def build(
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
     same_length(loader.length, "job.data", everyone)
 
-    facts = _known(findings, module, own)
+    facts: Facts | None = None
+    if findings and findings.facts:
+        from phalanx.parallel.found import Facts
+
+        facts = Facts.known(findings.facts, module, own)
     with buffers_kept(module):
         layout = assemble(module, job, own, there, lambda: _look_with(job, module, loader, facts, found))
-    optimizer = _optimizer(job, layout, own, tried=facts is not None)
+    if facts is None:
+        refuse_slices(job, layout.holdings, own)
+    optimizer = build_optimizer(job, layout)
     refuse_rows(job, optimizer, layout.holdings, own)
-    resumes = first_step > 0
     problems = optimizer_problems(optimizer, plan)
-    problems += scheduler_problems(job, plan, optimizer, lr_scale=lr_scale, resumes=resumes)
+    problems += scheduler_problems(job, plan, optimizer, lr_scale=lr_scale, resumes=first_step > 0)
     if problems:
         raise RefusedError(problems)
     found += scheduler_notes(optimizer)
@@ -168,12 +173,6 @@ def build(
     )
 
 
-def _optimizer(job: Job, layout: Layout, plan: Plan, *, tried: bool) -> torch.optim.Optimizer:
-    if not tried:
-        refuse_slices(job, layout.holdings, plan)
-    return build_optimizer(job, layout)
-
-
 def _servers_step(plan: Plan) -> Problem:
     return Problem(
         where="plan.server",
@@ -197,15 +196,6 @@ def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
     return Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
 
 
-def _known(findings: Findings | None, module: nn.Module, plan: Plan) -> Facts | None:
-    """The facts that are of ``module`` under ``plan``."""
-    if not findings or not findings.facts:
-        return None
-    from phalanx.parallel.found import Facts
-
-    return Facts.known(findings.facts, module, plan)
-
-
 def _look_with(job: Job, module: nn.Module, loader: Loader, facts: Facts | None, found: list[str]) -> Example:
     """What ``module`` is looked at with, where no ``facts`` are known; ``found`` gets a note if that takes values."""
     example = replace(example_of(job, module, loader), facts=facts)
@@ -217,7 +207,7 @@ def build_optimizer(job: Job, layout: Layout) -> torch.optim.Optimizer:
     """The job's optimizer, which must hold exactly the parameters it was given."""
     note_slices(layout.holdings)
     # A stage of frozen parameters alone has none to step, and no optimizer is built over nothing.
-    optimizer = optimizer_over(job, layout.parameters or {_STAND_IN: nn.Parameter(torch.empty(0))})
+    optimizer = optimizer_over(job, layout.parameters or {"nothing_to_step": nn.Parameter(torch.empty(0))})
     if not layout.parameters:
         for group in optimizer.param_groups:
             group["params"] = []
@@ -259,10 +249,6 @@ def optimizer_over(job: Job, parameters: Mapping[str, torch.Tensor]) -> torch.op
     if problems := closure_problems(optimizer):
         raise SpecError(problems)
     return optimizer
-
-
-_STAND_IN = "nothing_to_step"
-"""Name of the empty parameter that an optimizer is built over on a rank that steps none."""
 
 
 def _total_steps(job: Job, loader: Loader) -> int:
