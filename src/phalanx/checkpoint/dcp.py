@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,7 @@ class ShardWriter(StorageWriter):
             items = sorted(plan.items, key=lambda item: -_entry(item, alone=True).dtype.itemsize)
             blocks = Counter(item.index.fqn for item in items)
             entries = [_entry(item, alone=blocks[item.index.fqn] == 1) for item in items]
-            tensors = (_resolved(planner, item) for item in items)
+            tensors = (cast(Tensor, planner.resolve_data(item)) for item in items)
             file = write_tensors(self._folder / f"rank-{rank:05d}.safetensors", entries, tensors)
             results = [
                 WriteResult(index=item.index, size_in_bytes=file.size, storage_data=(file, entry.key))
@@ -180,12 +180,6 @@ def _entry(item: WriteItem, *, alone: bool) -> TensorEntry:
     return TensorEntry(key=key, dtype=data.properties.dtype, shape=tuple(data.chunk.sizes))
 
 
-def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, Tensor)
-    return tensor
-
-
 def _part(chunk: Tensor, item: ReadItem) -> Tensor:
     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         chunk = chunk.narrow(dim, start, length)
@@ -213,10 +207,9 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPart:
-    """What one rank holds of a whole tensor.
+    """What one rank holds of a whole tensor of this shape.
 
     Attributes:
-        shape: of the whole.
         ranges: dimension → the ranges [start, stop) of it that are here, in the order they have in memory. A dimension
             that is not named is here whole.
         counts: whether this rank's values are saved; not those of a copy that another rank holds and saves.
@@ -228,7 +221,6 @@ class TensorPart:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of the slice."""
         return tuple(sum(stop - start for start, stop in self.along(dim)) for dim in range(len(self.shape)))
 
     def along(self, dim: int) -> Ranges:
@@ -237,11 +229,9 @@ class TensorPart:
 
 
 class PartTensor:
-    """A slice and what it is a part of: stands where a tensor would in ``save`` and ``load``.
+    """A slice and the part of a whole that it is: stands where a tensor would in ``save`` and ``load``.
 
-    Attributes:
-        local: the slice: a tensor, or a DTensor that shares it out over further ranks.
-        part: which part of the whole it is.
+    ``local`` is a tensor, or a DTensor that shares the slice out over further ranks.
     """
 
     def __init__(self, local: Tensor, part: TensorPart) -> None:

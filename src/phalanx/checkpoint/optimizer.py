@@ -99,7 +99,9 @@ def restore_optimizer(
     if some_saved:  # the same on every rank: those that need none take part
         load(path, targets)
     for group, options in groups:
-        group.update({key: _like(group.get(key), value) for key, value in options.items() if _is_set(key, group)})
+        group.update(
+            {key: _like(group.get(key), value) for key, value in options.items() if _is_saved(key, group.get(key))}
+        )
     optimizer.state.clear()
     optimizer.state.update(states)
 
@@ -180,8 +182,7 @@ def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[int, 
     for name, parameter in parameters.items():
         names.setdefault(id(parameter), name)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strangers = sum(id(parameter) not in names for parameter in held)
-    if strangers:
+    if strangers := sum(id(parameter) not in names for parameter in held):
         raise CheckpointError(
             f"the optimizer holds {strangers} tensors that are none of the {len(parameters)} parameters given: "
             "was it made before the model was sharded or moved?"
@@ -197,8 +198,7 @@ def _plain(value: Any, name: str, tensors: dict[str, Tensor], taken: Container[s
         tensors[name] = value
         return {"$tensor": name}
     if isinstance(value, dict):
-        reserved = [key for key in value if str(key).startswith("$")]
-        if reserved:
+        if reserved := [key for key in value if str(key).startswith("$")]:
             raise CheckpointError(f"{name} has the keys {some(map(str, reserved))}; a key cannot begin with $")
         return {key: _plain(item, f"{name}.{key}", tensors, taken) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -230,9 +230,8 @@ class _Target:
 def _allocator(target: _Target, manifest: Manifest, targets: dict[str, Tensor | PartTensor]) -> Callable[[str], Tensor]:
     def allocate(name: str) -> Tensor:
         if name not in manifest.tensors:
-            raise CheckpointError(
-                f"the checkpoint is damaged: its state names the tensor {name}, which it does not hold"
-            )
+            what = f"its state names the tensor {name}, which it does not hold"
+            raise CheckpointError(f"the checkpoint is damaged: {what}")
         made = _empty(target, name, manifest.tensors[name])
         targets[name] = _split_alike(name, made, target.parameter, target.part)
         return made
@@ -297,10 +296,6 @@ def _regrouped(moved: list[frozenset[str]], now: frozenset[str], then: frozenset
 
 def _is_saved(key: str, value: Any) -> bool:
     return key not in _OWN_CHOICE and not callable(value)
-
-
-def _is_set(key: str, group: Mapping[str, Any]) -> bool:
-    return key not in _OWN_CHOICE and not callable(group.get(key))
 
 
 def _number(value: Any) -> Any:

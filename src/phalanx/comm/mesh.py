@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import timedelta
 from itertools import count, product
+from math import prod
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phalanx.comm.collectives import from_every_rank
-from phalanx.comm.process_group import Place, meet
+from phalanx.comm.process_group import PATIENCE, Place, from_every_rank, meet
 from phalanx.config import Plan
 from phalanx.config.sync import outer_defaults
 
@@ -46,10 +45,7 @@ class Mesh:
 
     def size(self, *names: str) -> int:
         """Ranks along these dimensions together."""
-        count = 1
-        for name in names:
-            count *= self.plan.mesh[name]
-        return count
+        return prod(self.plan.mesh[name] for name in names)
 
     def peers(self, *names: str) -> list[int]:
         """The ranks that differ from this one along these dimensions only, this one among them, in order."""
@@ -124,8 +120,6 @@ class Mesh:
         return mine
 
 
-_PATIENCE = timedelta(minutes=10)
-
 _left: list[object] = []
 _joins = count()
 
@@ -167,9 +161,9 @@ class Across:
         self.plan, self.size = plan, plan.dp
         self.index, self.rank = _seen(plan, place.rank)
         store = PrefixStore(f"phalanx/across/{next(_joins)}/{self.rank}", meet(place))
-        store.set_timeout(_PATIENCE)
+        store.set_timeout(PATIENCE)
         self.group = ProcessGroup(store, self.index, self.size)
-        gloo = ProcessGroupGloo(store, self.index, self.size, timeout=_PATIENCE)
+        gloo = ProcessGroupGloo(store, self.index, self.size, timeout=PATIENCE)
         self.group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
         _left.append(self.group)  # its destructor waits for threads that may be waiting for the interpreter's lock
 
@@ -223,7 +217,7 @@ def _seen(plan: Plan, rank: int) -> tuple[int, int]:
 
 def own_group() -> dist.ProcessGroup:
     """A new group of all ranks of the default one, with its backends. Collective."""
-    group = dist.new_group(timeout=_PATIENCE)
+    group = dist.new_group(timeout=PATIENCE)
     assert isinstance(group, dist.ProcessGroup)
     _left.append(group)  # a gloo group's destructor waits for threads that may be waiting for the interpreter's lock
     return group
