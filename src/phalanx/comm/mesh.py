@@ -31,12 +31,7 @@ def data_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
 
 
 class Mesh:
-    """The ranks of a plan along its dimensions, seen from one of them.
-
-    Attributes:
-        rank: this process's rank.
-        at: its place along each dimension.
-    """
+    """The ranks of a plan along its dimensions, seen from one, which has its place ``at`` along each."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
@@ -150,7 +145,6 @@ class Across:
     """This rank's counterparts in the other replicas: those that hold the same part of the model.
 
     Attributes:
-        plan: of the run.
         index: of this rank's replica; 0 is the first.
         size: replicas.
         group: the counterparts, by gloo: host tensors only.

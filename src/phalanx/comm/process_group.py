@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """One worker's place.
+    """One worker's place among ``world_size`` workers.
 
     Attributes:
-        rank: among all workers, 0 is the first.
-        world_size: workers of the run.
         local_rank: among the workers of this machine; picks the CUDA device.
         local_world_size: workers on this machine; 0 where all of the run's are here.
         store: the key-value store the workers meet at: ``tcp://host:port`` of one already served, or ``env://``

@@ -94,15 +94,11 @@ Cuts = tuple[tuple[tuple[int, int], ...], ...]
 
 
 def cuts(total: int, lane: Lane, micro: int | None) -> Cuts:
-    """The micro-batches of a global batch of ``total`` samples, for the parts of ``lane``.
+    """The micro-batches of a global batch of ``total`` samples, 1 or more, for the parts of ``lane``.
 
     Parts that take part in the same collectives get as many micro-batches as the largest share of them needs. Of even
     shares, one with fewer samples is filled up with empty ranges; uneven ones are each cut evenly into that many.
-
-    Args:
-        total: samples in the global batch, 1 or more.
-        lane: the parts held by this process.
-        micro: most samples in a micro-batch; ``None``: the whole share.
+    ``micro`` is the most samples in a micro-batch; ``None``: the whole share.
     """
     each = spans(total, lane.parts, lane.weights)
     found: list[tuple[tuple[int, int], ...]] = []
@@ -138,8 +134,7 @@ def _evenly(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
 class BatchSplitter:
     """Cuts the global batches of a run's steps for one lane, whose weights may change from a step on.
 
-    Attributes:
-        next: the first step that has not been cut yet, and all after it have not.
+    ``next`` is the first step that has not been cut yet, and all after it have not.
     """
 
     def __init__(self, lane: Lane, micro: int | None, first: int = 0) -> None:
@@ -192,11 +187,9 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
-    """What one process needs of one optimizer step.
+    """What one process needs of one optimizer step; ``step`` and ``epoch`` count from 0 over the whole run.
 
     Attributes:
-        step: optimizer step, 0-based over the whole run.
-        epoch: pass over the data, 0-based.
         samples: in the **global** batch, over all processes.
         parts: for each part held by this process, its micro-batches.
     """

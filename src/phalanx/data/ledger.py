@@ -44,14 +44,9 @@ class Ledger:
     """One rank's side of the ledger, for one segment. Records are buffered: ``flush()`` before a checkpoint counts."""
 
     def __init__(self, folder: Path, *, rank: int, first_step: int, world_size: int = 0) -> None:
-        """Begins a segment. What an earlier attempt wrote from ``first_step`` on is given up.
+        """Begins a segment in ``folder``. What an earlier attempt wrote from ``first_step`` on is given up.
 
-        Args:
-            folder: of the ledger; made where it is missing.
-            rank: of this process.
-            first_step: the step the run starts or goes on with.
-            world_size: processes of the run. With it, files that more ranks left behind at the same first step do
-                not count.
+        With ``world_size``, the processes of the run, files that more ranks left behind at that first step do not count.
 
         Raises:
             DataError: if it cannot be written.

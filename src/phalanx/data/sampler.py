@@ -36,17 +36,11 @@ _BLOCK = 8192  # ids that walk() computes at once: a pause of 0.2 ms, and a few 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalBatchSampler:
-    """The sample ids of every global batch of a run over map-style data.
+    """The sample ids of every global batch of a run over map-style data of so many samples.
 
-    Each epoch is a permutation of all samples, keyed by (seed, epoch), cut into global batches in order. Any step is
-    computed by itself, in memory and time that do not depend on the length of the data or on the step.
-
-    Attributes:
-        length: samples in the data.
-        batch: samples in a global batch.
-        seed: of the order.
-        shuffle: whether epochs are permuted; if not, each is 0..length-1.
-        drop_last: whether the last, partial batch of each epoch is left out.
+    Each epoch is a permutation of all samples, keyed by (seed, epoch), or 0..length-1 without ``shuffle``, cut into
+    global batches in order; ``drop_last`` leaves a partial one out. Any step is computed by itself, in memory and time
+    that do not depend on the length of the data or on the step.
 
     Raises:
         SpecError: if there is no sample, or if ``drop_last`` would drop all of them.
@@ -129,9 +123,7 @@ class _Words:
     """Unsigned words of one size and the hash made of them: multiply, fold, multiply, keep the high bits.
 
     Attributes:
-        dtype: numpy's unsigned type.
-        first: odd multiplier before folding.
-        second: odd multiplier after it.
+        first, second: odd multipliers before and after folding.
         fold: bits shifted by in folding.
         low: low bits thrown away.
         high: bits kept; a side of the rectangle is at most 2**(all bits - high).
@@ -153,14 +145,9 @@ _LARGEST_32 = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
-    """A pseudo-random permutation of 0..length-1, fixed by its keys. Make one with ``Permutation.keyed``.
+    """A pseudo-random permutation of 0..length-1, fixed by its keys, one a round. Make one with ``Permutation.keyed``.
 
-    Attributes:
-        length: how many numbers are permuted, 1 to 2**62.
-        rows: first side of the rectangle.
-        columns: second side; ``rows * columns >= length``.
-        keys: one word a round.
-        words: the arithmetic.
+    ``rows`` and ``columns`` are the sides of the rectangle: ``rows * columns >= length``.
     """
 
     length: int

@@ -30,14 +30,9 @@ from phalanx.errors import DataError
 
 
 class StreamStep(NamedTuple):
-    """The collated micro-batches of one step, for the parts held here. A tuple, because torch can pin that.
+    """The collated micro-batches of one step, part after part. A tuple, because torch can pin that.
 
-    Attributes:
-        step: optimizer step.
-        epoch: pass over the stream.
-        position: of the first sample of the global batch, in the pass.
-        samples: in the global batch.
-        batches: one a micro-batch, part after part.
+    Its global batch has ``samples``, and begins at ``position`` of the pass.
     """
 
     step: int
@@ -52,15 +47,9 @@ class StreamReader:
     """Reads a stream as global batches and collates this process's share.
 
     Attributes:
-        dataset: the stream.
-        batch: samples in a global batch.
         splitter: which samples are for the parts held here, in which micro-batches.
-        seed: of the random streams.
-        drop_last: whether the partial last batch of a pass is dropped.
-        collate: joins samples.
         first_step: where the run starts or goes on.
         total_steps: where it ends; passes follow one another until then. ``None``: after ``epochs`` passes.
-        epochs: passes over the stream, where ``total_steps`` is ``None``.
     """
 
     dataset: Any

@@ -34,11 +34,6 @@ class Assembly:
     """A job laid out on this worker.
 
     Attributes:
-        step: takes one optimizer step.
-        loader: gives this worker's part of every global batch.
-        layout: the model as the plan lays it out.
-        optimizer: as the job built it, over ``layout.parameters``.
-        device: kind of device.
         notes: what this plan does not keep of one device's result.
         advice: what the plan wastes or leaves unread.
         parameters: elements of the whole model's.
@@ -92,15 +87,10 @@ def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> No
     """
     problems = check(job, plan, here)
     if world_size not in (plan.world_size, plan.processes):
-        beside = f", and {plan.server} servers beside them" if plan.server else ""
-        problems.append(
-            Problem(
-                where="plan",
-                given=f"{plan} for {world_size} workers",
-                allowed=f"a mesh that multiplies to the workers: pp × dp × fsdp × ep × cp × tp = {world_size}{beside}",
-                fix=f"dp={world_size}" if world_size > 1 else "single",
-            )
-        )
+        given, fix = f"{plan} for {world_size} workers", f"dp={world_size}" if world_size > 1 else "single"
+        allowed = f"a mesh that multiplies to the workers: pp × dp × fsdp × ep × cp × tp = {world_size}"
+        allowed += f", and {plan.server} servers beside them" if plan.server else ""
+        problems.append(Problem(where="plan", given=given, allowed=allowed, fix=fix))
     if plan.server and not problems:
         problems += server_problems(job, plan)
     if problems:
@@ -123,7 +113,9 @@ def build(
     here = place.workers_here * plan.threads
     refuse(job, plan, place.world_size, here)
     if plan.server:
-        raise RefusedError([_servers_step(plan)])
+        given = f"{plan} for a loop of one's own"
+        allowed = "phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt"
+        raise RefusedError([Problem(where="plan.server", given=given, allowed=allowed, fix=f"dp={plan.dp}")])
     own, there = within(plan), place_within(plan, place)
     module, unbuilt = _module(job, own)
     across = Across(plan, place) if plan.sync != "each" else None
@@ -173,15 +165,6 @@ def build(
     )
 
 
-def _servers_step(plan: Plan) -> Problem:
-    return Problem(
-        where="plan.server",
-        given=f"{plan} for a loop of one's own",
-        allowed="phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt",
-        fix=f"dp={plan.dp}",
-    )
-
-
 def _module(job: Job, plan: Plan) -> tuple[nn.Module, list[str]]:
     """The model, built piece by piece where it is to be cut; and a note where it cannot be."""
     module, unbuilt = begun(job) if plan.kind in ("split", "shard") else (build_model(job), [])
@@ -224,16 +207,10 @@ def optimizer_over(job: Job, parameters: Mapping[str, torch.Tensor]) -> torch.op
     given = Parameters(parameters)
     optimizer: Any = job.optimizer(given)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise SpecError(
-            [
-                Problem(
-                    where="job.optimizer",
-                    given=f"a function that gives {type(optimizer).__name__}",
-                    allowed="a function that gives a torch.optim.Optimizer",
-                    fix="optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)",
-                )
-            ]
-        )
+        given = f"a function that gives {type(optimizer).__name__}"
+        allowed = "a function that gives a torch.optim.Optimizer"
+        fix = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
+        raise SpecError([Problem(where="job.optimizer", given=given, allowed=allowed, fix=fix)])
     held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     known = {id(tensor) for tensor in given}
     missing = [name for name, tensor in given.named() if id(tensor) not in held]
@@ -261,14 +238,8 @@ def _total_steps(job: Job, loader: Loader) -> int:
     if loader.total_steps is not None:
         return loader.total_steps
     if schedule.total_steps is None and schedule.decay in ("linear", "cosine"):
-        raise SpecError(
-            [
-                Problem(
-                    where="job.schedule",
-                    given=f"decay={schedule.decay!r} without total_steps, over a stream whose length nobody knows",
-                    allowed="total_steps given in the schedule, or job.steps in place of job.epochs",
-                    fix=f"schedule=px.Schedule(decay={schedule.decay!r}, total_steps=1000)",
-                )
-            ]
-        )
+        given = f"decay={schedule.decay!r} without total_steps, over a stream whose length nobody knows"
+        allowed = "total_steps given in the schedule, or job.steps in place of job.epochs"
+        fix = f"schedule=px.Schedule(decay={schedule.decay!r}, total_steps=1000)"
+        raise SpecError([Problem(where="job.schedule", given=given, allowed=allowed, fix=fix)])
     return schedule.total_steps or 1  # where it is 1, the schedule does not ask

@@ -204,7 +204,6 @@ class LossReading:
         value: scalar tensor that backward runs on.
         weight: 1 for a sum, the samples for a mean, 0 for a filler.
         count: a number or a scalar tensor; 0 for a filler.
-        samples: in the micro-batch.
         mean: whether ``value`` is a mean over the samples.
     """
 

@@ -79,10 +79,7 @@ class Observer:
 
     With servers the first of them is told, for all, and what it is shown is whole; ``begins`` is not called there, and
     ``steps`` once all servers have stepped, with what each gave its optimizer. Their workers are told of what they
-    were sent alone.
-
-    Attributes:
-        listens: whether it is to be told of gradients that nobody else asks for.
+    were sent alone. ``listens``: whether it is to be told of gradients that nobody else asks for.
     """
 
     listens = False
@@ -158,18 +155,14 @@ class AssemblyScene(Scene):
         return {name: tensor.grad for name, tensor in self.stepped().items() if tensor.grad is not None}
 
     def state(self) -> State:
-        return state_of(self._assembly.optimizer, self.stepped())
+        states = self._assembly.optimizer.state
+        return {name: states[tensor] for name, tensor in self.stepped().items() if tensor in states}
 
     def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         return groups_of(self._assembly.optimizer, self.stepped())
 
     def from_every_process(self, value: Any) -> list[Any]:
         return self._assembly.from_every_rank(value)
-
-
-def state_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> State:
-    """What ``optimizer`` keeps of each of ``parameters``, by name."""
-    return {name: optimizer.state[tensor] for name, tensor in parameters.items() if tensor in optimizer.state}
 
 
 def groups_of(

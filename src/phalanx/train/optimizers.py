@@ -230,7 +230,7 @@ class LAMB(Optimizer):
         return state["step"].item()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _AlikeParameters:
     """Parameters that are stepped alike: of one group, with or without trust ratio. Tensors are the local ones."""
 
@@ -250,17 +250,9 @@ def _slices(name: str, groups: list[dict[str, Any]]) -> list[_AlikeParameters]:
     for group in groups:
         with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
         for adapted in (True, False):
-            chosen = [p for p in with_gradient if (p.ndim > 1 or not group["exclude_1d"]) is adapted]
-            if chosen:
-                found.append(
-                    _AlikeParameters(
-                        group=group,
-                        adapted=adapted,
-                        parameters=chosen,
-                        weights=_local(chosen),
-                        gradients=[_local_gradient(name, parameter) for parameter in chosen],
-                    )
-                )
+            if chosen := [p for p in with_gradient if (p.ndim > 1 or not group["exclude_1d"]) is adapted]:
+                gradients = [_local_gradient(name, parameter) for parameter in chosen]
+                found.append(_AlikeParameters(group, adapted, chosen, _local(chosen), gradients))
     return found
 
 
@@ -374,13 +366,7 @@ def _check_groups(name: str, groups: list[dict[str, Any]]) -> None:
     ]
     for group in groups:
         if group.get("nesterov") and group["momentum"] == 0:
-            problems.append(
-                Problem(
-                    where=f"{name}.nesterov",
-                    given="nesterov without momentum",
-                    allowed="momentum above 0",
-                    fix="momentum=0.9, nesterov=True",
-                )
-            )
+            given, fix = "nesterov without momentum", "momentum=0.9, nesterov=True"
+            problems.append(Problem(where=f"{name}.nesterov", given=given, allowed="momentum above 0", fix=fix))
     if problems:
         raise SpecError(problems)

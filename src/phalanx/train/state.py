@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx import checkpoint
 from phalanx.comm import from_every_rank, local
 from phalanx.config import Job, RunSpec
 from phalanx.errors import CheckpointError
@@ -27,21 +28,16 @@ def newest_checkpoint(run: RunSpec) -> tuple[Path, int]:
     Raises:
         CheckpointError: if there is none.
     """
-    from phalanx import checkpoint
-
     folder = run.folder / "checkpoints"
     path = checkpoint.latest(folder)
     if path is None:
-        raise CheckpointError(
-            f"{folder} holds no complete checkpoint to resume from\n    try: without --resume, a new run"
-        )
+        what = f"{folder} holds no complete checkpoint to resume from"
+        raise CheckpointError(f"{what}\n    try: without --resume, a new run")
     return path, checkpoint.read_state(path)["step"]
 
 
 def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
     """Write a checkpoint of this moment into ``folder``. Collective."""
-    from phalanx import checkpoint  # not before the first step: it takes half as long to load as torch
-
     progress = assembly.step.progress
     held = assembly.layout.holdings
     tensors, groups = checkpoint.optimizer_tensors(assembly.optimizer, held.parameters, parts(held))
@@ -68,8 +64,6 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
     Raises:
         CheckpointError: if the checkpoint is of another model or another job.
     """
-    from phalanx import checkpoint
-
     state, held = checkpoint.read_state(path), assembly.layout.holdings
     refuse_other_job(state["identity"], job, assembly.loader.length, path)
     restore_values(path, assembly.layout, assembly.optimizer)
@@ -90,8 +84,6 @@ def restore_values(path: Path, layout: Layout, optimizer: torch.optim.Optimizer)
     Hyper-parameters (``lr``, ``weight_decay``, ``betas``, ...) are the job's as it is now: who edits them and resumes
     trains on with the new ones. So what an optimizer keeps in its parameter groups, not in its state, begins anew.
     """
-    from phalanx import checkpoint
-
     own = [_hyper_parameters(group) for group in optimizer.param_groups]
     with torch.no_grad():
         checkpoint.load(path, model_tensors(layout))
@@ -121,10 +113,8 @@ def parts(held: RankHoldings) -> dict[str, TensorPart]:
     """What each tensor in ``held.slices`` is of the whole, in the words of checkpoints, which know no meshes."""
     if not held.slices:
         return {}
-    from phalanx.checkpoint import TensorPart
-
     return {
-        name: TensorPart(
+        name: checkpoint.TensorPart(
             shape=tuple(holding.shape),
             ranges={one.dim: one.cut.expanded()[one.axis.rank] for one in holding.placed},
             counts=holding.counts,
@@ -134,11 +124,7 @@ def parts(held: RankHoldings) -> dict[str, TensorPart]:
 
 
 def _with(tensor: torch.Tensor, part: TensorPart | None) -> torch.Tensor | PartTensor:
-    if part is None:
-        return tensor
-    from phalanx.checkpoint import PartTensor
-
-    return PartTensor(tensor, part)
+    return tensor if part is None else checkpoint.PartTensor(tensor, part)
 
 
 def identity(job: Job, length: int | None) -> dict[str, Any]:
@@ -170,8 +156,7 @@ def refuse_other_job(saved: dict[str, Any], job: Job, length: int | None, path: 
         CheckpointError: with what differs.
     """
     now = identity(job, length)
-    other = [f"{key}: {saved.get(key)} there, {now[key]} now" for key in now if saved.get(key) != now[key]]
-    if other:
+    if other := [f"{key}: {saved.get(key)} there, {now[key]} now" for key in now if saved.get(key) != now[key]]:
         raise CheckpointError(
             f"{path} belongs to another job ({'; '.join(other)}): a step would mean other samples.\n"
             "    try: the job as it was, or a new run folder"
@@ -187,8 +172,7 @@ def come_together(assembly: Assembly) -> None:
 
     Nothing where replicas do not step by themselves. Collective.
     """
-    apart = assembly.local_sgd
-    if apart is None:
+    if (apart := assembly.local_sgd) is None:
         return
     apart.together()
     with torch.no_grad():
@@ -208,8 +192,6 @@ def restore_outer(assembly: Assembly, path: Path, state: Mapping[str, Any], part
     """Let replicas step by themselves from what was restored, with the outer momentum if any was saved. Collective."""
     if assembly.local_sgd is None:
         return
-    from phalanx import checkpoint
-
     found: dict[str, torch.Tensor] = {}
     if (state.get(OUTER_SECTION) or {}).get("momentum"):
         found = assembly.local_sgd.room_for_momentum()
@@ -220,12 +202,7 @@ def restore_outer(assembly: Assembly, path: Path, state: Mapping[str, Any], part
 def _named(
     momentum: Mapping[str, torch.Tensor], parts: Mapping[str, TensorPart]
 ) -> dict[str, torch.Tensor | PartTensor]:
-    from phalanx.checkpoint import PartTensor
-
-    return {
-        f"{OUTER_SECTION}.{name}": PartTensor(tensor, parts[name]) if name in parts else tensor
-        for name, tensor in momentum.items()
-    }
+    return {f"{OUTER_SECTION}.{name}": _with(tensor, parts.get(name)) for name, tensor in momentum.items()}
 
 
 def _average_state(assembly: Assembly, apart: LocalSgd) -> None:
@@ -287,8 +264,6 @@ def restore_sender(path: Path, held: RankHoldings, state: Mapping[str, Any]) -> 
 
     Collective.
     """
-    from phalanx import checkpoint
-
     targets = sender_tensors(held)
     if held.sender is None or not targets:
         return ""

@@ -40,11 +40,8 @@ _LOOK = 0.2  # seconds between looks at who is there, while nothing comes in
 class Coordinator(Stepper):
     """The steps of a run with servers, from where its work queue stands.
 
-    Attributes:
-        server: server 0, which is here; ``store`` is what it holds.
-        pieces, evaluation: the data to train and to evaluate on.
-        report: called with each step that begins.
-        samples_before: trained on before this run.
+    ``server`` and ``store`` are server 0, which is here; ``report`` is called with each step that begins, and
+    ``samples_before`` were trained on before this run.
     """
 
     job: Job
@@ -208,9 +205,8 @@ class Coordinator(Stepper):
         initial = {0} if not self.run.resume else set[int]()
         common = set.intersection(*({*answer["snapshots"]} | initial for answer in answers))
         if not common:
-            raise RunError(
-                "a server is lost, and there is no snapshot that all servers have\n    try: --resume, from a checkpoint"
-            )
+            what = "a server is lost, and there is no snapshot that all servers have"
+            raise RunError(f"{what}\n    try: --resume, from a checkpoint")
         version, term = max(common), max([self.requests.term, *(answer["term"] for answer in answers)]) + 1
         progress = self.store.progress(version) or {"floor": 0, "done": [], "samples": 0, "begun": 0}
         self.requests.restart(term)
@@ -219,7 +215,9 @@ class Coordinator(Stepper):
             before = queue.version
             queue.restore(progress["floor"], progress["done"])
         self._samples, self.samples_before = progress["samples"], progress["begun"]
-        done = (whole_batch(self.pieces, step) for step in progress["done"])
+        pieces = self.pieces
+        taken = {step: [part for part, size in enumerate(pieces.sizes(step)) if size] for step in progress["done"]}
+        done = (batch_of(pieces, step, parts) for step, parts in taken.items())
         self.recorder.go_back(lambda: segment(self.run, progress["floor"]), done)
         undone = max(0, before - version)
         self.recorder.write("server", index=lost.index, restarted=True, version=version, lost_updates=undone)
@@ -237,17 +235,11 @@ class Coordinator(Stepper):
         workers = sorted(requests.workers.items())
         held = {rank: worker.memory for rank, worker in workers if worker.memory}
         held |= {self.run.plan.dp + index: memory for index, memory in enumerate(servers)}
-        computed = [
-            {
-                "rank": rank,
-                "samples": worker.samples,
-                "pieces": worker.pieces,
-                "seconds": max(0.0, worker.last - worker.joined),
-            }
-            for rank, worker in workers
-        ]
         events = [("memory", {"rank": rank, **memory}) for rank, memory in held.items()]
-        return [*events, *(("worked", fields) for fields in computed)]
+        for rank, one in workers:
+            seconds = max(0.0, one.last - one.joined)
+            events.append(("worked", {"rank": rank, "samples": one.samples, "pieces": one.pieces, "seconds": seconds}))
+        return events
 
     def find_others(self) -> None:
         """Connect to every server that there is no connection to.
@@ -284,11 +276,6 @@ def divisor_of(job: Job) -> float:
 def segment(run: RunSpec, first: int) -> Ledger:
     """The part of the run's ledger that begins with the step ``first``; server 0 writes it for all workers."""
     return Ledger(run.folder / "ledger", rank=0, first_step=first, world_size=1)
-
-
-def whole_batch(pieces: BatchPieces, step: int) -> StepBatch:
-    """The samples of a step, all of whose parts are taken."""
-    return batch_of(pieces, step, [part for part, size in enumerate(pieces.sizes(step)) if size])
 
 
 def batch_of(pieces: BatchPieces, step: int, parts: list[int]) -> StepBatch:

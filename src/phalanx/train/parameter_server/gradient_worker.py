@@ -32,11 +32,7 @@ T = TypeVar("T")
 
 @final
 class Worker:
-    """One worker with a whole model and no optimizer.
-
-    Attributes:
-        observer: who looks on.
-    """
+    """One worker with a whole model and no optimizer; its ``observer`` looks on."""
 
     def __init__(
         self, job: Job, plan: Plan, device: torch.device, divisor: float, data: tuple[BatchPieces, BatchPieces | None]
@@ -91,16 +87,9 @@ class Worker:
             sums, samples = self._computer.gradients(self._pieces, step, part)
             count = sums["loss"][1] / self._divisor
             links.push(self._gradients(), self._host, {"step": step, "part": part, "count": count, "term": term})
-        done = {
-            "what": what,
-            "step": step,
-            "part": part,
-            "term": term,
-            "version": version,
-            "sums": sums,
-            "samples": samples,
-            "seconds": time.perf_counter() - begun,
-        }
+        seconds = time.perf_counter() - begun
+        done = {"version": version, "sums": sums, "samples": samples, "seconds": seconds}
+        done |= {"what": what, "step": step, "part": part, "term": term}
         brings = what == "train" and part == 0 and self._statistics.tensors
         return done, self._statistics.take() if brings else None
 
@@ -128,11 +117,7 @@ def _on_host(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class LinkLostError(Exception):
-    """A connection has ended.
-
-    Attributes:
-        index: of the server.
-    """
+    """The connection to server ``index`` has ended."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -141,14 +126,7 @@ class LinkLostError(Exception):
 
 @dataclass(slots=True)
 class ServerLink:
-    """One server.
-
-    Attributes:
-        connection: to it; ``None`` while there is none.
-        slices: what it holds.
-        version: of the values that were last pulled from it.
-        feedback: what has been left out of gradients pushed to it.
-    """
+    """One server: the ``slices`` it holds, the ``version`` last pulled, what was left out of gradients pushed to it."""
 
     index: int
     connection: Connection | None = None
@@ -185,11 +163,6 @@ class ServerLinks:
         self._pool = ThreadPoolExecutor(servers) if servers > 1 else None
         self._gone = threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True)
-
-    @property
-    def first(self) -> ServerLink:
-        """Server 0."""
-        return self._links[0]
 
     def start(self) -> None:
         """Begin to send signs of life."""
@@ -251,13 +224,12 @@ class ServerLinks:
             link.connection.send(FrameKind.ASK, {"done": done} if done else {}, brought)
             return link.receive()
 
-        return self._guarded(self.first, asked)
+        return self._guarded(self._links[0], asked)
 
     def say_goodbye(self, memory: dict[str, Any]) -> None:
         """Tell the coordinator what was held in memory."""
-        connection = self.first.connection
         with suppress(LostError):
-            if connection:
+            if connection := self._links[0].connection:
                 connection.send(FrameKind.END, {"memory": memory})
 
     def pull(self, into: Mapping[str, torch.Tensor], statistics: list[memoryview]) -> tuple[int, int]:
@@ -323,16 +295,16 @@ class ServerLinks:
     def _introduce(self, link: ServerLink, connection: Connection) -> None:
         connection.send(FrameKind.HELLO, {"rank": self._rank, "length": self._length})
         meta = connection.receive().meta
-        slices = (RowSlice(name=name, start=start, stop=stop, whole=whole) for name, start, stop, whole in meta["held"])
-        link.slices = tuple(slices)
+        link.slices = tuple(
+            RowSlice(name=name, start=at, stop=end, whole=whole) for name, at, end, whole in meta["held"]
+        )
         link.version = link.term = -1
         link.connection = connection
 
     def _beat(self) -> None:
         while not self._gone.wait(self._patience.beat):
-            connection = self.first.connection
             with suppress(LostError):
-                if connection:
+                if connection := self._links[0].connection:
                     connection.send(FrameKind.BEAT)
 
 

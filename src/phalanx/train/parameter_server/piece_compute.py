@@ -74,12 +74,6 @@ class Computer:
     @property
     def memory(self) -> dict[str, Any]:
         """Bytes of what is held, as events tell it."""
-        tensors = self._layout.parameters.values()
-        size = sum(tensor.nbytes for tensor in tensors)
-        return {
-            "parameters": size,
-            "gradients": size,
-            "optimizer": 0,
-            "buffers": sum(tensor.nbytes for tensor in self._layout.module.buffers()),
-            "activations": 0,
-        }
+        size = sum(tensor.nbytes for tensor in self._layout.parameters.values())
+        buffers = sum(tensor.nbytes for tensor in self._layout.module.buffers())
+        return {"parameters": size, "gradients": size, "optimizer": 0, "buffers": buffers, "activations": 0}

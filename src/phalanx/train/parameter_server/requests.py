@@ -20,13 +20,11 @@ class WorkerState:
     """A worker as server 0 knows it.
 
     Attributes:
-        connection: to it; ``None`` while there is none.
         joined: when it first came, as of ``time.monotonic()``.
         last: when its last piece that counted came in.
         waiting: it has asked and not been answered.
         silent: it holds a piece, and nothing has been heard of it for long.
         away: it was here, and its connection has ended.
-        samples: that it has computed and that counted.
         memory: what it held, told as it left.
     """
 
@@ -49,7 +47,6 @@ class RequestHandler:
         news: held while anything here is changed or read; told when a piece has come in or a worker has gone.
         queue: of the steps, or of an evaluation.
         term: of the pieces dealt now.
-        workers: by rank.
         happened: what became of workers, to be written down by the main thread.
         statistics: step → those of normalisation layers that came with its first piece.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +139,7 @@ class ServerProcess:
         first = _last_version(run) if self._again else int(state.get("step", 0))
         pace = StalenessBound(staleness=plan.staleness or 0, backup=plan.backup, after=plan.after)
         queue = WorkQueue(pieces.sizes, first=first, limit=first, pace=pace)
-        group = ServerGroup(server, plan.server, patience)
+        group = ServerGroup(server, store, plan.server, patience)
         return Coordinator(
             job=job,
             run=run,
@@ -228,7 +227,7 @@ def _data(job: Job, run: RunSpec) -> tuple[BatchPieces, BatchPieces | None]:
     plan = run.plan
     pieces = BatchPieces(job.data(), job, plan.dp, micro=plan.micro)
     found = job.evaluate() if job.evaluate is not None else None
-    evaluation = None if found is None else BatchPieces(found, replace(job), plan.dp, micro=plan.micro, once=True)
+    evaluation = None if found is None else BatchPieces(found, job, plan.dp, micro=plan.micro, once=True)
     return pieces, evaluation
 
 
