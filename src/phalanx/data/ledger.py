@@ -46,7 +46,7 @@ class Ledger:
     def __init__(self, folder: Path, *, rank: int, first_step: int, world_size: int = 0) -> None:
         """Begins a segment in ``folder``. What an earlier attempt wrote from ``first_step`` on is given up.
 
-        With ``world_size``, the processes of the run, files that more ranks left behind at that first step do not count.
+        With ``world_size``, the processes of the run, files that more ranks left at the same first step do not count.
 
         Raises:
             DataError: if it cannot be written.

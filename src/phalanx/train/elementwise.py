@@ -273,4 +273,4 @@ def note_slices(held: RankHoldings) -> None:
 
 def groups_of_slices(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The groups over which ``parameter`` is cut, beside those of its mesh if it is a DTensor."""
-    return _GROUPS.get(parameter, ())
+    return _GROUPS.get(parameter) or ()

@@ -74,10 +74,8 @@ def _ledger(run: RunSpec, place: Place, first_step: int) -> Ledger | None:
     at = plan.coordinate(place.rank)
     if at["pp"] or at["cp"] or at["tp"]:
         return None
-    readers = plan.replicas // plan.threads
-    return Ledger(
-        run.folder / "ledger", rank=plan.part(place.rank) // plan.threads, first_step=first_step, world_size=readers
-    )
+    reader, readers = plan.part(place.rank) // plan.threads, plan.replicas // plan.threads
+    return Ledger(run.folder / "ledger", rank=reader, first_step=first_step, world_size=readers)
 
 
 @final

@@ -15,8 +15,9 @@ State is kept like the parameters (a ``DTensor`` for a ``DTensor``), so that a c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -91,13 +92,7 @@ class LARS(Optimizer):
         loss = _evaluate(closure)
         slices = _slices("LARS", self.param_groups)
         adapted = [part for part in slices if part.adapted]
-        norms = iter(
-            _norms(
-                [parameter for part in adapted for parameter in part.parameters],
-                [weight for part in adapted for weight in part.weights],
-                [gradient for part in adapted for gradient in part.gradients],
-            )
-        )
+        norms = _norms(adapted, [part.gradients for part in adapted])
         for part in slices:
             group = part.group
             direction: Tensors = part.gradients
@@ -183,13 +178,7 @@ class LAMB(Optimizer):
         slices = _slices("LAMB", self.param_groups)
         directions = [self._direction(part) for part in slices]
         adapted = [(part, direction) for part, direction in zip(slices, directions, strict=True) if part.adapted]
-        norms = iter(
-            _norms(
-                [parameter for part, _ in adapted for parameter in part.parameters],
-                [weight for part, _ in adapted for weight in part.weights],
-                [update for _, direction in adapted for update in direction],
-            )
-        )
+        norms = _norms([part for part, _ in adapted], [direction for _, direction in adapted])
         for part, direction in zip(slices, directions, strict=True):
             if part.adapted:
                 clip = part.group["trust_clip"]
@@ -284,11 +273,13 @@ def _ratio(above: Tensor, below: Tensor, both: Tensor) -> Tensor:
     return torch.where(both > 0, above / below, 1.0)
 
 
-def _norms(parameters: list[Tensor], *columns: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """L2 norms, in fp32, of the whole tensors whose local parts stand in ``columns``; a row for each parameter.
+def _norms(parts: list[_AlikeParameters], updates: list[list[Tensor]]) -> Iterator[tuple[Tensor, ...]]:
+    """L2 norms, in fp32, of the whole weights and of the whole tensors whose local parts stand in ``updates``.
 
-    All parameters that are sharded over the same ranks share one all-reduce.
+    A pair for each parameter of ``parts``. All parameters that are sharded over the same ranks share one all-reduce.
     """
+    parameters = [parameter for part in parts for parameter in part.parameters]
+    columns = [weight for part in parts for weight in part.weights], list(chain.from_iterable(updates))
     rows: list[tuple[Tensor, ...]] = [()] * len(parameters)
     alike: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], list[int]] = {}
     for index, parameter in enumerate(parameters):
@@ -304,7 +295,7 @@ def _norms(parameters: list[Tensor], *columns: list[Tensor]) -> list[tuple[Tenso
         norms = table.sqrt_().float().view(len(columns), -1)
         for row, index in zip(norms.unbind(1), indices, strict=True):
             rows[index] = row.unbind()
-    return rows
+    return iter(rows)
 
 
 def _sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:

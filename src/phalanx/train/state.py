@@ -52,10 +52,8 @@ def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
         SENDER_SECTION: held.sender.kind if held.sender else None,
         OUTER_SECTION: told,
     }
-    tensors |= sender_tensors(held) | outer
-    return checkpoint.save(
-        folder, step=progress.step, tensors={**model_tensors(assembly.layout), **tensors}, state=state, keep=keep
-    )
+    tensors = {**model_tensors(assembly.layout), **tensors, **sender_tensors(held), **outer}
+    return checkpoint.save(folder, step=progress.step, tensors=tensors, state=state, keep=keep)
 
 
 def restore(path: Path, job: Job, assembly: Assembly) -> None:

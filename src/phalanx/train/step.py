@@ -136,7 +136,10 @@ class Step:
             self.watch.gradients()
         totals = work.totals()
         if not self._checked:
-            self._check_gradients()
+            self._checked = True
+            without = [name for name, tensor in self.layout.parameters.items() if tensor.grad is None]
+            if without and self.job.unused == "error":
+                raise without_gradient(without, "in the first step")
         totals = self.sync.gradients_ready(self.progress.step, totals)
         correction = work.correction(totals)
         if correction is not None:
@@ -164,10 +167,9 @@ class Step:
             _ready=ready,
         )
         # On CUDA one step later: looking at once would wait for the device while nothing is queued on it.
+        metrics_to_check = metrics
         if metrics.late:
             metrics_to_check, self._unchecked = self._unchecked, metrics
-        else:
-            metrics_to_check = metrics
         nothing = self._nothing_here(batch, totals)
         if metrics_to_check is not None and not nothing:
             self._check_totals(metrics_to_check)
@@ -224,9 +226,3 @@ class Step:
     def _check_totals(self, metrics: Metrics) -> None:
         scaling = self.progress.loss_scale
         check_totals(metrics.step, *metrics.totals, overflows=scaling is not None and not scaling.exhausted)
-
-    def _check_gradients(self) -> None:
-        self._checked = True
-        without = [name for name, tensor in self.layout.parameters.items() if tensor.grad is None]
-        if without and self.job.unused == "error":
-            raise without_gradient(without, "in the first step")

@@ -28,7 +28,7 @@ from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import Server
-from phalanx.train.parameter_server.server_group import Directory, Patience, ServerGroup, ServerScene
+from phalanx.train.parameter_server.server_group import Directory, Patience, ServerGroup, ServerScene, gone
 from phalanx.train.parameter_server.shard_store import ShardStore, put_together
 from phalanx.train.run_recorder import Lap, RunRecorder
 
@@ -128,10 +128,7 @@ class Coordinator(Stepper):
         if trouble := self.requests.trouble or self.server.trouble:
             raise trouble
         if self.requests.nobody_for > self.patience.back:
-            raise RunError(
-                f"no worker has been there for {self.patience.back:g} s, and none has come\n"
-                "    try: --resume, which goes on from the last checkpoint"
-            )
+            raise gone(f"no worker has been there for {self.patience.back:g} s, and none has come")
         self.group.look()
 
     def _update(self, step: int, reports: Mapping[int, Report]) -> tuple[StepBatch, Metrics]:
@@ -235,7 +232,7 @@ class Coordinator(Stepper):
         workers = sorted(requests.workers.items())
         held = {rank: worker.memory for rank, worker in workers if worker.memory}
         held |= {self.run.plan.dp + index: memory for index, memory in enumerate(servers)}
-        events = [("memory", {"rank": rank, **memory}) for rank, memory in held.items()]
+        events: list[tuple[str, dict[str, Any]]] = [("memory", {"rank": rank} | one) for rank, one in held.items()]
         for rank, one in workers:
             seconds = max(0.0, one.last - one.joined)
             events.append(("worked", {"rank": rank, "samples": one.samples, "pieces": one.pieces, "seconds": seconds}))
@@ -253,10 +250,7 @@ class Coordinator(Stepper):
                 address = self.directory.find(index)
                 if address is None or not self.group.connect(index, address):
                     if time.monotonic() > until:
-                        raise RunError(
-                            f"server {index} could not be reached for {self.patience.back:g} s\n"
-                            "    try: --resume, which goes on from the last checkpoint"
-                        )
+                        raise gone(f"server {index} could not be reached for {self.patience.back:g} s")
                     time.sleep(_LOOK / 4)
 
     def _record_workers(self) -> None:
@@ -280,9 +274,7 @@ def segment(run: RunSpec, first: int) -> Ledger:
 
 def batch_of(pieces: BatchPieces, step: int, parts: list[int]) -> StepBatch:
     """The samples of a step's ``parts``; the batches themselves are with the workers."""
-    micros = tuple(
-        MicroBatch(batch=None, ids=tuple(ids.tolist()), samples=len(ids))
-        for ids in (pieces.ids(step, part) for part in parts)
-    )
+    every = (tuple(pieces.ids(step, part).tolist()) for part in parts)
+    micros = tuple(MicroBatch(batch=None, ids=ids, samples=len(ids)) for ids in every)
     samples = sum(micro.samples for micro in micros)
     return StepBatch(step=step, epoch=pieces.epoch(step), samples=samples, parts=(micros,))

@@ -124,9 +124,10 @@ class RequestHandler:
         with self.news:
             before = self.workers.get(rank)
             if length != self._length:
+                lengths = f"server 0: {self._length}, rank {rank}: {length}"
                 self.trouble = DataError(
-                    f"job.data gives data of another length on each rank: server 0: {self._length}, rank {rank}: "
-                    f"{length}.\n    Every rank must see the same data; whoever is free computes the next piece.\n"
+                    f"job.data gives data of another length on each rank: {lengths}.\n"
+                    "    Every rank must see the same data; whoever is free computes the next piece.\n"
                     "    try: remove rank-dependent filtering or sharding from job.data"
                 )
             if before is None:
@@ -178,9 +179,8 @@ class RequestHandler:
         if done["term"] != self.term or done["what"] != self._what:
             return
         sums = {name: (float(total), float(count)) for name, (total, count) in done["sums"].items()}
-        report = Report(
-            worker=rank, version=done["version"], gradient_sums=sums, samples=done["samples"], seconds=done["seconds"]
-        )
+        facts = {name: done[name] for name in ("version", "samples", "seconds")}
+        report = Report(worker=rank, gradient_sums=sums, **facts)
         if not self.queue.put(rank, piece, report):
             return
         if self._what == "train":

@@ -23,7 +23,7 @@ from phalanx.train.parameter_server.coordinator import Coordinator, divisor_of, 
 from phalanx.train.parameter_server.gradient_worker import ServerLinks, Worker
 from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import Server
-from phalanx.train.parameter_server.server_group import Address, Directory, Patience, ServerGroup, ServerScene
+from phalanx.train.parameter_server.server_group import Address, Directory, Patience, ServerGroup, ServerScene, gone
 from phalanx.train.parameter_server.shard_store import ShardStore
 from phalanx.train.run_recorder import RunRecorder
 from phalanx.train.state import newest_checkpoint, refuse_other_job
@@ -118,10 +118,8 @@ class ServerProcess:
             if server.trouble:
                 raise server.trouble
             if server.alone_for > self._patience.back + self._patience.parting:
-                raise RunError(
-                    f"server 0, which coordinates the others, has not been there for {self._patience.back:g} s\n"
-                    "    try: --resume, which goes on from the last checkpoint"
-                )
+                back = self._patience.back
+                raise gone(f"server 0, which coordinates the others, has not been there for {back:g} s")
         return {}
 
     def _coordinator(
@@ -206,10 +204,9 @@ class ServerProcess:
         except (OSError, LostError):
             return
         if index == self._index:
-            raise RunError(
-                f"server {self._index} is running already, at {address.host}:{address.port}: two would hold the same "
-                "parameters\n    try: another rank for this process, or end the other"
-            )
+            what = f"server {self._index} is running already, at {address.host}:{address.port}"
+            fix = "another rank for this process, or end the other"
+            raise RunError(f"{what}: two would hold the same parameters\n    try: {fix}")
 
 
 def _last_version(run: RunSpec) -> int:

@@ -14,6 +14,7 @@ from torch import nn
 from phalanx.comm import Place
 from phalanx.comm.frames import Connection, LostError
 from phalanx.comm.process_group import meet
+from phalanx.errors import RunError
 from phalanx.parallel import TensorShard
 from phalanx.parallel.parameter_server import FrameKind
 from phalanx.train.loop import StepsLostError
@@ -208,6 +209,11 @@ class Patience:
     task: float = 600.0
     back: float = 60.0
     parting: float = 10.0
+
+
+def gone(what: str) -> RunError:
+    """For a run that cannot go on by itself, because of ``what``."""
+    return RunError(f"{what}\n    try: --resume, which goes on from the last checkpoint")
 
 
 class Address(NamedTuple):

@@ -178,9 +178,8 @@ class ShardStore:
         _, groups = checkpoint.optimizer_tensors(self._whole, held.parameters)
         state = {"identity": identity(self._job, progress.pop("length")), "loss_scale": None}
         state |= {"optimizer": {**groups, "state": states}, **progress}
-        return checkpoint.save(
-            folder, step=progress["step"], tensors={**model_tensors(self.layout), **tensors}, state=state, keep=keep
-        )
+        everything = {**model_tensors(self.layout), **tensors}
+        return checkpoint.save(folder, step=progress["step"], tensors=everything, state=state, keep=keep)
 
     def _cut(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: cut_out(tensors[name].detach(), part) for name, part in self.slices.items()}
