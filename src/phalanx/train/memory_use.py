@@ -71,7 +71,12 @@ class MeasuredStep:
             return self._step(batch)
         self._left -= 1
         step, saved = self._step, SavedActivationsMeter(self._kind, self._fixed(), self.uncounted)
-        step.watch = StepObserver(around=lambda context: self._around(saved, context), gradients=self._see_gradients)
+
+        def around(context: AbstractContextManager[object]) -> AbstractContextManager[object]:
+            self._see_gradients()  # those of the micro-batches before, which the last one's backward may scatter
+            return saved.inside(context)
+
+        step.watch = StepObserver(around=around, gradients=self._see_gradients)
         try:
             with saved.everywhere(step.layout.module, outside=not step.plan.compile):
                 metrics = step(batch)
@@ -104,12 +109,6 @@ class MeasuredStep:
         states = (one for one in tree_leaves(dict(self._step.optimizer.state)) if isinstance(one, Tensor))
         parts.optimizer = max(parts.optimizer, self._bytes(states, but=values))
         return parts
-
-    def _around(
-        self, saved: SavedActivationsMeter, context: AbstractContextManager[object]
-    ) -> AbstractContextManager[object]:
-        self._see_gradients()  # those of the micro-batches before, which the last one's backward may scatter
-        return saved.inside(context)
 
     def _see_gradients(self) -> None:
         sender = self._step.layout.holdings.sender

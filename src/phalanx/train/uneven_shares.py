@@ -318,22 +318,22 @@ class Stopwatch:
             self._update = self._update[0], self._now()
 
 
-@final
+@dataclass(frozen=True, slots=True)
 class StepTiming:
-    """One step as it was timed."""
+    """One step as it was timed; to ask for its seconds waits for the device."""
 
-    def __init__(self, passes: list[tuple[Moment, Moment]], update: tuple[Moment, Moment] | None) -> None:
-        self._passes, self._update = passes, update
+    moments: list[tuple[Moment, Moment]]
+    stepping: tuple[Moment, Moment] | None
 
     @property
     def passes(self) -> float:
-        """Seconds that depend on the samples; 0 where nothing was timed. Waits for the device."""
-        return sum(_between(*one) for one in self._passes)
+        """Seconds that depend on the samples; 0 where nothing was timed."""
+        return sum(_between(*one) for one in self.moments)
 
     @property
     def update(self) -> float:
-        """Seconds of the optimizer. Waits for the device."""
-        return _between(*self._update) if self._update else 0.0
+        """Seconds of the optimizer."""
+        return _between(*self.stepping) if self.stepping else 0.0
 
 
 def _between(begin: Moment, end: Moment) -> float:
