@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def restore_optimizer(
                 name = names[id(parameter)]
                 values = saved["state"].get(name)
                 if values is not None:
-                    allocate = _allocator(_Target(parameter, group, parts.get(name)), manifest, targets)
+                    allocate = partial(_allocated, targets, manifest, parameter, group, parts.get(name))
                     states[parameter] = _filled(values, allocate)
         return groups, any(name.startswith(f"{SECTION}.") for name in manifest.tensors)
 
@@ -218,29 +218,26 @@ def _filled(value: Any, allocate: Callable[[str], Tensor]) -> Any:
     return [_filled(item, allocate) for item in value] if isinstance(value, list) else value
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """A parameter whose state comes back: with its group, and what part of the whole it is."""
-
-    parameter: Tensor
-    group: Mapping[str, Any]
-    part: TensorPart | None
-
-
-def _allocator(target: _Target, manifest: Manifest, targets: dict[str, Tensor | PartTensor]) -> Callable[[str], Tensor]:
-    def allocate(name: str) -> Tensor:
-        if name not in manifest.tensors:
-            what = f"its state names the tensor {name}, which it does not hold"
-            raise CheckpointError(f"the checkpoint is damaged: {what}")
-        made = _empty(target, name, manifest.tensors[name])
-        targets[name] = _split_alike(name, made, target.parameter, target.part)
-        return made
-
-    return allocate
+def _allocated(
+    targets: dict[str, Tensor | PartTensor],
+    manifest: Manifest,
+    parameter: Tensor,
+    group: Mapping[str, Any],
+    part: TensorPart | None,
+    name: str,
+) -> Tensor:
+    """Room for the tensor ``name`` of the state of ``parameter``, to be filled from the checkpoint."""
+    if name not in manifest.tensors:
+        what = f"its state names the tensor {name}, which it does not hold"
+        raise CheckpointError(f"the checkpoint is damaged: {what}")
+    made = _empty(parameter, group, part, name, manifest.tensors[name])
+    targets[name] = _split_alike(name, made, parameter, part)
+    return made
 
 
-def _empty(target: _Target, name: str, stored: StoredTensor) -> Tensor:
-    parameter, group, part = target.parameter, target.group, target.part
+def _empty(
+    parameter: Tensor, group: Mapping[str, Any], part: TensorPart | None, name: str, stored: StoredTensor
+) -> Tensor:
     whole = part.shape if part else tuple(parameter.shape)
     if _is_step(name):
         # Where torch's own load_state_dict puts it: on the device only if the step is computed there.

@@ -7,7 +7,7 @@ same place along ``dp`` join one, and whatever works in a run of theirs alone wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import count, product
 from math import prod
@@ -55,7 +55,9 @@ class Mesh:
         if not key:
             return None
         if key not in self._groups:
-            self._groups[key] = self._made(key)
+            whole = self.size(*key) == self.plan.world_size
+            default = dist.distributed_c10d._get_default_group
+            self._groups[key] = default() if whole else self._joined(self._every(key))
         return self._groups[key]
 
     def among(self, axis: str, positions: Iterable[int]) -> dist.ProcessGroup | None:
@@ -63,16 +65,8 @@ class Mesh:
 
         Collective over all ranks of the run.
         """
-        positions, mine = list(positions), None
-        for rank in range(self.plan.world_size):
-            peers = self._along((axis,), self.plan.coordinate(rank))
-            if rank == peers[0]:
-                ranks = [peers[position] for position in positions]
-                group = dist.new_group(ranks)
-                if self.rank in ranks:
-                    assert isinstance(group, dist.ProcessGroup)
-                    mine = group
-        return mine
+        places = list(positions)
+        return self._joined([peers[place] for place in places] for peers in self._every((axis,)))
 
     def sharding(self, device: torch.device, over: str, copies: Iterable[str]) -> DeviceMesh:
         """torch's mesh to shard over one dimension, in as many copies as there are ranks along others."""
@@ -96,22 +90,23 @@ class Mesh:
             found.append(rank)
         return found
 
-    def _made(self, key: tuple[str, ...]) -> dist.ProcessGroup:
-        mine: dist.ProcessGroup | None = None
-        if self.size(*key) == self.plan.world_size:
-            mine = dist.distributed_c10d._get_default_group()
-        else:
-            seen: set[int] = set()
-            for rank in range(self.plan.world_size):
-                if rank in seen:
-                    continue
-                ranks = self._along(key, self.plan.coordinate(rank))
+    def _every(self, names: Iterable[str]) -> Iterator[list[int]]:
+        """What ``peers`` gives, of all ranks of the run, each row once."""
+        seen: set[int] = set()
+        for rank in range(self.plan.world_size):
+            if rank not in seen:
+                ranks = self._along(names, self.plan.coordinate(rank))
                 seen.update(ranks)
-                group = dist.new_group(ranks)
-                if self.rank in ranks:
-                    assert isinstance(group, dist.ProcessGroup)
-                    mine = group
-        assert mine is not None
+                yield ranks
+
+    def _joined(self, rows: Iterable[list[int]]) -> dist.ProcessGroup | None:
+        """A process group of each row: the one that this rank is in."""
+        mine: dist.ProcessGroup | None = None
+        for ranks in rows:
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                mine = group
         return mine
 
 

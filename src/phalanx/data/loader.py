@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
-from itertools import islice
 from typing import Any, final
 
 import numpy as np
@@ -59,21 +58,19 @@ class Loader:
         """
         self._workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
         self._dealing = BatchSplitter(lane, micro, first_step)
-        self._indexed: IndexedReader | None = None
-        self._stream: StreamReader | None = None
-        self._read: list[Any] = []
+        self._reader: IndexedReader | StreamReader
         self.length: int | None = None
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = job.steps if total_steps is None else total_steps
         if is_stream(dataset):
-            self._stream = _stream_reader(dataset, job, self._dealing, (first_step, self.total_steps))
+            self._reader = _stream_reader(dataset, job, self._dealing, (first_step, self.total_steps))
             return
         sampler = _sampler(dataset, job)
         self.length = sampler.length
         self.steps_per_epoch = sampler.steps_per_epoch
         if self.total_steps is None:
             self.total_steps = (job.epochs or 1) * sampler.steps_per_epoch
-        self._indexed = IndexedReader(
+        self._reader = IndexedReader(
             fetcher=Fetcher(dataset, job.collate, job.seed),
             sampler=sampler,
             splitter=self._dealing,
@@ -83,30 +80,16 @@ class Loader:
 
     def example(self, count: int) -> Any:
         """The first ``count`` samples of the data, collated; to look at, on every rank the same."""
-        if self._indexed is not None:
-            return self._indexed.fetcher.fetch(0, np.arange(min(count, self.length or count)))
-        assert self._stream is not None
-        return self._stream.first(count)
+        return self._reader.example(count)
 
     def spread(self, count: int) -> Iterator[tuple[int, Any]]:
         """Up to ``count`` samples spread over the data, each collated alone, with its place; the first of a stream."""
-        if self._indexed is not None:
-            size = self.length or 0
-            for place in np.unique(np.linspace(0, size - 1, min(count, size)).astype(np.int64)).tolist():
-                yield place, self.collate([place])
-            return
-        assert self._stream is not None
-        self._read = []
-        for place, sample in enumerate(islice(self._stream.samples(), count)):
-            self._read.append(sample)
+        for place in self._reader.spread(count):
             yield place, self.collate([place])
 
     def collate(self, places: Sequence[int]) -> Any:
         """The samples at these places of the data, collated; of a stream, those that ``spread`` has read."""
-        if self._indexed is not None:
-            return self._indexed.fetcher.fetch(0, np.asarray(places, dtype=np.int64))
-        assert self._stream is not None
-        return self._stream.collated([self._read[place] for place in places])
+        return self._reader.collated(places)
 
     @property
     def next_step(self) -> int:
@@ -116,7 +99,7 @@ class Loader:
     @property
     def deals_here(self) -> bool:
         """Whether steps are dealt out in this process, so that ``deal`` can change how; not by workers of a stream."""
-        return self._stream is None or not self._workers.count
+        return isinstance(self._reader, IndexedReader) or not self._workers.count
 
     def lane(self, step: int) -> Lane:
         """The parts held here, with the weights that hold in ``step``."""
@@ -133,10 +116,9 @@ class Loader:
         self._dealing.change(weights, step)
 
     def __iter__(self) -> Steps:
-        if self._indexed is not None:
-            return _indexed_steps(self._indexed, self._workers)
-        assert self._stream is not None
-        return _stream_steps(self._stream, self._workers)
+        if isinstance(self._reader, IndexedReader):
+            return _indexed_steps(self._reader, self._workers)
+        return _stream_steps(self._reader, self._workers)
 
 
 def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None) -> Steps:

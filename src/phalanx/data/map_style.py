@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -129,6 +129,19 @@ class IndexedReader:
     splitter: BatchSplitter
     first: int
     stop: int
+
+    def example(self, count: int) -> Any:
+        """The first ``count`` samples, collated."""
+        return self.collated(range(min(count, self.sampler.length)))
+
+    def spread(self, count: int) -> list[int]:
+        """Up to ``count`` places spread over the data."""
+        size = self.sampler.length
+        return np.unique(np.linspace(0, size - 1, min(count, size)).astype(np.int64)).tolist()
+
+    def collated(self, places: Sequence[int]) -> Any:
+        """The samples at these places of the data, collated."""
+        return self.fetcher.fetch(0, np.asarray(places, dtype=np.int64))
 
     def steps(self, load: Callable[[int, np.ndarray], Any]) -> Generator[StepBatch, None, None]:
         """The steps, with ``load(epoch, ids)`` giving each micro-batch."""

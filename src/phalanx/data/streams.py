@@ -18,7 +18,7 @@ A dataset may offer:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ class StreamReader:
     first_step: int
     total_steps: int | None
     epochs: int | None
+    _spread: list[Any] = field(default_factory=list[Any])
 
     def groups(self, worker: int = 0, workers: int = 1) -> Iterator[StreamStep]:
         """Steps ``first_step + worker``, and every ``workers``-th after it."""
@@ -70,15 +71,20 @@ class StreamReader:
                 batches = self._collated(epoch, position, samples, pieces)
                 yield StreamStep(step, epoch, position, len(samples), batches)
 
-    def first(self, count: int) -> Any:
+    def example(self, count: int) -> Any:
         """The first ``count`` samples of the first pass, collated."""
-        return self.collated(next(self._pass(0, 0), [])[:count])
+        return (self.collate or default_collate)(next(self._pass(0, 0), [])[:count])
 
-    def samples(self) -> Iterator[Any]:
-        return chain.from_iterable(self._pass(0, 0))
+    def spread(self, count: int) -> Iterator[int]:
+        """The places of the first ``count`` samples of the first pass, each once it has been read."""
+        self._spread.clear()
+        for place, sample in enumerate(islice(chain.from_iterable(self._pass(0, 0)), count)):
+            self._spread.append(sample)
+            yield place
 
-    def collated(self, samples: list[Any]) -> Any:
-        return (self.collate or default_collate)(samples)
+    def collated(self, places: Sequence[int]) -> Any:
+        """Those samples that ``spread`` has read, collated."""
+        return (self.collate or default_collate)([self._spread[place] for place in places])
 
     def _collated(self, epoch: int, position: int, samples: list[Any], pieces: Sequence[tuple[int, int]]) -> list[Any]:
         if self.collate is None:
