@@ -68,9 +68,10 @@ class Mesh:
         places = list(positions)
         return self._joined([peers[place] for place in places] for peers in self._every((axis,)))
 
-    def sharding(self, device: torch.device, over: str, copies: Iterable[str]) -> DeviceMesh:
-        """torch's mesh to shard over one dimension, in as many copies as there are ranks along others."""
-        shard, copies = self.group(over), tuple(copies)
+    def sharding(self, device: torch.device, copies: Iterable[str]) -> DeviceMesh:
+        """torch's mesh to shard over ``fsdp``, in as many copies as there are ranks along other dimensions."""
+        over, copies = "fsdp", tuple(copies)
+        shard = self.group(over)
         replicas = self.group(*copies)
         assert shard is not None
         if replicas is None:

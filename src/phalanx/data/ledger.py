@@ -201,31 +201,6 @@ def _parse(content: mmap.mmap | bytes, rank: int) -> Iterator[LedgerRecord]:
 _NAMED = 5  # how many samples of a kind are named before "and N more"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Duplicate:
-    """A sample, by its id, that several ranks saw in one step."""
-
-    step: int
-    sample: int
-    ranks: tuple[int, ...]
-
-
-def duplicates(folder: Path) -> list[Duplicate]:
-    """Samples that two ranks or more saw in the same step: the mark of a sampler that ignores its rank.
-
-    Raises:
-        DataError: if a file is no ledger.
-    """
-    found: list[Duplicate] = []
-    for step, those in records(folder).items():
-        seen = [np.unique(record.ids) for record in those]
-        together, counts = np.unique(np.concatenate(seen), return_counts=True)
-        for sample in together[counts > 1].tolist():
-            ranks = tuple(record.rank for record, ids in zip(those, seen, strict=True) if sample in ids)
-            found.append(Duplicate(step=step, sample=sample, ranks=ranks))
-    return found
-
-
 def audit(folder: Path, *, length: int | None, batch: int, drop_last: bool) -> list[str]:
     """What is wrong in the ledger of a run, one sentence each; empty if each sample was seen exactly once an epoch.
 

@@ -21,7 +21,6 @@ from phalanx import checkpoint
 from phalanx.checkpoint.folder import checkpoints, is_complete, name_of
 from phalanx.config import Job, Plan
 from phalanx.errors import RefusedError
-from phalanx.parallel.layout import RankHoldings
 from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, Shard, cut_out, form_of, partition, starved
 from phalanx.parallel.single import SingleLayout
 from phalanx.train.assembly import build_optimizer
@@ -90,7 +89,7 @@ class ShardStore:
         restore_values(path, self.layout, self._whole)
         step = int(state["step"])
         with self.shard.restoring(step, 0, step):
-            self._set(self.layout.holdings)
+            self._set()
         self.statistics = self._buffers.take()
         return state
 
@@ -138,7 +137,7 @@ class ShardStore:
                 self._whole = build_optimizer(self._job, self.layout)
                 self._buffers = ServerStatistics(self.layout.module)
                 self.statistics = self._buffers.take()
-                self._set(self.layout.holdings)
+                self._set()
                 self.settle()
 
     def progress(self, version: int) -> dict[str, Any]:
@@ -184,10 +183,10 @@ class ShardStore:
     def _cut(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: cut_out(tensors[name].detach(), part) for name, part in self.slices.items()}
 
-    def _set(self, held: RankHoldings) -> None:
+    def _set(self) -> None:
         """Take this server's rows of the whole's values and optimizer state."""
         for name, part in self.slices.items():
-            whole, mine = held.parameters[name], self.shard.parameters[name]
+            whole, mine = self.layout.parameters[name], self.shard.parameters[name]
             mine.data.copy_(cut_out(whole.detach(), part))
             state = self._whole.state.get(whole, {})
             self.shard.optimizer.state[mine] = tree_map(lambda one, w=whole, p=part: _rows(one, w, p), dict(state))
