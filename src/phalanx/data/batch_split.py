@@ -100,10 +100,11 @@ def cuts(total: int, lane: Lane, micro: int | None) -> Cuts:
     shares, one with fewer samples is filled up with empty ranges; uneven ones are each cut evenly into that many.
     ``micro`` is the most samples in a micro-batch; ``None``: the whole share.
     """
-    each = spans(total, lane.parts, lane.weights)
+    each, inner = spans(total, lane.parts, lane.weights), lane.parts // max(1, len(lane.weights))
     found: list[tuple[tuple[int, int], ...]] = []
     for part in range(lane.first, lane.first + lane.count):
-        together = each if lane.alike or not lane.weights else _run(each, part, len(lane.weights))
+        first = part // inner * inner  # of the parts that share one weight with this one
+        together = each if lane.alike else each[first : first + inner]
         largest = max(stop - start for start, stop in together)
         size = micro or max(1, largest)
         count = max(1, -(-largest // size))
@@ -111,13 +112,6 @@ def cuts(total: int, lane: Lane, micro: int | None) -> Cuts:
         cut = _evenly if even else _by_size
         found.append(tuple(cut(*each[part], index, count if even else size) for index in range(count)))
     return tuple(found)
-
-
-def _run(each: Sequence[tuple[int, int]], part: int, runs: int) -> Sequence[tuple[int, int]]:
-    """The parts that share one weight with ``part``."""
-    inner = len(each) // runs
-    first = part // inner * inner
-    return each[first : first + inner]
 
 
 def _by_size(start: int, stop: int, index: int, size: int) -> tuple[int, int]:

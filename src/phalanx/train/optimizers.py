@@ -2,7 +2,7 @@
 
 Both scale each parameter tensor's step by a *trust ratio*: the norm of the weights over the norm of their update. The
 norms are of the whole tensor. Where a parameter is a ``DTensor`` and each rank holds some rows, or a slice of tensor
-parallelism (``slices.py``), a norm over the local elements alone would give every rank another ratio and the ranks
+parallelism (``elementwise.py``), a norm over the local elements alone would give every rank another ratio and the ranks
 would drift apart silently. So the squared local norms of all parameters are summed over the ranks, in one all-reduce a
 step; everything else is local arithmetic.
 
@@ -32,8 +32,31 @@ from phalanx.train.elementwise import groups_of_slices
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
+class _TrustRatioOptimizer(Optimizer):
+    """What LARS and LAMB have in common."""
+
+    adds_up_over_slices = True
+
+    def __init__(self, params: Iterable[Any], **defaults: Any) -> None:
+        super().__init__(params, defaults)
+        _check_groups(type(self).__name__, self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step over all parameters that have a gradient. Returns what ``closure`` gives."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update(_alike(type(self).__name__, self.param_groups))
+        return loss
+
+    def _update(self, alike: list[_AlikeParameters]) -> None:
+        raise NotImplementedError
+
+
 @final
-class LARS(Optimizer):
+class LARS(_TrustRatioOptimizer):
     """SGD with momentum whose step is scaled tensor by tensor (You, Gitman, Ginsburg 2017, Algorithm 1).
 
     With weight w, gradient g, velocity u and ``lr`` as the schedule has it::
@@ -60,8 +83,6 @@ class LARS(Optimizer):
         SpecError: with every argument that is out of range.
     """
 
-    adds_up_over_slices = True
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -74,26 +95,14 @@ class LARS(Optimizer):
         lr_in_velocity: bool = False,
         exclude_1d: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "nesterov": nesterov,
-            "lr_in_velocity": lr_in_velocity,
-            "exclude_1d": exclude_1d,
-        }
-        super().__init__(params, defaults)
-        _check_groups("LARS", self.param_groups)
+        kind = {"nesterov": nesterov, "lr_in_velocity": lr_in_velocity, "exclude_1d": exclude_1d}
+        rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient}
+        super().__init__(params, **rates, **kind)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step over all parameters that have a gradient. Returns what ``closure`` gives."""
-        loss = _evaluate(closure)
-        slices = _slices("LARS", self.param_groups)
-        adapted = [part for part in slices if part.adapted]
+    def _update(self, alike: list[_AlikeParameters]) -> None:
+        adapted = [part for part in alike if part.adapted]
         norms = _norms(adapted, [part.gradients for part in adapted])
-        for part in slices:
+        for part in alike:
             group = part.group
             direction: Tensors = part.gradients
             if part.decay:
@@ -105,7 +114,6 @@ class LARS(Optimizer):
                 ]
                 direction = torch._foreach_mul(direction, ratios)
             self._move(part, direction)
-        return loss
 
     def _move(self, part: _AlikeParameters, direction: Tensors) -> None:
         group = part.group
@@ -121,7 +129,7 @@ class LARS(Optimizer):
 
 
 @final
-class LAMB(Optimizer):
+class LAMB(_TrustRatioOptimizer):
     """Adam whose step is scaled tensor by tensor (You et al. 2020, Algorithm 2).
 
     With weight w, gradient g, moments m and v, and t counted from 1::
@@ -145,8 +153,6 @@ class LAMB(Optimizer):
         SpecError: with every argument that is out of range.
     """
 
-    adds_up_over_slices = True
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -159,27 +165,14 @@ class LAMB(Optimizer):
         trust_clip: tuple[float, float] | None = None,
         exclude_1d: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "trust_clip": trust_clip,
-            "exclude_1d": exclude_1d,
-        }
-        super().__init__(params, defaults)
-        _check_groups("LAMB", self.param_groups)
+        kind = {"bias_correction": bias_correction, "trust_clip": trust_clip, "exclude_1d": exclude_1d}
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **kind)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step over all parameters that have a gradient. Returns what ``closure`` gives."""
-        loss = _evaluate(closure)
-        slices = _slices("LAMB", self.param_groups)
-        directions = [self._direction(part) for part in slices]
-        adapted = [(part, direction) for part, direction in zip(slices, directions, strict=True) if part.adapted]
+    def _update(self, alike: list[_AlikeParameters]) -> None:
+        directions = [self._direction(part) for part in alike]
+        adapted = [(part, direction) for part, direction in zip(alike, directions, strict=True) if part.adapted]
         norms = _norms([part for part, _ in adapted], [direction for _, direction in adapted])
-        for part, direction in zip(slices, directions, strict=True):
+        for part, direction in zip(alike, directions, strict=True):
             if part.adapted:
                 clip = part.group["trust_clip"]
                 ratios = [
@@ -187,7 +180,6 @@ class LAMB(Optimizer):
                 ]
                 torch._foreach_mul_(direction, [ratio.clamp(*clip) for ratio in ratios] if clip else ratios)
             torch._foreach_add_(part.weights, direction, alpha=-part.group["lr"])
-        return loss
 
     def _direction(self, part: _AlikeParameters) -> list[Tensor]:
         """Adam's update of these parameters, weight decay included, before the trust ratio."""
@@ -234,7 +226,7 @@ class _AlikeParameters:
         return self.group["weight_decay"] if self.adapted else 0.0
 
 
-def _slices(name: str, groups: list[dict[str, Any]]) -> list[_AlikeParameters]:
+def _alike(name: str, groups: list[dict[str, Any]]) -> list[_AlikeParameters]:
     found: list[_AlikeParameters] = []
     for group in groups:
         with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -281,10 +273,10 @@ def _norms(parts: list[_AlikeParameters], updates: list[list[Tensor]]) -> Iterat
     parameters = [parameter for part in parts for parameter in part.parameters]
     columns = [weight for part in parts for weight in part.weights], list(chain.from_iterable(updates))
     rows: list[tuple[Tensor, ...]] = [()] * len(parameters)
-    alike: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], list[int]] = {}
+    together: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], list[int]] = {}
     for index, parameter in enumerate(parameters):
-        alike.setdefault((columns[0][index].device, _sharding_groups(parameter)), []).append(index)
-    for (device, groups), indices in alike.items():
+        together.setdefault((columns[0][index].device, _sharding_groups(parameter)), []).append(index)
+    for (device, groups), indices in together.items():
         local = [column[index] for column in columns for index in indices]
         # On CPUs torch adds fp32 squares one after another: at ten million elements the norm is 3e-4 off, and by
         # another amount for every way to cut the tensor.
@@ -308,13 +300,6 @@ def _sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
     mesh = parameter.device_mesh
     sharded = (dim for dim, placement in enumerate(parameter.placements) if placement.is_shard() and mesh.size(dim) > 1)
     return (*slices, *(mesh.get_group(dim) for dim in sharded))
-
-
-def _evaluate(closure: Callable[[], Any] | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 _RANGES: dict[str, tuple[Callable[[Any], bool], str, str]] = {

@@ -122,26 +122,19 @@ class ServerGroup:
 
 @final
 class ServerScene(Scene):
-    """What all servers hold. Workers, which are sent copies, are not seen."""
+    """What all servers hold. Workers, which are sent copies, are not seen.
+
+    Attributes:
+        scale: what the sums that servers hold are to be multiplied by, to be gradients.
+        stepped_with: whether gradients are those that optimizers were given, and no longer those brought together.
+    """
+
+    replica = 0
 
     def __init__(self, store: ShardStore, group: ServerGroup, notes: list[str]) -> None:
-        self._store, self._group, self._notes = store, group, notes
-        self.scale = 1.0
-        """What the sums that servers hold are to be multiplied by, to be gradients."""
-        self.stepped_with = False
-        """Whether gradients are those that optimizers were given, and no longer those brought together."""
-
-    @property
-    def notes(self) -> list[str]:
-        return self._notes
-
-    @property
-    def replica(self) -> int:
-        return 0
-
-    @property
-    def slices(self) -> Mapping[str, TensorShard]:
-        return {}
+        self._store, self._group, self.notes = store, group, notes
+        self.slices = dict[str, TensorShard]()
+        self.scale, self.stepped_with = 1.0, False
 
     @property
     def modules(self) -> list[nn.Module]:
