@@ -158,7 +158,6 @@ class _File:
 
 
 def _files(folder: Path) -> list[_File]:
-    """The ledger's files, by first step and rank."""
     matches = [(path, _NAME.fullmatch(path.name)) for path in folder.glob("*.bin")]
     files = [_File(path=path, first_step=int(match[1]), rank=int(match[2])) for path, match in matches if match]
     return sorted(files, key=lambda file: (file.first_step, file.rank))

@@ -215,9 +215,9 @@ class BatchPieces:
             RefusedError: if the data are a stream.
         """
         if is_stream(dataset):
-            where, given = "job.evaluate" if once else "job.data", f"a stream ({type(dataset).__name__})"
+            where = "job.evaluate" if once else "job.data"
+            given = f"a stream ({type(dataset).__name__}) under a plan with servers"
             allowed = "map-style data (__getitem__ and __len__): whoever is free reads the next piece"
-            given += " under a plan with servers"
             raise RefusedError([Problem(where=where, given=given, allowed=allowed, fix=f"dp={parts}")])
         self._sampler = _sampler(dataset, job, once=once)
         self._fetcher = Fetcher(dataset, job.collate, job.seed)

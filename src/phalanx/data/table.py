@@ -50,15 +50,15 @@ def _problems(columns: dict[str, Any]) -> list[Problem]:
     fix = "Table(image=images, label=labels)"
     if not columns:
         return [Problem(where="Table", given="no column", allowed="one column or more", fix=fix)]
-    found = [
-        Problem(
-            where=f"Table.{name}",
-            given=type(column).__name__,
-            allowed="a tensor or array with one row a sample",
-            fix=f"{name}=torch.tensor({name})",
-        )
+    wrong = {
+        name: type(column).__name__
         for name, column in columns.items()
         if not isinstance(column, torch.Tensor | np.ndarray) or column.ndim == 0
+    }
+    allowed = "a tensor or array with one row a sample"
+    found = [
+        Problem(where=f"Table.{name}", given=given, allowed=allowed, fix=f"{name}=torch.tensor({name})")
+        for name, given in wrong.items()
     ]
     if not found and len({len(column) for column in columns.values()}) > 1:
         lengths = ", ".join(f"{name} has {len(column)}" for name, column in columns.items())

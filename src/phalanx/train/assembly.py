@@ -88,8 +88,8 @@ def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> No
     problems = check(job, plan, here)
     if world_size not in (plan.world_size, plan.processes):
         given, fix = f"{plan} for {world_size} workers", f"dp={world_size}" if world_size > 1 else "single"
-        allowed = f"a mesh that multiplies to the workers: pp × dp × fsdp × ep × cp × tp = {world_size}"
-        allowed += f", and {plan.server} servers beside them" if plan.server else ""
+        beside = f", and {plan.server} servers beside them" if plan.server else ""
+        allowed = f"a mesh that multiplies to the workers: pp × dp × fsdp × ep × cp × tp = {world_size}{beside}"
         problems.append(Problem(where="plan", given=given, allowed=allowed, fix=fix))
     if plan.server and not problems:
         problems += server_problems(job, plan)

@@ -78,10 +78,8 @@ def _model_problem(module: Any) -> Problem | None:
         return wrong(f"a function that gives {type(module).__name__}", "a function that gives a torch.nn.Module")
     wrapped = next((kind for kind in map(type, module.modules()) if _wraps(kind)), None)
     if wrapped is not None:
-        return wrong(
-            f"a model in {wrapped.__name__}",
-            "the model by itself: the plan says how it is spread over devices, and wraps it",
-        )
+        allowed = "the model by itself: the plan says how it is spread over devices, and wraps it"
+        return wrong(f"a model in {wrapped.__name__}", allowed)
     halves = sorted({str(one.dtype) for one in module.parameters() if one.requires_grad and one.itemsize < 4})
     if halves:
         half = " and ".join(name.removeprefix("torch.") for name in halves)
@@ -91,11 +89,9 @@ def _model_problem(module: Any) -> Problem | None:
             "model=lambda: Net().float(), and precision=bf16 in the plan",
         )
     if not any(tensor.requires_grad for tensor in module.parameters()):
-        return wrong(
-            "a model without trainable parameters",
-            "a model with at least one parameter that requires a gradient",
-            "for p in model.parameters(): p.requires_grad_(True)",
-        )
+        allowed = "a model with at least one parameter that requires a gradient"
+        fix = "for p in model.parameters(): p.requires_grad_(True)"
+        return wrong("a model without trainable parameters", allowed, fix)
     return None
 
 

@@ -159,8 +159,6 @@ def half_within(job: Job, parameters: Values) -> str:
 
 
 class _Dtypes(TorchFunctionMode):
-    """Notes the types of all that is computed."""
-
     def __init__(self, seen: set[torch.dtype]) -> None:
         super().__init__()
         self._seen = seen

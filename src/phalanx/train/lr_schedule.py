@@ -58,8 +58,8 @@ class LearningRates:
             return self._base[index]
         if self._job.schedule == Schedule() and self._scale == 1.0:
             return float(found)
-        given = f"a learning rate that something else set to {float(found):g} before step {step}"
-        given += f", where the schedule had set {self._set[index]:g}"
+        had = f"where the schedule had set {self._set[index]:g}"
+        given = f"a learning rate that something else set to {float(found):g} before step {step}, {had}"
         allowed = "one of the two: the job's schedule (and its factor), or what else sets the rate"
         raise RefusedError([Problem(where="job.optimizer", given=given, allowed=allowed, fix="schedule=px.Schedule()")])
 

@@ -161,7 +161,6 @@ class MeshStepper(Stepper):
         return [*found, *(("memory", {"rank": rank, **parts}) for rank, parts in enumerate(everywhere))]
 
     def _record_news(self) -> None:
-        """Record what has changed in the ranks' shares, and the averagings since the last time."""
         sharing, replicas = self._assembly.step.sharing, self._assembly.local_sgd
         for shift in sharing.news() if sharing else ():
             self._recorder.write("shares", **asdict(shift))

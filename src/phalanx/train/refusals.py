@@ -95,8 +95,9 @@ def closure_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
     if first is None or first.default is not inspect.Parameter.empty or first.kind is first.VAR_POSITIONAL:
         return []
     given = f"{type(optimizer).__name__}, which steps with a closure: it evaluates the loss itself, more than once"
-    allowed, fix = "optimizers that step by the gradients that are there", "torch.optim.AdamW(params, lr=3e-4)"
-    return [Problem(where="job.optimizer", given=given, allowed=allowed, fix=f"optimizer=lambda params: {fix}")]
+    allowed = "optimizers that step by the gradients that are there"
+    fix = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
+    return [Problem(where="job.optimizer", given=given, allowed=allowed, fix=fix)]
 
 
 @contextmanager

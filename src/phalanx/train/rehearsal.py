@@ -107,7 +107,6 @@ class _FirstStep:
             self._evaluate(module, inputs)
 
     def of_rank_0(self, job: Job) -> Iterator[MicroBatch]:
-        """What rank 0 computes in the first step."""
         with self.code_of("job.data"):
             loader = Loader(job.data(), job, Lane.of(self._plan, 0), micro=self._plan.micro)
             for batch in islice(loader, 1):
@@ -147,12 +146,10 @@ def _problem(field: str, error: Exception) -> Problem:
     frames = traceback.extract_tb(error.__traceback__)
     own = [one for one in frames if "site-packages" not in one.filename and not one.filename.startswith(_OURS)]
     at = f", in {own[-1].filename} line {own[-1].lineno}: {own[-1].line}" if own else ""
-    return Problem(
-        where=field,
-        given=f"code that fails on the first samples: {type(error).__name__}: {text}{at}",
-        allowed="code that runs without an error on every batch of the data",
-        fix="--plan single, which shows the whole traceback",
-    )
+    given = f"code that fails on the first samples: {type(error).__name__}: {text}{at}"
+    allowed = "code that runs without an error on every batch of the data"
+    fix = "--plan single, which shows the whole traceback"
+    return Problem(where=field, given=given, allowed=allowed, fix=fix)
 
 
 _OURS = str(Path(__file__).parents[1])

@@ -239,7 +239,6 @@ def _same_states(assembly: Assembly, apart: LocalSgd) -> list[dict[str, Any]]:
 
 
 def _forms(state: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Shape of each tensor of an optimizer's state."""
     return {key: list(local(value).shape) for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 

@@ -132,7 +132,6 @@ class Coordinator(Stepper):
         self.group.look()
 
     def _update(self, step: int, reports: Mapping[int, Report]) -> tuple[StepBatch, Metrics]:
-        """Have every server clip and step."""
         job, observer, group, scene, parts = self.job, self.observer, self.group, self.scene, list(reports)
         total, count = (sum(report.gradient_sums["loss"][index] for report in reports.values()) for index in range(2))
         check_totals(step, total, count)
@@ -254,7 +253,6 @@ class Coordinator(Stepper):
                     time.sleep(_LOOK / 4)
 
     def _record_workers(self) -> None:
-        """Record what became of workers since the last look."""
         requests = self.requests
         with requests.news:
             happened, requests.happened = requests.happened, []

@@ -194,7 +194,6 @@ class RequestHandler:
             self.news.notify_all()
 
     def _answer(self, rank: int) -> None:
-        """Send a waiting worker its next piece, if there is one for it."""
         with self.news:
             known = self.workers.get(rank)
             if known is None or not known.waiting or known.connection is None:

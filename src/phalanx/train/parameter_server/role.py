@@ -170,7 +170,6 @@ class ServerProcess:
                 coordinator.group.close()
 
     def _start(self, coordinator: Coordinator, resumed: Path | None, causes: Sequence[str]) -> None:
-        """Record that the run begins, and show it to the observer."""
         job, run, first, pieces = self._job, self._run, coordinator.taken, coordinator.pieces
         device = device_kind(run.plan, workers_here(run, self._place))
         said = resume_notes(job, run.folder, step=first, total_steps=pieces.total_steps) if resumed else []
