@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,8 @@ from torch.futures import Future
 from phalanx.checkpoint.all_ranks import grouped, some
 from phalanx.checkpoint.format import Chunk, Manifest, StoredFile, StoredTensor, TensorEntry, write_tensors
 from phalanx.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 class ShardWriter(StorageWriter):
@@ -105,9 +107,7 @@ class ShardWriter(StorageWriter):
                 WriteResult(index=item.index, size_in_bytes=file.size, storage_data=(file, entry.key))
                 for item, entry in zip(items, entries, strict=True)
             ]
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written: dict[MetadataIndex, tuple[StoredFile, str]] = {
@@ -120,11 +120,8 @@ class ShardWriter(StorageWriter):
             for chunk in tensor.chunks:  # type: ignore[union-attr]
                 file, key = written[MetadataIndex(name, chunk.offsets)]
                 chunks.append(Chunk(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), file=file.name, key=key))
-            tensors[name] = StoredTensor(
-                shape=tuple(tensor.size),  # type: ignore[union-attr]
-                dtype=tensor.properties.dtype,  # type: ignore[union-attr]
-                chunks=tuple(chunks),
-            )
+            shape, dtype = tuple(tensor.size), tensor.properties.dtype  # type: ignore[union-attr]
+            tensors[name] = StoredTensor(shape=shape, dtype=dtype, chunks=tuple(chunks))
         self._complete(tensors, files)
 
 
@@ -167,9 +164,13 @@ class ShardReader(StorageReader):
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(_part(file.get_tensor(key), item))
                     planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return _done(None)
+
+
+def _done(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
 
 
 def _entry(item: WriteItem, *, alone: bool) -> TensorEntry:

@@ -47,20 +47,15 @@ class Table(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def _problems(columns: dict[str, Any]) -> list[Problem]:
-    fix = "Table(image=images, label=labels)"
+    example = "Table(image=images, label=labels)"
     if not columns:
-        return [Problem(where="Table", given="no column", allowed="one column or more", fix=fix)]
-    wrong = {
-        name: type(column).__name__
-        for name, column in columns.items()
-        if not isinstance(column, torch.Tensor | np.ndarray) or column.ndim == 0
-    }
-    allowed = "a tensor or array with one row a sample"
-    found = [
-        Problem(where=f"Table.{name}", given=given, allowed=allowed, fix=f"{name}=torch.tensor({name})")
-        for name, given in wrong.items()
-    ]
+        return [Problem(where="Table", given="no column", allowed="one column or more", fix=example)]
+    found: list[Problem] = []
+    for name, column in columns.items():
+        if not isinstance(column, torch.Tensor | np.ndarray) or column.ndim == 0:
+            fix, allowed = f"{name}=torch.tensor({name})", "a tensor or array with one row a sample"
+            found.append(Problem(where=f"Table.{name}", given=type(column).__name__, allowed=allowed, fix=fix))
     if not found and len({len(column) for column in columns.values()}) > 1:
         lengths = ", ".join(f"{name} has {len(column)}" for name, column in columns.items())
-        found.append(Problem(where="Table", given=lengths, allowed="columns of one length", fix=fix))
+        found.append(Problem(where="Table", given=lengths, allowed="columns of one length", fix=example))
     return found

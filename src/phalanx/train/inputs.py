@@ -33,10 +33,9 @@ class Inputs:
                 return (), dict(batch), batch
             chosen = {name: batch[name] for name in self._names if name in batch}
             if not chosen:
-                what = (
-                    f"forward takes {', '.join(self._names) or 'nothing'}; the batch has {', '.join(map(str, batch))}."
-                )
-                raise LossError(what + '\n    try: job(inputs=lambda batch: batch["..."])')
+                names, keys = ", ".join(self._names) or "nothing", ", ".join(map(str, batch))
+                fix = 'job(inputs=lambda batch: batch["..."])'
+                raise LossError(f"forward takes {names}; the batch has {keys}.\n    try: {fix}")
             return (), chosen, batch
         if isinstance(batch, tuple | list) and batch:
             return (batch[0],), {}, batch
