@@ -90,7 +90,7 @@ def meet(place: Place) -> Store:
 
 
 @contextmanager
-def default_process_group(place: Place, device: torch.device) -> Iterator[None]:
+def default_process_group(place: Place, device: torch.device, *, timeout: timedelta = PATIENCE) -> Iterator[None]:
     """The default process group for the length of the block; nothing for a world of one.
 
     CUDA tensors go by NCCL, CPU tensors by gloo; both are there on a CUDA machine, which offload needs. A group that
@@ -117,8 +117,8 @@ def default_process_group(place: Place, device: torch.device) -> Iterator[None]:
         return
     # torch begins to count its keys anew with each default group, and would find those of an earlier one
     store = PrefixStore(f"phalanx/group/{next(_joins)}{place.group}", meet(place))
-    store.set_timeout(PATIENCE)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=PATIENCE)
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     # torch deadlocks where the last owner of a gloo group is DistributedDataParallel's reducer: its destructor holds
     # the interpreter's lock and joins gloo's thread, which may be waiting for that lock to let go of a tensor.
     _left.append(dist.group.WORLD)
