@@ -98,7 +98,7 @@ class Loader:
 
     @property
     def deals_here(self) -> bool:
-        """Whether steps are dealt out in this process, and ``set_weights`` can change how; not by workers of a stream."""
+        """Whether this process deals steps out, and ``set_weights`` can change how; not where a stream has workers."""
         return isinstance(self._reader, IndexedReader) or not self._workers.count
 
     def lane(self, step: int) -> Lane:

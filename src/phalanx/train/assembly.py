@@ -113,9 +113,7 @@ def build(
     here = place.workers_here * plan.threads
     refuse(job, plan, place.world_size, here)
     if plan.server:
-        given = f"{plan} for a loop of one's own"
-        allowed = "phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt"
-        raise RefusedError([Problem(where="plan.server", given=given, allowed=allowed, fix=f"dp={plan.dp}")])
+        raise RefusedError([_servers_step(plan)])
     own, there = within(plan), place_within(plan, place)
     module, unbuilt = _module(job, own)
     across = Across(plan, place) if plan.sync != "each" else None
@@ -127,11 +125,7 @@ def build(
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
     same_length(loader.length, "job.data", everyone)
 
-    facts: Facts | None = None
-    if findings and findings.facts:
-        from phalanx.parallel.found import Facts
-
-        facts = Facts.known(findings.facts, module, own)
+    facts = _known(findings, module, own)
     with buffers_kept(module):
         layout = assemble(module, job, own, there, lambda: _look_with(job, module, loader, facts, found))
     if facts is None:
@@ -165,6 +159,12 @@ def build(
     )
 
 
+def _servers_step(plan: Plan) -> Problem:
+    given = f"{plan} for a loop of one's own"
+    allowed = "phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt"
+    return Problem(where="plan.server", given=given, allowed=allowed, fix=f"dp={plan.dp}")
+
+
 def _module(job: Job, plan: Plan) -> tuple[nn.Module, list[str]]:
     """The model, built piece by piece where it is to be cut; and a note where it cannot be."""
     module, unbuilt = begun(job) if plan.kind in ("split", "shard") else (build_model(job), [])
@@ -177,6 +177,14 @@ def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
     """Two samples on the host, for the model to be looked at with."""
     args, kwargs, batch = Inputs(job, module)(loader.example(2), torch.device("cpu"))
     return Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
+
+
+def _known(findings: Findings | None, module: nn.Module, plan: Plan) -> Facts | None:
+    if not findings or not findings.facts:
+        return None
+    from phalanx.parallel.found import Facts
+
+    return Facts.known(findings.facts, module, plan)
 
 
 def _look_with(job: Job, module: nn.Module, loader: Loader, facts: Facts | None, found: list[str]) -> Example:
