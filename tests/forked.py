@@ -82,8 +82,8 @@ def _first_operations() -> None:
 
     from phalanx.config import Plan
     from phalanx.demo.jobs.gpt import gpt_job
+    from phalanx.train.look_ahead import preview
     from phalanx.train.refusals import rank_0
-    from phalanx.train.rehearsal import preview
 
     job = gpt_job(layers=1, width=16, heads=2, context=8, batch=4, steps=1)
     with torch.random.fork_rng(devices=[]):

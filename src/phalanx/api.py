@@ -262,7 +262,7 @@ def _question(job: Job, cluster: Cluster | str) -> Question:
     from phalanx.hardware import cluster as read
     from phalanx.planner import Question
     from phalanx.planner.question import precision_for
-    from phalanx.train.rehearsal import refusals
+    from phalanx.train.look_ahead import refusals
     from phalanx.train.traced_job import steps_of, work_of
 
     there = read(cluster) if isinstance(cluster, str) else cluster

@@ -90,10 +90,10 @@ def laid_out(text: str, rank: int = 0) -> Cuttings:
         slices[name] = TensorShard(shape=holding.shape, placed=holding.placed, counts=counts)
     device = torch.device("cpu")
     if plan.zero == 3:
-        fully_shard(module, mesh=mesh.sharding(device, "fsdp", ("dp",)))
+        fully_shard(module, mesh=mesh.sharding(device, ("dp",)))
     parameters: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if p.requires_grad}
     if plan.zero == 1:
-        over = mesh.sharding(device, "fsdp", ("dp",))
+        over = mesh.sharding(device, ("dp",))
         parameters = {name: nn.Parameter(row_view(tensor, over)) for name, tensor in parameters.items()}
     return Cuttings(RankHoldings(module=module, parameters=parameters, slices=slices, stages=mesh.group("pp")))
 

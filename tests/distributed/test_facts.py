@@ -22,7 +22,8 @@ from phalanx.parallel.pipeline import StageCuts, cut, cutting
 from phalanx.parallel.split_facts import Facts
 from phalanx.parallel.survey import survey
 from phalanx.train import elementwise
-from phalanx.train.assembly import build_model, example_of
+from phalanx.train.assembly import example_of
+from phalanx.train.build_model import build_model
 
 PLANS = {
     "tp=2": "look",

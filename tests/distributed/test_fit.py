@@ -99,7 +99,7 @@ def test_evaluation_counts_each_sample_once(plan: str, tmp_path: Path) -> None:
 
 
 def _initial() -> torch.nn.Module:
-    from phalanx.train.assembly import build_model
+    from phalanx.train.build_model import build_model
 
     return build_model(job())
 

@@ -19,7 +19,8 @@ from phalanx.parallel import Example, deferred_init
 from phalanx.parallel.deferred_init import UnrecordedError, fill, followed, recipes, recorded
 from phalanx.parallel.expert import find
 from phalanx.parallel.local_shards.axis import kept
-from phalanx.train.assembly import begun, build, build_model
+from phalanx.train.assembly import build
+from phalanx.train.build_model import begun, build_model
 
 WIDTH = 24
 

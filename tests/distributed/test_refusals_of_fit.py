@@ -10,7 +10,7 @@ import phalanx as px
 from phalanx.config import Plan
 from phalanx.demo.jobs import gpt
 from phalanx.errors import Problem, RefusedError
-from phalanx.train.rehearsal import refusals
+from phalanx.train.look_ahead import refusals
 
 
 def job() -> px.Job:

@@ -20,8 +20,9 @@ from phalanx.demo.jobs.gpt import Size, gpt_job
 from phalanx.errors import RefusedError
 from phalanx.launch import launch
 from phalanx.placement.ownership import TensorPiece, chunks
-from phalanx.train.assembly import build, build_model
-from phalanx.train.rehearsal import preview
+from phalanx.train.assembly import build
+from phalanx.train.build_model import build_model
+from phalanx.train.look_ahead import preview
 from phalanx.train.step import StepObserver
 
 
@@ -110,7 +111,7 @@ def moe() -> px.Job:
 def test_ranks_hold_what_was_said(job: Callable[[], px.Job], plan: str) -> None:
     made, chosen = job(), Plan.parse(f"{plan} device=cpu")
     wholes = {name: tensor.detach() for name, tensor in build_model(made).named_parameters()}
-    found = preview(made, chosen).survey
+    found, _ = preview(made, chosen)
     assert {tensor.name: tensor.shape for tensor in found.parameters} == {n: tuple(t.shape) for n, t in wholes.items()}
     for rank, seen in enumerate(launch(held_by_rank(made, chosen), chosen.world_size)):
         held = found.shards_of(rank)

@@ -47,7 +47,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "initial values from another seed",
-        "train/assembly.py",
+        "train/build_model.py",
         "seed = stream(job.seed, 0)",
         "seed = stream(job.seed, 1)",
         ("prove rich single",),
@@ -181,14 +181,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "every epoch draws the same for a sample",
-        "data/sample_seeds.py",
+        "data/sampler.py",
         "repr((seed, epoch)).encode(), digest_size=8",
         "repr((seed, 0)).encode(), digest_size=8",
         ("fit noisy single",),
     ),
     Mutation(
         "numpy's generator is not seeded for samples",
-        "data/sample_seeds.py",
+        "data/sampler.py",
         "        np.random.seed(seed & 0xFFFFFFFF)\n",
         "",
         ("fit noisy single",),
@@ -224,13 +224,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "the ledger notes the last micro-batch only",
         "data/ledger.py",
-        "                ids += micro.ids\n",
-        "                ids = list(micro.ids)\n",
+        "for micro in part for one in micro.ids]",
+        "for one in part[-1].ids]",
         ("ledger rich dp=2 micro=3",),
     ),
     Mutation(
         "the audit of a ledger misses samples that were never seen",
-        "data/audit.py",
+        "data/ledger.py",
         "if len(unseen) > max(0, length - whole):",
         "if len(unseen) > length:",
         ("test unit/test_data_ledger.py",),

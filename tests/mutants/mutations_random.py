@@ -55,7 +55,7 @@ RANDOM: tuple[Mutation, ...] = (
     ),
     Mutation(
         "servers: pieces drop the same",
-        "train/parameter_server/piece_compute.py",
+        "train/parameter_server/gradient_worker.py",
         "reseed(device, stream(self._job.seed, step, index, part))",
         "reseed(device, stream(self._job.seed, step, index, 0))",
         ("prove drops server=1 dp=2",),

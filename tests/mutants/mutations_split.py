@@ -225,7 +225,7 @@ TECHNIQUES: tuple[Mutation, ...] = (
     ),
     Mutation(
         "forecast and plan do not look at the optimizer",
-        "train/rehearsal.py",
+        "train/look_ahead.py",
         ", *optimizer_problems(job, plan, _trainable(module))]:",
         "]:",
         ("test unit/test_refusals.py",),

@@ -100,10 +100,10 @@ OF_STEPS = (
     "train/evaluate.py:evaluate",
     "checkpoint/store.py:save",
 )
-COMPUTED = ("piece_compute", "coordinator")
+COMPUTED = ("gradient_worker.py:Computer", "coordinator.py")
 WITHOUT_CLOCK = (
     *("parallel/", "checkpoint/", "data/", "train/loop.py", "train/run_recorder.py"),
-    *(f"train/parameter_server/{name}.py" for name in COMPUTED),
+    *(f"train/parameter_server/{name}" for name in COMPUTED),
 )
 """Of servers and their workers; in other rooms they wait, beat and part by the clock, and what that calls is chance."""
 OF_SERVERS = (

@@ -26,7 +26,7 @@ from well_known import SETTINGS, Config, Setting
 import phalanx as px
 from phalanx.config import Job, Plan
 from phalanx.errors import PhalanxError, SpecError
-from phalanx.train.rehearsal import refusals
+from phalanx.train.look_ahead import refusals
 from phalanx.verify import OneDevice
 
 RESULTS = Path(__file__).with_name("results.json")

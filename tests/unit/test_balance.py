@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.train.balance import Balance, RankNeeds, fastest, lasting
+from phalanx.train.uneven_shares import Balance, RankNeeds, fastest, lasting
 
 pytestmark = pytest.mark.quick
 

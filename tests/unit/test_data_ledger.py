@@ -11,17 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data import (
-    Duplicate,
-    GlobalBatchSampler,
-    Ledger,
-    MicroBatch,
-    StepBatch,
-    audit,
-    duplicates,
-    read_ledger,
-    share,
-)
+from phalanx.data import GlobalBatchSampler, Ledger, MicroBatch, StepBatch, audit, read_ledger, share
 from phalanx.errors import DataError
 
 LENGTH, BATCH = 22, 6
@@ -57,7 +47,6 @@ class TestReading:
             assert epoch == SAMPLER.epoch_of(step)
             assert ids.tolist() == sorted(SAMPLER.ids(step).tolist())
         assert audited(tmp_path) == []
-        assert duplicates(tmp_path) == []
 
     @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (4, 4)])
     def test_a_crash_and_a_resume_on_another_world_size(self, tmp_path: Path, before: int, after: int) -> None:
@@ -151,9 +140,6 @@ class TestAudit:
     def test_all_ranks_reading_the_same(self, tmp_path: Path) -> None:
         same = {f"rank1step{step}": SAMPLER.ids(step)[:3].tolist() for step in range(3)}
         run(tmp_path, 2, 0, 4, **same)
-        first = int(SAMPLER.ids(0)[0])
-        assert Duplicate(step=0, sample=first, ranks=(0, 1)) in duplicates(tmp_path)
-        assert len(duplicates(tmp_path)) == 9
         twice, unseen = audited(tmp_path)
         assert twice.startswith("epoch 0: 9 samples seen more than once: ")
         assert "(by rank 0 in step" in twice
@@ -166,7 +152,6 @@ class TestAudit:
         twice, unseen = audited(tmp_path)
         assert twice == (f"epoch 0: 1 sample seen more than once: {ids[0]} (by rank 0 in step 1 and rank 0 in step 1)")
         assert unseen == f"epoch 0: 1 sample never seen: {ids[1]}"
-        assert duplicates(tmp_path) == []
 
     def test_padding_of_the_last_batch(self, tmp_path: Path) -> None:
         last = SAMPLER.ids(3).tolist()

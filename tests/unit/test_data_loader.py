@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 
 from phalanx.config import Job
 from phalanx.data import GlobalBatchSampler, Lane, Loader, StepBatch, Table, evaluation_batches
-from phalanx.data.sample_seeds import EpochSeeds
+from phalanx.data.sampler import EpochSeeds
 from phalanx.errors import SpecError
 
 # The suggestion depends on the machine's cores.

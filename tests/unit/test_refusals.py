@@ -22,7 +22,7 @@ from phalanx.planner import Question
 from phalanx.planner.advise import forecast_plan
 from phalanx.preflight import cluster_for
 from phalanx.report.show import of_job
-from phalanx.train.rehearsal import refusals
+from phalanx.train.look_ahead import refusals
 from phalanx.train.traced_job import work_of
 
 JOBS = {

@@ -6,13 +6,12 @@ import pytest
 
 from phalanx.errors import SpecError
 from phalanx.train import batch_scaling
-from phalanx.train.batch_scaling import linear_scaling, scaling_offer, sqrt_scaling
+from phalanx.train.batch_scaling import linear_scaling, scaling_offer
 
 
 def test_rules():
     assert linear_scaling(0.1, batch=8192, base_batch=256) == pytest.approx(3.2)
     assert linear_scaling(1.0, batch=128, base_batch=256) == pytest.approx(0.5)
-    assert sqrt_scaling(0.001, batch=4096, base_batch=256) == pytest.approx(0.004)
 
 
 def test_offer_gives_the_line_to_copy_and_names_warmup():
@@ -36,11 +35,7 @@ def test_no_offer_for_the_jobs_own_batch():
 
 
 def test_nothing_takes_a_number_of_devices():
-    names = {
-        name
-        for function in (linear_scaling, sqrt_scaling, scaling_offer)
-        for name in inspect.signature(function).parameters
-    }
+    names = {name for one in (linear_scaling, scaling_offer) for name in inspect.signature(one).parameters}
     assert names == {"lr", "batch", "base_batch", "job_batch", "given_batch"}
     assert "world_size" not in inspect.getsource(batch_scaling)
 

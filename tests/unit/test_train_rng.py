@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.parallel.rng_streams import reseed, stream
-from phalanx.train.assembly import build_model
+from phalanx.train.build_model import build_model
 
 pytestmark = pytest.mark.quick
 

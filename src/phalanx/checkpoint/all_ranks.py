@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from phalanx.errors import CheckpointError
+from phalanx.units import show_names
 
 T = TypeVar("T")
-
-_NAMES_SHOWN = 10
 
 
 def grouped() -> bool:
@@ -77,9 +76,7 @@ def by_rank(texts: Mapping[int, str]) -> str:
 
 def some(names: Iterable[str]) -> str:
     """The first ten of ``names``, sorted, and how many more there are."""
-    ordered = sorted(names)
-    more = len(ordered) - _NAMES_SHOWN
-    return ", ".join(ordered[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return show_names(sorted(names), 10)
 
 
 def _text(error: BaseException) -> str:

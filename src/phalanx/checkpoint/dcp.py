@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,8 @@ from torch.futures import Future
 from phalanx.checkpoint.all_ranks import grouped, some
 from phalanx.checkpoint.format import Chunk, Manifest, StoredFile, StoredTensor, TensorEntry, write_tensors
 from phalanx.errors import CheckpointError
+
+T = TypeVar("T")
 
 
 class ShardWriter(StorageWriter):
@@ -99,15 +101,13 @@ class ShardWriter(StorageWriter):
             items = sorted(plan.items, key=lambda item: -_entry(item, alone=True).dtype.itemsize)
             blocks = Counter(item.index.fqn for item in items)
             entries = [_entry(item, alone=blocks[item.index.fqn] == 1) for item in items]
-            tensors = (_resolved(planner, item) for item in items)
+            tensors = (cast(Tensor, planner.resolve_data(item)) for item in items)
             file = write_tensors(self._folder / f"rank-{rank:05d}.safetensors", entries, tensors)
             results = [
                 WriteResult(index=item.index, size_in_bytes=file.size, storage_data=(file, entry.key))
                 for item, entry in zip(items, entries, strict=True)
             ]
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         written: dict[MetadataIndex, tuple[StoredFile, str]] = {
@@ -120,11 +120,8 @@ class ShardWriter(StorageWriter):
             for chunk in tensor.chunks:  # type: ignore[union-attr]
                 file, key = written[MetadataIndex(name, chunk.offsets)]
                 chunks.append(Chunk(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes), file=file.name, key=key))
-            tensors[name] = StoredTensor(
-                shape=tuple(tensor.size),  # type: ignore[union-attr]
-                dtype=tensor.properties.dtype,  # type: ignore[union-attr]
-                chunks=tuple(chunks),
-            )
+            shape, dtype = tuple(tensor.size), tensor.properties.dtype  # type: ignore[union-attr]
+            tensors[name] = StoredTensor(shape=shape, dtype=dtype, chunks=tuple(chunks))
         self._complete(tensors, files)
 
 
@@ -167,9 +164,13 @@ class ShardReader(StorageReader):
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(_part(file.get_tensor(key), item))
                     planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return _done(None)
+
+
+def _done(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
 
 
 def _entry(item: WriteItem, *, alone: bool) -> TensorEntry:
@@ -178,12 +179,6 @@ def _entry(item: WriteItem, *, alone: bool) -> TensorEntry:
     assert data is not None
     key = item.index.fqn if alone else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
     return TensorEntry(key=key, dtype=data.properties.dtype, shape=tuple(data.chunk.sizes))
-
-
-def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, Tensor)
-    return tensor
 
 
 def _part(chunk: Tensor, item: ReadItem) -> Tensor:
@@ -213,10 +208,9 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPart:
-    """What one rank holds of a whole tensor.
+    """What one rank holds of a whole tensor of this shape.
 
     Attributes:
-        shape: of the whole.
         ranges: dimension → the ranges [start, stop) of it that are here, in the order they have in memory. A dimension
             that is not named is here whole.
         counts: whether this rank's values are saved; not those of a copy that another rank holds and saves.
@@ -228,7 +222,6 @@ class TensorPart:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of the slice."""
         return tuple(sum(stop - start for start, stop in self.along(dim)) for dim in range(len(self.shape)))
 
     def along(self, dim: int) -> Ranges:
@@ -237,11 +230,9 @@ class TensorPart:
 
 
 class PartTensor:
-    """A slice and what it is a part of: stands where a tensor would in ``save`` and ``load``.
+    """A slice and the part of a whole that it is: stands where a tensor would in ``save`` and ``load``.
 
-    Attributes:
-        local: the slice: a tensor, or a DTensor that shares it out over further ranks.
-        part: which part of the whole it is.
+    ``local`` is a tensor, or a DTensor that shares the slice out over further ranks.
     """
 
     def __init__(self, local: Tensor, part: TensorPart) -> None:

@@ -109,12 +109,9 @@ def to_json(value: Any, what: str) -> bytes:
     Raises:
         CheckpointError: names every part of ``value`` that is not JSON; ``what`` says what the value is.
     """
-    wrong = list(not_json(value, ""))
-    if wrong:
-        raise CheckpointError(
-            f"{what} can hold only JSON (dict with str keys, list, str, int, float, bool, None), not "
-            + ", ".join(f"{kind} at {where or 'the top'}" for where, kind in wrong)
-        )
+    if wrong := ", ".join(f"{kind} at {where or 'the top'}" for where, kind in not_json(value, "")):
+        allowed = "only JSON (dict with str keys, list, str, int, float, bool, None)"
+        raise CheckpointError(f"{what} can hold {allowed}, not {wrong}")
     return (json.dumps(value, indent=1) + "\n").encode()
 
 
@@ -146,8 +143,7 @@ def verify(path: Path) -> list[str]:
         manifest = Manifest.read(path)
     except CheckpointError as error:
         return [str(error)]
-    problems = manifest.misfits(path)
-    if problems:
+    if problems := manifest.misfits(path):
         return problems
     if STATE not in manifest.files:
         problems.append(f"{STATE} is not listed in the manifest")

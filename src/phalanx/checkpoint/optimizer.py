@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def restore_optimizer(
                 name = names[id(parameter)]
                 values = saved["state"].get(name)
                 if values is not None:
-                    allocate = _allocator(_Target(parameter, group, parts.get(name)), manifest, targets)
+                    allocate = partial(_allocated, targets, manifest, parameter, group, parts.get(name))
                     states[parameter] = _filled(values, allocate)
         return groups, any(name.startswith(f"{SECTION}.") for name in manifest.tensors)
 
@@ -99,7 +99,9 @@ def restore_optimizer(
     if some_saved:  # the same on every rank: those that need none take part
         load(path, targets)
     for group, options in groups:
-        group.update({key: _like(group.get(key), value) for key, value in options.items() if _is_set(key, group)})
+        group.update(
+            {key: _like(group.get(key), value) for key, value in options.items() if _is_saved(key, group.get(key))}
+        )
     optimizer.state.clear()
     optimizer.state.update(states)
 
@@ -180,8 +182,7 @@ def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[int, 
     for name, parameter in parameters.items():
         names.setdefault(id(parameter), name)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strangers = sum(id(parameter) not in names for parameter in held)
-    if strangers:
+    if strangers := sum(id(parameter) not in names for parameter in held):
         raise CheckpointError(
             f"the optimizer holds {strangers} tensors that are none of the {len(parameters)} parameters given: "
             "was it made before the model was sharded or moved?"
@@ -197,8 +198,7 @@ def _plain(value: Any, name: str, tensors: dict[str, Tensor], taken: Container[s
         tensors[name] = value
         return {"$tensor": name}
     if isinstance(value, dict):
-        reserved = [key for key in value if str(key).startswith("$")]
-        if reserved:
+        if reserved := [key for key in value if str(key).startswith("$")]:
             raise CheckpointError(f"{name} has the keys {some(map(str, reserved))}; a key cannot begin with $")
         return {key: _plain(item, f"{name}.{key}", tensors, taken) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -218,30 +218,26 @@ def _filled(value: Any, allocate: Callable[[str], Tensor]) -> Any:
     return [_filled(item, allocate) for item in value] if isinstance(value, list) else value
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """A parameter whose state comes back: with its group, and what part of the whole it is."""
-
-    parameter: Tensor
-    group: Mapping[str, Any]
-    part: TensorPart | None
-
-
-def _allocator(target: _Target, manifest: Manifest, targets: dict[str, Tensor | PartTensor]) -> Callable[[str], Tensor]:
-    def allocate(name: str) -> Tensor:
-        if name not in manifest.tensors:
-            raise CheckpointError(
-                f"the checkpoint is damaged: its state names the tensor {name}, which it does not hold"
-            )
-        made = _empty(target, name, manifest.tensors[name])
-        targets[name] = _split_alike(name, made, target.parameter, target.part)
-        return made
-
-    return allocate
+def _allocated(
+    targets: dict[str, Tensor | PartTensor],
+    manifest: Manifest,
+    parameter: Tensor,
+    group: Mapping[str, Any],
+    part: TensorPart | None,
+    name: str,
+) -> Tensor:
+    """Room for the tensor ``name`` of the state of ``parameter``, to be filled from the checkpoint."""
+    if name not in manifest.tensors:
+        what = f"its state names the tensor {name}, which it does not hold"
+        raise CheckpointError(f"the checkpoint is damaged: {what}")
+    made = _empty(parameter, group, part, name, manifest.tensors[name])
+    targets[name] = _split_alike(name, made, parameter, part)
+    return made
 
 
-def _empty(target: _Target, name: str, stored: StoredTensor) -> Tensor:
-    parameter, group, part = target.parameter, target.group, target.part
+def _empty(
+    parameter: Tensor, group: Mapping[str, Any], part: TensorPart | None, name: str, stored: StoredTensor
+) -> Tensor:
     whole = part.shape if part else tuple(parameter.shape)
     if _is_step(name):
         # Where torch's own load_state_dict puts it: on the device only if the step is computed there.
@@ -297,10 +293,6 @@ def _regrouped(moved: list[frozenset[str]], now: frozenset[str], then: frozenset
 
 def _is_saved(key: str, value: Any) -> bool:
     return key not in _OWN_CHOICE and not callable(value)
-
-
-def _is_set(key: str, group: Mapping[str, Any]) -> bool:
-    return key not in _OWN_CHOICE and not callable(group.get(key))
 
 
 def _number(value: Any) -> Any:

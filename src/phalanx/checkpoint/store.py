@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from phalanx.checkpoint.all_ranks import distinct, grouped, on_all_ranks, readable, some
 from phalanx.checkpoint.dcp import PartLoadPlanner, PartTensor, ShardReader, ShardWriter, Writing
@@ -60,16 +60,13 @@ def save(folder: Path, *, step: int, tensors: Tensors, state: Mapping[str, Any],
     names = _anywhere(tensors)
 
     def complete(stored: dict[str, StoredTensor], files: dict[str, StoredFile]) -> None:
-        unsaved = names - stored.keys()
-        if unsaved:
-            raise CheckpointError(
-                f"held as copies only, each to be saved by a rank that does not have it: {some(unsaved)}"
-            )
+        if unsaved := names - stored.keys():
+            why = "held as copies only, each to be saved by a rank that does not have it"
+            raise CheckpointError(f"{why}: {some(unsaved)}")
         path = temporary(folder, step)
         files = files | {STATE: write_file(path / STATE, [text])}
         manifest = Manifest(step=step, tensors=stored, files=files)
-        misfits = manifest.misfits(path)
-        if misfits:
+        if misfits := manifest.misfits(path):
             raise CheckpointError(f"{'; '.join(misfits)}: {folder} is not on storage that all ranks share")
         write_file(path / MANIFEST, [json.dumps(manifest.to_json()).encode()])
         publish(folder, step)
@@ -134,22 +131,24 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _anywhere(tensors: Tensors) -> set[str]:
-    """The names that any rank has."""
     return set().union(*distinct(sorted(tensors)))
 
 
 def _checked(step: int, tensors: Tensors, state: Mapping[str, Any], keep: int) -> bytes:
     if step < 0 or keep < 1:
         raise CheckpointError(f"given step={step}, keep={keep}; allowed: step of at least 0, keep of at least 1")
+
+    def placements(tensor: Tensor) -> Sequence[Placement]:
+        return tensor.placements if isinstance(tensor, DTensor) else ()
+
     for said, wrong in {
         "not tensors, so they would have to be pickled; put them in state": lambda t: not isinstance(t, Tensor),
         "on the meta device, so they have no values": lambda t: t.device.type == "meta",
-        "DTensors that wait for a reduction (Partial)": _is_partial,
+        "DTensors that wait for a reduction (Partial)": lambda t: any(p.is_partial() for p in placements(t)),
         f"of a dtype that a checkpoint cannot hold ({', '.join(DTYPES)})": lambda t: dtype_name(t.dtype) not in DTYPES,
         "not dense": lambda t: t.layout != torch.strided,
     }.items():
-        names = [name for name, held in tensors.items() if wrong(_local(held))]
-        if names:
+        if names := [name for name, held in tensors.items() if wrong(_local(held))]:
             raise CheckpointError(f"{said}: {some(names)}")
     return to_json(state, "the state of a checkpoint")
 
@@ -158,14 +157,11 @@ def _fitting(path: Path, tensors: Tensors, names: set[str]) -> Manifest:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     manifest = Manifest.read(path)
-    misfits = manifest.misfits(path)
-    if misfits:
+    if misfits := manifest.misfits(path):
         raise CheckpointError(f"{path} is not a complete checkpoint: {'; '.join(misfits)}")
-    meta = [name for name, held in tensors.items() if _local(held).device.type == "meta"]
-    if meta:
+    if meta := [name for name, held in tensors.items() if _local(held).device.type == "meta"]:
         raise CheckpointError(f"on the meta device, so there is nothing to load into: {some(meta)}")
-    different = _different(tensors, names, manifest.tensors)
-    if different:
+    if different := _different(tensors, names, manifest.tensors):
         raise CheckpointError("\n    ".join([f"{path} does not fit: checkpoint of another model?", *different]))
     return manifest
 
@@ -194,10 +190,6 @@ def _kind(tensor: Tensor | PartTensor | StoredTensor) -> str:
 
 def _prefix(name: str) -> str:
     return name.partition(".")[0] if "." in name else ""
-
-
-def _is_partial(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
 
 
 def _is_first() -> bool:

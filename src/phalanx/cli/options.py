@@ -151,7 +151,7 @@ def subject(what: str, *, batch: int, seq: int, steps: int, profile: str = "trac
     from phalanx.launch.jobfile import load_job
 
     job = load_job(what)
-    from phalanx.train.rehearsal import refusals
+    from phalanx.train.look_ahead import refusals
     from phalanx.train.traced_job import steps_of, work_of
 
     seen = replace(job, batch=batch) if batch else job

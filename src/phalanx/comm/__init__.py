@@ -1,8 +1,12 @@
 """Process groups, meshes and the few collectives that are Phalanx's own."""
 
-from phalanx.comm.collectives import (
+from phalanx.comm.mesh import Across, Mesh, data_mesh, place_within, within
+from phalanx.comm.process_group import (
+    Place,
     active,
     all_gather_flat,
+    default_process_group,
+    device_for,
     found_by_first,
     from_every_rank,
     is_dtensor,
@@ -10,8 +14,6 @@ from phalanx.comm.collectives import (
     reduce_scatter_sum,
     sum_over_ranks,
 )
-from phalanx.comm.mesh import Across, Mesh, data_mesh, place_within, within
-from phalanx.comm.process_group import Place, default_process_group, device_for
 
 __all__ = [
     "Across",

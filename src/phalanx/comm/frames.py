@@ -40,12 +40,9 @@ class LostError(ConnectionError):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What came before the bytes of tensors.
+    """What came before ``size`` bytes of tensors, to be taken in by ``fill`` before the next frame.
 
-    Attributes:
-        kind: what it is, a number that both sides know.
-        meta: the JSON object.
-        size: bytes of tensors that follow, to be taken in by ``fill`` or ``skip`` before the next frame.
+    ``kind`` is what it is, a number that both sides know, and ``meta`` the JSON object.
     """
 
     kind: int
@@ -72,9 +69,7 @@ def views(tensors: Iterable[torch.Tensor]) -> list[memoryview]:
 class Connection:
     """One end of a connection. Any thread may send; one thread receives.
 
-    Attributes:
-        heard: when bytes last came, as of ``time.monotonic()``.
-        sent: bytes of tensors sent so far.
+    ``heard`` is when bytes last came, as of ``time.monotonic()``; ``sent`` the bytes of tensors sent so far.
     """
 
     def __init__(self, plug: socket.socket, *, patience: float = 0.0) -> None:

@@ -7,10 +7,10 @@ same place along ``dp`` join one, and whatever works in a run of theirs alone wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from datetime import timedelta
 from itertools import count, product
+from math import prod
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phalanx.comm.collectives import from_every_rank
-from phalanx.comm.process_group import Place, meet
+from phalanx.comm.process_group import PATIENCE, Place, from_every_rank, meet
 from phalanx.config import Plan
 from phalanx.config.sync import outer_defaults
 
@@ -32,12 +31,7 @@ def data_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
 
 
 class Mesh:
-    """The ranks of a plan along its dimensions, seen from one of them.
-
-    Attributes:
-        rank: this process's rank.
-        at: its place along each dimension.
-    """
+    """The ranks of a plan along its dimensions, seen from one, which has its place ``at`` along each."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
@@ -46,10 +40,7 @@ class Mesh:
 
     def size(self, *names: str) -> int:
         """Ranks along these dimensions together."""
-        count = 1
-        for name in names:
-            count *= self.plan.mesh[name]
-        return count
+        return prod(self.plan.mesh[name] for name in names)
 
     def peers(self, *names: str) -> list[int]:
         """The ranks that differ from this one along these dimensions only, this one among them, in order."""
@@ -64,7 +55,9 @@ class Mesh:
         if not key:
             return None
         if key not in self._groups:
-            self._groups[key] = self._made(key)
+            whole = self.size(*key) == self.plan.world_size
+            default = dist.distributed_c10d._get_default_group
+            self._groups[key] = default() if whole else self._joined(self._every(key))
         return self._groups[key]
 
     def among(self, axis: str, positions: Iterable[int]) -> dist.ProcessGroup | None:
@@ -72,20 +65,13 @@ class Mesh:
 
         Collective over all ranks of the run.
         """
-        positions, mine = list(positions), None
-        for rank in range(self.plan.world_size):
-            peers = self._along((axis,), self.plan.coordinate(rank))
-            if rank == peers[0]:
-                ranks = [peers[position] for position in positions]
-                group = dist.new_group(ranks)
-                if self.rank in ranks:
-                    assert isinstance(group, dist.ProcessGroup)
-                    mine = group
-        return mine
+        places = list(positions)
+        return self._joined([peers[place] for place in places] for peers in self._every((axis,)))
 
-    def sharding(self, device: torch.device, over: str, copies: Iterable[str]) -> DeviceMesh:
-        """torch's mesh to shard over one dimension, in as many copies as there are ranks along others."""
-        shard, copies = self.group(over), tuple(copies)
+    def sharding(self, device: torch.device, copies: Iterable[str]) -> DeviceMesh:
+        """torch's mesh to shard over ``fsdp``, in as many copies as there are ranks along other dimensions."""
+        over, copies = "fsdp", tuple(copies)
+        shard = self.group(over)
         replicas = self.group(*copies)
         assert shard is not None
         if replicas is None:
@@ -105,26 +91,25 @@ class Mesh:
             found.append(rank)
         return found
 
-    def _made(self, key: tuple[str, ...]) -> dist.ProcessGroup:
-        mine: dist.ProcessGroup | None = None
-        if self.size(*key) == self.plan.world_size:
-            mine = dist.distributed_c10d._get_default_group()
-        else:
-            seen: set[int] = set()
-            for rank in range(self.plan.world_size):
-                if rank in seen:
-                    continue
-                ranks = self._along(key, self.plan.coordinate(rank))
+    def _every(self, names: Iterable[str]) -> Iterator[list[int]]:
+        """What ``peers`` gives, of all ranks of the run, each row once."""
+        seen: set[int] = set()
+        for rank in range(self.plan.world_size):
+            if rank not in seen:
+                ranks = self._along(names, self.plan.coordinate(rank))
                 seen.update(ranks)
-                group = dist.new_group(ranks)
-                if self.rank in ranks:
-                    assert isinstance(group, dist.ProcessGroup)
-                    mine = group
-        assert mine is not None
+                yield ranks
+
+    def _joined(self, rows: Iterable[list[int]]) -> dist.ProcessGroup | None:
+        """A process group of each row: the one that this rank is in."""
+        mine: dist.ProcessGroup | None = None
+        for ranks in rows:
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                mine = group
         return mine
 
-
-_PATIENCE = timedelta(minutes=10)
 
 _left: list[object] = []
 _joins = count()
@@ -156,7 +141,6 @@ class Across:
     """This rank's counterparts in the other replicas: those that hold the same part of the model.
 
     Attributes:
-        plan: of the run.
         index: of this rank's replica; 0 is the first.
         size: replicas.
         group: the counterparts, by gloo: host tensors only.
@@ -167,9 +151,9 @@ class Across:
         self.plan, self.size = plan, plan.dp
         self.index, self.rank = _seen(plan, place.rank)
         store = PrefixStore(f"phalanx/across/{next(_joins)}/{self.rank}", meet(place))
-        store.set_timeout(_PATIENCE)
+        store.set_timeout(PATIENCE)
         self.group = ProcessGroup(store, self.index, self.size)
-        gloo = ProcessGroupGloo(store, self.index, self.size, timeout=_PATIENCE)
+        gloo = ProcessGroupGloo(store, self.index, self.size, timeout=PATIENCE)
         self.group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
         _left.append(self.group)  # its destructor waits for threads that may be waiting for the interpreter's lock
 
@@ -223,7 +207,7 @@ def _seen(plan: Plan, rank: int) -> tuple[int, int]:
 
 def own_group() -> dist.ProcessGroup:
     """A new group of all ranks of the default one, with its backends. Collective."""
-    group = dist.new_group(timeout=_PATIENCE)
+    group = dist.new_group(timeout=PATIENCE)
     assert isinstance(group, dist.ProcessGroup)
     _left.append(group)  # a gloo group's destructor waits for threads that may be waiting for the interpreter's lock
     return group

@@ -1,14 +1,16 @@
-"""Where a worker stands among all workers, and how it joins and leaves them."""
+"""Where a worker stands among all workers, how it joins and leaves them, and what it says to all: collectives, sums."""
 
 from __future__ import annotations
 
 import atexit
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,14 +18,15 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyrigh
 
 from phalanx.errors import RunError
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """One worker's place.
+    """One worker's place among ``world_size`` workers.
 
     Attributes:
-        rank: among all workers, 0 is the first.
-        world_size: workers of the run.
         local_rank: among the workers of this machine; picks the CUDA device.
         local_world_size: workers on this machine; 0 where all of the run's are here.
         store: the key-value store the workers meet at: ``tcp://host:port`` of one already served, or ``env://``
@@ -47,6 +50,9 @@ class Place:
         """How many of the run's workers share this machine's devices."""
         return self.local_world_size or self.world_size
 
+
+PATIENCE = timedelta(minutes=10)
+"""How long ranks wait for each other."""
 
 _left: list[object] = []
 _stores: dict[str, Store] = {}
@@ -74,20 +80,17 @@ def meet(place: Place) -> Store:
     What stands in it stays: whoever writes into it does so under a prefix that was never used before.
     """
     if place.store not in _stores:
-        patience = timedelta(minutes=10)
         if place.store == "env://":
-            found = rendezvous("env://", place.rank, place.world_size, timeout=patience)
+            found = rendezvous("env://", place.rank, place.world_size, timeout=PATIENCE)
             _stores[place.store] = next(iter(found))[0]
         else:
             host, _, port = place.store.removeprefix("tcp://").rpartition(":")
-            _stores[place.store] = TCPStore(host, int(port), is_master=False, timeout=patience)
+            _stores[place.store] = TCPStore(host, int(port), is_master=False, timeout=PATIENCE)
     return _stores[place.store]
 
 
 @contextmanager
-def default_process_group(
-    place: Place, device: torch.device, *, timeout: timedelta = timedelta(minutes=10)
-) -> Iterator[None]:
+def default_process_group(place: Place, device: torch.device, *, timeout: timedelta = PATIENCE) -> Iterator[None]:
     """The default process group for the length of the block; nothing for a world of one.
 
     CUDA tensors go by NCCL, CPU tensors by gloo; both are there on a CUDA machine, which offload needs. A group that
@@ -143,3 +146,70 @@ def _let_threads_finish() -> None:
     Forked workers leave by ``os._exit``, which asks nothing of anyone.
     """
     time.sleep(0.1)
+
+
+T = TypeVar("T")
+
+# torch 2.13 renamed these two and warns at the old names, which 2.11 and 2.12 have alone.
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def reduce_scatter_sum(out: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start summing ``flat`` (ranks × out.numel()) over the group, this rank keeping its own part in ``out``."""
+    return _reduce_scatter(out, flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+
+def all_gather_flat(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill ``out`` (ranks × part.numel()) with every rank's ``part``, in rank order."""
+    _all_gather(out, part, group=group)
+
+
+def active() -> bool:
+    """Whether there are other workers to talk to."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def sum_over_ranks(values: torch.Tensor) -> None:
+    """Sum ``values`` over all workers, in place."""
+    if active():
+        dist.all_reduce(values)
+
+
+def from_every_rank(value: Any) -> list[Any]:
+    """One small JSON-like value from each worker, in rank order."""
+    if not active():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def found_by_first(find: Callable[[], T]) -> T:
+    """What rank 0 finds, on every rank; what it raises is raised on every rank. Collective.
+
+    For what is the same on every rank and takes long: processes that share cores would look for it in turn.
+    """
+    if not active():
+        return find()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = find()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether ``tensor`` is a DTensor. There is none before its module is loaded."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of ``tensor``."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor

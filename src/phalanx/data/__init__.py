@@ -1,14 +1,12 @@
 """Data: which samples each step holds on any number of devices, reading them, and the ledger that shows it."""
 
-from phalanx.data.audit import Duplicate, audit, duplicates
 from phalanx.data.batch_split import Lane, MicroBatch, StepBatch, share
-from phalanx.data.ledger import Ledger, LedgerRecord, read_ledger, records
+from phalanx.data.ledger import Ledger, LedgerRecord, audit, read_ledger, records
 from phalanx.data.loader import Loader, evaluation_batches
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.table import Table
 
 __all__ = [
-    "Duplicate",
     "GlobalBatchSampler",
     "Lane",
     "Ledger",
@@ -18,7 +16,6 @@ __all__ = [
     "StepBatch",
     "Table",
     "audit",
-    "duplicates",
     "evaluation_batches",
     "read_ledger",
     "records",

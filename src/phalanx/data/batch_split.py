@@ -94,20 +94,17 @@ Cuts = tuple[tuple[tuple[int, int], ...], ...]
 
 
 def cuts(total: int, lane: Lane, micro: int | None) -> Cuts:
-    """The micro-batches of a global batch of ``total`` samples, for the parts of ``lane``.
+    """The micro-batches of a global batch of ``total`` samples, 1 or more, for the parts of ``lane``.
 
     Parts that take part in the same collectives get as many micro-batches as the largest share of them needs. Of even
     shares, one with fewer samples is filled up with empty ranges; uneven ones are each cut evenly into that many.
-
-    Args:
-        total: samples in the global batch, 1 or more.
-        lane: the parts held by this process.
-        micro: most samples in a micro-batch; ``None``: the whole share.
+    ``micro`` is the most samples in a micro-batch; ``None``: the whole share.
     """
-    each = spans(total, lane.parts, lane.weights)
+    each, inner = spans(total, lane.parts, lane.weights), lane.parts // max(1, len(lane.weights))
     found: list[tuple[tuple[int, int], ...]] = []
     for part in range(lane.first, lane.first + lane.count):
-        together = each if lane.alike or not lane.weights else _run(each, part, len(lane.weights))
+        first = part // inner * inner  # of the parts that share one weight with this one
+        together = each if lane.alike else each[first : first + inner]
         largest = max(stop - start for start, stop in together)
         size = micro or max(1, largest)
         count = max(1, -(-largest // size))
@@ -115,13 +112,6 @@ def cuts(total: int, lane: Lane, micro: int | None) -> Cuts:
         cut = _evenly if even else _by_size
         found.append(tuple(cut(*each[part], index, count if even else size) for index in range(count)))
     return tuple(found)
-
-
-def _run(each: Sequence[tuple[int, int]], part: int, runs: int) -> Sequence[tuple[int, int]]:
-    """The parts that share one weight with ``part``."""
-    inner = len(each) // runs
-    first = part // inner * inner
-    return each[first : first + inner]
 
 
 def _by_size(start: int, stop: int, index: int, size: int) -> tuple[int, int]:
@@ -138,8 +128,7 @@ def _evenly(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
 class BatchSplitter:
     """Cuts the global batches of a run's steps for one lane, whose weights may change from a step on.
 
-    Attributes:
-        next: the first step that has not been cut yet, and all after it have not.
+    ``next`` is the first step that has not been cut yet, and all after it have not.
     """
 
     def __init__(self, lane: Lane, micro: int | None, first: int = 0) -> None:
@@ -192,11 +181,9 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
-    """What one process needs of one optimizer step.
+    """What one process needs of one optimizer step; ``step`` and ``epoch`` count from 0 over the whole run.
 
     Attributes:
-        step: optimizer step, 0-based over the whole run.
-        epoch: pass over the data, 0-based.
         samples: in the **global** batch, over all processes.
         parts: for each part held by this process, its micro-batches.
     """

@@ -1,4 +1,4 @@
-"""The sample ledger: which samples each rank saw in each step, as the run went.
+"""The sample ledger: which samples each rank saw in each step, as the run went; and what is wrong with them, in words.
 
 A run folder's ``ledger/`` holds one file a rank and *segment*; a segment begins where a run starts or goes on. A
 segment's file is named by its first step and its rank, ``00000100-rank00002.bin``, and holds
@@ -20,11 +20,11 @@ import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
-from types import TracebackType
 from typing import Self, final
 
 import numpy as np
@@ -44,20 +44,15 @@ class Ledger:
     """One rank's side of the ledger, for one segment. Records are buffered: ``flush()`` before a checkpoint counts."""
 
     def __init__(self, folder: Path, *, rank: int, first_step: int, world_size: int = 0) -> None:
-        """Begins a segment. What an earlier attempt wrote from ``first_step`` on is given up.
+        """Begins a segment in ``folder``. What an earlier attempt wrote from ``first_step`` on is given up.
 
-        Args:
-            folder: of the ledger; made where it is missing.
-            rank: of this process.
-            first_step: the step the run starts or goes on with.
-            world_size: processes of the run. With it, files that more ranks left behind at the same first step do
-                not count.
+        With ``world_size``, the processes of the run, files that more ranks left at the same first step do not count.
 
         Raises:
             DataError: if it cannot be written.
         """
         self.path = folder / f"{first_step:08d}-rank{rank:05d}.bin"
-        try:
+        with self._writing():
             folder.mkdir(parents=True, exist_ok=True)
             for found in _files(folder):
                 # A run that goes on from before a segment's start takes that segment's place.
@@ -65,8 +60,6 @@ class Ledger:
                     found.path.unlink(missing_ok=True)
             self.path.write_bytes(_FILE.pack(_MAGIC, world_size))
             self._file = self.path.open("ab", buffering=_BUFFER)
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def record(self, batch: StepBatch) -> None:
         """Notes the samples of one step that this process got.
@@ -74,52 +67,36 @@ class Ledger:
         Raises:
             DataError: if it cannot be written.
         """
-        ids: list[int] = []
-        for part in batch.parts:
-            for micro in part:
-                ids += micro.ids
+        ids = [one for part in batch.parts for micro in part for one in micro.ids]
         words = _words(ids)
         payload = words.tobytes()
         head = _RECORD.pack(batch.step, batch.epoch, len(ids), words.itemsize, zlib.crc32(payload))
-        try:
+        with self._writing():
             self._file.write(head + payload)
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def flush(self) -> None:
-        """Hands everything recorded to the operating system.
-
-        Raises:
-            DataError: if it cannot be written.
-        """
-        try:
+        """Hands everything recorded to the operating system; raises as ``record`` does."""
+        with self._writing():
             self._file.flush()
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def close(self) -> None:
-        """Flushes and closes; a second call does nothing.
-
-        Raises:
-            DataError: if it cannot be written.
-        """
-        try:
+        """Flushes and closes; a second call does nothing. Raises as ``record`` does."""
+        with self._writing():
             self._file.close()
-        except OSError as error:
-            raise self._unwritable(error) from error
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _unwritable(self, error: OSError) -> DataError:
-        return DataError(
-            f"the sample ledger {self.path} cannot be written: {error.strerror}\n    try: free space there, then resume"
-        )
+    @contextmanager
+    def _writing(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            what = f"the sample ledger {self.path} cannot be written: {error.strerror}"
+            raise DataError(f"{what}\n    try: free space there, then resume") from error
 
 
 def _words(ids: list[int]) -> array[int]:
@@ -135,14 +112,7 @@ def _words(ids: list[int]) -> array[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerRecord:
-    """What one rank saw in one step.
-
-    Attributes:
-        step: optimizer step.
-        epoch: pass over the data.
-        rank: who recorded it.
-        ids: sample ids, uint32 or uint64; a view into the file where that is mapped.
-    """
+    """What one rank saw in one step; ``ids`` are uint32 or uint64, a view into the file where that is mapped."""
 
     step: int
     epoch: int
@@ -188,7 +158,6 @@ class _File:
 
 
 def _files(folder: Path) -> list[_File]:
-    """The ledger's files, by first step and rank."""
     matches = [(path, _NAME.fullmatch(path.name)) for path in folder.glob("*.bin")]
     files = [_File(path=path, first_step=int(match[1]), rank=int(match[2])) for path, match in matches if match]
     return sorted(files, key=lambda file: (file.first_step, file.rank))
@@ -226,3 +195,106 @@ def _parse(content: mmap.mmap | bytes, rank: int) -> Iterator[LedgerRecord]:
             return
         at += count * width
         yield LedgerRecord(step=step, epoch=epoch, rank=rank, ids=ids)
+
+
+_NAMED = 5  # how many samples of a kind are named before "and N more"
+
+
+def audit(folder: Path, *, length: int | None, batch: int, drop_last: bool) -> list[str]:
+    """What is wrong in the ledger of a run, one sentence each; empty if each sample was seen exactly once an epoch.
+
+    Args:
+        folder: of the ledger.
+        length: samples in the data; ``None`` for a stream, of which only double samples and gaps can be told.
+        batch: samples in a global batch.
+        drop_last: whether the partial last batch of each epoch was dropped.
+
+    Raises:
+        DataError: if a file is no ledger.
+    """
+    steps = records(folder)
+    if not steps:
+        return [f"the ledger {folder} is empty: no step was recorded"]
+    found = list(_missing(list(steps)))
+    last = max(steps)
+    for epoch, group in groupby(steps.values(), key=lambda those: those[0].epoch):
+        those = [record for step in group for record in step]
+        found += _twice(epoch, those)
+        if length is not None:
+            found += _unknown(epoch, those, length)
+            per_epoch = length // batch if drop_last else -(-length // batch)
+            found += _short(epoch, those, length, batch, per_epoch)
+            if last >= (epoch + 1) * per_epoch - 1:
+                found += _unseen(epoch, those, length, per_epoch * batch)
+    return found
+
+
+def _missing(steps: list[int]) -> Iterator[str]:
+    for before, after in zip([-1, *steps], steps, strict=False):
+        if after == before + 2:
+            yield f"step {before + 1} is missing"
+        elif after > before + 1:
+            yield f"steps {before + 1} to {after - 1} are missing"
+
+
+def _twice(epoch: int, those: list[LedgerRecord]) -> Iterator[str]:
+    ids = np.concatenate([record.ids for record in those])
+    ordered = np.sort(ids)
+    repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not len(repeated):
+        return
+    samples = []
+    for sample in repeated[:_NAMED].tolist():
+        places = [
+            f"rank {record.rank} in step {record.step}"
+            for record in those
+            for _ in range(np.count_nonzero(record.ids == sample))
+        ]
+        samples.append(f"{sample} (by {_listed(places)})")
+    yield f"epoch {epoch}: {_counted(len(repeated), 'sample')} seen more than once: " + _more(samples, len(repeated))
+
+
+def _unknown(epoch: int, those: list[LedgerRecord], length: int) -> Iterator[str]:
+    ids = np.unique(np.concatenate([record.ids for record in those]))
+    beyond = ids[ids >= length]
+    if len(beyond):
+        names = _more([str(sample) for sample in beyond[:_NAMED].tolist()], len(beyond))
+        yield f"epoch {epoch}: {_counted(len(beyond), 'id')} beyond the {length} samples of the data: {names}"
+
+
+def _short(epoch: int, those: list[LedgerRecord], length: int, batch: int, per_epoch: int) -> Iterator[str]:
+    for step, group in groupby(those, key=lambda record: record.step):
+        members = list(group)
+        count = sum(len(record.ids) for record in members)
+        wanted = min(batch, length - step % per_epoch * batch)
+        if count != wanted:
+            ranks = _listed([str(record.rank) for record in members])
+            yield f"epoch {epoch}: step {step} holds {count} samples instead of {wanted} (recorded by ranks {ranks})"
+        if step // per_epoch != epoch:
+            yield f"step {step} is recorded in epoch {epoch}, but belongs to epoch {step // per_epoch}"
+
+
+def _unseen(epoch: int, those: list[LedgerRecord], length: int, whole: int) -> Iterator[str]:
+    """Samples never seen in a finished epoch, beyond the ``length - whole`` that were dropped on purpose."""
+    seen = np.zeros(length, dtype=bool)
+    for record in those:
+        seen[record.ids[record.ids < length]] = True
+    unseen = np.flatnonzero(~seen)
+    if len(unseen) > max(0, length - whole):
+        names = _more([str(sample) for sample in unseen[:_NAMED].tolist()], len(unseen))
+        allowed = f" ({length - whole} are dropped on purpose)" if whole < length else ""
+        yield f"epoch {epoch}: {_counted(len(unseen), 'sample')} never seen{allowed}: {names}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+
+
+def _more(named: Iterable[str], count: int) -> str:
+    names = list(named)
+    rest = f" and {count - len(names)} more" if count > len(names) else ""
+    return ", ".join(names) + rest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from itertools import islice
+from contextlib import nullcontext
 from typing import Any, final
 
 import numpy as np
@@ -15,9 +15,6 @@ from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.streams import StreamReader, StreamStep
 from phalanx.data.worker_processes import LoaderWorkers
 from phalanx.errors import Problem, RefusedError, SpecError
-
-__all__ = ["Lane", "Loader", "evaluation_batches"]
-
 
 Steps = Generator[StepBatch, None, None]
 """Steps in order. ``close()`` ends the worker processes at once, as dropping the last reference does."""
@@ -59,29 +56,21 @@ class Loader:
             SpecError: if data and job do not go together: no sample, all samples dropped, a stream to be shuffled,
                 or neither map-style data nor a stream.
         """
-        self._workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=False, seed=job.seed)
+        self._workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
         self._dealing = BatchSplitter(lane, micro, first_step)
-        self._indexed: IndexedReader | None = None
-        self._stream: StreamReader | None = None
-        self._read: list[Any] = []
+        self._reader: IndexedReader | StreamReader
         self.length: int | None = None
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = job.steps if total_steps is None else total_steps
         if is_stream(dataset):
-            self._stream = _stream_reader(dataset, job, self._dealing, (first_step, self.total_steps))
+            self._reader = _stream_reader(dataset, job, self._dealing, (first_step, self.total_steps))
             return
-        sampler = GlobalBatchSampler(
-            length=len(dataset),
-            batch=job.batch,
-            seed=job.seed,
-            shuffle=job.shuffle is not False,
-            drop_last=job.drop_last,
-        )
+        sampler = _sampler(dataset, job)
         self.length = sampler.length
         self.steps_per_epoch = sampler.steps_per_epoch
         if self.total_steps is None:
             self.total_steps = (job.epochs or 1) * sampler.steps_per_epoch
-        self._indexed = IndexedReader(
+        self._reader = IndexedReader(
             fetcher=Fetcher(dataset, job.collate, job.seed),
             sampler=sampler,
             splitter=self._dealing,
@@ -91,30 +80,16 @@ class Loader:
 
     def example(self, count: int) -> Any:
         """The first ``count`` samples of the data, collated; to look at, on every rank the same."""
-        if self._indexed is not None:
-            return self._indexed.fetcher.fetch(0, np.arange(min(count, self.length or count)))
-        assert self._stream is not None
-        return self._stream.first(count)
+        return self._reader.example(count)
 
     def spread(self, count: int) -> Iterator[tuple[int, Any]]:
         """Up to ``count`` samples spread over the data, each collated alone, with its place; the first of a stream."""
-        if self._indexed is not None:
-            size = self.length or 0
-            for place in np.unique(np.linspace(0, size - 1, min(count, size)).astype(np.int64)).tolist():
-                yield place, self.collate([place])
-            return
-        assert self._stream is not None
-        self._read = []
-        for place, sample in enumerate(islice(self._stream.samples(), count)):
-            self._read.append(sample)
+        for place in self._reader.spread(count):
             yield place, self.collate([place])
 
     def collate(self, places: Sequence[int]) -> Any:
         """The samples at these places of the data, collated; of a stream, those that ``spread`` has read."""
-        if self._indexed is not None:
-            return self._indexed.fetcher.fetch(0, np.asarray(places, dtype=np.int64))
-        assert self._stream is not None
-        return self._stream.collated([self._read[place] for place in places])
+        return self._reader.collated(places)
 
     @property
     def next_step(self) -> int:
@@ -123,8 +98,8 @@ class Loader:
 
     @property
     def deals_here(self) -> bool:
-        """Whether steps are dealt out in this process, so that ``deal`` can change how; not by workers of a stream."""
-        return self._stream is None or not self._workers.count
+        """Whether this process deals steps out, and ``set_weights`` can change how; not where a stream has workers."""
+        return isinstance(self._reader, IndexedReader) or not self._workers.count
 
     def lane(self, step: int) -> Lane:
         """The parts held here, with the weights that hold in ``step``."""
@@ -141,10 +116,9 @@ class Loader:
         self._dealing.change(weights, step)
 
     def __iter__(self) -> Steps:
-        if self._indexed is not None:
-            return _indexed_steps(self._indexed, self._workers)
-        assert self._stream is not None
-        return _stream_steps(self._stream, self._workers)
+        if isinstance(self._reader, IndexedReader):
+            return _indexed_steps(self._reader, self._workers)
+        return _stream_steps(self._reader, self._workers)
 
 
 def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None) -> Steps:
@@ -157,17 +131,10 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None)
         SpecError: if the data are a stream, or hold no sample.
     """
     if is_stream(dataset):
-        raise SpecError(
-            [
-                Problem(
-                    where="job.evaluate",
-                    given=f"a stream ({type(dataset).__name__})",
-                    allowed="map-style data (__getitem__ and __len__)",
-                    fix="evaluate=lambda: list(stream)",
-                )
-            ]
-        )
-    sampler = GlobalBatchSampler(length=len(dataset), batch=job.batch, seed=job.seed, shuffle=False)
+        given, allowed = f"a stream ({type(dataset).__name__})", "map-style data (__getitem__ and __len__)"
+        fix = "evaluate=lambda: list(stream)"
+        raise SpecError([Problem(where="job.evaluate", given=given, allowed=allowed, fix=fix)])
+    sampler = _sampler(dataset, job, once=True)
     reader = IndexedReader(
         fetcher=Fetcher(dataset, job.collate, job.seed),
         sampler=sampler,
@@ -179,27 +146,30 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None)
     return _indexed_steps(reader, workers)
 
 
+def _sampler(dataset: Any, job: Job, *, once: bool = False) -> GlobalBatchSampler:
+    """``once``: each sample once and in order."""
+    return GlobalBatchSampler(
+        length=len(dataset),
+        batch=job.batch,
+        seed=job.seed,
+        shuffle=job.shuffle is not False and not once,
+        drop_last=job.drop_last and not once,
+    )
+
+
 def _indexed_steps(reader: IndexedReader, workers: LoaderWorkers) -> Steps:
-    return _indexed_ahead(reader, workers) if workers.needed else reader.steps(reader.fetcher.fetch)
-
-
-def _indexed_ahead(reader: IndexedReader, workers: LoaderWorkers) -> Steps:
+    if not workers.needed:
+        yield from reader.steps(reader.fetcher.fetch)
+        return
     with workers.indexed(reader.fetcher, reader.requests()) as results:
         yield from reader.steps(lambda epoch, ids: next(results))
 
 
 def _stream_reader(dataset: Any, job: Job, dealing: BatchSplitter, steps: tuple[int, int | None]) -> StreamReader:
     if job.shuffle:
-        raise SpecError(
-            [
-                Problem(
-                    where="job.shuffle",
-                    given=f"shuffle=True with a stream ({type(dataset).__name__})",
-                    allowed="None or False: a stream keeps its own order; shuffle inside it, by its set_epoch(epoch)",
-                    fix="shuffle=None",
-                )
-            ]
-        )
+        given = f"shuffle=True with a stream ({type(dataset).__name__})"
+        allowed = "None or False: a stream keeps its own order; shuffle inside it, by its set_epoch(epoch)"
+        raise SpecError([Problem(where="job.shuffle", given=given, allowed=allowed, fix="shuffle=None")])
     return StreamReader(
         dataset=dataset,
         batch=job.batch,
@@ -214,28 +184,21 @@ def _stream_reader(dataset: Any, job: Job, dealing: BatchSplitter, steps: tuple[
 
 
 def _stream_steps(reader: StreamReader, workers: LoaderWorkers) -> Steps:
-    if not workers.needed:
-        yield from (_of_group(reader, group) for group in reader.groups())
-        return
-    with workers.stream(reader) as groups:
+    with workers.stream(reader) if workers.needed else nullcontext(reader.groups()) as groups:
         yield from (_of_group(reader, group) for group in groups)
 
 
 def _of_group(reader: StreamReader, group: StreamStep) -> StepBatch:
     ids = np.arange(group.position, group.position + group.samples, dtype=np.int64)
-    batches = iter(group.batches)
-    return step_batch(
-        group.step, group.epoch, ids, reader.cuts(group.step, group.samples), lambda epoch, ids: next(batches)
-    )
+    pieces, batches = reader.splitter.cuts(group.step, group.samples), iter(group.batches)
+    return step_batch(group.step, group.epoch, ids, pieces, lambda *_: next(batches))
 
 
 @final
 class BatchPieces:
     """Every global batch of a job over map-style data, cut into as many contiguous pieces as there are workers.
 
-    Attributes:
-        length: samples in the data.
-        total_steps: the step after the last.
+    It has ``length`` samples, and ``total_steps`` is the step after the last.
     """
 
     def __init__(self, dataset: Any, job: Job, parts: int, *, micro: int | None, once: bool = False) -> None:
@@ -252,23 +215,11 @@ class BatchPieces:
             RefusedError: if the data are a stream.
         """
         if is_stream(dataset):
-            raise RefusedError(
-                [
-                    Problem(
-                        where="job.evaluate" if once else "job.data",
-                        given=f"a stream ({type(dataset).__name__}) under a plan with servers",
-                        allowed="map-style data (__getitem__ and __len__): whoever is free reads the next piece",
-                        fix=f"dp={parts}",
-                    )
-                ]
-            )
-        self._sampler = GlobalBatchSampler(
-            length=len(dataset),
-            batch=job.batch,
-            seed=job.seed,
-            shuffle=job.shuffle is not False and not once,
-            drop_last=job.drop_last and not once,
-        )
+            where = "job.evaluate" if once else "job.data"
+            given = f"a stream ({type(dataset).__name__}) under a plan with servers"
+            allowed = "map-style data (__getitem__ and __len__): whoever is free reads the next piece"
+            raise RefusedError([Problem(where=where, given=given, allowed=allowed, fix=f"dp={parts}")])
+        self._sampler = _sampler(dataset, job, once=once)
         self._fetcher = Fetcher(dataset, job.collate, job.seed)
         self._parts, self._micro = parts, micro
         self.length = self._sampler.length

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset, TensorDataset, default_collate
 
 from phalanx.data.batch_split import BatchSplitter, StepBatch, step_batch
-from phalanx.data.sample_seeds import EpochSeeds
-from phalanx.data.sampler import GlobalBatchSampler
+from phalanx.data.sampler import EpochSeeds, GlobalBatchSampler
 from phalanx.data.table import Table
 from phalanx.errors import Problem, SpecError
 
@@ -24,32 +23,19 @@ def is_stream(dataset: Any) -> bool:
         SpecError: if it is neither a stream nor map-style.
     """
     if isinstance(dataset, DataLoader):
-        raise SpecError(
-            [
-                Problem(
-                    where="job.data",
-                    given="a DataLoader, which makes batches of its own",
-                    allowed="the dataset that it reads: ranks are given their shares of global batches of job.batch",
-                    fix="data=lambda: dataset, and batch, collate, workers of the job",
-                )
-            ]
-        )
+        given = "a DataLoader, which makes batches of its own"
+        allowed = "the dataset that it reads: ranks are given their shares of global batches of job.batch"
+        fix = "data=lambda: dataset, and batch, collate, workers of the job"
+        raise SpecError([Problem(where="job.data", given=given, allowed=allowed, fix=fix)])
     if isinstance(dataset, IterableDataset):
         return True
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return False
     if hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
         return True
-    raise SpecError(
-        [
-            Problem(
-                where="job.data",
-                given=f"a {type(dataset).__name__}",
-                allowed="map-style data (__getitem__ and __len__), or a stream (__iter__)",
-                fix="data=lambda: phalanx.data.Table(image=images, label=labels)",
-            )
-        ]
-    )
+    given, allowed = f"a {type(dataset).__name__}", "map-style data (__getitem__ and __len__), or a stream (__iter__)"
+    fix = "data=lambda: phalanx.data.Table(image=images, label=labels)"
+    raise SpecError([Problem(where="job.data", given=given, allowed=allowed, fix=fix)])
 
 
 @final
@@ -76,8 +62,8 @@ class Fetcher:
         """The batch of the samples ``ids`` (int64, at least one) as they are in ``epoch``."""
         if self._table is not None:
             return self._table.__getitems__(ids)
-        if self._tensors is not None:
-            return _rows(self._tensors, ids)
+        if self._tensors is not None:  # what collating single rows gives, many times faster
+            return [tensor[torch.from_numpy(ids)] for tensor in self._tensors.tensors]
         if epoch != self._seeds.epoch:
             self._seeds = EpochSeeds.of(self._seed, epoch)
         wanted: list[int] = ids.tolist()
@@ -114,12 +100,6 @@ def _as_dict(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
 
 
-def _rows(dataset: TensorDataset, ids: np.ndarray) -> list[torch.Tensor]:
-    """What collating single rows of a TensorDataset gives, many times faster."""
-    index = torch.from_numpy(ids)
-    return [tensor[index] for tensor in dataset.tensors]
-
-
 def takes_many(dataset: Any) -> bool:
     """Whether the dataset itself, not only a wrapper of torch's around it, fetches many samples at once.
 
@@ -142,21 +122,26 @@ def _is_plain(dataset: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexedReader:
-    """Reads this process's share of optimizer steps first..stop-1.
-
-    Attributes:
-        fetcher: reads and collates samples.
-        sampler: which samples each step holds.
-        splitter: which of them are for the parts held here, in which micro-batches.
-        first: first step.
-        stop: the step after the last.
-    """
+    """Reads this process's share of optimizer steps first..stop-1; ``splitter`` says which samples that is."""
 
     fetcher: Fetcher
     sampler: GlobalBatchSampler
     splitter: BatchSplitter
     first: int
     stop: int
+
+    def example(self, count: int) -> Any:
+        """The first ``count`` samples, collated."""
+        return self.collated(range(min(count, self.sampler.length)))
+
+    def spread(self, count: int) -> list[int]:
+        """Up to ``count`` places spread over the data."""
+        size = self.sampler.length
+        return np.unique(np.linspace(0, size - 1, min(count, size)).astype(np.int64)).tolist()
+
+    def collated(self, places: Sequence[int]) -> Any:
+        """The samples at these places of the data, collated."""
+        return self.fetcher.fetch(0, np.asarray(places, dtype=np.int64))
 
     def steps(self, load: Callable[[int, np.ndarray], Any]) -> Generator[StepBatch, None, None]:
         """The steps, with ``load(epoch, ids)`` giving each micro-batch."""

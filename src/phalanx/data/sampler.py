@@ -1,4 +1,4 @@
-"""Which samples each optimizer step holds: a pure function of the step, and of nothing that depends on devices.
+"""Which samples each optimizer step holds, and what they draw: pure functions of the step, the seed and the sample.
 
 A keyed permutation of 0..length-1 of which any part can be computed by itself. A shuffled list of sample numbers costs
 memory and time in proportion to the data, and resuming in the middle costs it again. A permutation that is a *function*
@@ -9,17 +9,25 @@ a number below ``rows * columns`` is a pair (row, column); each round adds a key
 range, which can be undone and so is a permutation of the rectangle. The rectangle is the tightest one around
 ``length``; a number that lands outside 0..length-1 is sent through again until it lands inside ("cycle walking",
 section 4 there), which happens to at most one in about ``sqrt(length)``.
+
+Augmentations draw from Python's ``random``, numpy's legacy global generator and torch's CPU generator. All three are
+seeded before each sample (or, for datasets that fetch many at once, before each micro-batch; for streams, before each
+global batch). So a sample is augmented in the same way on any number of ranks and worker processes, and after a
+resume. A generator that a dataset makes for itself is its own affair. Nothing is restored afterwards: that costs more
+than seeding, and training seeds the streams it uses by itself before each micro-batch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from phalanx.errors import Problem, SpecError
 
@@ -28,17 +36,11 @@ _BLOCK = 8192  # ids that walk() computes at once: a pause of 0.2 ms, and a few 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalBatchSampler:
-    """The sample ids of every global batch of a run over map-style data.
+    """The sample ids of every global batch of a run over map-style data of so many samples.
 
-    Each epoch is a permutation of all samples, keyed by (seed, epoch), cut into global batches in order. Any step is
-    computed by itself, in memory and time that do not depend on the length of the data or on the step.
-
-    Attributes:
-        length: samples in the data.
-        batch: samples in a global batch.
-        seed: of the order.
-        shuffle: whether epochs are permuted; if not, each is 0..length-1.
-        drop_last: whether the last, partial batch of each epoch is left out.
+    Each epoch is a permutation of all samples, keyed by (seed, epoch), or 0..length-1 without ``shuffle``, cut into
+    global batches in order; ``drop_last`` leaves a partial one out. Any step is computed by itself, in memory and time
+    that do not depend on the length of the data or on the step.
 
     Raises:
         SpecError: if there is no sample, or if ``drop_last`` would drop all of them.
@@ -51,8 +53,7 @@ class GlobalBatchSampler:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        problems = _problems(self)
-        if problems:
+        if problems := _problems(self):
             raise SpecError(problems)
 
     @property
@@ -66,8 +67,7 @@ class GlobalBatchSampler:
 
     def samples(self, step: int) -> int:
         """Samples in the global batch of ``step``: ``batch``, or fewer in the last of an epoch."""
-        first = step % self.steps_per_epoch * self.batch
-        return min(self.batch, self.length - first)
+        return min(self.batch, self.length - step % self.steps_per_epoch * self.batch)
 
     def ids(self, step: int) -> np.ndarray:
         """The sample ids, int64, of the whole global batch of optimizer step ``step`` (0-based over the run).
@@ -100,27 +100,15 @@ class GlobalBatchSampler:
 def _problems(sampler: GlobalBatchSampler) -> list[Problem]:
     found: list[Problem] = []
     if sampler.batch < 1:
-        found.append(
-            Problem(where="job.batch", given=str(sampler.batch), allowed="1 sample or more a step", fix="batch=32")
-        )
+        given, allowed = str(sampler.batch), "1 sample or more a step"
+        found.append(Problem(where="job.batch", given=given, allowed=allowed, fix="batch=32"))
     if not 1 <= sampler.length <= LARGEST:
-        found.append(
-            Problem(
-                where="job.data",
-                given=f"data of {sampler.length} samples",
-                allowed="1 sample or more",
-                fix="data=lambda: dataset    # with len(dataset) >= 1",
-            )
-        )
+        given, fix = f"data of {sampler.length} samples", "data=lambda: dataset    # with len(dataset) >= 1"
+        found.append(Problem(where="job.data", given=given, allowed="1 sample or more", fix=fix))
     elif sampler.drop_last and sampler.length < sampler.batch:
-        found.append(
-            Problem(
-                where="job.drop_last",
-                given=f"drop_last=True with {sampler.length} samples and batch={sampler.batch}: nothing would be left",
-                allowed="a batch no larger than the data, or drop_last=False",
-                fix=f"batch={sampler.length}",
-            )
-        )
+        given = f"drop_last=True with {sampler.length} samples and batch={sampler.batch}: nothing would be left"
+        allowed = "a batch no larger than the data, or drop_last=False"
+        found.append(Problem(where="job.drop_last", given=given, allowed=allowed, fix=f"batch={sampler.length}"))
     return found
 
 
@@ -135,9 +123,7 @@ class _Words:
     """Unsigned words of one size and the hash made of them: multiply, fold, multiply, keep the high bits.
 
     Attributes:
-        dtype: numpy's unsigned type.
-        first: odd multiplier before folding.
-        second: odd multiplier after it.
+        first, second: odd multipliers before and after folding.
         fold: bits shifted by in folding.
         low: low bits thrown away.
         high: bits kept; a side of the rectangle is at most 2**(all bits - high).
@@ -159,14 +145,9 @@ _LARGEST_32 = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Permutation:
-    """A pseudo-random permutation of 0..length-1, fixed by its keys. Make one with ``Permutation.keyed``.
+    """A pseudo-random permutation of 0..length-1, fixed by its keys, one a round. Make one with ``Permutation.keyed``.
 
-    Attributes:
-        length: how many numbers are permuted, 1 to 2**62.
-        rows: first side of the rectangle.
-        columns: second side; ``rows * columns >= length``.
-        keys: one word a round.
-        words: the arithmetic.
+    ``rows`` and ``columns`` are the sides of the rectangle: ``rows * columns >= length``.
     """
 
     length: int
@@ -222,3 +203,33 @@ class Permutation:
         side += mixed
         # side is below twice the modulus, and where it is below the modulus the difference wraps to a huge number.
         np.minimum(side, side - below, out=side)
+
+
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSeeds:
+    """The seeds of all samples in one epoch; ``base`` are 64 bits that stand for (seed, epoch)."""
+
+    epoch: int
+    base: int
+
+    @classmethod
+    def of(cls, seed: int, epoch: int) -> EpochSeeds:
+        digest = hashlib.blake2b(repr((seed, epoch)).encode(), digest_size=8, person=b"phalanx.sample").digest()
+        return cls(epoch, int.from_bytes(digest, "little"))
+
+    def seed(self, sample: int) -> int:
+        """The 64-bit seed of ``sample`` (splitmix64)."""
+        mixed = (self.base + (sample + 1) * 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        return mixed ^ (mixed >> 31)
+
+    def plant(self, sample: int) -> None:
+        """Seeds Python's, numpy's and torch's CPU stream for ``sample``; about 10 µs."""
+        seed = self.seed(sample)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(seed)

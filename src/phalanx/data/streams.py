@@ -18,26 +18,21 @@ A dataset may offer:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import default_collate
 
-from phalanx.data.batch_split import BatchSplitter, Cuts
-from phalanx.data.sample_seeds import EpochSeeds
+from phalanx.data.batch_split import BatchSplitter
+from phalanx.data.sampler import EpochSeeds
 from phalanx.errors import DataError
 
 
 class StreamStep(NamedTuple):
-    """The collated micro-batches of one step, for the parts held here. A tuple, because torch can pin that.
+    """The collated micro-batches of one step, part after part. A tuple, because torch can pin that.
 
-    Attributes:
-        step: optimizer step.
-        epoch: pass over the stream.
-        position: of the first sample of the global batch, in the pass.
-        samples: in the global batch.
-        batches: one a micro-batch, part after part.
+    Its global batch has ``samples``, and begins at ``position`` of the pass.
     """
 
     step: int
@@ -52,15 +47,9 @@ class StreamReader:
     """Reads a stream as global batches and collates this process's share.
 
     Attributes:
-        dataset: the stream.
-        batch: samples in a global batch.
         splitter: which samples are for the parts held here, in which micro-batches.
-        seed: of the random streams.
-        drop_last: whether the partial last batch of a pass is dropped.
-        collate: joins samples.
         first_step: where the run starts or goes on.
         total_steps: where it ends; passes follow one another until then. ``None``: after ``epochs`` passes.
-        epochs: passes over the stream, where ``total_steps`` is ``None``.
     """
 
     dataset: Any
@@ -72,30 +61,30 @@ class StreamReader:
     first_step: int
     total_steps: int | None
     epochs: int | None
-
-    def cuts(self, step: int, samples: int) -> Cuts:
-        """The micro-batches of ``step``, whose global batch has ``samples``."""
-        return self.splitter.cuts(step, samples)
+    _spread: list[Any] = field(default_factory=list[Any])
 
     def groups(self, worker: int = 0, workers: int = 1) -> Iterator[StreamStep]:
         """Steps ``first_step + worker``, and every ``workers``-th after it."""
         for step, epoch, position, samples in self._global_batches():
             if step >= self.first_step and (step - self.first_step) % workers == worker:
-                pieces = [piece for part in self.cuts(step, len(samples)) for piece in part]
+                pieces = [piece for part in self.splitter.cuts(step, len(samples)) for piece in part]
                 batches = self._collated(epoch, position, samples, pieces)
                 yield StreamStep(step, epoch, position, len(samples), batches)
 
-    def first(self, count: int) -> Any:
+    def example(self, count: int) -> Any:
         """The first ``count`` samples of the first pass, collated."""
-        return self.collated(next(self._pass(0, 0), [])[:count])
+        return (self.collate or default_collate)(next(self._pass(0, 0), [])[:count])
 
-    def samples(self) -> Iterator[Any]:
-        """The samples of the first pass."""
-        return chain.from_iterable(self._pass(0, 0))
+    def spread(self, count: int) -> Iterator[int]:
+        """The places of the first ``count`` samples of the first pass, each once it has been read."""
+        self._spread.clear()
+        for place, sample in enumerate(islice(chain.from_iterable(self._pass(0, 0)), count)):
+            self._spread.append(sample)
+            yield place
 
-    def collated(self, samples: list[Any]) -> Any:
-        """These samples, collated."""
-        return (self.collate or default_collate)(samples)
+    def collated(self, places: Sequence[int]) -> Any:
+        """Those samples that ``spread`` has read, collated."""
+        return (self.collate or default_collate)([self._spread[place] for place in places])
 
     def _collated(self, epoch: int, position: int, samples: list[Any], pieces: Sequence[tuple[int, int]]) -> list[Any]:
         if self.collate is None:

@@ -23,8 +23,7 @@ class Table(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, **columns: torch.Tensor | np.ndarray) -> None:
-        problems = _problems(columns)
-        if problems:
+        if problems := _problems(columns):
             raise SpecError(problems)
         self.columns = {name: torch.as_tensor(column) for name, column in columns.items()}
         self._columns = tuple(self.columns.items())
@@ -48,20 +47,15 @@ class Table(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def _problems(columns: dict[str, Any]) -> list[Problem]:
-    fix = "Table(image=images, label=labels)"
+    example = "Table(image=images, label=labels)"
     if not columns:
-        return [Problem(where="Table", given="no column", allowed="one column or more", fix=fix)]
-    found = [
-        Problem(
-            where=f"Table.{name}",
-            given=type(column).__name__,
-            allowed="a tensor or array with one row a sample",
-            fix=f"{name}=torch.tensor({name})",
-        )
-        for name, column in columns.items()
-        if not isinstance(column, torch.Tensor | np.ndarray) or column.ndim == 0
-    ]
+        return [Problem(where="Table", given="no column", allowed="one column or more", fix=example)]
+    found: list[Problem] = []
+    for name, column in columns.items():
+        if not isinstance(column, torch.Tensor | np.ndarray) or column.ndim == 0:
+            fix, allowed = f"{name}=torch.tensor({name})", "a tensor or array with one row a sample"
+            found.append(Problem(where=f"Table.{name}", given=type(column).__name__, allowed=allowed, fix=fix))
     if not found and len({len(column) for column in columns.values()}) > 1:
         lengths = ", ".join(f"{name} has {len(column)}" for name, column in columns.items())
-        found.append(Problem(where="Table", given=lengths, allowed="columns of one length", fix=fix))
+        found.append(Problem(where="Table", given=lengths, allowed="columns of one length", fix=example))
     return found

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -25,8 +25,6 @@ from phalanx.data.streams import StreamReader, StreamStep
 from phalanx.errors import DataError
 
 _PR_SET_PDEATHSIG = 1
-_AHEAD = 2
-"""Items that a process loads ahead unless told otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,23 +52,21 @@ class LoaderWorkers:
     def _pins(self) -> bool:
         return self.pin_memory and torch.accelerator.is_available()
 
-    @contextmanager
-    def indexed(self, fetcher: Fetcher, requests: Iterator[tuple[int, np.ndarray]]) -> Iterator[Iterator[Any]]:
+    def indexed(
+        self, fetcher: Fetcher, requests: Iterator[tuple[int, np.ndarray]]
+    ) -> AbstractContextManager[Iterator[Any]]:
         """The batches asked for, in the order they were asked for; the processes live as long as the block."""
-        with self._loaded(_Answers(fetcher), sampler=requests) as results:
-            yield results
+        return self._loaded(_Answers(fetcher), sampler=requests)
 
-    @contextmanager
-    def stream(self, reader: StreamReader) -> Iterator[Iterator[StreamStep]]:
+    def stream(self, reader: StreamReader) -> AbstractContextManager[Iterator[StreamStep]]:
         """The groups of the stream in order; the processes live as long as the block."""
-        with self._loaded(_Groups(reader)) as results:
-            yield results
+        return self._loaded(_Groups(reader))
 
     @contextmanager
     def _loaded(self, dataset: Dataset[Any], **options: Any) -> Iterator[Iterator[Any]]:
         if self.count:
             options |= {
-                "prefetch_factor": self.prefetch or _AHEAD,
+                "prefetch_factor": self.prefetch or 2,
                 "worker_init_fn": partial(_die_with_parent, os.getpid()),
                 # A job's collate is often a lambda, which only fork can hand over.
                 "multiprocessing_context": "fork" if sys.platform == "linux" else None,
@@ -79,7 +75,7 @@ class LoaderWorkers:
             DataLoader(
                 dataset,
                 batch_size=None,
-                collate_fn=_as_it_is,
+                collate_fn=_identity,
                 num_workers=self.count,
                 pin_memory=self._pins,
                 # Its own generator: DataLoader would draw from the training process's otherwise.
@@ -130,7 +126,7 @@ def _hide_worker_info() -> None:
         raise DataError("this torch does not let a worker read a whole stream\n    try: workers=0")
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 

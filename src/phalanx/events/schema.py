@@ -8,6 +8,8 @@ from __future__ import annotations
 
 SCHEMA_VERSION = "1.5"
 
+_INT_OR_NULL, _FLOAT_OR_NULL = (int, type(None)), (float, type(None))
+
 # event → field → (type, meaning). A field whose type is a union with None may be null, never absent.
 SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
     "start": {
@@ -21,12 +23,9 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "world_size": (int, "processes"),
         "device": (str, "kind of device: cpu or cuda"),
         "batch": (int, "samples in one optimizer step"),
-        "samples": ((int, type(None)), "samples in the data; null for a stream; since 1.1"),
+        "samples": (_INT_OR_NULL, "samples in the data; null for a stream; since 1.1"),
         "drop_last": (bool, "whether the last, partial batch of an epoch is dropped; since 1.1"),
-        "total_steps": (
-            (int, type(None)),
-            "optimizer steps of the whole run; null where a stream's length is not known",
-        ),
+        "total_steps": (_INT_OR_NULL, "optimizer steps of the whole run; null where a stream's length is not known"),
         "first_step": (int, "the step this run begins with; above 0 after a resume"),
         "parameters": (int, "elements of all parameters"),
         "notes": (list, "what this plan does not keep of one device's result, in words"),
@@ -46,15 +45,12 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
     "step": {
         "step": (int, "optimizer step, 0 is the first"),
         "epoch": (int, "pass over the data, 0 is the first"),
-        "loss": ((float, type(None)), "sum over the global batch divided by its count; null where it is not finite"),
+        "loss": (_FLOAT_OR_NULL, "sum over the global batch divided by its count; null where it is not finite"),
         "count": (float, "what the loss was divided by: tokens or samples"),
         "samples": (int, "samples in this global batch"),
         "seconds": (float, "wall time since the step before"),
         "lr": (float, "learning rate of the first parameter group"),
-        "grad_norm": (
-            (float, type(None)),
-            "global L2 norm before clipping; null where it was not needed or is not finite",
-        ),
+        "grad_norm": (_FLOAT_OR_NULL, "global L2 norm before clipping; null where it was not needed or is not finite"),
         "skipped": (bool, "whether fp16 loss scaling skipped the update"),
     },
     "shares": {
@@ -64,10 +60,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
     },
     "evaluate": {
         "step": (int, "optimizer steps taken so far"),
-        "loss": (
-            (float, type(None)),
-            "sum over the evaluation data divided by its count; null where it is not finite",
-        ),
+        "loss": (_FLOAT_OR_NULL, "sum over the evaluation data divided by its count; null where it is not finite"),
         "samples": (int, "samples evaluated, each once"),
         "metrics": (dict, "name → value, null where it is not finite"),
         "seconds": (float, "wall time"),
@@ -96,7 +89,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "bytes": (int, "that rank 0 sent; of a ring, what a rank sends to the next"),
         "whole": (int, "bytes that those would have been without `compress`"),
         "loss": (
-            (float, type(None)),
+            _FLOAT_OR_NULL,
             "mean over all replicas since the last averaging; null where nothing was counted since, or not finite",
         ),
     },
@@ -150,7 +143,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
     },
     "error": {
         "rank": (int, "first failing rank"),
-        "step": ((int, type(None)), "the step it was in"),
+        "step": (_INT_OR_NULL, "the step it was in"),
         "kind": (str, "class of the exception, or the signal"),
         "message": (str, "its text"),
     },
@@ -158,7 +151,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "step": (int, "optimizer steps taken"),
         "samples": (int, "samples trained on by this run"),
         "seconds": (float, "wall time from the first step to the last"),
-        "loss": ((float, type(None)), "loss of the last step; null where there was none or it is not finite"),
+        "loss": (_FLOAT_OR_NULL, "loss of the last step; null where there was none or it is not finite"),
     },
 }
 

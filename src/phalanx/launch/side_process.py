@@ -29,7 +29,7 @@ from phalanx.launch.forked_worker import die_with, renew_autograd
 from phalanx.launch.reaper import fork, kill_group
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready_to_look
 from phalanx.train.assembly import Findings
-from phalanx.train.rehearsal import Look, ahead
+from phalanx.train.look_ahead import look
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -127,8 +127,8 @@ def take_spare_time() -> None:
         Path("/proc/self/autogroup").write_text(str(_SPARE))
 
 
-Afterwards = Callable[[Look, Send], None]
-"""What the process that has looked does then: given its look, it sends messages."""
+Afterwards = Callable[[Findings, Send], None]
+"""What the process that has looked does then: given what it found, it sends messages."""
 
 _REFUSED_IN_FIRST_STEP = (LossError, GradientError, DataError)
 _PATIENCE = (
@@ -195,12 +195,12 @@ def _findings(answer: dict[str, Any]) -> Findings:
 def _look(job: Job, plan: Plan | None, afterwards: Afterwards | None, send: Send) -> None:
     """Look where there is a ``plan`` to look at the job under, and go on."""
     leave_compiler_out()
-    look = Look()
+    found = Findings()
     if plan is not None:
         answer: dict[str, Any] = {}
         try:
-            look = ahead(job, plan)
-            answer = asdict(look.findings)
+            found = look(job, plan)
+            answer = found.to_dict()
         except SpecError as error:
             answer = {"kind": type(error).__name__, "problems": [asdict(problem) for problem in error.problems]}
         except _REFUSED_IN_FIRST_STEP as error:
@@ -209,4 +209,4 @@ def _look(job: Job, plan: Plan | None, afterwards: Afterwards | None, send: Send
             answer = {}
         send({"look": answer})
     if afterwards:
-        afterwards(look, send)
+        afterwards(found, send)

@@ -82,7 +82,7 @@ class Rows(Replicas):
 
         everyone = mesh.group("fsdp", *COPIES)
         apart = dict.fromkeys(dealt.slices, mesh.group(*EXPERT_COPIES))
-        self._partition = Partition(module, mesh.sharding(device, "fsdp", ()), mesh.group(*COPIES), everyone, apart)
+        self._partition = Partition(module, mesh.sharding(device, ()), mesh.group(*COPIES), everyone, apart)
         self.parameters = self._partition.shards
         # The stages of a pipeline run backward at different times, and some in two halves, which hooks do not see.
         when = "end" if mesh.plan.pp > 1 else "each" if mesh.plan.zero == 2 else "last"
@@ -117,8 +117,8 @@ class Sharded(Replicas):
 
         plan = mesh.plan
         for name in dealt.modules if plan.ep > 1 else ():
-            apply(module.get_submodule(name), device, plan, mesh.sharding(device, "fsdp", EXPERT_COPIES), values)
-        apply(module, device, plan, mesh.sharding(device, "fsdp", COPIES), values)
+            apply(module.get_submodule(name), device, plan, mesh.sharding(device, EXPERT_COPIES), values)
+        apply(module, device, plan, mesh.sharding(device, COPIES), values)
         # Reads parameters as they are, which from now on the model's own code may see as wholes of their slices.
         module._get_fsdp_state()._lazy_init()  # pyright: ignore
         self.parameters = trainable(module)

@@ -18,7 +18,8 @@ from phalanx.hardware.probe import cpu_group
 from phalanx.launch.forked_worker import threads_each
 from phalanx.launch.side_process import Send, SideProcess, take_spare_time
 from phalanx.parallel import device_kind
-from phalanx.train.rehearsal import Look, size_of
+from phalanx.train.assembly import Findings
+from phalanx.train.build_model import size_of
 
 PATIENCE = 20.0
 """Seconds that planning may take."""
@@ -105,16 +106,16 @@ _GPU = 4 * 2**30  # bytes that any CUDA device in use for training has
 _STATE = 16.0  # bytes of a parameter, its gradient and Adam's state in fp32
 
 
-def answer(job: Job, plan: Plan, threads: int | None, look: Look, send: Send) -> None:
+def answer(job: Job, plan: Plan, threads: int | None, found: Findings, send: Send) -> None:
     """Tell ``light`` where the run may begin while this goes on in spare time, then the forecast or why there is none.
 
-    The forecast is of the model that ``look`` has left, where it has left one.
+    The forecast is of the model that the look has left, where it has left one.
     """
     try:
-        if _light(look.size or size_of(job), plan):
+        if _light(found.size or size_of(job), plan):
             send({"light": True})
             take_spare_time()
-        send(forecast_of(job, plan, threads, look.module))
+        send(forecast_of(job, plan, threads, found.module))
     except Exception as error:  # a job of any make: a run never fails for want of a forecast
         send({"missing": one_line(error)})
 

@@ -18,7 +18,8 @@ from phalanx.placement.schedules import Action, Timed, order, timed, work
 from phalanx.report.comparison import LATE, stored
 from phalanx.report.drawing import Timeline, samples_of
 from phalanx.report.summary import RunSummary, events_of, summary_of
-from phalanx.train.rehearsal import preview, without_values
+from phalanx.train.build_model import without_values
+from phalanx.train.look_ahead import preview
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,16 +111,16 @@ def of_job(job: Job, plan: Plan) -> Shown:
     Raises:
         RefusedError: if the plan cannot serve the job.
     """
-    found = preview(without_values(job), plan)
+    survey, found = preview(without_values(job), plan)
     causes = look_ahead(job, plan).causes
     return Shown(
         name=job.name,
         plan=plan,
         batch=job.batch,
         device=device_kind(plan),
-        survey=found.survey,
-        planned=planned(plan, job.batch, found.survey),
-        notes=(*found.notes, *causes),
+        survey=survey,
+        planned=planned(plan, job.batch, survey),
+        notes=(*found, *causes),
     )
 
 
@@ -136,7 +137,7 @@ def of_run(folder: Path, load: Callable[[], Job], foretell: Callable[[Job, Plan]
     foretold: dict[str, Any] | None = None
     try:
         job = replace(load(), batch=batch)
-        survey = preview(without_values(job), plan).survey
+        survey, _ = preview(without_values(job), plan)
         if (stored(folder) or {}).get("missing") == LATE:
             foretold = foretell(job, plan)
     except PhalanxError as error:

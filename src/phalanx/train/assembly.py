@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -18,7 +16,7 @@ from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, check, device_kind, notes
 from phalanx.parallel.buffer_sync import buffers_kept
 from phalanx.parallel.compression import optimizer_problems
-from phalanx.parallel.rng_streams import stream
+from phalanx.train.build_model import begun, build_model, give_needed_values
 from phalanx.train.consistency import same_initial_values, same_length
 from phalanx.train.elementwise import Parameters, note_slices, refuse_rows, refuse_slices
 from phalanx.train.inputs import Inputs
@@ -26,7 +24,6 @@ from phalanx.train.lr_schedule import scheduler_notes, scheduler_problems
 from phalanx.train.refusals import closure_problems, model_problems, server_problems
 from phalanx.train.step import Step, StepPlan
 from phalanx.train.uneven_shares import Sharing
-from phalanx.units import show_bytes
 
 if TYPE_CHECKING:  # loaded by plans that have some
     from phalanx.parallel.split_facts import Facts
@@ -37,11 +34,6 @@ class Assembly:
     """A job laid out on this worker.
 
     Attributes:
-        step: takes one optimizer step.
-        loader: gives this worker's part of every global batch.
-        layout: the model as the plan lays it out.
-        optimizer: as the job built it, over ``layout.parameters``.
-        device: kind of device.
         notes: what this plan does not keep of one device's result.
         advice: what the plan wastes or leaves unread.
         parameters: elements of the whole model's.
@@ -65,16 +57,24 @@ class Assembly:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """What was found of a job under a plan before any process started.
+    """What a look at a job under a plan found before any process of its run started.
 
     Attributes:
         causes: why it differs from one device, one sentence each.
         facts: of its model, as JSON, for the processes that run it; ``None`` where nothing was looked for. Where there
             are some, its optimizer has been tried, too.
+        module: the model as the job makes it, in the process that looked; ``None`` where the look has changed it.
+        size: elements of the model's parameters, where that process knows.
     """
 
     causes: tuple[str, ...] = ()
     facts: dict[str, Any] | None = None
+    module: nn.Module | None = None
+    size: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What other processes are told, as JSON."""
+        return {"causes": self.causes, "facts": self.facts}
 
 
 def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> None:
@@ -87,15 +87,10 @@ def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> No
     """
     problems = check(job, plan, here)
     if world_size not in (plan.world_size, plan.processes):
+        given, fix = f"{plan} for {world_size} workers", f"dp={world_size}" if world_size > 1 else "single"
         beside = f", and {plan.server} servers beside them" if plan.server else ""
-        problems.append(
-            Problem(
-                where="plan",
-                given=f"{plan} for {world_size} workers",
-                allowed=f"a mesh that multiplies to the workers: pp × dp × fsdp × ep × cp × tp = {world_size}{beside}",
-                fix=f"dp={world_size}" if world_size > 1 else "single",
-            )
-        )
+        allowed = f"a mesh that multiplies to the workers: pp × dp × fsdp × ep × cp × tp = {world_size}{beside}"
+        problems.append(Problem(where="plan", given=given, allowed=allowed, fix=fix))
     if plan.server and not problems:
         problems += server_problems(job, plan)
     if problems:
@@ -133,11 +128,12 @@ def build(
     facts = _known(findings, module, own)
     with buffers_kept(module):
         layout = assemble(module, job, own, there, lambda: _look_with(job, module, loader, facts, found))
-    optimizer = _optimizer(job, layout, own, tried=facts is not None)
+    if facts is None:
+        refuse_slices(job, layout.holdings, own)
+    optimizer = build_optimizer(job, layout)
     refuse_rows(job, optimizer, layout.holdings, own)
-    resumes = first_step > 0
     problems = optimizer_problems(optimizer, plan)
-    problems += scheduler_problems(job, plan, optimizer, lr_scale=lr_scale, resumes=resumes)
+    problems += scheduler_problems(job, plan, optimizer, lr_scale=lr_scale, resumes=first_step > 0)
     if problems:
         raise RefusedError(problems)
     found += scheduler_notes(optimizer)
@@ -163,19 +159,10 @@ def build(
     )
 
 
-def _optimizer(job: Job, layout: Layout, plan: Plan, *, tried: bool) -> torch.optim.Optimizer:
-    if not tried:
-        refuse_slices(job, layout.holdings, plan)
-    return build_optimizer(job, layout)
-
-
 def _servers_step(plan: Plan) -> Problem:
-    return Problem(
-        where="plan.server",
-        given=f"{plan} for a loop of one's own",
-        allowed="phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt",
-        fix=f"dp={plan.dp}",
-    )
+    given = f"{plan} for a loop of one's own"
+    allowed = "phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt"
+    return Problem(where="plan.server", given=given, allowed=allowed, fix=f"dp={plan.dp}")
 
 
 def _module(job: Job, plan: Plan) -> tuple[nn.Module, list[str]]:
@@ -193,7 +180,6 @@ def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
 
 
 def _known(findings: Findings | None, module: nn.Module, plan: Plan) -> Facts | None:
-    """The facts that are of ``module`` under ``plan``."""
     if not findings or not findings.facts:
         return None
     from phalanx.parallel.split_facts import Facts
@@ -208,100 +194,11 @@ def _look_with(job: Job, module: nn.Module, loader: Loader, facts: Facts | None,
     return example
 
 
-def give_needed_values(module: nn.Module, example: Example) -> list[str]:
-    """Give ``module`` its values now if it cannot be looked at without; a note of it where it has come to that."""
-    from phalanx.parallel.deferred_init import fill, followed, recipes
-
-    known = recipes(module)
-    why = followed(module, example) if known else ""
-    if not why:
-        return []
-    fill(module, known)
-    return [_WHOLE.format(why)]
-
-
-def begun(job: Job) -> tuple[nn.Module, list[str]]:
-    """The model without the values of its large parameters, and a note where it comes with them all the same."""
-    from phalanx.parallel.deferred_init import UnrecordedError, loaded, recorded
-
-    try:
-        module = build_model(job, recorded)
-    except UnrecordedError as error:
-        return build_model(job), [_WHOLE.format(error)]
-    there = loaded(module)
-    if 2 * there > sum(tensor.numel() * tensor.itemsize for tensor in module.parameters()):
-        return module, [_WHOLE.format(f"job.model gives {show_bytes(there)} of values that it has read or computed")]
-    return module, []
-
-
-_WHOLE = "the model could not be built piece by piece: {}; every process held it whole at the start."
-
-
-def build_model(job: Job, making: Callable[[Callable[[], Any]], Any] = lambda make: make()) -> nn.Module:
-    """The model with one device's initial values: the same seeds on every rank, whatever ran before.
-
-    Seeded are torch, numpy's global generator and ``random``. A model that comes in evaluation mode (as loaded ones
-    do) is put in training mode; in one that comes in training mode, parts kept out of it stay so. ``making`` calls the
-    job's function.
-    """
-    if isinstance(job.model, nn.Module):
-        name = type(job.model).__name__
-        given, allowed = f"a model, a {name}", "a function that builds it when called: each process builds its own"
-        raise SpecError([Problem(where="job.model", given=given, allowed=allowed, fix=f"model=lambda: {name}(...)")])
-    seed = stream(job.seed, 0)
-    torch.manual_seed(seed)
-    np.random.seed(seed & 0xFFFF_FFFF)
-    random.seed(seed)
-    module = making(job.model)
-    if problem := _model_problem(module):
-        raise SpecError([problem])
-    if not module.training:
-        module.train()
-    return module
-
-
-def _model_problem(module: Any) -> Problem | None:
-    def wrong(given: str, allowed: str, fix: str = "model=lambda: Net()") -> Problem:
-        return Problem(where="job.model", given=given, allowed=allowed, fix=fix)
-
-    if not isinstance(module, nn.Module):
-        return wrong(f"a function that gives {type(module).__name__}", "a function that gives a torch.nn.Module")
-    wrapped = next((one for one in module.modules() if _wraps(one)), None)
-    if wrapped is not None:
-        return wrong(
-            f"a model in {type(wrapped).__name__}",
-            "the model by itself: the plan says how it is spread over devices, and wraps it",
-        )
-    halves = sorted({str(one.dtype) for one in module.parameters() if one.requires_grad and one.itemsize < 4})
-    if halves:
-        half = " and ".join(name.removeprefix("torch.") for name in halves)
-        return wrong(
-            f"a model with trainable parameters in {half}: steps smaller than 1/256 of a value would be rounded away",
-            "trainable parameters in float32 (frozen ones in any); the plan's precision says what is computed in",
-            "model=lambda: Net().float(), and precision=bf16 in the plan",
-        )
-    if not any(tensor.requires_grad for tensor in module.parameters()):
-        return wrong(
-            "a model without trainable parameters",
-            "a model with at least one parameter that requires a gradient",
-            "for p in model.parameters(): p.requires_grad_(True)",
-        )
-    return None
-
-
-def _wraps(module: nn.Module) -> bool:
-    kind = type(module)
-    return kind.__module__.startswith("torch.") and kind.__name__ in _WRAPPERS
-
-
-_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
-
-
 def build_optimizer(job: Job, layout: Layout) -> torch.optim.Optimizer:
     """The job's optimizer, which must hold exactly the parameters it was given."""
     note_slices(layout.holdings)
     # A stage of frozen parameters alone has none to step, and no optimizer is built over nothing.
-    optimizer = optimizer_over(job, layout.parameters or {_STAND_IN: nn.Parameter(torch.empty(0))})
+    optimizer = optimizer_over(job, layout.parameters or {"nothing_to_step": nn.Parameter(torch.empty(0))})
     if not layout.parameters:
         for group in optimizer.param_groups:
             group["params"] = []
@@ -318,16 +215,10 @@ def optimizer_over(job: Job, parameters: Mapping[str, torch.Tensor]) -> torch.op
     given = Parameters(parameters)
     optimizer: Any = job.optimizer(given)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise SpecError(
-            [
-                Problem(
-                    where="job.optimizer",
-                    given=f"a function that gives {type(optimizer).__name__}",
-                    allowed="a function that gives a torch.optim.Optimizer",
-                    fix="optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)",
-                )
-            ]
-        )
+        given = f"a function that gives {type(optimizer).__name__}"
+        allowed = "a function that gives a torch.optim.Optimizer"
+        fix = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
+        raise SpecError([Problem(where="job.optimizer", given=given, allowed=allowed, fix=fix)])
     held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     known = {id(tensor) for tensor in given}
     missing = [name for name, tensor in given.named() if id(tensor) not in held]
@@ -345,10 +236,6 @@ def optimizer_over(job: Job, parameters: Mapping[str, torch.Tensor]) -> torch.op
     return optimizer
 
 
-_STAND_IN = "nothing_to_step"
-"""Name of the empty parameter that an optimizer is built over on a rank that steps none."""
-
-
 def _total_steps(job: Job, loader: Loader) -> int:
     """The step at which a decay that states none of its own ends.
 
@@ -359,14 +246,8 @@ def _total_steps(job: Job, loader: Loader) -> int:
     if loader.total_steps is not None:
         return loader.total_steps
     if schedule.total_steps is None and schedule.decay in ("linear", "cosine"):
-        raise SpecError(
-            [
-                Problem(
-                    where="job.schedule",
-                    given=f"decay={schedule.decay!r} without total_steps, over a stream whose length nobody knows",
-                    allowed="total_steps given in the schedule, or job.steps in place of job.epochs",
-                    fix=f"schedule=px.Schedule(decay={schedule.decay!r}, total_steps=1000)",
-                )
-            ]
-        )
+        given = f"decay={schedule.decay!r} without total_steps, over a stream whose length nobody knows"
+        allowed = "total_steps given in the schedule, or job.steps in place of job.epochs"
+        fix = f"schedule=px.Schedule(decay={schedule.decay!r}, total_steps=1000)"
+        raise SpecError([Problem(where="job.schedule", given=given, allowed=allowed, fix=fix)])
     return schedule.total_steps or 1  # where it is 1, the schedule does not ask

@@ -24,21 +24,11 @@ def linear_scaling(lr: float, *, batch: int, base_batch: int) -> float:
     return lr * _ratio(lr, batch, base_batch)
 
 
-def sqrt_scaling(lr: float, *, batch: int, base_batch: int) -> float:
-    """The learning rate for ``batch``, where ``lr`` is right for ``base_batch``: by the square root of the ratio.
-
-    The rule that You et al. 2020 (section 4.1) use with LAMB, and the usual one with Adam; also with warm-up.
-
-    Raises:
-        SpecError: a batch below 1, or a learning rate that is no number above 0.
-    """
-    return lr * math.sqrt(_ratio(lr, batch, base_batch))
-
-
 def scaling_offer(job_batch: int, given_batch: int) -> str | None:
     """What to tell a user who gave another batch than the job's own; ``None`` where it is the same.
 
-    The text offers, and never applies: it says that the learning rate stays, and which line changes it.
+    The text offers, and never applies: it says that the learning rate stays, and which line changes it. The rule by the
+    square root is that of You et al. 2020 (section 4.1) with LAMB, and the usual one with Adam.
 
     Raises:
         SpecError: a batch below 1.
@@ -60,10 +50,9 @@ def scaling_offer(job_batch: int, given_batch: int) -> str | None:
 
 
 def _ratio(lr: float, batch: int, base_batch: int) -> float:
+    allowed = "samples in one step: a whole number, 1 or more"
     problems = [
-        Problem(
-            where=name, given=repr(value), allowed="samples in one step: a whole number, 1 or more", fix=f"{name}=256"
-        )
+        Problem(where=name, given=repr(value), allowed=allowed, fix=f"{name}=256")
         for name, value in (("batch", batch), ("base_batch", base_batch))
         if not isinstance(value, int) or isinstance(value, bool) or value < 1
     ]

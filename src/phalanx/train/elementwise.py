@@ -45,8 +45,7 @@ def slice_problems(job: Job, plan: Plan, parameters: Values) -> list[Problem]:
     optimizer = _made(job, small(parameters))
     if getattr(optimizer, "adds_up_over_slices", False):
         return []
-    why = _not_elementwise(job, parameters)
-    if not why:
+    if not (why := _not_elementwise(job, parameters)):
         return []
     return [_problem(job, plan, parameters, f"it {why}", f"under tp and ep, {_GOOD}")]
 
@@ -127,20 +126,17 @@ def rows_problem(
             if _apart(whole, {name: found[name].full_tensor().cpu() for name in whole}, start) > limit:  # pyright: ignore
                 why = "steps rows on several ranks otherwise than a whole parameter"
         except Exception as error:  # a step of any make, on tensors that it may not have been written for
-            why, more = (
-                f"fails on rows of DTensors, which is what ranks of fsdp hold ({type(error).__name__})",
-                _line(error),
-            )
+            why = f"fails on rows of DTensors, which is what ranks of fsdp hold ({type(error).__name__})"
+            more = f": {_line(error)}" if _line(error) else ""
     if not why:
         return None
     allowed = f"under fsdp, {_GOOD}, and others that are written for DTensors"
-    return _problem(job, plan, parameters, f"it {why}{': ' if more else ''}{more}", allowed)
+    return _problem(job, plan, parameters, f"it {why}{more}", allowed)
 
 
 def half_steps(job: Job, parameters: Values) -> str:
     """A note where the job's optimizer computes in half precision within its step; empty where it does not."""
-    found = half_within(job, parameters)
-    if not found:
+    if not (found := half_within(job, parameters)):
         return ""
     name = type(_made(job, small(parameters))).__name__
     return (
@@ -163,8 +159,6 @@ def half_within(job: Job, parameters: Values) -> str:
 
 
 class _Dtypes(TorchFunctionMode):
-    """Notes the types of all that is computed."""
-
     def __init__(self, seen: set[torch.dtype]) -> None:
         super().__init__()
         self._seen = seen
@@ -208,8 +202,7 @@ def _apart(expected: Values, found: Values, start: Values) -> float:
     """The largest difference of a parameter, relative to how far it moved."""
     away = 0.0
     for name, one in expected.items():
-        way = float((one - start[name]).norm())
-        if way:
+        if way := float((one - start[name]).norm()):
             away = max(away, float((found[name] - one).norm()) / way)
     return away
 
@@ -225,14 +218,8 @@ def _made(job: Job, values: Values) -> Any:
 def _problem(job: Job, plan: Plan, parameters: Values, why: str, allowed: str) -> Problem:
     optimizer = _made(job, small(parameters))
     name = "the job's optimizer" if optimizer is None else type(optimizer).__name__
-    return Problem(
-        where="job.optimizer", given=f"{name} under {plan}: {why}", allowed=allowed, fix=whole_parameters(plan)
-    )
-
-
-def whole_parameters(plan: Plan) -> str:
-    """A plan for as many devices in which every rank steps whole parameters."""
-    return str(replace(Plan(dp=plan.world_size), micro=plan.micro, precision=plan.precision, device=plan.device))
+    whole = replace(Plan(dp=plan.world_size), micro=plan.micro, precision=plan.precision, device=plan.device)
+    return Problem(where="job.optimizer", given=f"{name} under {plan}: {why}", allowed=allowed, fix=str(whole))
 
 
 def _line(error: Exception) -> str:
@@ -251,10 +238,6 @@ class Parameters(list[torch.Tensor]):
         return iter(self._named.items())
 
 
-_ROWS, _COLUMNS, _REST = 4, 6, 2
-_KINDS = 32
-
-
 def small(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Random values (4 × 6 × 2 × …) for parameters of these names and numbers of dimensions.
 
@@ -265,8 +248,8 @@ def small(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, one in parameters.items():
         dims = one.dim()
         taken[dims] = taken.get(dims, 0) + 1
-        if taken[dims] <= _KINDS:
-            found[name] = torch.randn([_ROWS, _COLUMNS, *[_REST] * dims][:dims])
+        if taken[dims] <= 32:
+            found[name] = torch.randn([4, 6, *[2] * dims][:dims])
     return found
 
 
@@ -288,5 +271,4 @@ def note_slices(held: RankHoldings) -> None:
 
 def groups_of_slices(parameter: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
     """The groups over which ``parameter`` is cut, beside those of its mesh if it is a DTensor."""
-    found: tuple[dist.ProcessGroup, ...] | None = _GROUPS.get(parameter)
-    return found or ()
+    return _GROUPS.get(parameter) or ()

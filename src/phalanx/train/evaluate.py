@@ -27,14 +27,7 @@ Sums = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """Result of one evaluation.
-
-    Attributes:
-        loss: its sum over all samples divided by its count.
-        samples: evaluated, each once.
-        metrics: name → sum over count.
-        seconds: wall time.
-    """
+    """Result of one evaluation: sums over counts, of all ``samples``, each taken once; ``seconds`` of wall time."""
 
     loss: float
     samples: int

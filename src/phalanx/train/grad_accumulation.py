@@ -97,18 +97,13 @@ class GradAccumulation(MicroBatchWork):
 
     def _factor(self, read: LossReading) -> Any:
         """What to multiply this micro-batch's value by before backward; 0 for a filler, there to keep ranks in step."""
-        step = self._step
-        if step.progress.loss_scale:
-            self._divided_by = self._constant()
-            return read.weight / self._divided_by
-        if read.mean and not step.sync.per_replica:
+        step, count, scaled = self._step, read.count, self._step.progress.loss_scale
+        if read.mean and not step.sync.per_replica and not scaled:
             self._exact = True
             return read.samples * step.layout.divisor / self._batch.samples
-        if step.whole_here and len(self._batch.parts[0]) == 1:
+        if step.whole_here and len(self._batch.parts[0]) == 1 and not scaled:
             self._exact = True
-            return 1.0 / (
-                read.count.where(read.count != 0, 1) if isinstance(read.count, torch.Tensor) else read.count or 1
-            )
+            return 1.0 / (count.where(count != 0, 1) if isinstance(count, torch.Tensor) else count or 1)
         self._divided_by = self._constant()
         return read.weight / self._divided_by
 

@@ -33,11 +33,9 @@ class Inputs:
                 return (), dict(batch), batch
             chosen = {name: batch[name] for name in self._names if name in batch}
             if not chosen:
-                raise LossError(
-                    f"forward takes {', '.join(self._names) or 'nothing'}; "
-                    f"the batch has {', '.join(map(str, batch))}.\n"
-                    '    try: job(inputs=lambda batch: batch["..."])'
-                )
+                names, keys = ", ".join(self._names) or "nothing", ", ".join(map(str, batch))
+                fix = 'job(inputs=lambda batch: batch["..."])'
+                raise LossError(f"forward takes {names}; the batch has {keys}.\n    try: {fix}")
             return (), chosen, batch
         if isinstance(batch, tuple | list) and batch:
             return (batch[0],), {}, batch
@@ -79,10 +77,5 @@ def _forward_names(module: nn.Module) -> tuple[list[str], bool]:
     """Names of ``forward``'s parameters, and whether it takes any keyword."""
     forward: Callable[..., Any] = type(module).forward
     parameters = list(inspect.signature(forward).parameters.values())[1:]
-    kinds = inspect.Parameter
-    names = [
-        parameter.name
-        for parameter in parameters
-        if parameter.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
-    ]
-    return names, not names and any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters)
+    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    return names, not names and any(one.kind is one.VAR_KEYWORD for one in parameters)

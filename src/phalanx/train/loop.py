@@ -46,11 +46,7 @@ def train(
 
 
 class StepsLostError(Exception):
-    """Steps that were taken are lost with a process that held them; ``Stepper.recover`` brings back what it can.
-
-    Attributes:
-        index: of the process.
-    """
+    """Steps are lost with the process ``index``, which held them; ``Stepper.recover`` brings back what it can."""
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(reason)

@@ -38,13 +38,9 @@ def cross_entropy(
     """
     logits = _logits(output)
     _check(logits, target, "cross_entropy")
-    total = F.cross_entropy(
-        _at_least_fp32(logits).reshape(-1, logits.shape[-1]),
-        target.reshape(-1).long(),
-        ignore_index=IGNORED if ignore_index is None else ignore_index,
-        reduction="sum",
-        label_smoothing=label_smoothing,
-    )
+    rows, classes = _at_least_fp32(logits).reshape(-1, logits.shape[-1]), target.reshape(-1).long()
+    ignored = IGNORED if ignore_index is None else ignore_index
+    total = F.cross_entropy(rows, classes, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing)
     return Loss(total, _count(target, ignore_index))
 
 
@@ -174,9 +170,8 @@ def _logits(output: Any) -> Tensor:
 def _check(logits: Tensor, target: Tensor, name: str) -> None:
     if logits.shape[:-1] != target.shape:
         channels_first = logits.ndim > 2 and (logits.shape[0], *logits.shape[2:]) == tuple(target.shape)
-        fix = (
-            "output.movedim(1, -1)" if channels_first else "output[:, -1]  # or whichever positions the targets are of"
-        )
+        fix = "output[:, -1]  # or whichever positions the targets are of"
+        fix = "output.movedim(1, -1)" if channels_first else fix
         raise LossError(
             f"{name}: logits have shape {tuple(logits.shape)}, target {tuple(target.shape)}; allowed: logits of the "
             f"target's shape and one last axis more, the classes\n    try: px.{name}({fix}, target)"
@@ -204,7 +199,6 @@ class LossReading:
         value: scalar tensor that backward runs on.
         weight: 1 for a sum, the samples for a mean, 0 for a filler.
         count: a number or a scalar tensor; 0 for a filler.
-        samples: in the micro-batch.
         mean: whether ``value`` is a mean over the samples.
     """
 
@@ -227,9 +221,7 @@ def read_loss(result: Any, samples: int, where: int | str) -> LossReading:
             raise LossError(_wrong_form(f"a sum that is {_describe(total)}", where))
         if count.dim() != 0 if isinstance(count, torch.Tensor) else not isinstance(count, Real):
             raise LossError(_wrong_form(f"a count that is {_describe(count)}", where))
-        if not samples:
-            return LossReading(total, 0.0, 0, 0, False)
-        return LossReading(total, 1.0, count, samples, False)
+        return LossReading(total, 1.0, count, samples, False) if samples else LossReading(total, 0.0, 0, 0, False)
     if not isinstance(result, torch.Tensor) or result.dim() != 0:
         raise LossError(_wrong_form(_describe(result), where))
     return LossReading(result, float(samples), samples, samples, True)
@@ -267,14 +259,11 @@ def _bad_count(step: int, count: float) -> str:
 
 def _wrong_form(given: str, where: int | str) -> str:
     return (
-        f"the loss function gave {given} in {f'step {where}' if isinstance(where, int) else where}; "
-        "it may give px.Loss(sum, count), both scalars, "
-        "or a scalar tensor that is the mean over the samples of the batch.\n"
+        f"the loss function gave {given} in {f'step {where}' if isinstance(where, int) else where}; it may give "
+        "px.Loss(sum, count), both scalars, or a scalar tensor that is the mean over the samples of the batch.\n"
         '    try: loss=lambda output, batch: px.cross_entropy(output, batch["label"])'
     )
 
 
 def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

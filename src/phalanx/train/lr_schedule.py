@@ -58,17 +58,10 @@ class LearningRates:
             return self._base[index]
         if self._job.schedule == Schedule() and self._scale == 1.0:
             return float(found)
-        raise RefusedError(
-            [
-                Problem(
-                    where="job.optimizer",
-                    given=f"a learning rate that something else set to {float(found):g} before step {step}, "
-                    f"where the schedule had set {self._set[index]:g}",
-                    allowed="one of the two: the job's schedule (and its factor), or what else sets the rate",
-                    fix="schedule=px.Schedule()",
-                )
-            ]
-        )
+        had = f"where the schedule had set {self._set[index]:g}"
+        given = f"a learning rate that something else set to {float(found):g} before step {step}, {had}"
+        allowed = "one of the two: the job's schedule (and its factor), or what else sets the rate"
+        raise RefusedError([Problem(where="job.optimizer", given=given, allowed=allowed, fix="schedule=px.Schedule()")])
 
 
 def resume_notes(job: Job, folder: Path, *, step: int, total_steps: int | None) -> list[str]:
@@ -107,8 +100,7 @@ def scheduler_problems(
     job: Job, plan: Plan, optimizer: torch.optim.Optimizer, *, lr_scale: float = 1.0, resumes: bool = False
 ) -> list[Problem]:
     """What keeps a scheduler on the optimizer, if there is one, from being honoured."""
-    name = scheduler_on(optimizer)
-    if not name:
+    if not (name := scheduler_on(optimizer)):
         return []
     instead = 'schedule=px.Schedule(decay="cosine", warmup_steps=100) of the job, and no scheduler on the optimizer'
 
@@ -131,7 +123,6 @@ def scheduler_problems(
 
 def scheduler_notes(optimizer: torch.optim.Optimizer) -> list[str]:
     """What is to be said of a scheduler that is honoured."""
-    name = scheduler_on(optimizer)
-    if not name:
+    if not (name := scheduler_on(optimizer)):
         return []
     return [f"learning rates are those that {name} sets; its state is in no checkpoint, so the run cannot be resumed."]

@@ -16,12 +16,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import graph
+from torch.utils._pytree import tree_leaves
 
 from phalanx.comm import local
 from phalanx.data import StepBatch
@@ -42,8 +43,6 @@ class Parts:
         parameters: values, the shards where they are sharded; and the most that was gathered at one time.
         gradients: the most there was: before a micro-batch, or before or after they were reduced; and what was left out
             of those that were sent in a smaller form.
-        optimizer: its state.
-        buffers: of the model.
         activations: the most that was saved for backward at one time, over all micro-batches then under way.
     """
 
@@ -53,16 +52,11 @@ class Parts:
     buffers: int = 0
     activations: int = 0
 
-    def to_dict(self) -> dict[str, int]:
-        """Part → bytes."""
-        return asdict(self)
-
 
 class MeasuredStep:
     """A step that measures memory the first times it is called, and then is the step itself.
 
-    Attributes:
-        uncounted: kinds of tensors that it met and could not measure.
+    ``uncounted`` are the kinds of tensors that it met and could not measure.
     """
 
     def __init__(self, step: Step, kind: str) -> None:
@@ -77,7 +71,12 @@ class MeasuredStep:
             return self._step(batch)
         self._left -= 1
         step, saved = self._step, SavedActivationsMeter(self._kind, self._fixed(), self.uncounted)
-        step.watch = StepObserver(around=lambda context: self._around(saved, context), gradients=self._see_gradients)
+
+        def around(context: AbstractContextManager[object]) -> AbstractContextManager[object]:
+            self._see_gradients()  # those of the micro-batches before, which the last one's backward may scatter
+            return saved.inside(context)
+
+        step.watch = StepObserver(around=around, gradients=self._see_gradients)
         try:
             with saved.everywhere(step.layout.module, outside=not step.plan.compile):
                 metrics = step(batch)
@@ -107,14 +106,9 @@ class MeasuredStep:
         values = list(self._values())
         parts.parameters = max(parts.parameters, self._bytes(values))
         parts.buffers = self._bytes(module.buffers(), but=values)
-        parts.optimizer = max(parts.optimizer, self._bytes(_tensors(dict(self._step.optimizer.state)), but=values))
+        states = (one for one in tree_leaves(dict(self._step.optimizer.state)) if isinstance(one, Tensor))
+        parts.optimizer = max(parts.optimizer, self._bytes(states, but=values))
         return parts
-
-    def _around(
-        self, saved: SavedActivationsMeter, context: AbstractContextManager[object]
-    ) -> AbstractContextManager[object]:
-        self._see_gradients()  # those of the micro-batches before, which the last one's backward may scatter
-        return saved.inside(context)
 
     def _see_gradients(self) -> None:
         sender = self._step.layout.holdings.sender
@@ -351,18 +345,3 @@ def _storages(tensor: Tensor, uncounted: set[str]) -> list[torch.UntypedStorage]
     except Exception:  # whatever the kind of tensor says to this: looking on must not end what is looked at
         uncounted.add(f"{type(tensor).__name__} ({str(tensor.layout).removeprefix('torch.')})")
         return []
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    """Every tensor in nested containers."""
-    match state:
-        case Tensor():
-            yield state
-        case dict():
-            for one in state.values():
-                yield from _tensors(one)
-        case list() | tuple():
-            for one in state:
-                yield from _tensors(one)
-        case _:
-            pass

@@ -74,10 +74,8 @@ def _ledger(run: RunSpec, place: Place, first_step: int) -> Ledger | None:
     at = plan.coordinate(place.rank)
     if at["pp"] or at["cp"] or at["tp"]:
         return None
-    readers = plan.replicas // plan.threads
-    return Ledger(
-        run.folder / "ledger", rank=plan.part(place.rank) // plan.threads, first_step=first_step, world_size=readers
-    )
+    reader, readers = plan.part(place.rank) // plan.threads, plan.replicas // plan.threads
+    return Ledger(run.folder / "ledger", rank=reader, first_step=first_step, world_size=readers)
 
 
 @final
@@ -159,14 +157,13 @@ class MeshStepper(Stepper):
         for event in self._listener.events():
             found.append(("timeline", event | ({"rank": across.named(event["rank"])} if across else {})))
         found += [("traffic", event) for event in traffic(assembly.layout.holdings)]
-        everywhere = assembly.from_every_rank({"peak_bytes": peak_memory(), **self._measured.parts().to_dict()})
+        everywhere = assembly.from_every_rank({"peak_bytes": peak_memory(), **asdict(self._measured.parts())})
         return [*found, *(("memory", {"rank": rank, **parts}) for rank, parts in enumerate(everywhere))]
 
     def _record_news(self) -> None:
-        """Record what has changed in the ranks' shares, and the averagings since the last time."""
         sharing, replicas = self._assembly.step.sharing, self._assembly.local_sgd
         for shift in sharing.news() if sharing else ():
-            self._recorder.write("shares", **shift.to_dict())
+            self._recorder.write("shares", **asdict(shift))
         for averaging in replicas.news() if replicas else ():
             self._recorder.write("sync", **asdict(averaging))
 
@@ -177,7 +174,7 @@ class MeshStepper(Stepper):
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
                 with suppress(Exception), EventLog(self._run.folder / "events.jsonl") as log:
-                    held = self._measured.parts().to_dict()
+                    held = asdict(self._measured.parts())
                     log.write("memory", rank=self._rank, peak_bytes=peak_memory(), **held)
             raise
 

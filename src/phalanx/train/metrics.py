@@ -10,21 +10,10 @@ import torch
 Totals = torch.Tensor | tuple[float, float]
 """Sum and count of a loss: numbers on a CPU, where a tensor would cost more than adding; fp64, shape (2,) on CUDA."""
 
-Numbers = tuple[Totals, torch.Tensor | None, "torch.cuda.Event | None"]
-"""The loss's sum and count, the gradient norm where there is one, and when both may be read."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metrics:
-    """What one step gives back.
-
-    Attributes:
-        step: optimizer step, 0 is the first.
-        epoch: pass over the data.
-        samples: in this global batch.
-        lr: learning rate of the first parameter group.
-        skipped: whether fp16 loss scaling skipped the update.
-    """
+    """What one step gives back; ``lr`` is that of the first parameter group."""
 
     step: int
     epoch: int
@@ -71,8 +60,10 @@ class Metrics:
             self._ready.synchronize()
 
 
-def towards_host(totals: Totals, norm: torch.Tensor | None) -> Numbers:
-    """Start to copy ``totals`` (sum, count) and ``norm`` to the host; on a CPU they are there already.
+def towards_host(
+    totals: Totals, norm: torch.Tensor | None
+) -> tuple[Totals, torch.Tensor | None, torch.cuda.Event | None]:
+    """Start to copy ``totals`` (sum, count) and ``norm`` to the host, and when they may be read; at once on a CPU.
 
     Reading a CUDA tensor waits for all that is queued, the next step included. A copy into pinned memory, queued here
     and followed by an event, is there as soon as this step has come to it.

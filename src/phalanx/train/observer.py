@@ -16,29 +16,23 @@ from phalanx.train.metrics import Metrics, Totals
 
 if TYPE_CHECKING:
     from phalanx.train.assembly import Assembly
-    from phalanx.train.step import Step
 
 State = Mapping[str, Mapping[str, Any]]
 """Parameter → key → what an optimizer keeps of it: tensors and numbers."""
 
 
 class Scene(ABC):
-    """A run as it stands, seen from one process of it. What is read is as of now, and not to be changed."""
+    """A run as it stands, seen from one process of it. What is read is as of now, and not to be changed.
 
-    @property
-    @abstractmethod
-    def notes(self) -> list[str]:
-        """What the plan does not keep of one device's result."""
+    Attributes:
+        notes: what the plan does not keep of one device's result.
+        replica: which of the replicas that step by themselves this process is of; 0 where none do.
+        slices: which part of the whole each tensor here is, as in ``RankHoldings``.
+    """
 
-    @property
-    @abstractmethod
-    def replica(self) -> int:
-        """Which of the replicas that step by themselves this process is of; 0 where none do."""
-
-    @property
-    @abstractmethod
-    def slices(self) -> Mapping[str, TensorShard]:
-        """Which part of the whole each tensor here is, as in ``Held``."""
+    notes: list[str]
+    replica: int
+    slices: Mapping[str, TensorShard]
 
     @property
     @abstractmethod
@@ -79,10 +73,7 @@ class Observer:
 
     With servers the first of them is told, for all, and what it is shown is whole; ``begins`` is not called there, and
     ``steps`` once all servers have stepped, with what each gave its optimizer. Their workers are told of what they
-    were sent alone.
-
-    Attributes:
-        listens: whether it is to be told of gradients that nobody else asks for.
+    were sent alone. ``listens``: whether it is to be told of gradients that nobody else asks for.
     """
 
     listens = False
@@ -119,31 +110,16 @@ class Observer:
 
 
 class AssemblyScene(Scene):
-    """A worker's assembly."""
+    """A worker's assembly, with the ``step`` that takes its steps."""
 
     def __init__(self, assembly: Assembly) -> None:
-        self._assembly = assembly
-
-    @property
-    def notes(self) -> list[str]:
-        return self._assembly.notes
-
-    @property
-    def replica(self) -> int:
-        return self._assembly.local_sgd.across.index if self._assembly.local_sgd else 0
-
-    @property
-    def slices(self) -> Mapping[str, TensorShard]:
-        return self._assembly.layout.holdings.slices
+        self._assembly, self.step, self.notes = assembly, assembly.step, assembly.notes
+        self.replica = assembly.local_sgd.across.index if assembly.local_sgd else 0
+        self.slices = assembly.layout.holdings.slices
 
     @property
     def modules(self) -> list[nn.Module]:
         return self._assembly.layout.modules
-
-    @property
-    def step(self) -> Step:
-        """What takes the steps."""
-        return self._assembly.step
 
     def values(self) -> Mapping[str, torch.Tensor]:
         return dict(self._assembly.layout.module.named_parameters())
@@ -158,18 +134,14 @@ class AssemblyScene(Scene):
         return {name: tensor.grad for name, tensor in self.stepped().items() if tensor.grad is not None}
 
     def state(self) -> State:
-        return state_of(self._assembly.optimizer, self.stepped())
+        states = self._assembly.optimizer.state
+        return {name: states[tensor] for name, tensor in self.stepped().items() if tensor in states}
 
     def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         return groups_of(self._assembly.optimizer, self.stepped())
 
     def from_every_process(self, value: Any) -> list[Any]:
         return self._assembly.from_every_rank(value)
-
-
-def state_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> State:
-    """What ``optimizer`` keeps of each of ``parameters``, by name."""
-    return {name: optimizer.state[tensor] for name, tensor in parameters.items() if tensor in optimizer.state}
 
 
 def groups_of(

@@ -2,7 +2,7 @@
 
 Both scale each parameter tensor's step by a *trust ratio*: the norm of the weights over the norm of their update. The
 norms are of the whole tensor. Where a parameter is a ``DTensor`` and each rank holds some rows, or a slice of tensor
-parallelism (``slices.py``), a norm over the local elements alone would give every rank another ratio and the ranks
+parallelism (``elementwise.py``), a norm over the local elements alone would give every rank another ratio and the ranks
 would drift apart silently. So the squared local norms of all parameters are summed over the ranks, in one all-reduce a
 step; everything else is local arithmetic.
 
@@ -15,8 +15,9 @@ State is kept like the parameters (a ``DTensor`` for a ``DTensor``), so that a c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -31,8 +32,31 @@ from phalanx.train.elementwise import groups_of_slices
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
+class _TrustRatioOptimizer(Optimizer):
+    """What LARS and LAMB have in common."""
+
+    adds_up_over_slices = True
+
+    def __init__(self, params: Iterable[Any], **defaults: Any) -> None:
+        super().__init__(params, defaults)
+        _check_groups(type(self).__name__, self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step over all parameters that have a gradient. Returns what ``closure`` gives."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update(_alike(type(self).__name__, self.param_groups))
+        return loss
+
+    def _update(self, alike: list[_AlikeParameters]) -> None:
+        raise NotImplementedError
+
+
 @final
-class LARS(Optimizer):
+class LARS(_TrustRatioOptimizer):
     """SGD with momentum whose step is scaled tensor by tensor (You, Gitman, Ginsburg 2017, Algorithm 1).
 
     With weight w, gradient g, velocity u and ``lr`` as the schedule has it::
@@ -59,8 +83,6 @@ class LARS(Optimizer):
         SpecError: with every argument that is out of range.
     """
 
-    adds_up_over_slices = True
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -73,32 +95,14 @@ class LARS(Optimizer):
         lr_in_velocity: bool = False,
         exclude_1d: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "nesterov": nesterov,
-            "lr_in_velocity": lr_in_velocity,
-            "exclude_1d": exclude_1d,
-        }
-        super().__init__(params, defaults)
-        _check_groups("LARS", self.param_groups)
+        kind = {"nesterov": nesterov, "lr_in_velocity": lr_in_velocity, "exclude_1d": exclude_1d}
+        rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient}
+        super().__init__(params, **rates, **kind)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step over all parameters that have a gradient. Returns what ``closure`` gives."""
-        loss = _evaluate(closure)
-        slices = _slices("LARS", self.param_groups)
-        adapted = [part for part in slices if part.adapted]
-        norms = iter(
-            _norms(
-                [parameter for part in adapted for parameter in part.parameters],
-                [weight for part in adapted for weight in part.weights],
-                [gradient for part in adapted for gradient in part.gradients],
-            )
-        )
-        for part in slices:
+    def _update(self, alike: list[_AlikeParameters]) -> None:
+        adapted = [part for part in alike if part.adapted]
+        norms = _norms(adapted, [part.gradients for part in adapted])
+        for part in alike:
             group = part.group
             direction: Tensors = part.gradients
             if part.decay:
@@ -110,7 +114,6 @@ class LARS(Optimizer):
                 ]
                 direction = torch._foreach_mul(direction, ratios)
             self._move(part, direction)
-        return loss
 
     def _move(self, part: _AlikeParameters, direction: Tensors) -> None:
         group = part.group
@@ -126,7 +129,7 @@ class LARS(Optimizer):
 
 
 @final
-class LAMB(Optimizer):
+class LAMB(_TrustRatioOptimizer):
     """Adam whose step is scaled tensor by tensor (You et al. 2020, Algorithm 2).
 
     With weight w, gradient g, moments m and v, and t counted from 1::
@@ -150,8 +153,6 @@ class LAMB(Optimizer):
         SpecError: with every argument that is out of range.
     """
 
-    adds_up_over_slices = True
-
     def __init__(
         self,
         params: Iterable[Any],
@@ -164,33 +165,14 @@ class LAMB(Optimizer):
         trust_clip: tuple[float, float] | None = None,
         exclude_1d: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "trust_clip": trust_clip,
-            "exclude_1d": exclude_1d,
-        }
-        super().__init__(params, defaults)
-        _check_groups("LAMB", self.param_groups)
+        kind = {"bias_correction": bias_correction, "trust_clip": trust_clip, "exclude_1d": exclude_1d}
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **kind)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step over all parameters that have a gradient. Returns what ``closure`` gives."""
-        loss = _evaluate(closure)
-        slices = _slices("LAMB", self.param_groups)
-        directions = [self._direction(part) for part in slices]
-        adapted = [(part, direction) for part, direction in zip(slices, directions, strict=True) if part.adapted]
-        norms = iter(
-            _norms(
-                [parameter for part, _ in adapted for parameter in part.parameters],
-                [weight for part, _ in adapted for weight in part.weights],
-                [update for _, direction in adapted for update in direction],
-            )
-        )
-        for part, direction in zip(slices, directions, strict=True):
+    def _update(self, alike: list[_AlikeParameters]) -> None:
+        directions = [self._direction(part) for part in alike]
+        adapted = [(part, direction) for part, direction in zip(alike, directions, strict=True) if part.adapted]
+        norms = _norms([part for part, _ in adapted], [direction for _, direction in adapted])
+        for part, direction in zip(alike, directions, strict=True):
             if part.adapted:
                 clip = part.group["trust_clip"]
                 ratios = [
@@ -198,7 +180,6 @@ class LAMB(Optimizer):
                 ]
                 torch._foreach_mul_(direction, [ratio.clamp(*clip) for ratio in ratios] if clip else ratios)
             torch._foreach_add_(part.weights, direction, alpha=-part.group["lr"])
-        return loss
 
     def _direction(self, part: _AlikeParameters) -> list[Tensor]:
         """Adam's update of these parameters, weight decay included, before the trust ratio."""
@@ -230,7 +211,7 @@ class LAMB(Optimizer):
         return state["step"].item()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _AlikeParameters:
     """Parameters that are stepped alike: of one group, with or without trust ratio. Tensors are the local ones."""
 
@@ -245,22 +226,14 @@ class _AlikeParameters:
         return self.group["weight_decay"] if self.adapted else 0.0
 
 
-def _slices(name: str, groups: list[dict[str, Any]]) -> list[_AlikeParameters]:
+def _alike(name: str, groups: list[dict[str, Any]]) -> list[_AlikeParameters]:
     found: list[_AlikeParameters] = []
     for group in groups:
         with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
         for adapted in (True, False):
-            chosen = [p for p in with_gradient if (p.ndim > 1 or not group["exclude_1d"]) is adapted]
-            if chosen:
-                found.append(
-                    _AlikeParameters(
-                        group=group,
-                        adapted=adapted,
-                        parameters=chosen,
-                        weights=_local(chosen),
-                        gradients=[_local_gradient(name, parameter) for parameter in chosen],
-                    )
-                )
+            if chosen := [p for p in with_gradient if (p.ndim > 1 or not group["exclude_1d"]) is adapted]:
+                gradients = [_local_gradient(name, parameter) for parameter in chosen]
+                found.append(_AlikeParameters(group, adapted, chosen, _local(chosen), gradients))
     return found
 
 
@@ -292,16 +265,18 @@ def _ratio(above: Tensor, below: Tensor, both: Tensor) -> Tensor:
     return torch.where(both > 0, above / below, 1.0)
 
 
-def _norms(parameters: list[Tensor], *columns: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """L2 norms, in fp32, of the whole tensors whose local parts stand in ``columns``; a row for each parameter.
+def _norms(parts: list[_AlikeParameters], updates: list[list[Tensor]]) -> Iterator[tuple[Tensor, ...]]:
+    """L2 norms, in fp32, of the whole weights and of the whole tensors whose local parts stand in ``updates``.
 
-    All parameters that are sharded over the same ranks share one all-reduce.
+    A pair for each parameter of ``parts``. All parameters that are sharded over the same ranks share one all-reduce.
     """
+    parameters = [parameter for part in parts for parameter in part.parameters]
+    columns = [weight for part in parts for weight in part.weights], list(chain.from_iterable(updates))
     rows: list[tuple[Tensor, ...]] = [()] * len(parameters)
-    alike: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], list[int]] = {}
+    together: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], list[int]] = {}
     for index, parameter in enumerate(parameters):
-        alike.setdefault((columns[0][index].device, _sharding_groups(parameter)), []).append(index)
-    for (device, groups), indices in alike.items():
+        together.setdefault((columns[0][index].device, _sharding_groups(parameter)), []).append(index)
+    for (device, groups), indices in together.items():
         local = [column[index] for column in columns for index in indices]
         # On CPUs torch adds fp32 squares one after another: at ten million elements the norm is 3e-4 off, and by
         # another amount for every way to cut the tensor.
@@ -312,7 +287,7 @@ def _norms(parameters: list[Tensor], *columns: list[Tensor]) -> list[tuple[Tenso
         norms = table.sqrt_().float().view(len(columns), -1)
         for row, index in zip(norms.unbind(1), indices, strict=True):
             rows[index] = row.unbind()
-    return rows
+    return iter(rows)
 
 
 def _sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -325,13 +300,6 @@ def _sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
     mesh = parameter.device_mesh
     sharded = (dim for dim, placement in enumerate(parameter.placements) if placement.is_shard() and mesh.size(dim) > 1)
     return (*slices, *(mesh.get_group(dim) for dim in sharded))
-
-
-def _evaluate(closure: Callable[[], Any] | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 _RANGES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
@@ -374,13 +342,7 @@ def _check_groups(name: str, groups: list[dict[str, Any]]) -> None:
     ]
     for group in groups:
         if group.get("nesterov") and group["momentum"] == 0:
-            problems.append(
-                Problem(
-                    where=f"{name}.nesterov",
-                    given="nesterov without momentum",
-                    allowed="momentum above 0",
-                    fix="momentum=0.9, nesterov=True",
-                )
-            )
+            given, fix = "nesterov without momentum", "momentum=0.9, nesterov=True"
+            problems.append(Problem(where=f"{name}.nesterov", given=given, allowed="momentum above 0", fix=fix))
     if problems:
         raise SpecError(problems)

@@ -46,8 +46,7 @@ def optimizer_problems(job: Job, plan: Plan, parameters: Mapping[str, torch.Tens
         return slice_problems(job, plan, parameters) if max(plan.tp, plan.ep) > 1 else []
     if not isinstance(optimizer, torch.optim.Optimizer):
         return []
-    problems = closure_problems(optimizer)
-    if problems:
+    if problems := closure_problems(optimizer):
         return problems
     problems += compression.optimizer_problems(optimizer, plan)
     problems += scheduler_problems(job, plan, optimizer)
@@ -95,15 +94,10 @@ def closure_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
     first = next(iter(list(inspect.signature(type(optimizer).step).parameters.values())[1:]), None)
     if first is None or first.default is not inspect.Parameter.empty or first.kind is first.VAR_POSITIONAL:
         return []
-    return [
-        Problem(
-            where="job.optimizer",
-            given=f"{type(optimizer).__name__}, which steps with a closure: it evaluates the loss itself, more than "
-            "once",
-            allowed="optimizers that step by the gradients that are there",
-            fix="optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)",
-        )
-    ]
+    given = f"{type(optimizer).__name__}, which steps with a closure: it evaluates the loss itself, more than once"
+    allowed = "optimizers that step by the gradients that are there"
+    fix = "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
+    return [Problem(where="job.optimizer", given=given, allowed=allowed, fix=fix)]
 
 
 @contextmanager

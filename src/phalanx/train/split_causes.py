@@ -8,8 +8,8 @@ model and the loss are run on the first samples, whole and in parts, and what di
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from phalanx.config import Job, Plan
 from phalanx.data import Loader
 from phalanx.parallel import batch_statistics, dropouts
+from phalanx.train.evaluate import evaluation_mode
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import LossReading, read_loss
 from phalanx.units import show_names
@@ -88,11 +89,9 @@ class _CauseSearch:
         """Buffers that a forward in training changes, but for those of normalisations."""
         known = batch_statistics(self._module)
         self._forward(self._batch, training=True)
-        changed = {
-            name: one
-            for name, one in self._changed.items()
-            if name.rpartition(".")[0] not in known and "(the model itself)" not in known
-        }
+        if "(the model itself)" in known:
+            return []
+        changed = {name: one for name, one in self._changed.items() if name.rpartition(".")[0] not in known}
         if not changed:
             return []
         self._forward(self._part(self._places[:1]), training=True)
@@ -139,13 +138,9 @@ class _CauseSearch:
         if len(self._places) < 3 or batch_statistics(self._module):
             return []
         value = self._values(self._part)
-        if value is None:
+        if value is None or _adds_up(value):
             return []
-        if _adds_up(value):
-            return []
-        aligned = self._values(
-            lambda places: _cut(self._batch, [self._places.index(one) for one in places], len(self._places))
-        )
+        aligned = self._values(self._rows)
         if aligned is not None and _adds_up(aligned):
             return [
                 "padded mean: the loss is a mean over tokens with those that pad a sample to the longest of its "
@@ -175,7 +170,8 @@ class _CauseSearch:
         args, kwargs, _ = self._inputs(batch, torch.device("cpu"))
         torch.manual_seed(seed)
         before = [one.clone() for one in self._module.buffers()]
-        with _mode(self._module, self._training if training is None else training):
+        as_built = self._training if training is None else training
+        with nullcontext() if as_built else evaluation_mode(self._module):
             output = self._module(*args, **kwargs)
         self._changed = {}
         for (name, one), value in zip(self._module.named_buffers(), before, strict=True):
@@ -185,9 +181,10 @@ class _CauseSearch:
         return output
 
     def _part(self, places: Sequence[int]) -> Any:
-        if self._sliced:
-            return _cut(self._batch, [self._places.index(one) for one in places], len(self._places))
-        return self._loader.collate(list(places))
+        return self._rows(places) if self._sliced else self._loader.collate(list(places))
+
+    def _rows(self, places: Sequence[int]) -> Any:
+        return _cut(self._batch, [self._places.index(one) for one in places], len(self._places))
 
     def _flipped(self, leaf: Any) -> Any:
         rows = isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == len(self._places)
@@ -272,26 +269,12 @@ def _draws(module: nn.Module) -> bool:
     return bool(dropouts(module)) or recurrent or bool(batch_statistics(module))
 
 
-@contextmanager
-def _mode(module: nn.Module, training: bool) -> Generator[None]:
-    """In evaluation mode, or as built: parts that a model keeps out of training stay so."""
-    if training:
-        yield
-        return
-    modes = {child: child.training for child in module.modules()}
-    module.eval()
-    yield
-    for child, mode in modes.items():
-        child.training = mode
-
-
 def _cut(batch: Any, rows: Sequence[int], samples: int) -> Any:
     """Some samples of a batch, as padded as they are there."""
 
     def leaf(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == samples:
-            return value[list(rows)]
-        return value
+        of_samples = isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == samples
+        return value[list(rows)] if of_samples else value
 
     return tree_map(leaf, batch)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx import checkpoint
 from phalanx.comm import from_every_rank, local
 from phalanx.config import Job, RunSpec
 from phalanx.errors import CheckpointError
@@ -28,21 +29,16 @@ def newest_checkpoint(run: RunSpec) -> tuple[Path, int]:
     Raises:
         CheckpointError: if there is none.
     """
-    from phalanx import checkpoint
-
     folder = run.folder / "checkpoints"
     path = checkpoint.latest(folder)
     if path is None:
-        raise CheckpointError(
-            f"{folder} holds no complete checkpoint to resume from\n    try: without --resume, a new run"
-        )
+        what = f"{folder} holds no complete checkpoint to resume from"
+        raise CheckpointError(f"{what}\n    try: without --resume, a new run")
     return path, checkpoint.read_state(path)["step"]
 
 
 def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
     """Write a checkpoint of this moment into ``folder``. Collective."""
-    from phalanx import checkpoint  # not before the first step: it takes half as long to load as torch
-
     progress = assembly.step.progress
     held = assembly.layout.holdings
     tensors, groups = checkpoint.optimizer_tensors(assembly.optimizer, held.parameters, parts(held))
@@ -57,10 +53,8 @@ def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
         SENDER_SECTION: held.sender.kind if held.sender else None,
         OUTER_SECTION: told,
     }
-    tensors |= sender_tensors(held) | outer
-    return checkpoint.save(
-        folder, step=progress.step, tensors={**model_tensors(assembly.layout), **tensors}, state=state, keep=keep
-    )
+    tensors = {**model_tensors(assembly.layout), **tensors, **sender_tensors(held), **outer}
+    return checkpoint.save(folder, step=progress.step, tensors=tensors, state=state, keep=keep)
 
 
 def restore(path: Path, job: Job, assembly: Assembly) -> None:
@@ -69,8 +63,6 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
     Raises:
         CheckpointError: if the checkpoint is of another model or another job.
     """
-    from phalanx import checkpoint
-
     state, held = checkpoint.read_state(path), assembly.layout.holdings
     refuse_other_job(state["identity"], job, assembly.loader.length, path)
     restore_values(path, assembly.layout, assembly.optimizer)
@@ -91,8 +83,6 @@ def restore_values(path: Path, layout: Layout, optimizer: torch.optim.Optimizer)
     Hyper-parameters (``lr``, ``weight_decay``, ``betas``, ...) are the job's as it is now: who edits them and resumes
     trains on with the new ones. So what an optimizer keeps in its parameter groups, not in its state, begins anew.
     """
-    from phalanx import checkpoint
-
     own = [_hyper_parameters(group) for group in optimizer.param_groups]
     with torch.no_grad():
         checkpoint.load(path, model_tensors(layout))
@@ -122,10 +112,8 @@ def parts(held: RankHoldings) -> dict[str, TensorPart]:
     """What each tensor in ``held.slices`` is of the whole, in the words of checkpoints, which know no meshes."""
     if not held.slices:
         return {}
-    from phalanx.checkpoint import TensorPart
-
     return {
-        name: TensorPart(
+        name: checkpoint.TensorPart(
             shape=tuple(holding.shape),
             ranges={one.dim: one.cut.expanded()[one.axis.rank] for one in holding.placed},
             counts=holding.counts,
@@ -135,22 +123,12 @@ def parts(held: RankHoldings) -> dict[str, TensorPart]:
 
 
 def _with(tensor: torch.Tensor, part: TensorPart | None) -> torch.Tensor | PartTensor:
-    if part is None:
-        return tensor
-    from phalanx.checkpoint import PartTensor
-
-    return PartTensor(tensor, part)
+    return tensor if part is None else checkpoint.PartTensor(tensor, part)
 
 
 def identity(job: Job, length: int | None) -> dict[str, Any]:
     """What must not change between the parts of one run, for step k to mean the same samples."""
-    return {
-        "batch": job.batch,
-        "seed": job.seed,
-        "samples": length,
-        "drop_last": job.drop_last,
-        "shuffle": job.shuffle,
-    }
+    return {"batch": job.batch, "seed": job.seed, "samples": length, "drop_last": job.drop_last, "shuffle": job.shuffle}
 
 
 def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -177,8 +155,7 @@ def refuse_other_job(saved: dict[str, Any], job: Job, length: int | None, path: 
         CheckpointError: with what differs.
     """
     now = identity(job, length)
-    other = [f"{key}: {saved.get(key)} there, {now[key]} now" for key in now if saved.get(key) != now[key]]
-    if other:
+    if other := [f"{key}: {saved.get(key)} there, {now[key]} now" for key in now if saved.get(key) != now[key]]:
         raise CheckpointError(
             f"{path} belongs to another job ({'; '.join(other)}): a step would mean other samples.\n"
             "    try: the job as it was, or a new run folder"
@@ -194,8 +171,7 @@ def come_together(assembly: Assembly) -> None:
 
     Nothing where replicas do not step by themselves. Collective.
     """
-    apart = assembly.local_sgd
-    if apart is None:
+    if (apart := assembly.local_sgd) is None:
         return
     apart.together()
     with torch.no_grad():
@@ -215,8 +191,6 @@ def restore_outer(assembly: Assembly, path: Path, state: Mapping[str, Any], part
     """Let replicas step by themselves from what was restored, with the outer momentum if any was saved. Collective."""
     if assembly.local_sgd is None:
         return
-    from phalanx import checkpoint
-
     found: dict[str, torch.Tensor] = {}
     if (state.get(OUTER_SECTION) or {}).get("momentum"):
         found = assembly.local_sgd.room_for_momentum()
@@ -227,12 +201,7 @@ def restore_outer(assembly: Assembly, path: Path, state: Mapping[str, Any], part
 def _named(
     momentum: Mapping[str, torch.Tensor], parts: Mapping[str, TensorPart]
 ) -> dict[str, torch.Tensor | PartTensor]:
-    from phalanx.checkpoint import PartTensor
-
-    return {
-        f"{OUTER_SECTION}.{name}": PartTensor(tensor, parts[name]) if name in parts else tensor
-        for name, tensor in momentum.items()
-    }
+    return {f"{OUTER_SECTION}.{name}": _with(tensor, parts.get(name)) for name, tensor in momentum.items()}
 
 
 def _average_state(assembly: Assembly, apart: LocalSgd) -> None:
@@ -271,7 +240,6 @@ def _same_states(assembly: Assembly, apart: LocalSgd) -> list[dict[str, Any]]:
 
 
 def _forms(state: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Shape of each tensor of an optimizer's state."""
     return {key: list(local(value).shape) for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
@@ -294,8 +262,6 @@ def restore_sender(path: Path, held: RankHoldings, state: Mapping[str, Any]) -> 
 
     Collective.
     """
-    from phalanx import checkpoint
-
     targets = sender_tensors(held)
     if held.sender is None or not targets:
         return ""

@@ -27,13 +27,9 @@ from phalanx.train.uneven_shares import Sharing
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """What a step carries to the next, and a checkpoint keeps.
+    """What a step carries to the next, and a checkpoint keeps: optimizer steps taken, samples trained on.
 
-    Attributes:
-        step: optimizer steps taken.
-        samples: samples trained on.
-        divisor: the constant backward divides sums by; 0 before the first step.
-        loss_scale: for fp16.
+    ``divisor`` is the constant that backward divides sums by, 0 before the first step; ``loss_scale`` is for fp16.
     """
 
     step: int = 0
@@ -47,7 +43,6 @@ class StepPlan:
     """Which steps a run takes, and at what learning rates.
 
     Attributes:
-        first_step: the step to begin with.
         total_steps: the step after the last, where a schedule that states none of its own reaches its floor.
         lr_scale: factor on every learning rate.
         first_part: the first of the parts of each global batch that this process holds.
@@ -78,7 +73,6 @@ class Step:
     Attributes:
         sync: how replicas are kept together; before a loop of one's own reads parameters, ``sync.together()``.
         watch: who measures memory; ``None`` for nobody.
-        observer: who looks on.
         sharing: the ranks' uneven shares, which may follow their speed; ``None`` where they are even.
         seconds: that the host took, in the last step, for forward and backward, and for the update.
         inputs, first_part, whole_here, reads_means: what gradient accumulation reads of the step.
@@ -142,7 +136,10 @@ class Step:
             self.watch.gradients()
         totals = work.totals()
         if not self._checked:
-            self._check_gradients()
+            self._checked = True
+            without = [name for name, tensor in self.layout.parameters.items() if tensor.grad is None]
+            if without and self.job.unused == "error":
+                raise without_gradient(without, "in the first step")
         totals = self.sync.gradients_ready(self.progress.step, totals)
         correction = work.correction(totals)
         if correction is not None:
@@ -170,10 +167,9 @@ class Step:
             _ready=ready,
         )
         # On CUDA one step later: looking at once would wait for the device while nothing is queued on it.
+        metrics_to_check = metrics
         if metrics.late:
             metrics_to_check, self._unchecked = self._unchecked, metrics
-        else:
-            metrics_to_check = metrics
         nothing = self._nothing_here(batch, totals)
         if metrics_to_check is not None and not nothing:
             self._check_totals(metrics_to_check)
@@ -230,9 +226,3 @@ class Step:
     def _check_totals(self, metrics: Metrics) -> None:
         scaling = self.progress.loss_scale
         check_totals(metrics.step, *metrics.totals, overflows=scaling is not None and not scaling.exhausted)
-
-    def _check_gradients(self) -> None:
-        self._checked = True
-        without = [name for name, tensor in self.layout.parameters.items() if tensor.grad is None]
-        if without and self.job.unused == "error":
-            raise without_gradient(without, "in the first step")

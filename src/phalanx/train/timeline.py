@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,8 @@ Action = tuple[str, int, int, float, float]
 """Kind, stage, micro-batch, begin and end, as a pipeline's runner tells them."""
 
 
-@dataclass(kw_only=True, slots=True)
-class _Heard:
-    """One step: when it began, and its actions."""
-
-    step: int
-    began: float
-    actions: list[Action]
+Heard = tuple[int, float, list[Action]]
+"""One step, when it began, and its actions; by that rank's clock."""
 
 
 class Listener:
@@ -53,7 +47,7 @@ class Listener:
         self._only = only
         at = plan.coordinate(rank)
         self._runner = held.runner if not any(at[name] for name in at if name != "pp") else None
-        self._latest: _Heard | None = None
+        self._latest: Heard | None = None
 
     @contextmanager
     def around(self, step: int) -> Generator[None]:
@@ -61,8 +55,8 @@ class Listener:
         if self._runner is None or self._only not in (None, step):
             yield
             return
-        heard = _Heard(step=step, began=time.perf_counter(), actions=[])
-        self._runner.on_event = lambda *action: heard.actions.append(action)
+        heard: Heard = step, time.perf_counter(), []
+        self._runner.on_event = lambda *action: heard[2].append(action)
         try:
             yield
         finally:
@@ -76,8 +70,7 @@ class Listener:
         """
         if not self._pipelined:
             return []
-        mine = self._latest
-        found = from_every_rank((_machine(), mine and (mine.step, mine.began, mine.actions)))
+        found = from_every_rank((_machine(), self._latest))
         behind = _behind([machine for machine, _ in found])
         heard = {rank: one for rank, (_, one) in enumerate(found) if one is not None and one[2]}
         return on_one_clock(heard, behind)
@@ -90,28 +83,21 @@ def only_step(device: str, first_step: int, total_steps: int | None) -> int | No
     return first_step + _WARM if total_steps is None else total_steps - 1
 
 
-def on_one_clock(heard: dict[int, tuple[int, float, list[Action]]], behind: Sequence[float]) -> list[dict[str, Any]]:
+def on_one_clock(heard: dict[int, Heard], behind: Sequence[float]) -> list[dict[str, Any]]:
     """Rank, step and actions for each rank, in seconds since the first began the step.
 
-    Args:
-        heard: rank → step, when it began, its actions; by that rank's clock.
-        behind: for each rank how many seconds its clock is behind that of rank 0.
+    ``behind``: for each rank how many seconds its clock is behind that of rank 0.
     """
     if not heard:
         return []
 
-    def shown(moment: float, rank: int) -> float:
-        return round(moment + behind[rank] - zero, 6)
+    def shown(action: Action, rank: int) -> list[Any]:
+        kind, stage, micro, *moments = action
+        return [kind, stage, micro, *(round(moment + behind[rank] - zero, 6) for moment in moments)]
 
     zero = min(began + behind[rank] for rank, (_, began, _) in heard.items())
     return [
-        {
-            "rank": rank,
-            "step": step,
-            "actions": [
-                [kind, stage, micro, shown(begin, rank), shown(end, rank)] for kind, stage, micro, begin, end in actions
-            ],
-        }
+        {"rank": rank, "step": step, "actions": [shown(action, rank) for action in actions]}
         for rank, (step, _, actions) in heard.items()
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,11 +19,11 @@ from phalanx.parallel.grad_reduce import made_dense
 from phalanx.parallel.survey import Example
 from phalanx.parallel.unwrapped_blocks import look_inside
 from phalanx.trace import ModelCall, length_of, trace
-from phalanx.train.assembly import begun, example_of
+from phalanx.train.assembly import example_of
+from phalanx.train.build_model import begun, without_values
 from phalanx.train.elementwise import Parameters
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
-from phalanx.train.rehearsal import without_values
 from phalanx.units import show_names
 
 _ADAM = 8.0  # bytes a parameter
@@ -35,7 +35,6 @@ def work_of(
     """The work of ``job``; nothing of the model is computed, unless ``values`` are asked for.
 
     Args:
-        job: what to train.
         batch: the global batch in place of the job's; 0 for the job's.
         length: tokens of a sample in place of those of the data; 0 for those.
         values: run the model on samples of the data, for shapes that depend on values.
@@ -46,8 +45,8 @@ def work_of(
         SpecError: if the job's functions give something else than they must.
     """
     if module is None:
-        made: nn.Module = job.model() if values else begun(without_values(job))[0]
-        module = made
+        module = job.model() if values else begun(without_values(job))[0]
+        assert module is not None
     lengths, example = _example(job, module, look_at_lengths=not length)
 
     def loss(output: Any, batch: Any) -> torch.Tensor:
@@ -57,27 +56,25 @@ def work_of(
     look_inside(module, example)  # what the runtime takes for a block is what is priced as one
     given = {"args": example.args, "kwargs": example.kwargs, "batch": example.batch}
     profile = trace(ModelCall(module=module, loss=loss, values=values, **given))
+    state, optimizer = _optimizer_of(job, module)
+    notes = list(profile.notes)
     if values:
-        told = "its costs are those of one step on samples of the data: others may choose other shapes"
-        profile = replace(profile, notes=(*profile.notes, told))
+        notes.append("its costs are those of one step on samples of the data: others may choose other shapes")
     if lengths:
-        profile = replace(profile, notes=(*profile.notes, lengths.note))
-    state = state_bytes(job, module)
+        notes.append(lengths.note)
     if state is None:
         told = "the optimizer could not be tried on small parameters: 8 bytes of state each are taken, as Adam has"
-        profile = replace(profile, notes=(*profile.notes, told))
+        notes.append(told)
     if sparse:
-        told = f"sparse gradients of {show_names(sparse)} are priced as dense ones, of every row"
-        profile = replace(profile, notes=(*profile.notes, told))
-    profile = replace(profile, notes=(*profile.notes, *_unpriced(job)))
+        notes.append(f"sparse gradients of {show_names(sparse)} are priced as dense ones, of every row")
     return Work(
-        profile=profile,
+        profile=replace(profile, notes=(*notes, *_unpriced(job))),
         batch=batch or job.batch,
         length=length,
         lengths=lengths,
         state=_ADAM if state is None else state,
         clips=job.clip is not None,
-        optimizer=optimizer_name(job, module),
+        optimizer=optimizer,
         modules=frozenset(name for name, _ in module.named_modules() if name),
     )
 
@@ -123,62 +120,44 @@ def steps_of(job: Job, batch: int = 0) -> int | None:
     return job.epochs * (size // each if job.drop_last else -(-size // each))
 
 
-def state_bytes(job: Job, module: nn.Module) -> float | None:
-    """Bytes that the job's optimizer keeps for each parameter: it takes one step on small ones of the same names.
+def _optimizer_of(job: Job, module: nn.Module) -> tuple[float | None, str]:
+    """Bytes that the job's optimizer keeps for each parameter, and its name: ``adamw``, ``sgd``, ``adamw-fused``.
 
-    Adam keeps 8, SGD none, with momentum 4. ``None`` if it cannot be tried so.
+    It takes one step on small parameters of the same names. Adam keeps 8, SGD none, with momentum 4. ``None`` if it
+    cannot be tried so; the name is empty if it cannot be made.
     """
+    name = ""
+    trainable = ((name, one.dim()) for name, one in module.named_parameters() if one.requires_grad)
+    small = {name: nn.Parameter(torch.ones([2] * max(1, dims))) for name, dims in trainable}
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            small = _small(module)
             optimizer: Any = job.optimizer(Parameters(small))
+            name = type(optimizer).__name__.lower() + ("-fused" if optimizer.defaults.get("fused") else "")
             for parameter in small.values():
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
     except Exception:  # an optimizer of any make
-        return None
+        return None, name
     kept = sum(
         one.numel() * one.element_size()
         for state in optimizer.state.values()
         for one in state.values()
         if isinstance(one, torch.Tensor) and one.numel() > 1
     )
-    return kept / sum(parameter.numel() for parameter in small.values())
+    return kept / sum(parameter.numel() for parameter in small.values()), name
 
 
-def optimizer_name(job: Job, module: nn.Module) -> str:
-    """The job's optimizer as constants are called by it: ``adamw``, ``sgd``, ``adamw-fused``; empty if not known."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            optimizer: Any = job.optimizer(Parameters(_small(module)))
-    except Exception:  # an optimizer of any make
-        return ""
-    return type(optimizer).__name__.lower() + ("-fused" if optimizer.defaults.get("fused") else "")
+_COUNT, _PATIENCE = 100, 1.0  # samples; seconds: reading one may take long
 
 
-def _small(module: nn.Module) -> Mapping[str, torch.Tensor]:
-    return {
-        name: nn.Parameter(torch.ones([2] * max(1, one.dim())))
-        for name, one in module.named_parameters()
-        if one.requires_grad
-    }
-
-
-COUNT = 100
-PATIENCE = 1.0  # seconds; reading one sample may take long
-
-
-def look(loader: Loader, inputs: Callable[[Any], Any], *, seconds: float = PATIENCE) -> tuple[Lengths | None, Any]:
+def look(loader: Loader, inputs: Callable[[Any], Any], *, seconds: float = _PATIENCE) -> tuple[Lengths | None, Any]:
     """The lengths of samples, ``None`` where they are all alike, and two of the longest as one batch.
 
-    Args:
-        loader: of the job's data.
-        inputs: what the model is called with, of a batch.
-        seconds: after which no further sample is read.
+    ``inputs`` gives what the model is called with, of a batch; after ``seconds`` no further sample is read.
     """
     end = time.monotonic() + seconds
     found: list[tuple[int, int]] = []
-    for place, batch in loader.spread(COUNT):
+    for place, batch in loader.spread(_COUNT):
         found.append((_length(inputs(batch)), place))
         if found[-1][0] <= 1 or time.monotonic() > end:  # images and the like have no tokens
             break

@@ -1,7 +1,9 @@
 """Uneven shares of a run: what they are, and with ``shares=auto`` how they follow each rank's speed and memory.
 
 Each rank times its own computing. Every few steps all tell each other, come to the same new shares, and let them hold
-from a step on that nobody has begun to read. What is computed stays the same: only the cut of a batch moves.
+from a step on that nobody has begun to read. What is computed stays the same: only the cut of a batch moves. A rank
+that takes n samples computes for ``each * n + rest`` seconds, and a step lasts as long as the slowest. Shares move only
+where that would save a margin of the step: what is measured is never quite the same twice.
 
 How long a rank computes in a step by itself, without its waits for other replicas. Where nothing but the last
 gradients' sums is exchanged between replicas (``zero`` 0), that is from the begin of the first forward to the moment at
@@ -28,28 +30,19 @@ from phalanx.data import Loader, StepBatch
 from phalanx.errors import Problem, RefusedError
 from phalanx.hardware import memory_bytes, peak_memory
 from phalanx.parallel import RankHoldings
-from phalanx.train.balance import Balance, RankNeeds
 
 _WARM_UP = 2  # steps that are not timed: allocation, first touch, compilation
+_SAME = 0.2  # of a pace: what differs by less may be noise, and is averaged with what was known
+_USABLE = 0.9  # of free memory: allocators do not come out even
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharesFrom:
-    """Shares as they are from a step on.
-
-    Attributes:
-        step: the first that they hold for.
-        shares: samples of a full global batch that each rank of ``dp`` takes.
-        seconds: that each rank of ``dp`` computes for a sample, as measured before; empty where nothing was.
-    """
+    """Shares as they are from ``step`` on: the ``shares`` event of the log, whose fields these are."""
 
     step: int
     shares: tuple[int, ...]
     seconds: tuple[float, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """As the fields of an event."""
-        return {"step": self.step, "shares": list(self.shares), "seconds": list(self.seconds)}
 
 
 @final
@@ -105,8 +98,7 @@ class Sharing:
 
     def stepped(self, batch: StepBatch) -> None:
         """A step was taken. Collective, now and then."""
-        balance = self._balance
-        if balance is None or self._watch is None:
+        if (balance := self._balance) is None or self._watch is None:
             return
         lap = self._watch.lap()
         self._room.took(batch.here)
@@ -139,7 +131,7 @@ class Sharing:
         return each, _middle([lap.update for lap, _ in self._laps])
 
     def _by_replica(self, rows: Sequence[Sequence[float]]) -> list[RankNeeds | None]:
-        """The pace of each rank of ``dp``: that of the slowest of its ranks, and the least memory of them."""
+        """The needs of each rank of ``dp``: the pace of the slowest of its ranks, and the least memory of them."""
         found: list[list[Sequence[float]]] = [[] for _ in range(self._plan.dp)]
         for rank, row in enumerate(rows):
             found[self._plan.coordinate(rank)["dp"]].append(row)
@@ -161,12 +153,112 @@ def _middle(values: Sequence[float]) -> float:
 
 
 def _read_ahead(job: Job, plan: Plan) -> Problem:
-    return Problem(
-        where="plan.shares",
-        given=f"{plan} over a stream that {job.workers} processes read ahead",
-        allowed="shares=auto over map-style data, or over a stream read with workers=0: shares move while it is read",
-        fix="job(workers=0)",
-    )
+    given = f"{plan} over a stream that {job.workers} processes read ahead"
+    allowed = "shares=auto over map-style data, or over a stream read with workers=0: shares move while it is read"
+    return Problem(where="plan.shares", given=given, allowed=allowed, fix="job(workers=0)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankNeeds:
+    """What one rank of ``dp`` needs.
+
+    Attributes:
+        each: seconds for a sample.
+        rest: seconds of a step that do not depend on its samples, such as the optimizer's.
+        most: samples of a global batch that it has memory for.
+    """
+
+    each: float
+    rest: float = 0.0
+    most: float = math.inf
+
+
+def fastest(batch: int, paces: Sequence[RankNeeds], least: int = 1) -> tuple[int, ...]:
+    """The samples of each rank, of ``batch`` in all, with which the slowest is done first.
+
+    None gets fewer than ``least``, nor more than it has memory for.
+
+    Raises:
+        ValueError: if so many samples cannot be dealt out so.
+    """
+    most = [max(least, math.floor(min(pace.most, batch))) for pace in paces]
+    if not least * len(paces) <= batch <= sum(most):
+        raise ValueError(f"{batch} samples over ranks that take {least} or more and at most {most}")
+
+    def within(seconds: float) -> list[int]:
+        """The samples that each rank gets done in that time."""
+        done = [math.floor((seconds - pace.rest) / pace.each) for pace in paces]
+        return [max(least, min(one, limit)) for one, limit in zip(done, most, strict=True)]
+
+    low, high = 0.0, max(pace.each * limit + pace.rest for pace, limit in zip(paces, most, strict=True))
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(within(middle)) <= batch else (low, middle)
+    counts = within(low)
+    while sum(counts) < batch:
+        free = [at for at, count in enumerate(counts) if count < most[at]]
+        first = min(free, key=lambda at: (paces[at].each * (counts[at] + 1) + paces[at].rest, at))
+        counts[first] += 1
+    return tuple(counts)
+
+
+def lasting(counts: Sequence[int], paces: Sequence[RankNeeds]) -> float:
+    """Seconds until the slowest rank is done."""
+    return max(pace.each * count + pace.rest for count, pace in zip(counts, paces, strict=True))
+
+
+@final
+class Balance:
+    """Shares that follow the ranks' paces.
+
+    Attributes:
+        counts: samples of a full global batch that each rank of ``dp`` takes.
+        paces: what each was last found to need; empty before the first look.
+        wait: steps to measure before the next look; longer from look to look while nothing changes.
+    """
+
+    def __init__(
+        self, counts: Sequence[int], *, least: int = 1, margin: float = 0.05, soon: int = 5, late: int = 40
+    ) -> None:
+        """Begins with ``counts``, the samples of each rank.
+
+        Args:
+            least: samples that each keeps, so that its pace can still be measured.
+            margin: share of a step's time that a change must save.
+            soon: steps before the first look, and before the one after a change.
+            late: steps between looks at most.
+        """
+        self.counts = tuple(counts)
+        self.paces: tuple[RankNeeds, ...] = ()
+        self.wait = soon
+        self._least, self._margin, self._soon, self._late = least, margin, soon, late
+
+    def weigh(self, measured: Sequence[RankNeeds | None]) -> bool:
+        """Take in what each rank has measured since the last look; whether ``counts`` changed.
+
+        With a rank that has measured nothing (``None``) everything stays as it is.
+        """
+        told = [pace for pace in measured if pace is not None]
+        if len(told) < len(self.counts):
+            return False
+        self.paces = tuple(_blended(old, new) for old, new in zip(self.paces or told, told, strict=True))
+        # That a rank has memory for what it takes now has been seen.
+        held = [
+            RankNeeds(each=pace.each, rest=pace.rest, most=max(pace.most, count))
+            for pace, count in zip(self.paces, self.counts, strict=True)
+        ]
+        better = fastest(sum(self.counts), held, min(self._least, *self.counts))
+        if lasting(better, held) >= (1 - self._margin) * lasting(self.counts, held):
+            self.wait = min(2 * self.wait, self._late)
+            return False
+        self.counts, self.wait = better, self._soon
+        return True
+
+
+def _blended(old: RankNeeds, new: RankNeeds) -> RankNeeds:
+    alike = abs(new.each - old.each) <= _SAME * old.each
+    each = (old.each + new.each) / 2 if alike else new.each
+    return RankNeeds(each=each, rest=new.rest, most=new.most)
 
 
 Moment = float | torch.cuda.Event
@@ -226,22 +318,22 @@ class Stopwatch:
             self._update = self._update[0], self._now()
 
 
-@final
+@dataclass(frozen=True, slots=True)
 class StepTiming:
-    """One step as it was timed."""
+    """One step as it was timed; to ask for its seconds waits for the device."""
 
-    def __init__(self, passes: list[tuple[Moment, Moment]], update: tuple[Moment, Moment] | None) -> None:
-        self._passes, self._update = passes, update
+    moments: list[tuple[Moment, Moment]]
+    stepping: tuple[Moment, Moment] | None
 
     @property
     def passes(self) -> float:
-        """Seconds that depend on the samples; 0 where nothing was timed. Waits for the device."""
-        return sum(_between(*one) for one in self._passes)
+        """Seconds that depend on the samples; 0 where nothing was timed."""
+        return sum(_between(*one) for one in self.moments)
 
     @property
     def update(self) -> float:
-        """Seconds of the optimizer. Waits for the device."""
-        return _between(*self._update) if self._update else 0.0
+        """Seconds of the optimizer."""
+        return _between(*self.stepping) if self.stepping else 0.0
 
 
 def _between(begin: Moment, end: Moment) -> float:
@@ -249,9 +341,6 @@ def _between(begin: Moment, end: Moment) -> float:
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
     return end - begin if isinstance(begin, float) and isinstance(end, float) else 0.0
-
-
-_USABLE = 0.9  # of what is free: allocators do not come out even
 
 
 @final

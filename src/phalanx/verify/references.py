@@ -17,7 +17,7 @@ from phalanx.config import Job, Plan
 from phalanx.launch import launch
 from phalanx.launch.side_process import Send, SideProcess
 from phalanx.parallel import batch_statistics, device_kind, dropouts
-from phalanx.train.assembly import build_model
+from phalanx.train.build_model import build_model
 from phalanx.verify.capture import Watch, proven, switch_off_dropout
 from phalanx.verify.dropout import off_by_sample
 from phalanx.verify.record import RunRecord, StepRecord

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from phalanx.data.loader import BatchPieces
 from phalanx.parallel.pipeline import stage as stages
 from phalanx.train import grad_accumulation
-from phalanx.train.parameter_server.piece_compute import Computer
+from phalanx.train.parameter_server.gradient_worker import Computer
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.comm.collectives import all_gather_flat, reduce_scatter_sum
+from phalanx.comm import all_gather_flat, reduce_scatter_sum
 from phalanx.config.plan import Attention
 from phalanx.parallel.local_shards.cut import Cut
 

@@ -28,7 +28,7 @@ from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import Server
-from phalanx.train.parameter_server.server_group import Directory, Patience, ServerGroup, ServerScene
+from phalanx.train.parameter_server.server_group import Directory, Patience, ServerGroup, ServerScene, gone
 from phalanx.train.parameter_server.shard_store import ShardStore, put_together
 from phalanx.train.run_recorder import Lap, RunRecorder
 
@@ -40,11 +40,8 @@ _LOOK = 0.2  # seconds between looks at who is there, while nothing comes in
 class Coordinator(Stepper):
     """The steps of a run with servers, from where its work queue stands.
 
-    Attributes:
-        server: server 0, which is here; ``store`` is what it holds.
-        pieces, evaluation: the data to train and to evaluate on.
-        report: called with each step that begins.
-        samples_before: trained on before this run.
+    ``server`` and ``store`` are server 0, which is here; ``report`` is called with each step that begins, and
+    ``samples_before`` were trained on before this run.
     """
 
     job: Job
@@ -131,14 +128,10 @@ class Coordinator(Stepper):
         if trouble := self.requests.trouble or self.server.trouble:
             raise trouble
         if self.requests.nobody_for > self.patience.back:
-            raise RunError(
-                f"no worker has been there for {self.patience.back:g} s, and none has come\n"
-                "    try: --resume, which goes on from the last checkpoint"
-            )
+            raise gone(f"no worker has been there for {self.patience.back:g} s, and none has come")
         self.group.look()
 
     def _update(self, step: int, reports: Mapping[int, Report]) -> tuple[StepBatch, Metrics]:
-        """Have every server clip and step."""
         job, observer, group, scene, parts = self.job, self.observer, self.group, self.scene, list(reports)
         total, count = (sum(report.gradient_sums["loss"][index] for report in reports.values()) for index in range(2))
         check_totals(step, total, count)
@@ -208,9 +201,8 @@ class Coordinator(Stepper):
         initial = {0} if not self.run.resume else set[int]()
         common = set.intersection(*({*answer["snapshots"]} | initial for answer in answers))
         if not common:
-            raise RunError(
-                "a server is lost, and there is no snapshot that all servers have\n    try: --resume, from a checkpoint"
-            )
+            what = "a server is lost, and there is no snapshot that all servers have"
+            raise RunError(f"{what}\n    try: --resume, from a checkpoint")
         version, term = max(common), max([self.requests.term, *(answer["term"] for answer in answers)]) + 1
         progress = self.store.progress(version) or {"floor": 0, "done": [], "samples": 0, "begun": 0}
         self.requests.restart(term)
@@ -219,7 +211,9 @@ class Coordinator(Stepper):
             before = queue.version
             queue.restore(progress["floor"], progress["done"])
         self._samples, self.samples_before = progress["samples"], progress["begun"]
-        done = (whole_batch(self.pieces, step) for step in progress["done"])
+        pieces = self.pieces
+        taken = {step: [part for part, size in enumerate(pieces.sizes(step)) if size] for step in progress["done"]}
+        done = (batch_of(pieces, step, parts) for step, parts in taken.items())
         self.recorder.go_back(lambda: segment(self.run, progress["floor"]), done)
         undone = max(0, before - version)
         self.recorder.write("server", index=lost.index, restarted=True, version=version, lost_updates=undone)
@@ -237,17 +231,11 @@ class Coordinator(Stepper):
         workers = sorted(requests.workers.items())
         held = {rank: worker.memory for rank, worker in workers if worker.memory}
         held |= {self.run.plan.dp + index: memory for index, memory in enumerate(servers)}
-        computed = [
-            {
-                "rank": rank,
-                "samples": worker.samples,
-                "pieces": worker.pieces,
-                "seconds": max(0.0, worker.last - worker.joined),
-            }
-            for rank, worker in workers
-        ]
-        events = [("memory", {"rank": rank, **memory}) for rank, memory in held.items()]
-        return [*events, *(("worked", fields) for fields in computed)]
+        events: list[tuple[str, dict[str, Any]]] = [("memory", {"rank": rank} | one) for rank, one in held.items()]
+        for rank, one in workers:
+            seconds = max(0.0, one.last - one.joined)
+            events.append(("worked", {"rank": rank, "samples": one.samples, "pieces": one.pieces, "seconds": seconds}))
+        return events
 
     def find_others(self) -> None:
         """Connect to every server that there is no connection to.
@@ -261,14 +249,10 @@ class Coordinator(Stepper):
                 address = self.directory.find(index)
                 if address is None or not self.group.connect(index, address):
                     if time.monotonic() > until:
-                        raise RunError(
-                            f"server {index} could not be reached for {self.patience.back:g} s\n"
-                            "    try: --resume, which goes on from the last checkpoint"
-                        )
+                        raise gone(f"server {index} could not be reached for {self.patience.back:g} s")
                     time.sleep(_LOOK / 4)
 
     def _record_workers(self) -> None:
-        """Record what became of workers since the last look."""
         requests = self.requests
         with requests.news:
             happened, requests.happened = requests.happened, []
@@ -286,16 +270,9 @@ def segment(run: RunSpec, first: int) -> Ledger:
     return Ledger(run.folder / "ledger", rank=0, first_step=first, world_size=1)
 
 
-def whole_batch(pieces: BatchPieces, step: int) -> StepBatch:
-    """The samples of a step, all of whose parts are taken."""
-    return batch_of(pieces, step, [part for part, size in enumerate(pieces.sizes(step)) if size])
-
-
 def batch_of(pieces: BatchPieces, step: int, parts: list[int]) -> StepBatch:
     """The samples of a step's ``parts``; the batches themselves are with the workers."""
-    micros = tuple(
-        MicroBatch(batch=None, ids=tuple(ids.tolist()), samples=len(ids))
-        for ids in (pieces.ids(step, part) for part in parts)
-    )
+    every = (tuple(pieces.ids(step, part).tolist()) for part in parts)
+    micros = tuple(MicroBatch(batch=None, ids=ids, samples=len(ids)) for ids in every)
     samples = sum(micro.samples for micro in micros)
     return StepBatch(step=step, epoch=pieces.epoch(step), samples=samples, parts=(micros,))

@@ -15,16 +15,19 @@ import torch
 from phalanx.comm.frames import Connection, Frame, LostError, views
 from phalanx.config import Job, Plan
 from phalanx.data.loader import BatchPieces
-from phalanx.errors import RunError
 from phalanx.hardware import peak_memory
-from phalanx.parallel import activation_checkpointing, torch_compile
+from phalanx.parallel import activation_checkpointing, torch_compile, without_gradient
 from phalanx.parallel.compression import Codec, Feedback, message
-from phalanx.parallel.layout import SingleLayout
+from phalanx.parallel.layout import Layout, SingleLayout
 from phalanx.parallel.parameter_server import Flat, FrameKind, RowSlice, cut_out
-from phalanx.train.assembly import build_model
+from phalanx.parallel.rng_streams import reseed, stream
+from phalanx.train.build_model import build_model
+from phalanx.train.evaluate import Sums, add_up, evaluation_mode, measure
+from phalanx.train.inputs import Inputs
+from phalanx.train.loss import read_loss
+from phalanx.train.loss_scaling import compute_context
 from phalanx.train.observer import Observer
-from phalanx.train.parameter_server.piece_compute import Computer
-from phalanx.train.parameter_server.server_group import Directory, Patience
+from phalanx.train.parameter_server.server_group import Directory, Patience, gone
 from phalanx.train.parameter_server.shard_store import ServerStatistics
 
 T = TypeVar("T")
@@ -32,11 +35,7 @@ T = TypeVar("T")
 
 @final
 class Worker:
-    """One worker with a whole model and no optimizer.
-
-    Attributes:
-        observer: who looks on.
-    """
+    """One worker with a whole model and no optimizer; its ``observer`` looks on."""
 
     def __init__(
         self, job: Job, plan: Plan, device: torch.device, divisor: float, data: tuple[BatchPieces, BatchPieces | None]
@@ -91,16 +90,9 @@ class Worker:
             sums, samples = self._computer.gradients(self._pieces, step, part)
             count = sums["loss"][1] / self._divisor
             links.push(self._gradients(), self._host, {"step": step, "part": part, "count": count, "term": term})
-        done = {
-            "what": what,
-            "step": step,
-            "part": part,
-            "term": term,
-            "version": version,
-            "sums": sums,
-            "samples": samples,
-            "seconds": time.perf_counter() - begun,
-        }
+        seconds = time.perf_counter() - begun
+        done = {"version": version, "sums": sums, "samples": samples, "seconds": seconds}
+        done |= {"what": what, "step": step, "part": part, "term": term}
         brings = what == "train" and part == 0 and self._statistics.tensors
         return done, self._statistics.take() if brings else None
 
@@ -127,12 +119,69 @@ def _on_host(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: host(tensor) for name, tensor in parameters.items()}
 
 
-class LinkLostError(Exception):
-    """A connection has ended.
+@final
+class Computer:
+    """Forward and backward over pieces."""
 
-    Attributes:
-        index: of the server.
-    """
+    def __init__(self, job: Job, plan: Plan, layout: Layout, device: torch.device, divisor: float) -> None:
+        """``divisor`` is the constant that backward divides sums by."""
+        self._job, self._plan, self._layout, self._device, self._divisor = job, plan, layout, device, divisor
+        self._inputs = Inputs(job, layout.module)
+        self._checked = False
+
+    def gradients(self, pieces: BatchPieces, step: int, part: int) -> tuple[Sums, int]:
+        """Leave in each parameter's ``grad`` the sum over a piece, over the divisor.
+
+        Returns the sum and the count of its loss, and its samples.
+
+        Raises:
+            GradientError: if parameters get no gradient and the job does not allow it.
+        """
+        module, device = self._layout.module, self._device
+        for tensor in self._layout.parameters.values():
+            tensor.grad = None
+        total, count, samples = 0.0, 0.0, 0
+        for index, micro in enumerate(pieces.micros(step, part)):
+            reseed(device, stream(self._job.seed, step, index, part))
+            with compute_context(self._plan, device):
+                args, kwargs, batch = self._inputs(micro.batch, device)
+                output = module(*args, **kwargs)
+                read = read_loss(self._job.loss(output, batch), micro.samples, step)
+            (read.value * (read.weight / self._divisor)).backward()
+            total += float(read.value.detach()) * read.weight
+            count += float(read.count)
+            samples += micro.samples
+        if not self._checked and self._job.unused == "error":
+            without = [name for name, tensor in self._layout.parameters.items() if tensor.grad is None]
+            if without:
+                raise without_gradient(without, f"in step {step}")
+        self._checked = True
+        return {"loss": (total, count)}, samples
+
+    def measures(self, pieces: BatchPieces, step: int, part: int) -> tuple[Sums, int]:
+        """Sum and count of the loss and of each metric over a piece of the evaluation data, and its samples."""
+        module, device = self._layout.module, self._device
+        found: Sums = {}
+        samples = 0
+        with torch.no_grad(), evaluation_mode(module):
+            for micro in pieces.micros(step, part):
+                with compute_context(self._plan, device):
+                    args, kwargs, batch = self._inputs(micro.batch, device)
+                    measured = measure(self._job, module(*args, **kwargs), batch, micro.samples)
+                samples += micro.samples
+                add_up(found, measured)
+        return found, samples
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """Bytes of what is held, as events tell it."""
+        size = sum(tensor.nbytes for tensor in self._layout.parameters.values())
+        buffers = sum(tensor.nbytes for tensor in self._layout.module.buffers())
+        return {"parameters": size, "gradients": size, "optimizer": 0, "buffers": buffers, "activations": 0}
+
+
+class LinkLostError(Exception):
+    """The connection to server ``index`` has ended."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -141,14 +190,7 @@ class LinkLostError(Exception):
 
 @dataclass(slots=True)
 class ServerLink:
-    """One server.
-
-    Attributes:
-        connection: to it; ``None`` while there is none.
-        slices: what it holds.
-        version: of the values that were last pulled from it.
-        feedback: what has been left out of gradients pushed to it.
-    """
+    """One server: the ``slices`` it holds, the ``version`` last pulled, what was left out of gradients pushed to it."""
 
     index: int
     connection: Connection | None = None
@@ -186,11 +228,6 @@ class ServerLinks:
         self._gone = threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True)
 
-    @property
-    def first(self) -> ServerLink:
-        """Server 0."""
-        return self._links[0]
-
     def start(self) -> None:
         """Begin to send signs of life."""
         self._beats.start()
@@ -224,10 +261,7 @@ class ServerLinks:
                         break
                 if time.monotonic() > until:
                     where = f" at {address.host}:{address.port}" if address else ""
-                    raise RunError(
-                        f"server {link.index}{where} could not be reached for {self._patience.back:g} s\n"
-                        "    try: --resume, which goes on from the last checkpoint"
-                    )
+                    raise gone(f"server {link.index}{where} could not be reached for {self._patience.back:g} s")
                 time.sleep(0.05)
         return True
 
@@ -251,13 +285,12 @@ class ServerLinks:
             link.connection.send(FrameKind.ASK, {"done": done} if done else {}, brought)
             return link.receive()
 
-        return self._guarded(self.first, asked)
+        return self._guarded(self._links[0], asked)
 
     def say_goodbye(self, memory: dict[str, Any]) -> None:
         """Tell the coordinator what was held in memory."""
-        connection = self.first.connection
         with suppress(LostError):
-            if connection:
+            if connection := self._links[0].connection:
                 connection.send(FrameKind.END, {"memory": memory})
 
     def pull(self, into: Mapping[str, torch.Tensor], statistics: list[memoryview]) -> tuple[int, int]:
@@ -323,16 +356,14 @@ class ServerLinks:
     def _introduce(self, link: ServerLink, connection: Connection) -> None:
         connection.send(FrameKind.HELLO, {"rank": self._rank, "length": self._length})
         meta = connection.receive().meta
-        slices = (RowSlice(name=name, start=start, stop=stop, whole=whole) for name, start, stop, whole in meta["held"])
-        link.slices = tuple(slices)
+        link.slices = tuple(RowSlice(name=one[0], start=one[1], stop=one[2], whole=one[3]) for one in meta["held"])
         link.version = link.term = -1
         link.connection = connection
 
     def _beat(self) -> None:
         while not self._gone.wait(self._patience.beat):
-            connection = self.first.connection
             with suppress(LostError):
-                if connection:
+                if connection := self._links[0].connection:
                     connection.send(FrameKind.BEAT)
 
 

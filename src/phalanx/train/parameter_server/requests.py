@@ -20,13 +20,11 @@ class WorkerState:
     """A worker as server 0 knows it.
 
     Attributes:
-        connection: to it; ``None`` while there is none.
         joined: when it first came, as of ``time.monotonic()``.
         last: when its last piece that counted came in.
         waiting: it has asked and not been answered.
         silent: it holds a piece, and nothing has been heard of it for long.
         away: it was here, and its connection has ended.
-        samples: that it has computed and that counted.
         memory: what it held, told as it left.
     """
 
@@ -49,7 +47,6 @@ class RequestHandler:
         news: held while anything here is changed or read; told when a piece has come in or a worker has gone.
         queue: of the steps, or of an evaluation.
         term: of the pieces dealt now.
-        workers: by rank.
         happened: what became of workers, to be written down by the main thread.
         statistics: step → those of normalisation layers that came with its first piece.
     """
@@ -127,9 +124,10 @@ class RequestHandler:
         with self.news:
             before = self.workers.get(rank)
             if length != self._length:
+                lengths = f"server 0: {self._length}, rank {rank}: {length}"
                 self.trouble = DataError(
-                    f"job.data gives data of another length on each rank: server 0: {self._length}, rank {rank}: "
-                    f"{length}.\n    Every rank must see the same data; whoever is free computes the next piece.\n"
+                    f"job.data gives data of another length on each rank: {lengths}.\n"
+                    "    Every rank must see the same data; whoever is free computes the next piece.\n"
                     "    try: remove rank-dependent filtering or sharding from job.data"
                 )
             if before is None:
@@ -181,13 +179,8 @@ class RequestHandler:
         if done["term"] != self.term or done["what"] != self._what:
             return
         sums = {name: (float(total), float(count)) for name, (total, count) in done["sums"].items()}
-        report = Report(
-            worker=rank,
-            version=done["version"],
-            gradient_sums=sums,
-            samples=done["samples"],
-            seconds=done["seconds"],
-        )
+        facts = {name: done[name] for name in ("version", "samples", "seconds")}
+        report = Report(worker=rank, gradient_sums=sums, **facts)
         if not self.queue.put(rank, piece, report):
             return
         if self._what == "train":
@@ -201,7 +194,6 @@ class RequestHandler:
             self.news.notify_all()
 
     def _answer(self, rank: int) -> None:
-        """Send a waiting worker its next piece, if there is one for it."""
         with self.news:
             known = self.workers.get(rank)
             if known is None or not known.waiting or known.connection is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from phalanx.train.parameter_server.coordinator import Coordinator, divisor_of, 
 from phalanx.train.parameter_server.gradient_worker import ServerLinks, Worker
 from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import Server
-from phalanx.train.parameter_server.server_group import Address, Directory, Patience, ServerGroup, ServerScene
+from phalanx.train.parameter_server.server_group import Address, Directory, Patience, ServerGroup, ServerScene, gone
 from phalanx.train.parameter_server.shard_store import ShardStore
 from phalanx.train.run_recorder import RunRecorder
 from phalanx.train.state import newest_checkpoint, refuse_other_job
@@ -119,10 +118,8 @@ class ServerProcess:
             if server.trouble:
                 raise server.trouble
             if server.alone_for > self._patience.back + self._patience.parting:
-                raise RunError(
-                    f"server 0, which coordinates the others, has not been there for {self._patience.back:g} s\n"
-                    "    try: --resume, which goes on from the last checkpoint"
-                )
+                back = self._patience.back
+                raise gone(f"server 0, which coordinates the others, has not been there for {back:g} s")
         return {}
 
     def _coordinator(
@@ -140,7 +137,7 @@ class ServerProcess:
         first = _last_version(run) if self._again else int(state.get("step", 0))
         pace = StalenessBound(staleness=plan.staleness or 0, backup=plan.backup, after=plan.after)
         queue = WorkQueue(pieces.sizes, first=first, limit=first, pace=pace)
-        group = ServerGroup(server, plan.server, patience)
+        group = ServerGroup(server, store, plan.server, patience)
         return Coordinator(
             job=job,
             run=run,
@@ -173,7 +170,6 @@ class ServerProcess:
                 coordinator.group.close()
 
     def _start(self, coordinator: Coordinator, resumed: Path | None, causes: Sequence[str]) -> None:
-        """Record that the run begins, and show it to the observer."""
         job, run, first, pieces = self._job, self._run, coordinator.taken, coordinator.pieces
         device = device_kind(run.plan, workers_here(run, self._place))
         said = resume_notes(job, run.folder, step=first, total_steps=pieces.total_steps) if resumed else []
@@ -207,10 +203,9 @@ class ServerProcess:
         except (OSError, LostError):
             return
         if index == self._index:
-            raise RunError(
-                f"server {self._index} is running already, at {address.host}:{address.port}: two would hold the same "
-                "parameters\n    try: another rank for this process, or end the other"
-            )
+            what = f"server {self._index} is running already, at {address.host}:{address.port}"
+            fix = "another rank for this process, or end the other"
+            raise RunError(f"{what}: two would hold the same parameters\n    try: {fix}")
 
 
 def _last_version(run: RunSpec) -> int:
@@ -228,7 +223,7 @@ def _data(job: Job, run: RunSpec) -> tuple[BatchPieces, BatchPieces | None]:
     plan = run.plan
     pieces = BatchPieces(job.data(), job, plan.dp, micro=plan.micro)
     found = job.evaluate() if job.evaluate is not None else None
-    evaluation = None if found is None else BatchPieces(found, replace(job), plan.dp, micro=plan.micro, once=True)
+    evaluation = None if found is None else BatchPieces(found, job, plan.dp, micro=plan.micro, once=True)
     return pieces, evaluation
 
 

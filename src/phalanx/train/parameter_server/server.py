@@ -15,7 +15,7 @@ from phalanx.comm.frames import Connection, Frame, LostError, views
 from phalanx.hardware import peak_memory
 from phalanx.parallel.compression import Codec, read
 from phalanx.parallel.parameter_server import FrameKind, Pushed
-from phalanx.train.parameter_server.shard_store import ServerShare, ShardStore
+from phalanx.train.parameter_server.shard_store import ShardStore
 
 if TYPE_CHECKING:
     from phalanx.train.parameter_server.requests import RequestHandler
@@ -29,7 +29,6 @@ class Server:
     """A server's connections, a thread each.
 
     Attributes:
-        port: where it listens.
         trouble: what went wrong in one of the threads.
         over: the coordinator has said that all is done.
     """
@@ -84,14 +83,10 @@ class Server:
             case FrameKind.HELLO:
                 return self._introduction()
             case FrameKind.END:
-                return {"memory": memory_of(store)}
+                return {"memory": {"peak_bytes": peak_memory(), **shard.memory, "buffers": 0, "activations": 0}}
             case _:
                 raise LostError(f"a {kind.name} from the coordinator")
         return {}
-
-    def share(self, what: str) -> ServerShare:
-        """See ``ShardStore.share``."""
-        return self._store.share(what)
 
     def _introduction(self) -> dict[str, Any]:
         shard = self._store.shard
@@ -150,7 +145,7 @@ class Server:
                 frame = connection.receive()
                 kind = FrameKind(frame.kind)
                 if kind == FrameKind.GATHER:
-                    share = self.share(frame.meta["what"])
+                    share = self._store.share(frame.meta["what"])
                     send_tensors(connection, kind, {"held": share.held, "groups": share.groups}, share.tensors)
                 else:
                     connection.send(kind, self.obey(kind, frame.meta))
@@ -215,11 +210,6 @@ class Server:
             shard.give_back(flat)
             raise
         connection.send(FrameKind.TAKEN, {"new": shard.push(Pushed(**frame.meta), flat)})
-
-
-def memory_of(store: ShardStore) -> dict[str, int]:
-    """A server's memory, as events tell it."""
-    return {"peak_bytes": peak_memory(), **store.shard.memory, "buffers": 0, "activations": 0}
 
 
 _NAMES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

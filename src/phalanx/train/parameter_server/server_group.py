@@ -14,6 +14,7 @@ from torch import nn
 from phalanx.comm import Place
 from phalanx.comm.frames import Connection, LostError
 from phalanx.comm.process_group import meet
+from phalanx.errors import RunError
 from phalanx.parallel import TensorShard
 from phalanx.parallel.parameter_server import FrameKind
 from phalanx.train.loop import StepsLostError
@@ -26,8 +27,9 @@ from phalanx.train.parameter_server.shard_store import ServerShare, ShardStore, 
 class ServerGroup:
     """Server 0, which is here, and connections to the others."""
 
-    def __init__(self, server: Server, servers: int, patience: Patience) -> None:
-        self._server, self._patience = server, patience
+    def __init__(self, server: Server, store: ShardStore, servers: int, patience: Patience) -> None:
+        """``store`` is what server 0 holds."""
+        self._server, self._store, self._patience = server, store, patience
         self._others: dict[int, Connection | None] = dict.fromkeys(range(1, servers))
         self._limit = patience.answer
 
@@ -75,9 +77,8 @@ class ServerGroup:
         self._wait(self._patience.task if kind in (FrameKind.SNAPSHOT, FrameKind.RESTORE) else self._patience.answer)
         for index in self._others:
             self._of(index, lambda connection: connection.send(kind, meta))
-        answers = [self._server.obey(kind, meta)]
-        answers += [self._of(index, lambda connection: connection.receive()).meta for index in self._others]
-        return answers
+        here = self._server.obey(kind, meta)
+        return [here, *(self._of(index, lambda connection: connection.receive()).meta for index in self._others)]
 
     def gather(self, what: str) -> list[ServerShare]:
         """What every server has; see ``ShardStore.share``.
@@ -93,7 +94,7 @@ class ServerGroup:
         self._wait(self._patience.task)
         for index in self._others:
             self._of(index, lambda connection: connection.send(FrameKind.GATHER, {"what": what}))
-        return [self._server.share(what), *(self._of(index, taken) for index in self._others)]
+        return [self._store.share(what), *(self._of(index, taken) for index in self._others)]
 
     def close(self) -> None:
         """End all connections."""
@@ -121,26 +122,19 @@ class ServerGroup:
 
 @final
 class ServerScene(Scene):
-    """What all servers hold. Workers, which are sent copies, are not seen."""
+    """What all servers hold. Workers, which are sent copies, are not seen.
+
+    Attributes:
+        scale: what the sums that servers hold are to be multiplied by, to be gradients.
+        stepped_with: whether gradients are those that optimizers were given, and no longer those brought together.
+    """
+
+    replica = 0
 
     def __init__(self, store: ShardStore, group: ServerGroup, notes: list[str]) -> None:
-        self._store, self._group, self._notes = store, group, notes
-        self.scale = 1.0
-        """What the sums that servers hold are to be multiplied by, to be gradients."""
-        self.stepped_with = False
-        """Whether gradients are those that optimizers were given, and no longer those brought together."""
-
-    @property
-    def notes(self) -> list[str]:
-        return self._notes
-
-    @property
-    def replica(self) -> int:
-        return 0
-
-    @property
-    def slices(self) -> Mapping[str, TensorShard]:
-        return {}
+        self._store, self._group, self.notes = store, group, notes
+        self.slices = dict[str, TensorShard]()
+        self.scale, self.stepped_with = 1.0, False
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -195,7 +189,6 @@ class Patience:
         beat: between two signs of life of a worker.
         silent: without one, after which a worker's piece is dealt to others, beside ``pieces`` times as long as a
             piece takes in the median.
-        pieces: see ``silent``.
         answer: for a peer that is connected to say anything at all.
         task: for a server to write a snapshot, go back to one, or send all it has.
         back: for a server that is gone to be there again, and for any worker where there is none.
@@ -209,6 +202,11 @@ class Patience:
     task: float = 600.0
     back: float = 60.0
     parting: float = 10.0
+
+
+def gone(what: str) -> RunError:
+    """For a run that cannot go on by itself, because of ``what``."""
+    return RunError(f"{what}\n    try: --resume, which goes on from the last checkpoint")
 
 
 class Address(NamedTuple):
@@ -232,9 +230,8 @@ class Directory:
 
     def find(self, index: int) -> Address | None:
         """Where server ``index`` said last that it is."""
-        if not self._store.check([_key(index)]):
-            return None
-        return Address(*json.loads(self._store.get(_key(index))))
+        key = _key(index)
+        return Address(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def finish(self) -> None:
         """Say that the run is over: nobody has to look for servers any more."""

@@ -6,6 +6,7 @@ first piece; they are the next step's. So they go on as those of rank 0 do where
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,27 +17,24 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
+from phalanx import checkpoint
+from phalanx.checkpoint.folder import checkpoints, is_complete, name_of
 from phalanx.config import Job, Plan
 from phalanx.errors import RefusedError
-from phalanx.parallel.layout import RankHoldings, SingleLayout
+from phalanx.parallel.layout import SingleLayout
 from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, Shard, cut_out, form_of, partition, starved
-from phalanx.train.assembly import build_model, build_optimizer
+from phalanx.train.assembly import build_optimizer
+from phalanx.train.build_model import build_model
 from phalanx.train.elementwise import Parameters, elementwise
 from phalanx.train.refusals import type_problems
 from phalanx.train.state import identity, model_tensors, restore_values
 
-SNAPSHOTS_KEPT = 2
-"""Snapshots of each server that are kept."""
-
 
 @dataclass(frozen=True, slots=True)
 class ServerShare:
-    """What one server has.
+    """What one server has: parameters, as ``ShardStore.held`` has them, and what is no tensor of its optimizer's state.
 
-    Attributes:
-        held: parameters, as ``ShardStore.held`` has them.
-        tensors: ``model.<parameter>`` and ``optimizer.<parameter>.<key>`` → its rows.
-        groups: of its optimizer, and what is not tensors of each state.
+    ``tensors`` are ``model.<parameter>`` and ``optimizer.<parameter>.<key>`` → its rows.
     """
 
     held: list[list[Any]]
@@ -49,12 +47,11 @@ class ShardStore:
     """One server's shard, with the whole model beside it for names, buffers and initial values.
 
     Attributes:
-        index: of the server.
         layout: the whole model; its parameters have the values it began with.
         slices: what this server holds, name → rows.
         rates: the learning rate of each parameter group, as the job gave it.
         elements: of the whole model.
-        shard: the parameters of these and their optimizer.
+        shard: the parameters of ``slices`` and their optimizer.
         statistics: of normalisation layers, as they go out to workers; server 0's count.
     """
 
@@ -76,7 +73,7 @@ class ShardStore:
         self.rates = [float(group["lr"]) for group in self._whole.param_groups]
         rule = Rule(compensate=plan.compensate, keeps_each_gradient=plan.backup > 0, ahead=bool(plan.staleness))
         self.elements = sum(tensor.numel() for tensor in self.layout.module.parameters())
-        self.shard = Shard(self._cut(parameters), self._make, rule)
+        self.shard = Shard(self._cut(parameters), lambda named: job.optimizer(Parameters(named)), rule)
         self._buffers = ServerStatistics(self.layout.module)
         self.statistics = self._buffers.take()
 
@@ -88,13 +85,11 @@ class ShardStore:
 
     def resume(self, path: Path) -> dict[str, Any]:
         """Begin with the checkpoint ``path``, whatever the plan that wrote it. Returns its state."""
-        from phalanx import checkpoint
-
         state = checkpoint.read_state(path)
         restore_values(path, self.layout, self._whole)
         step = int(state["step"])
         with self.shard.restoring(step, 0, step):
-            self._set(self.layout.holdings)
+            self._set()
         self.statistics = self._buffers.take()
         return state
 
@@ -107,20 +102,14 @@ class ShardStore:
 
     def snapshots(self) -> list[int]:
         """The versions that this server can go back to without anybody else, beside the initial one."""
-        from phalanx.checkpoint.folder import checkpoints, is_complete
-
         return [int(path.name.removeprefix("step-")) for path in checkpoints(self._folder) if is_complete(path)]
 
     def clear(self) -> None:
         """Forget the snapshots of an earlier run in this folder."""
-        import shutil
-
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def snapshot(self, progress: Mapping[str, Any]) -> None:
         """Write one of this moment; nobody may make an update meanwhile. ``progress`` is the coordinator's, as JSON."""
-        from phalanx import checkpoint
-
         shard = self.shard
         tensors, groups = checkpoint.optimizer_tensors(shard.optimizer, shard.parameters)
         model = {f"model.{name}": tensor.detach() for name, tensor in shard.parameters.items()}
@@ -130,14 +119,11 @@ class ShardStore:
             step=shard.version,
             tensors={**model, **statistics, **tensors},
             state={"optimizer": groups, "progress": dict(progress)},
-            keep=SNAPSHOTS_KEPT,
+            keep=2,
         )
 
     def go_back(self, version: int, term: int, progress: Mapping[str, Any]) -> None:
         """Return to the snapshot of ``version``; to the initial values for 0 where there is none."""
-        from phalanx import checkpoint
-        from phalanx.checkpoint.folder import name_of
-
         path, shard = self._folder / name_of(version), self.shard
         with shard.restoring(version, term, int(progress["floor"]), progress["done"]):
             if version in self.snapshots():
@@ -151,27 +137,21 @@ class ShardStore:
                 self._whole = build_optimizer(self._job, self.layout)
                 self._buffers = ServerStatistics(self.layout.module)
                 self.statistics = self._buffers.take()
-                self._set(self.layout.holdings)
+                self._set()
                 self.settle()
 
     def progress(self, version: int) -> dict[str, Any]:
         """The coordinator's progress at the snapshot of ``version``; empty where there is none."""
-        from phalanx import checkpoint
-        from phalanx.checkpoint.folder import name_of
-
         if version not in self.snapshots():
             return {}
         return checkpoint.read_state(self._folder / name_of(version))["progress"]
 
     def share(self, what: str) -> ServerShare:
         """What this server has: ``parameters``, ``gradients`` prepared or ``used``, or ``everything`` to be saved."""
-        from phalanx import checkpoint
-
         shard = self.shard
-        if what == "gradients":
-            return ServerShare(self.held, {f"model.{name}": tensor for name, tensor in shard.gradient().items()}, {})
-        if what == "used":
-            return ServerShare(self.held, {f"model.{name}": tensor for name, tensor in shard.used.items()}, {})
+        if what in ("gradients", "used"):
+            found = shard.gradient() if what == "gradients" else shard.used
+            return ServerShare(self.held, {f"model.{name}": tensor for name, tensor in found.items()}, {})
         model = {f"model.{name}": tensor.detach() for name, tensor in shard.parameters.items()}
         if what == "parameters":
             return ServerShare(self.held, model, {})
@@ -188,8 +168,6 @@ class ShardStore:
         keep: int,
     ) -> Path:
         """Write an ordinary checkpoint: ``tensors`` put together, and what is not tensors of each state."""
-        from phalanx import checkpoint
-
         held = self.layout.holdings
         with torch.no_grad():
             for name, parameter in held.parameters.items():
@@ -197,26 +175,18 @@ class ShardStore:
         self._buffers.put(self.statistics)
         self._whole.state.clear()
         _, groups = checkpoint.optimizer_tensors(self._whole, held.parameters)
-        state = {
-            "identity": identity(self._job, progress.pop("length")),
-            "loss_scale": None,
-            "optimizer": {**groups, "state": states},
-            **progress,
-        }
-        return checkpoint.save(
-            folder, step=progress["step"], tensors={**model_tensors(self.layout), **tensors}, state=state, keep=keep
-        )
-
-    def _make(self, named: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
-        return self._job.optimizer(Parameters(named))
+        state = {"identity": identity(self._job, progress.pop("length")), "loss_scale": None}
+        state |= {"optimizer": {**groups, "state": states}, **progress}
+        everything = {**model_tensors(self.layout), **tensors}
+        return checkpoint.save(folder, step=progress["step"], tensors=everything, state=state, keep=keep)
 
     def _cut(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: cut_out(tensors[name].detach(), part) for name, part in self.slices.items()}
 
-    def _set(self, held: RankHoldings) -> None:
+    def _set(self) -> None:
         """Take this server's rows of the whole's values and optimizer state."""
         for name, part in self.slices.items():
-            whole, mine = held.parameters[name], self.shard.parameters[name]
+            whole, mine = self.layout.parameters[name], self.shard.parameters[name]
             mine.data.copy_(cut_out(whole.detach(), part))
             state = self._whole.state.get(whole, {})
             self.shard.optimizer.state[mine] = tree_map(lambda one, w=whole, p=part: _rows(one, w, p), dict(state))
@@ -274,11 +244,8 @@ class ServerStatistics:
     """The running means and variances in ``module``, and their form on the wire."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._layers = {
-            name: child
-            for name, child in module.named_modules()
-            if isinstance(child, _NormBase) and child.track_running_stats
-        }
+        layers = ((name, child) for name, child in module.named_modules() if isinstance(child, _NormBase))
+        self._layers = {name: child for name, child in layers if child.track_running_stats}
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -1,0 +1,125 @@
+"""A job's model as it is made: with one device's initial values, without those that are large, or without any."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from phalanx.config import Job
+from phalanx.errors import Problem, SpecError
+from phalanx.parallel import Example
+from phalanx.parallel.rng_streams import stream
+from phalanx.trace.fake_tensors import NothingDrawn
+from phalanx.units import show_bytes
+
+
+def build_model(job: Job, making: Callable[[Callable[[], Any]], Any] = lambda make: make()) -> nn.Module:
+    """The model with one device's initial values: the same seeds on every rank, whatever ran before.
+
+    Seeded are torch, numpy's global generator and ``random``. A model that comes in evaluation mode (as loaded ones
+    do) is put in training mode; in one that comes in training mode, parts kept out of it stay so. ``making`` calls the
+    job's function.
+    """
+    if isinstance(job.model, nn.Module):
+        name = type(job.model).__name__
+        given, allowed = f"a model, a {name}", "a function that builds it when called: each process builds its own"
+        raise SpecError([Problem(where="job.model", given=given, allowed=allowed, fix=f"model=lambda: {name}(...)")])
+    seed = stream(job.seed, 0)
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
+    random.seed(seed)
+    module = making(job.model)
+    if problem := _model_problem(module):
+        raise SpecError([problem])
+    if not module.training:
+        module.train()
+    return module
+
+
+def begun(job: Job) -> tuple[nn.Module, list[str]]:
+    """The model without the values of its large parameters, and a note where it comes with them all the same."""
+    from phalanx.parallel.deferred_init import UnrecordedError, loaded, recorded
+
+    try:
+        module = build_model(job, recorded)
+    except UnrecordedError as error:
+        return build_model(job), [_WHOLE.format(error)]
+    there = loaded(module)
+    if 2 * there > sum(tensor.numel() * tensor.itemsize for tensor in module.parameters()):
+        return module, [_WHOLE.format(f"job.model gives {show_bytes(there)} of values that it has read or computed")]
+    return module, []
+
+
+def give_needed_values(module: nn.Module, example: Example) -> list[str]:
+    """Give ``module`` its values now if it cannot be looked at without; a note of it where it has come to that."""
+    from phalanx.parallel.deferred_init import fill, followed, recipes
+
+    known = recipes(module)
+    if not known or not (why := followed(module, example)):
+        return []
+    fill(module, known)
+    return [_WHOLE.format(why)]
+
+
+_WHOLE = "the model could not be built piece by piece: {}; every process held it whole at the start."
+
+
+def _model_problem(module: Any) -> Problem | None:
+    def wrong(given: str, allowed: str, fix: str = "model=lambda: Net()") -> Problem:
+        return Problem(where="job.model", given=given, allowed=allowed, fix=fix)
+
+    if not isinstance(module, nn.Module):
+        return wrong(f"a function that gives {type(module).__name__}", "a function that gives a torch.nn.Module")
+    wrapped = next((kind for kind in map(type, module.modules()) if _wraps(kind)), None)
+    if wrapped is not None:
+        allowed = "the model by itself: the plan says how it is spread over devices, and wraps it"
+        return wrong(f"a model in {wrapped.__name__}", allowed)
+    halves = sorted({str(one.dtype) for one in module.parameters() if one.requires_grad and one.itemsize < 4})
+    if halves:
+        half = " and ".join(name.removeprefix("torch.") for name in halves)
+        return wrong(
+            f"a model with trainable parameters in {half}: steps smaller than 1/256 of a value would be rounded away",
+            "trainable parameters in float32 (frozen ones in any); the plan's precision says what is computed in",
+            "model=lambda: Net().float(), and precision=bf16 in the plan",
+        )
+    if not any(tensor.requires_grad for tensor in module.parameters()):
+        allowed = "a model with at least one parameter that requires a gradient"
+        fix = "for p in model.parameters(): p.requires_grad_(True)"
+        return wrong("a model without trainable parameters", allowed, fix)
+    return None
+
+
+def _wraps(kind: type) -> bool:
+    wrappers = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+    return kind.__module__.startswith("torch.") and kind.__name__ in wrappers
+
+
+_LARGE = 2e8  # elements: some seconds of random numbers
+
+
+def without_values(job: Job, size: int | None = None) -> Job:
+    """``job``; its model is made without values if drawing them would take long, and it can be made so.
+
+    ``size`` is the model's, where it is known.
+    """
+    size = size_of(job) if size is None else size
+    return replace(job, model=lambda: _on_meta(job)) if (size or 0) > _LARGE else job
+
+
+def size_of(job: Job) -> int | None:
+    """Elements of the model's parameters, which are not made; ``None`` where it cannot be made without."""
+    try:
+        return sum(tensor.numel() for tensor in _on_meta(job).parameters())
+    except Exception:  # some models need values
+        return None
+
+
+def _on_meta(job: Job) -> nn.Module:
+    with torch.device("meta"), NothingDrawn():
+        return job.model()

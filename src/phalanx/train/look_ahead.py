@@ -1,0 +1,123 @@
+"""What a plan would make of a job, found before a process starts by a look at its model.
+
+``preview`` looks as ``show`` does, at a model without values and for devices that need not be here; ``refusals`` is
+what that look is refused for. ``look`` is for a run that begins: where the model is small enough it takes the first
+step too (``rehearsal``), and what it finds goes to the processes of the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.config import Job, Plan
+from phalanx.data import Lane, Loader
+from phalanx.errors import Problem, RefusedError
+from phalanx.parallel import Example, check, notes, torch_compile
+from phalanx.parallel.survey import survey
+from phalanx.placement.ownership import Survey
+from phalanx.train.assembly import Findings, example_of
+from phalanx.train.build_model import begun, build_model, give_needed_values, size_of, without_values
+from phalanx.train.elementwise import half_steps
+from phalanx.train.refusals import model_problems, optimizer_problems, server_problems
+from phalanx.train.rehearsal import rehearse
+from phalanx.train.split_causes import LARGEST, causes
+
+
+def preview(job: Job, plan: Plan) -> tuple[Survey, list[str]]:
+    """What each rank would hold and notes on what ``plan`` does not keep of one device's result.
+
+    The model of ``job`` is built without values where that can be; the devices need not be here.
+
+    Raises:
+        RefusedError: with everything that keeps the plan from serving the job on the devices it is for.
+        SpecError: if the job's functions give something else than they must.
+    """
+    problems = [problem for problem in check(job, plan) if problem.where != "plan.device"]
+    if plan.server and not problems:
+        problems = server_problems(job, plan)
+    if problems:
+        raise RefusedError(problems)
+    module, unbuilt = begun(job)
+    _refuse(job, module, plan)
+    found = notes(module, job, plan)
+    if plan.kind != "split":
+        return survey(module, plan)[0], found
+    example = _example(job, module)
+    found += [*unbuilt, *give_needed_values(module, example)]
+    return survey(module, plan, example)[0], found
+
+
+def _refuse(job: Job, module: nn.Module, plan: Plan) -> None:
+    if problems := [*model_problems(module, plan), *optimizer_problems(job, plan, _trainable(module))]:
+        raise RefusedError(problems)
+
+
+def _trainable(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: one for name, one in module.named_parameters() if one.requires_grad}
+
+
+def _loader(job: Job) -> Loader:
+    return Loader(job.data(), job, Lane(), micro=None)
+
+
+def _example(job: Job, module: nn.Module) -> Example:
+    return example_of(job, module, _loader(job))
+
+
+def refusals(job: Job, plan: Plan) -> list[Problem]:
+    """What keeps ``plan`` from ``job`` on the devices it is for, by a look at the model; empty where nothing does.
+
+    What is merely not run yet, such as ``precision=fp8``, is left to ``placement.limits.not_run_yet``.
+
+    Raises:
+        SpecError: if the job's functions give something else than they must.
+    """
+    # these ask for what is on this machine, but for a plan that compiles nowhere
+    there = replace(plan, device="auto", compile=bool(torch_compile.slice_problems(plan)))
+    if there.precision in ("fp8", "tf32"):
+        there = replace(there, precision="bf16")
+    try:
+        preview(without_values(job), there)
+    except RefusedError as error:
+        return list(error.problems)
+    return []
+
+
+def look(job: Job, plan: Plan) -> Findings:
+    """Look at ``job`` under ``plan``; where the model is small enough it runs model and optimizer.
+
+    Raises:
+        RefusedError: with what keeps the plan from serving the job.
+        SpecError: if the job's functions fail, or give something else than they must.
+        LossError: if the loss is of a wrong form.
+        GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
+    """
+    size = size_of(job)
+    small = (size or 0) <= LARGEST
+    module = rehearse(job, plan) if small and plan.processes > 1 else None
+    tried, found = module is not None and not dist.is_initialized(), list[str]()
+    if small and (module is not None or plan.processes == 1):
+        module = build_model(job) if module is None else module
+        found += causes(job, plan, module, _loader(job))
+        if plan.devices > 1 and (note := half_steps(job, _trainable(module))):
+            found.append(note)
+    cuts = plan.kind == "split" or plan.zero == 3
+    if not cuts and plan.recompute == "none":
+        return Findings(causes=tuple(found), module=module, size=size)
+    module = begun(without_values(job, size))[0] if module is None else module
+    if cuts and not tried:
+        _refuse(job, module, plan)
+
+    from phalanx.parallel.split_facts import Facts, identity
+    from phalanx.parallel.unwrapped_blocks import look_inside
+
+    of, example = identity(module, plan), _example(job, module)  # before the look leaves its marks
+    give_needed_values(module, example)
+    opened = look_inside(module, example) if plan.zero == 3 or plan.recompute != "none" else ()
+    facts = Facts(of=of, opened=opened, parts=survey(module, plan, example)[1])
+    changed = facts.parts is not None and facts.parts.experts
+    return Findings(causes=tuple(found), facts=facts.to_dict(), module=None if changed else module, size=size)
