@@ -9,11 +9,7 @@ from click.shell_completion import get_completion_class
 
 from phalanx.cli.output import json_option, print_json
 
-_WHERE = {
-    "bash": "~/.bashrc",
-    "zsh": "~/.zshrc",
-    "fish": "~/.config/fish/config.fish",
-}
+_WHERE = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
 
 
 @click.command("completion", short_help="Print a shell's completion script.")

@@ -189,11 +189,7 @@ def _of_rows(device: str) -> dict[str, Call]:
     ids, all_three = classes % 256, [True, True, True]
     one = mean.sum()
     return {
-        "native_layer_norm": (
-            lambda: aten.native_layer_norm(*norm, scale, scale, 1e-5),
-            2 * whole + 2 * _ROWS,
-            whole,
-        ),
+        "native_layer_norm": (lambda: aten.native_layer_norm(*norm, scale, scale, 1e-5), 2 * whole + 2 * _ROWS, whole),
         "native_layer_norm_backward": (
             lambda: aten.native_layer_norm_backward(g, *norm, mean, spread, scale, scale, all_three),
             3 * whole + 2 * _ROWS,

@@ -23,10 +23,7 @@ from phalanx.launch.jobfile import load_job
 from phalanx.launch.reaper import Interrupts
 
 # A text each, so that what one launcher needs is imported only where that one is asked for.
-LAUNCHERS = {
-    "local": "phalanx.launch.local:LocalLauncher",
-    "torchrun": "phalanx.launch.torchrun:TorchrunLauncher",
-}
+LAUNCHERS = {"local": "phalanx.launch.local:LocalLauncher", "torchrun": "phalanx.launch.torchrun:TorchrunLauncher"}
 """Every launcher: what users call it, and its class."""
 
 WorkerFunction = Callable[[Place, Callable[[int], None]], Any]

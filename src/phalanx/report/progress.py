@@ -76,8 +76,7 @@ class Follower:
             self._viewers.remove(viewer)
             name = type(viewer).__name__
             print(
-                f"{name} stopped showing this run, which goes on: {type(error).__name__}: {error}",
-                file=sys.__stderr__,
+                f"{name} stopped showing this run, which goes on: {type(error).__name__}: {error}", file=sys.__stderr__
             )
 
 

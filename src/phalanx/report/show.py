@@ -264,10 +264,7 @@ def _survey_as_dict(survey: Survey | None, plan: Plan, batch: int) -> dict[str, 
             {
                 "rank": rank,
                 "at": plan.coordinate(rank),
-                "samples": [
-                    samples_of(plan, batch, part)[0],
-                    samples_of(plan, batch, part + plan.threads - 1)[1],
-                ],
+                "samples": [samples_of(plan, batch, part)[0], samples_of(plan, batch, part + plan.threads - 1)[1]],
                 "holds": places[survey.place(rank)],
                 "parameter_bytes": sum(one.bytes for one in held),
                 "gradient_bytes": sum(one.gradient_bytes for one in held),

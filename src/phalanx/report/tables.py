@@ -203,10 +203,7 @@ def proof_table(proof: dict[str, Any]) -> RenderableType:
     if silent := proof["not_compared"]:
         many = f"{len(silent)} parameter{'s' if len(silent) > 1 else ''}"
         parts.append(
-            Text(
-                f"not compared: {many} whose gradient is zero but for rounding ({show_names(silent, 4)})",
-                style="dim",
-            )
+            Text(f"not compared: {many} whose gradient is zero but for rounding ({show_names(silent, 4)})", style="dim")
         )
     if dropout := proof["dropout"]:
         parts.append(Text(dropout, style="dim"))

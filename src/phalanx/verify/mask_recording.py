@@ -191,11 +191,7 @@ class MaskRecording(Observer):
         plain._kept = looked_at
 
     def _looked_at(
-        self,
-        mask: Callable[[], tuple[Tensor, Tensor]],
-        call: Callable[[], Tensor],
-        rate: float,
-        device: torch.device,
+        self, mask: Callable[[], tuple[Tensor, Tensor]], call: Callable[[], Tensor], rate: float, device: torch.device
     ) -> Tensor:
         """The result of ``call``, whose mask ``mask`` draws from the same state of the stream."""
         with self._stream:

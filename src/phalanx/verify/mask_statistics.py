@@ -86,12 +86,7 @@ def statistics_of(answers: Sequence[dict[str, Any]], steps: int) -> MaskStatisti
     if wrong:
         words = f"dropout drew {len(first)} masks in {steps} further steps, of which something is wrong"
     check = Check(
-        kind="dropout",
-        when=f"in {steps} further steps",
-        many=len(drawn),
-        largest=off,
-        allowed=allowed,
-        first=wrong,
+        kind="dropout", when=f"in {steps} further steps", many=len(drawn), largest=off, allowed=allowed, first=wrong
     )
     return MaskStatistics(words=words, check=check, cause=cause)
 

@@ -167,11 +167,7 @@ class _Steps:
         }
         return Witness(
             losses=losses,
-            values={
-                START: end | _by_name(self._start, names),
-                FIRST: end | _by_name(self._first, names),
-                END: end,
-            },
+            values={START: end | _by_name(self._start, names), FIRST: end | _by_name(self._first, names), END: end},
             used={step: _by_name(grads, names) for step, grads in self._used.items()} if one_each else {},
             rates=[_by_name(rates, names) for rates in self._rates] if one_each else [],
             buffers={END: {name: _copy(tensor) for name, tensor in model.named_buffers()}},
