@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.config import Job, Plan
-from phalanx.config.plan import Device, Precision
 from phalanx.errors import Problem, RefusedError, WorkerError
 from phalanx.launch import LookAhead, look_ahead, make_ready
 from phalanx.train.assembly import Findings, refuse
@@ -24,7 +23,7 @@ from phalanx.verify.judge_kept import Check
 from phalanx.verify.mask_statistics import MaskStatistics
 from phalanx.verify.module_trace import traceable
 from phalanx.verify.record import RunRecord
-from phalanx.verify.references import ModelFacts, facts_of, own_record, plain_record
+from phalanx.verify.references import ModelFacts, ReferenceRun, facts_of
 from phalanx.verify.witness import OwnLoop, why_not
 
 
@@ -98,61 +97,42 @@ class OneDevice:
     Attributes:
         steps: optimizer steps asked for; the reference goes on until each parameter has had a gradient, or to
             ``most_steps``.
-        precision: of the computation.
-        device: ``auto``, ``cpu`` or ``cuda``.
         reference: who computed it, in words: a plain PyTorch loop, a loop of the user's own, or Phalanx.
-        dropout: whether dropout is on, drawn by sample and layer.
     """
 
     job: Job
     steps: int
-    precision: Precision
-    device: Device
+    how: ReferenceRun
     reference: str
     _facts: ModelFacts
     _record: RunRecord
-    dropout: bool = False
 
     @classmethod
-    def run(
-        cls,
-        job: Job,
-        steps: int,
-        *,
-        precision: Precision = "fp32",
-        device: Device = "auto",
-        against: OwnLoop | None = None,
-        watch: Watch = None,
-        dropout: bool = False,
-    ) -> OneDevice:
+    def run(cls, job: Job, steps: int, how: ReferenceRun | None = None, watch: Watch = None) -> OneDevice:
         """Run ``job`` on one device; ``watch`` is called ten times a second meanwhile.
 
-        By the plain loop that the job is turned into; by Phalanx where it cannot be; by ``against`` where it is given.
+        By the plain loop that the job is turned into; by Phalanx where it cannot be; by a loop of the user's own where
+        ``how`` has one.
 
         Raises:
             WorkerError: if the run failed.
         """
-        alone = Plan(precision=precision, device=device)
+        how, asked = how or ReferenceRun(), (steps, most_steps(steps))
         with _folder() as name:
-            if against is not None:
-                reference = f"your own loop {getattr(against.function, '__name__', '')}".rstrip()
-                record = own_record(against, job, alone, steps, Path(name), watch)
+            if how.against is not None:
+                reference = f"your own loop {getattr(how.against.function, '__name__', '')}".rstrip()
+                record = how.record(job, asked, Path(name), watch)
             elif reason := why_not(replace(job, steps=steps, epochs=None)):
                 reference = f"Phalanx on one device ({reason})"
-                record = _own_reference(job, alone, steps, watch, dropout=dropout)
+                record = _by_phalanx(job, how, asked, watch)
             else:
-                reference, asked = "a plain PyTorch loop", (steps, most_steps(steps))
-                record = _plain(job, alone, asked, Path(name), watch, dropout=dropout)
-        return cls(
-            job=job,
-            steps=steps,
-            precision=precision,
-            device=device,
-            dropout=dropout,
-            reference=reference,
-            _facts=facts_of(job),
-            _record=record,
-        )
+                reference = "a plain PyTorch loop"
+                try:
+                    record = how.record(job, asked, Path(name), watch)
+                except WorkerError:  # Phalanx's own errors say what to do
+                    _by_phalanx(job, how, (steps,), watch)
+                    raise
+        return cls(job=job, steps=steps, how=how, reference=reference, _facts=facts_of(job), _record=record)
 
     def prove(self, plan: Plan, *, findings: Findings | None = None, watch: Watch = None) -> Proof:
         """Run the same steps under ``plan`` and compare; ``findings`` of a look at the job travel to the workers.
@@ -162,13 +142,13 @@ class OneDevice:
             WorkerError: if the run failed.
         """
         refuse(self.job, plan, plan.world_size)
-        if self.dropout:
+        if self.how.dropout:
             refuse_compiled(plan)
             refuse_masks(self.job, plan, self._record.masks_of_no_sample)
         taken = len(self._record.steps)
         with _folder() as name:
             given = proven(self.job, self.steps, taken)
-            other = capture(given, plan, Path(name), watch, dropout=self._how, findings=findings)
+            other = capture(given, plan, Path(name), watch, dropout=self._dropout, findings=findings)
         tolerance = Tolerance.of(plan.precision, batch=self.job.batch, layers=self._facts.layers, steps=taken)
         pair = Pair(one=self._record, other=other, plan=plan, tolerance=tolerance)
         checks = judged(pair)
@@ -188,7 +168,7 @@ class OneDevice:
             gradients=gradients,
             parameters=_of(checks, "parameter", None),
             not_compared=_silent(pair),
-            notes=self._facts.notes(dropout=self.dropout),
+            notes=self._facts.notes(dropout=self.how.dropout),
             first=first,
             cause=cause,
             checks=checks,
@@ -200,8 +180,8 @@ class OneDevice:
         )
 
     @property
-    def _how(self) -> Dropout:
-        return frozenset(self._record.masks_of_no_sample) if self.dropout else "off"
+    def _dropout(self) -> Dropout:
+        return frozenset(self._record.masks_of_no_sample) if self.how.dropout else "off"
 
     def _masks(self, plan: Plan, other: RunRecord, watch: Watch) -> MaskStatistics | None:
         """What the plan drops with dropout on, where it was off; ``None`` where there is nothing to measure."""
@@ -222,11 +202,10 @@ class OneDevice:
         """What a cause is told from; for it the first step is taken once more on both sides, and looked into."""
         one, other, plan = pair.one, pair.other, pair.plan
         if traceable(plan):
-            alone = Plan(precision=self.precision, device=self.device)
             with _folder() as name:
-                one = traced(one, self.job, alone, Path(name), watch, dropout=self._how)
+                one = traced(one, self.job, self.how.plan, Path(name), watch, dropout=self._dropout)
             with _folder() as name:
-                other = traced(other, self.job, plan, Path(name), watch, dropout=self._how)
+                other = traced(other, self.job, plan, Path(name), watch, dropout=self._dropout)
         pairs = zip(one.steps, other.steps, strict=True)
         return Evidence(
             plan=plan,
@@ -277,9 +256,8 @@ def prove(
         if say:
             say(note)
     own = None if against is None else OwnLoop(against)
-    how: dict[str, Any] = {"precision": plan.precision, "device": plan.device}
-    one = OneDevice.run(job, steps, **how, against=own, watch=watch, dropout=dropout)
-    proof = one.prove(plan, findings=found, watch=watch)
+    how = ReferenceRun(precision=plan.precision, device=plan.device, dropout=dropout, against=own)
+    proof = OneDevice.run(job, steps, how, watch).prove(plan, findings=found, watch=watch)
     return replace(proof, notes=[*proof.notes, *causes])
 
 
@@ -299,26 +277,15 @@ def most_steps(steps: int) -> int:
 _AT_LEAST = 4  # more steps, for branches behind branches that start at zero
 
 
-def _own_reference(job: Job, alone: Plan, steps: int, watch: Watch, *, dropout: bool) -> RunRecord:
-    """Phalanx on one device; once more with as many steps as a proof takes where parameters have had no gradient."""
-    for taken in (steps, most_steps(steps)):
+def _by_phalanx(job: Job, how: ReferenceRun, tries: Sequence[int], watch: Watch) -> RunRecord:
+    """Phalanx on one device, for the first of ``tries`` steps; for the next where parameters had no gradient."""
+    dropout: Dropout = frozenset() if how.dropout else "off"
+    for taken in tries:
         with _folder() as name:
-            record = capture(
-                proven(job, steps, taken), alone, Path(name), watch, dropout=frozenset() if dropout else "off"
-            )
+            record = capture(proven(job, tries[0], taken), how.plan, Path(name), watch, dropout=dropout)
         if not record.never:
             break
     return record
-
-
-def _plain(job: Job, alone: Plan, steps: tuple[int, int], folder: Path, watch: Watch, *, dropout: bool) -> RunRecord:
-    """The plain loop's record. A job that it fails with is tried by Phalanx, whose errors say what to do."""
-    try:
-        return plain_record(job, alone, steps, folder, watch, dropout=dropout)
-    except WorkerError:
-        with _folder() as other:
-            capture(proven(job, steps[0]), alone, Path(other), watch, dropout=frozenset() if dropout else "off")
-        raise
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.comm import Place, device_for
 from phalanx.config import Job, Plan
+from phalanx.config.plan import Device, Precision
 from phalanx.launch import launch
 from phalanx.launch.side_process import Send, SideProcess
 from phalanx.parallel import batch_statistics, device_kind, dropouts
@@ -26,46 +27,50 @@ from phalanx.verify.witness import OwnLoop, Witness
 _MOMENTS = ("values", "buffers", "reduced", "used")
 
 
-def plain_record(
-    job: Job, alone: Plan, steps: tuple[int, int], folder: Path, watch: Watch = None, *, dropout: bool = False
-) -> RunRecord:
-    """What the plain loop of ``job`` gives, in the precision and on the device of ``alone``.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceRun:
+    """How the run on one device is made that plans are held against.
 
-    It takes the first number of ``steps``, and goes on, to the second at most, until each parameter had a gradient.
-
-    Dropout is off, or with ``dropout`` drawn by sample and layer.
-
-    Raises:
-        WorkerError: if the loop failed.
+    Attributes:
+        dropout: whether dropout is on, drawn by sample and layer.
+        against: a loop of the user's own, in place of the plain loop that the job is turned into.
     """
-    asked, most = steps
-    given = proven(job, asked, most)
 
-    def run(device: torch.device) -> Witness:
-        if not dropout:
-            switch_off_dropout()
-        return Witness.of(given, asked, precision=alone.precision, device=device, most=most, keyed_masks=dropout)
+    precision: Precision = "fp32"
+    device: Device = "auto"
+    dropout: bool = False
+    against: OwnLoop | None = None
 
-    return _observed(run, alone, folder, watch)
+    @property
+    def plan(self) -> Plan:
+        """One device."""
+        return Plan(precision=self.precision, device=self.device)
 
+    def record(self, job: Job, steps: tuple[int, int], folder: Path, watch: Watch = None) -> RunRecord:
+        """What the loop gives: the plain one of ``job``, or the user's own.
 
-def own_record(loop: OwnLoop, job: Job, alone: Plan, steps: int, folder: Path, watch: Watch = None) -> RunRecord:
-    """What a user's own loop gives.
+        It takes the first number of ``steps``; the plain one goes on, to the second at most, until each parameter had a
+        gradient.
 
-    Raises:
-        WorkerError: if the loop failed, or did not give what it must.
-    """
-    given = proven(job, steps)
+        Raises:
+            WorkerError: if the loop failed, or did not give what it must.
+        """
+        asked, most = steps
+        given = proven(job, asked, None if self.against else most)
 
-    def run(device: torch.device) -> Witness:
-        switch_off_dropout()
-        return loop.run(given, steps, device)
+        def run(device: torch.device) -> Witness:
+            if not self.dropout:
+                switch_off_dropout()
+            if self.against:
+                return self.against.run(given, asked, device)
+            how: dict[str, Any] = {"precision": self.precision, "device": device, "most": most}
+            return Witness.of(given, asked, keyed_masks=self.dropout, **how)
 
-    return _observed(run, alone, folder, watch)
+        return _observed(run, self.plan, folder, watch)
 
 
 def _observed(run: Callable[[torch.device], Witness], alone: Plan, folder: Path, watch: Watch) -> RunRecord:
-    """Run it in a process of its own, with dropout as on the other side."""
+    """Run it in a process of its own."""
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
         witness = run(device_for(place, device_kind(alone, place.workers_here)))
