@@ -26,7 +26,15 @@ from phalanx.data import Lane, Loader, MicroBatch, evaluation_batches
 from phalanx.errors import LossError, PhalanxError, Problem, RefusedError, SpecError
 from phalanx.parallel import Example, check, device_kind, notes, torch_compile, without_gradient
 from phalanx.parallel.survey import Survey, survey
-from phalanx.train.assembly import Findings, begun, build_model, example_of, give_needed_values, optimizer_over
+from phalanx.train.assembly import (
+    Findings,
+    begun,
+    build_model,
+    example_of,
+    give_needed_values,
+    known_facts,
+    optimizer_over,
+)
 from phalanx.train.elementwise import half_steps
 from phalanx.train.evaluate import evaluation_mode, measure
 from phalanx.train.inputs import Inputs
@@ -52,26 +60,35 @@ class PlanPreview:
     notes: tuple[str, ...]
 
 
-def preview(job: Job, plan: Plan) -> PlanPreview:
-    """Build the model of ``job``, without values where that can be, and look at it as the plan's ranks would.
-
-    The devices need not be here.
+def refuse_unbuilt(job: Job, plan: Plan) -> None:
+    """Raise what keeps ``plan`` from ``job`` before its model is built; the devices need not be here.
 
     Raises:
-        RefusedError: with everything that keeps the plan from serving the job on the devices it is for.
-        SpecError: if the job's functions give something else than they must.
+        RefusedError: with every problem found.
     """
     problems = [problem for problem in check(job, plan) if problem.where != "plan.device"]
     if plan.server and not problems:
         problems = server_problems(job, plan)
     if problems:
         raise RefusedError(problems)
+
+
+def preview(job: Job, plan: Plan, findings: Findings | None = None) -> PlanPreview:
+    """Build the model of ``job``, without values where that can be, and look at it as the plan's ranks would.
+
+    The devices need not be here. What ``findings`` of a look at the job know is not looked for again.
+
+    Raises:
+        RefusedError: with everything that keeps the plan from serving the job on the devices it is for.
+        SpecError: if the job's functions give something else than they must.
+    """
+    refuse_unbuilt(job, plan)
     module, unbuilt = begun(job)
     _refuse(job, module, plan)
     found = notes(module, job, plan)
     if plan.kind != "split":
         return PlanPreview(survey=survey(module, plan), notes=tuple(found))
-    example = _example(job, module)
+    example = replace(_example(job, module), facts=known_facts(findings, module, plan))
     found += [*unbuilt, *give_needed_values(module, example)]
     return PlanPreview(survey=survey(module, plan, example), notes=tuple(found))
 
