@@ -149,7 +149,8 @@ def _told_how_to_go_on(run: RunSpec, launcher: str) -> Iterator[None]:
     try:
         yield
     except RunError as error:
-        error.add_note(way_on(run, launcher))
+        if run.folder.is_dir():
+            error.add_note(way_on(run, launcher))
         raise
     except (KeyboardInterrupt, SystemExit) as stop:
         click.echo(f"stopped. {way_on(run, launcher)}", err=True)

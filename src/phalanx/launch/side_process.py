@@ -188,7 +188,9 @@ def _findings(answer: dict[str, Any]) -> Findings:
         kind = RefusedError if answer["kind"] == RefusedError.__name__ else SpecError
         raise kind(Problem(**problem) for problem in problems)
     if "message" in answer:
-        raise next(kind for kind in _REFUSED_IN_FIRST_STEP if kind.__name__ == answer["kind"])(answer["message"])
+        error = next(kind for kind in _REFUSED_IN_FIRST_STEP if kind.__name__ == answer["kind"])(answer["message"])
+        error.exit_code = RefusedError.exit_code  # nothing has run
+        raise error
     return Findings(causes=tuple(answer.get("causes", ())), facts=answer.get("facts"))
 
 
