@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from phalanx.cli.options import Subject, profile_option, subject
+from phalanx.cli.options import profile_option, subject
 from phalanx.cli.output import json_option, print_json
 from phalanx.errors import Problem, SpecError
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from phalanx.hardware import CatalogEntry
+    from phalanx.preflight import Subject
 
 _WIDE = 92
 
@@ -77,7 +78,7 @@ def _job_on_each(asked: Subject, as_json: bool) -> None:
     from phalanx.hardware import names
     from phalanx.planner.roofline import rooflines
 
-    lines = rooflines(asked.work, names())
+    lines = rooflines(asked.work(), names())
     if as_json:
         print_json({"job": asked.name, "devices": [one.to_dict() for one in lines]})
         return

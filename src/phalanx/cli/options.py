@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -15,8 +15,7 @@ from phalanx.config.plan import Precision
 from phalanx.errors import Problem, SpecError
 
 if TYPE_CHECKING:
-    from phalanx.forecast import Work
-    from phalanx.planner import Question
+    from phalanx.preflight import Subject
 
 
 class PlanText(click.ParamType):
@@ -85,23 +84,6 @@ PRECISIONS = get_args(Precision)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """What is trained.
-
-    Attributes:
-        name: for headings.
-        work: of each step.
-        steps: of the whole training; 0 where nobody knows.
-        look: what keeps a plan from the job; ``None`` for a configuration.
-    """
-
-    name: str
-    work: Work
-    steps: int
-    look: Callable[[Plan], list[Problem]] | None = None
-
-
 profile_option = click.option(
     "--profile",
     type=click.Choice(["trace", "measure"]),
@@ -130,7 +112,6 @@ def subject(what: str, *, batch: int, seq: int, steps: int, profile: str = "trac
 
     Raises:
         SpecError: with what is wrong in the options, or with the job or configuration.
-        ProfileError: if the model's shapes depend on values.
     """
     problems = [
         Problem(where=f"--{name}", given=str(value), allowed="a whole number, 1 or more", fix=f"--{name} {fix}")
@@ -139,7 +120,9 @@ def subject(what: str, *, batch: int, seq: int, steps: int, profile: str = "trac
     ]
     if problems:
         raise SpecError(problems)
+    from phalanx.launch.jobfile import load_job
     from phalanx.planner.advise import config_work, is_config
+    from phalanx.preflight import Subject
 
     if is_config(what):
         if profile != "trace":
@@ -147,29 +130,9 @@ def subject(what: str, *, batch: int, seq: int, steps: int, profile: str = "trac
             raise SpecError([Problem(where="--profile", given=profile, allowed=allowed, fix="--profile trace")])
         path = Path(what)
         name = path.parent.name if path.suffix == ".json" and path.parent.name else path.stem
-        return Subject(name=name, work=config_work(what, batch=batch, length=seq), steps=steps)
-    from phalanx.launch.jobfile import load_job
-
-    job = load_job(what)
-    from phalanx.train.rehearsal import refusals
-    from phalanx.train.traced_job import steps_of, work_of
-
-    seen = replace(job, batch=batch) if batch else job
-    found = steps or steps_of(job, batch) or 0
-    work = work_of(job, batch=batch, length=seq, values=profile == "measure")
-    return Subject(name=job.name, work=work, steps=found, look=lambda plan: refusals(seen, plan))
-
-
-def question_of(subject: Subject, on: str, precision: str | None, price: str | None) -> Question:
-    """The question about ``subject`` on the cluster that a text describes."""
-    from phalanx.hardware import cluster
-    from phalanx.planner import Question, prices
-    from phalanx.planner.question import precision_for
-
-    there = cluster(on)
-    chosen: Any = precision or precision_for(there)
-    given: dict[str, Any] = {"work": subject.work, "steps": subject.steps, "look": subject.look}
-    return Question(cluster=there, precision=chosen, prices=prices(price), **given)
+        work = config_work(what, batch=batch, length=seq)
+        return Subject(name=name, steps=steps, work=lambda: work)
+    return Subject.of(load_job(what), batch=batch, length=seq, steps=steps, values=profile == "measure")
 
 
 def span(text: str | None) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from phalanx.cli.options import PRECISIONS, budget_of, html_option, question_of, span, subject, subject_options
+from phalanx.cli.options import PRECISIONS, budget_of, html_option, span, subject, subject_options
 from phalanx.cli.output import json_option, print_json
 from phalanx.errors import Problem, SpecError
 
@@ -43,13 +43,14 @@ def command(ctx: click.Context, on: str, html: Path | None, as_json: bool, **giv
         allowed = "a share above 0, at most 1, of what twice the devices could gain"
         raise SpecError([Problem(where="--worth", given=f"{share:g}", allowed=allowed, fix="--worth 0.5")])
     deadline, budget = span(given.pop("deadline")), budget_of(given.pop("budget"))
-    precision, price = given.pop("precision"), given.pop("price")
-    asked = subject(given.pop("what"), **given)
-    question = question_of(asked, on, precision, price)
-
+    from phalanx.hardware import cluster
+    from phalanx.planner import prices
     from phalanx.planner.rank import Goal
     from phalanx.planner.scale import scale
 
+    there, how = cluster(on), {"precision": given.pop("precision"), "prices": prices(given.pop("price"))}
+    asked = subject(given.pop("what"), **given)
+    question = asked.question(there, **how)
     Goal(deadline=deadline, budget=budget).check(question)
     curve = scale(question, most, share=share, budget=budget, deadline=deadline)
     if as_json:
