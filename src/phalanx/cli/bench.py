@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from phalanx.launch.hosts import Hosts
-    from phalanx.report.comparison_tables import BetweenHosts
+    from phalanx.report.comparison import BetweenHosts
     from phalanx.report.summary import RunSummary
 
 
@@ -92,7 +92,7 @@ class HostOptions:
             return
         if counts is not None:
             raise _wrong("-n", "together with --hosts", "plans instead", fix="--hosts 2 --plan dp=2")
-        from phalanx.launch.hosts import refuse
+        from phalanx.launch.host_network import refuse
 
         made = self.made(Plan())
         for host, factor in self.slow:
@@ -149,7 +149,7 @@ def measure_apart(
     job: Job, reference: str, plans: Sequence[Plan], network: HostOptions, console: Console
 ) -> tuple[list[BetweenHosts], dict[str, Any]]:
     """Every plan here and between the hosts, and what the hosts were."""
-    from phalanx.report.comparison_tables import BetweenHosts
+    from phalanx.report.comparison import BetweenHosts
 
     rows: list[BetweenHosts] = []
     about: dict[str, Any] = {}
@@ -175,7 +175,7 @@ def show_apart(
 
     from phalanx.cli.output import print_json
     from phalanx.hardware import this_machine
-    from phalanx.report.comparison_tables import apart_table
+    from phalanx.report.comparison import apart_table
 
     if as_json:
         measured = {"job": job.name, "batch": job.batch, "steps": job.steps, "network": about}

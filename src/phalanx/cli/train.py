@@ -80,7 +80,7 @@ def command(
     with _told_how_to_go_on(run, launcher), output.follow(tensorboard=tensorboard) as follower:
         fit(loaded, run=run, watch=follower, launcher=launcher)
 
-    from phalanx.report.comparison_tables import beside_table
+    from phalanx.report.comparison import beside_table
     from phalanx.report.sample_audit import samples_seen
     from phalanx.report.summary import summarise
     from phalanx.report.tables import summary_table

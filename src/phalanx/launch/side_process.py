@@ -25,9 +25,9 @@ import torch
 
 from phalanx.config import Job, Plan
 from phalanx.errors import DataError, GradientError, LossError, Problem, RefusedError, SpecError
-from phalanx.launch.forked_worker import die_with, renew_autograd
 from phalanx.launch.reaper import fork, kill_group
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready_to_look
+from phalanx.launch.worker_process import die_with, renew_autograd
 from phalanx.train.assembly import Findings
 from phalanx.train.rehearsal import Look, ahead
 

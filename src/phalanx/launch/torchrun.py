@@ -24,12 +24,11 @@ from typing import final
 
 from phalanx.comm import Place
 from phalanx.errors import Problem, RunError, SpecError
-from phalanx.launch.failure import Failure, failure_of_exit, first_failure
-from phalanx.launch.forked_worker import threads_each
+from phalanx.launch.failure import Failure, WorkerReports, failure_of_exit, first_failure
 from phalanx.launch.launcher import Launch, Launcher, Workers, refuse_what_needs_a_fork
 from phalanx.launch.reaper import is_running, kill_group
 from phalanx.launch.worker_pool import WorkerPool
-from phalanx.launch.worker_reports import WorkerReports
+from phalanx.launch.worker_process import threads_each
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _NAMES = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")

@@ -20,15 +20,14 @@ from phalanx.comm.process_group import meet
 from phalanx.config import Job, RunSpec
 from phalanx.config.run import override
 from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecError, WorkerError
-from phalanx.launch.failure import Failure, describe_error, record, worker_error
-from phalanx.launch.forked_worker import die_with
+from phalanx.launch.failure import Failure, WorkerReports, describe_error, record, worker_error
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.launcher import place_of_this_process
 from phalanx.launch.runfile import prepare_run
 from phalanx.launch.side_process import look_ahead
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
 from phalanx.launch.torchrun import claim
-from phalanx.launch.worker_reports import WorkerReports
+from phalanx.launch.worker_process import die_with
 from phalanx.train.assembly import Findings, refuse
 from phalanx.train.loop import train
 

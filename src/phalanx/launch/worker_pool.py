@@ -38,10 +38,9 @@ import torch.distributed as dist
 from phalanx.comm import Place
 from phalanx.errors import RunError
 from phalanx.launch.failure import Failure, first_failure
-from phalanx.launch.forked_worker import WorkerPipes, run_worker
 from phalanx.launch.launcher import Launch, WorkerFunction, Workers
 from phalanx.launch.reaper import Reaper, fork, kill_group
-from phalanx.launch.worker_process import WorkerProcess, await_assignment
+from phalanx.launch.worker_process import WorkerPipes, WorkerProcess, await_assignment, run_worker
 
 # seconds; together they stay well under the 3 s in which everything has to be over
 _SAME_TIME = 0.3  # after a failure, for reports of ranks that failed at the same time

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from math import prod
 from xml.sax.saxutils import escape as xml_escape
 
 from rich import box
@@ -15,7 +17,7 @@ from rich.text import Text
 
 from phalanx.config import Plan
 from phalanx.parallel.survey import ParameterShard, Survey
-from phalanx.report.comparison_tables import beside_table
+from phalanx.report.comparison import beside_table
 from phalanx.report.drawing import (
     COLOURS,
     GREY,
@@ -34,7 +36,6 @@ from phalanx.report.drawing import (
 )
 from phalanx.report.show import MeasuredRun, Planned, Shown, described
 from phalanx.report.tables import memory_table
-from phalanx.report.text import grouped, runs
 from phalanx.units import show_bytes, show_count, show_seconds
 
 _NUMBERS = ("bytes", "elements", "stepped", "parameters", "gradients", "share of work")
@@ -195,6 +196,49 @@ def _table(*headings: str) -> Table:
         right = heading in _NUMBERS
         table.add_column(heading, justify="right" if right else "left", no_wrap=right, overflow="fold")
     return table
+
+
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+
+
+def grouped(names: Mapping[str, Hashable]) -> list[tuple[str, list[str]]]:
+    """Names that differ only by numbers and of which the same is told, each group as (one name for all, its names)."""
+    families: dict[Hashable, list[str]] = {}
+    for name, told in names.items():
+        families.setdefault((_NUMBER.sub("{}", name), told), []).append(name)
+    return [pair for members in families.values() for pair in _named(members)]
+
+
+def runs(numbers: Iterable[int], most: int = 4) -> str:
+    """``0-3, 8`` for 0, 1, 2, 3, 8; of more runs than ``most`` the first and the last."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][-1] == number - 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    words = ["-".join(map(str, run)) for run in found]
+    return ", ".join(words if len(words) <= most else [*words[: most - 1], "...", words[-1]])
+
+
+def _named(names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    numbers = [tuple(int(digits) for digits in _NUMBER.findall(name)) for name in names]
+    columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+    if prod(len(column) for column in columns) == len(names):
+        holes = iter(columns)
+        return [(_NUMBER.sub(lambda _: _braced(next(holes)), names[0]), list(names))]
+    at = next(index for index, column in enumerate(columns) if len(column) > 1)
+    apart: dict[int, list[str]] = {}
+    for name, row in zip(names, numbers, strict=True):
+        apart.setdefault(row[at], []).append(name)
+    return [pair for members in apart.values() for pair in _named(members)]
+
+
+def _braced(values: Sequence[int]) -> str:
+    if len(values) == 1:
+        return str(values[0])
+    whole_run = list(values) == list(range(values[0], values[-1] + 1))
+    return "{" + (f"{values[0]}..{values[-1]}" if whole_run else ",".join(map(str, values))) + "}"
 
 
 _WIDTH, _MARGIN, _LINE, _LETTER = 760, 10, 16, 6.6

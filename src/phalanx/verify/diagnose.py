@@ -10,8 +10,7 @@ from phalanx.parallel import micro_batches
 from phalanx.units import show_names
 from phalanx.verify import diagnose_split as split
 from phalanx.verify.compare import Tolerance
-from phalanx.verify.evidence import Evidence
-from phalanx.verify.judge_kept import copies_apart
+from phalanx.verify.evidence import Evidence, copies_apart
 from phalanx.verify.record import END, FIRST
 
 

@@ -10,9 +10,8 @@ from phalanx.parallel import micro_batches
 from phalanx.placement.schedules import SCHEDULES
 from phalanx.units import show_names
 from phalanx.verify.compare import Tolerance
-from phalanx.verify.evidence import Evidence, ranks_in_words
+from phalanx.verify.evidence import Evidence, copies_apart, ranks_in_words
 from phalanx.verify.fingerprints import Fingerprint, Piece, cut_out
-from phalanx.verify.judge_kept import copies_apart
 from phalanx.verify.module_trace import Passed
 
 

@@ -10,8 +10,18 @@ from typing import Any
 from phalanx.config import Plan
 from phalanx.verify import compare
 from phalanx.verify.compare import Difference, FirstGradient, Tolerance
-from phalanx.verify.evidence import bound_of, first_gradients, holders, where
-from phalanx.verify.judge_kept import WORDS, Check, CopiesDiffer, checkpoint, copies_apart, evaluations
+from phalanx.verify.evidence import (
+    WORDS,
+    Check,
+    CopiesDiffer,
+    bound_of,
+    checkpoint,
+    copies_apart,
+    evaluations,
+    first_gradients,
+    holders,
+    where,
+)
 from phalanx.verify.record import END, FIRST, START, RunRecord, StepRecord, Tensors
 from phalanx.verify.recording import GRADIENT_STEPS
 

@@ -28,8 +28,7 @@ from phalanx.parallel.local_shards import Sliced, is_sliced
 from phalanx.parallel.pipeline import stage as stages
 from phalanx.train import grad_accumulation
 from phalanx.train.observer import Observer
-from phalanx.verify.dropout import only_looked_at
-from phalanx.verify.running_layers import RunningLayers
+from phalanx.verify.dropout import RunningLayers, only_looked_at
 
 ALIKE = 1e-12
 """How probable it may be that two masks are the same by chance, for that to be a finding."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.verify.judge_kept import Check
+from phalanx.verify.evidence import Check
 from phalanx.verify.mask_recording import Draw
 
 _CHANCE = 1e-9

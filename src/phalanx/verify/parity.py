@@ -17,9 +17,8 @@ from phalanx.verify.capture import Dropout, Watch, capture, masks_of, proven, tr
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import diagnose
 from phalanx.verify.dropout import refuse_compiled, refuse_masks
-from phalanx.verify.evidence import Evidence, bound_of
+from phalanx.verify.evidence import Check, Evidence, bound_of
 from phalanx.verify.judge import Pair, judged
-from phalanx.verify.judge_kept import Check
 from phalanx.verify.mask_statistics import MaskStatistics
 from phalanx.verify.module_trace import traceable
 from phalanx.verify.record import RunRecord

@@ -11,9 +11,8 @@ from types import TracebackType
 from typing import Self, final
 
 from phalanx.errors import Problem, RunError, SpecError
-from phalanx.launch.hosts.host_process import Quotas
-from phalanx.launch.hosts.link import HostLink, refuse
-from phalanx.launch.hosts.namespaces import HostNetwork, move_into
+from phalanx.launch.host_network import HostLink, HostNetwork, move_into, refuse
+from phalanx.launch.host_process import Quotas
 
 _DEVICE = "net0"
 _MOST = 200
