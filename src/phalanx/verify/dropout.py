@@ -45,13 +45,7 @@ _BITS = 24  # of a fp32 number in [0, 1)
 
 @dataclass(frozen=True, slots=True)
 class MaskPlace:
-    """What a mask is drawn by, but for the elements' places.
-
-    Attributes:
-        step: the optimizer step.
-        ids: the samples.
-        layer: its path, and which of its masks.
-    """
+    """What a mask is drawn by, but for the elements' places: step, samples, the layer's path and which of its masks."""
 
     step: int
     ids: tuple[int, ...]
@@ -70,8 +64,7 @@ class BySample:
 
     def install(self) -> None:
         """From now on every dropout of this process is drawn so; what cannot be is the identity."""
-        off = ("alpha_dropout", "feature_alpha_dropout")
-        for name in off:
+        for name in ("alpha_dropout", "feature_alpha_dropout"):
             setattr(functional, name, lambda input, *_, **__: input)
         functional.dropout = self._dropout
         for dims in (1, 2, 3):
@@ -86,7 +79,9 @@ class BySample:
         drawn = _mixed(torch.tensor(keys, dtype=torch.int64).unsqueeze(1) + numbers)
         kept = _shifted(drawn, 64 - _BITS) >= round(rate * 2**_BITS)
         mask = kept.to(torch.float32) / (1.0 - rate) if rate < 1.0 else kept.to(torch.float32) * 0.0
-        return _laid_out(mask, shape, len(keys)).to(device)
+        if len(keys) > 1 and _along(shape, len(keys)) == 1:  # else samples are first, if they are in it
+            mask = mask.reshape(len(keys), shape[0], *shape[2:]).transpose(0, 1)
+        return mask.reshape(tuple(shape)).to(device)
 
     def _keys(self, shape: Sequence[int], place: MaskPlace) -> tuple[list[int], int]:
         words = (place.step, crc32(place.layer.encode()))
@@ -131,9 +126,8 @@ class BySample:
                 key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
             scores = query @ key.transpose(-2, -1) * (named.get("scale") or 1.0 / math.sqrt(query.shape[-1]))
             if is_causal:
-                scores = scores.masked_fill(
-                    torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1), -math.inf
-                )
+                ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+                scores = scores.masked_fill(ahead, -math.inf)
             if attn_mask is not None:
                 barred = attn_mask.dtype == torch.bool
                 scores = scores.masked_fill(~attn_mask, -math.inf) if barred else scores + attn_mask
@@ -175,49 +169,33 @@ def off_by_sample(module: nn.Module) -> list[str]:
 
 
 def refuse_compiled(plan: Plan) -> None:
-    """Refuse a plan whose blocks are compiled: their code draws masks of its own.
-
-    Raises:
-        RefusedError: if it compiles.
-    """
+    """Refuse a plan whose blocks are compiled: their code draws masks of its own."""
     if plan.compile:
-        raise RefusedError(
-            [
-                Problem(
-                    where="--dropout",
-                    given=f'"{plan}", which compiles: compiled blocks draw masks of their own, not by sample',
-                    allowed="a plan without compile; without --dropout also one with it",
-                    fix=f'--dropout --plan "{replace(plan, compile=False)}"',
-                )
-            ]
-        )
+        given = f'"{plan}", which compiles: compiled blocks draw masks of their own, not by sample'
+        allowed = "a plan without compile; without --dropout also one with it"
+        fix = f'--dropout --plan "{replace(plan, compile=False)}"'
+        raise RefusedError([Problem(where="--dropout", given=given, allowed=allowed, fix=fix)])
 
 
 def refuse_masks(job: Job, plan: Plan, of_no_sample: Mapping[str, Sequence[Sequence[int]]]) -> None:
     """Refuse a plan that splits the batch where a mask of no sample has another shape in each step.
 
     Its elements belong to samples, as packed tokens do, and nobody says to which.
-
-    Raises:
-        RefusedError: naming the first of them.
     """
     unknown = {name: shapes for name, shapes in of_no_sample.items() if len(shapes) > 1}
     if not unknown or not (splits_batches(job, plan) or plan.tp * plan.cp > 1):
         return
     name, shapes = next(iter(unknown.items()))
     layer = name.rpartition(":")[0].rpartition("/")[2].rpartition("*")[0] or "the model itself"
-    raise RefusedError(
-        [
-            Problem(
-                where="--dropout",
-                given=f"dropout of {layer} on tensors of shape {list(shapes[0])}, then {list(shapes[1])}, in none of "
-                "whose dimensions are the samples: nobody knows whose elements these are",
-                allowed="dropout of tensors whose first or second dimension is the samples, alone or with what is "
-                "within a sample",
-                fix=f'prove without --dropout, which measures the masks of "{plan}" and compares the rest',
-            )
-        ]
+    problem = Problem(
+        where="--dropout",
+        given=f"dropout of {layer} on tensors of shape {list(shapes[0])}, then {list(shapes[1])}, in none of "
+        "whose dimensions are the samples: nobody knows whose elements these are",
+        allowed="dropout of tensors whose first or second dimension is the samples, alone or with what is "
+        "within a sample",
+        fix=f'prove without --dropout, which measures the masks of "{plan}" and compares the rest',
     )
+    raise RefusedError([problem])
 
 
 def _along(shape: Sequence[int], samples: int) -> int | None:
@@ -229,13 +207,6 @@ def _along(shape: Sequence[int], samples: int) -> int | None:
     if len(shape) > 1 and shape[1] == samples:
         return 1
     return 0 if shape[0] and shape[0] % samples == 0 else None
-
-
-def _laid_out(mask: Tensor, shape: Sequence[int], samples: int) -> Tensor:
-    """``mask`` (samples × elements of one) in the form of what it is for."""
-    if samples > 1 and _along(shape, samples) == 1:
-        return mask.reshape(samples, shape[0], *shape[2:]).transpose(0, 1)
-    return mask.reshape(tuple(shape))
 
 
 def _signed(word: int) -> int:
@@ -281,13 +252,7 @@ class Layer:
 
 @dataclass(slots=True)
 class RunningState:
-    """What one thread computes on.
-
-    Attributes:
-        step: the optimizer step.
-        ids: the samples.
-        layers: that are running, the model itself the first.
-    """
+    """What one thread computes on: the step, the samples, and the layers that are running, the model itself first."""
 
     step: int = -1
     ids: tuple[int, ...] = ()
@@ -309,7 +274,6 @@ class RunningLayers:
         return self._here.running
 
     def install(self) -> None:
-        """Follow every step and module of this process."""
         register_module_forward_pre_hook(self._begins)
         register_module_forward_hook(self._ends, always_call=True)
         work_of_a_step: Any = grad_accumulation.GradAccumulation
@@ -326,8 +290,7 @@ class RunningLayers:
         self._follow_workers()
 
     def _starts(self, step: int, ids: tuple[int, ...]) -> None:
-        here = self.here
-        here.step, here.ids, here.layers = step, ids, [Layer()]
+        self._here.running = RunningState(step, ids)
 
     def _follow_workers(self) -> None:
         """Those of servers compute pieces by themselves."""

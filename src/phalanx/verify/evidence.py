@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,48 +18,51 @@ from phalanx.comm import Mesh
 from phalanx.config import Plan
 from phalanx.verify import compare
 from phalanx.verify.compare import Bound, Difference, FirstGradient, Tolerance
-from phalanx.verify.fingerprints import Piece, Prints, cut_out, in_words
+from phalanx.verify.fingerprints import Piece, cut_out, in_words
 from phalanx.verify.record import END, FIRST, START, Copy, RunRecord, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What both runs gave.
+    """What both runs gave: one device, and the other under ``plan``.
 
     Attributes:
-        plan: of the other run.
-        one: one device.
-        other: the plan.
-        losses: relative difference of each step's loss.
-        skipped: the first step whose update fp16's loss scale skipped on one side only; ``None`` where there is none.
-        initial: differences of the parameters before the first step.
-        gradients: differences of the first gradients.
-        silent: names of those that are zero but for rounding.
-        parameters: differences of the final parameters.
-        batch_norm: names of modules that take statistics of their micro-batch.
         checks: everything that was compared, in the order in which a run computes it.
+        silent: names of parameters whose first gradient is zero but for rounding.
+        batch_norm: names of modules that take statistics of their micro-batch.
     """
 
     plan: Plan
     one: RunRecord
     other: RunRecord
-    losses: list[float]
-    skipped: int | None
-    initial: list[Difference]
-    gradients: list[Difference]
+    checks: list[Check]
     silent: list[str]
-    parameters: list[Difference]
     batch_norm: list[str]
-    checks: list[Any] = field(default_factory=list[Any])
 
     def of(self, kind: str, step: int | None) -> list[Difference]:
-        """Differences of the tensors of one kind, such as ``gradient``, in one step; ``None``: before or after all."""
-        return [one for check in self.checks if (check.kind, check.step) == (kind, step) for one in check.differences]
+        """As ``differences_of``."""
+        return differences_of(self.checks, kind, step)
+
+    @property
+    def losses(self) -> list[float]:
+        """Relative difference of each step's loss."""
+        return compare.losses(self.one.losses, self.other.losses)
+
+    @property
+    def skipped(self) -> int | None:
+        """The first step whose update fp16's loss scale skipped on one side only; ``None`` where there is none."""
+        pairs = zip(self.one.steps, self.other.steps, strict=True)
+        return next((step for step, (a, b) in enumerate(pairs) if a.skipped != b.skipped), None)
 
     @cached_property
-    def first_gradients(self) -> list[Prints]:
-        """Each rank's prints of its gradients."""
-        return self.other.prints("gradients")
+    def initial(self) -> list[Difference]:
+        """Differences of the parameters before the first step."""
+        return self.of("initial", None)
+
+    @cached_property
+    def gradients(self) -> list[Difference]:
+        """Differences of the first gradients that are more than rounding."""
+        return [one for one in self.of("gradient", 0) if not one.rounding or one.beyond]
 
     def peers(self, axis: str) -> Iterator[list[int]]:
         """Ranks that differ along one dimension of the mesh only, by groups."""
@@ -136,7 +139,7 @@ def first_gradients(one: RunRecord, tolerance: Tolerance) -> dict[str, FirstGrad
             error = bound.allowed(name, grad, small=small) / size if known else math.inf
             if error < 1:
                 steps, there = before.get(name, 0), name in after
-                rounded = steps * (after[name] - one.initial[name]).abs() if steps and there else None
+                rounded = steps * (after[name] - one.values[START][name]).abs() if steps and there else None
                 how = {"error": error, "stretch": error / tolerance.gradient_at(step)}
                 found[name] = FirstGradient(values=grad, rounded=rounded, **how)
             else:
@@ -144,8 +147,20 @@ def first_gradients(one: RunRecord, tolerance: Tolerance) -> dict[str, FirstGrad
     return found
 
 
+def differences_of(checks: Sequence[Check], kind: str, step: int | None) -> list[Difference]:
+    """Differences of the tensors of one kind, such as ``gradient``, in one step; ``None``: before or after all."""
+    return [one for check in checks if (check.kind, check.step) == (kind, step) for one in check.differences]
+
+
 WORDS = {START: "before the first step", FIRST: "after the first update", END: "after the last step"}
 """Moments of a run."""
+KINDS = {
+    "buffer": "the buffer ",
+    "state": "the optimizer's ",
+    "gradient": "the gradient of ",
+    "used": "the gradient of ",
+}
+"""What stands before the names of tensors of a kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,12 +171,10 @@ class Check:
         kind: of thing: ``copies``, ``initial``, ``loss``, ``scale`` (of gradients), ``gradient``, ``used``,
             ``parameter``, ``buffer``, ``state``, ``exact`` (numbers that must be the same), ``evaluation``,
             ``checkpoint``, ``dropout`` (masks of a run with it).
-        step: it belongs to; ``None`` for what is before or after all.
         many: how many were compared.
         largest: relative difference.
         allowed: of the one that came closest to what it is allowed, or went beyond it most.
         first: what is beyond that, in words; empty where nothing is.
-        differences: of tensors.
         wrong: of numbers that must be the same all that are not, in words.
     """
 
@@ -182,7 +195,6 @@ class CopiesDiffer:
 
     Attributes:
         kind: of tensor: ``value``, ``stepped``, ``buffer``, ``state``, ``gradient``.
-        name: of the tensor.
         who: hold it, such as ``ranks 0 and 1``.
         relative: norm of the difference over that of the first's values; not a number where only digests are known.
     """
@@ -196,10 +208,9 @@ class CopiesDiffer:
     @property
     def words(self) -> str:
         """Such as ``gain on ranks 0 and 1 differ by 3e-06 (allowed 0)``."""
-        kinds = {"buffer": "the buffer ", "state": "the optimizer's ", "gradient": "the gradient of "}
         at = f" ({in_words(self.piece)})" if self.piece else ""
         by = "" if math.isnan(self.relative) else f" by {self.relative:.2g}"
-        return f"{kinds.get(self.kind, '')}{self.name}{at} on {self.who} differ{by} (allowed 0)"
+        return f"{KINDS.get(self.kind, '')}{self.name}{at} on {self.who} differ{by} (allowed 0)"
 
 
 def copies_apart(
@@ -223,7 +234,10 @@ def copies_apart(
                 continue
             many += 1
             if known.digest != copy.digest:
-                found.append(_apart(key, copy, f"ranks {first} and {rank}", _by(known.values, copy.values)))
+                a, b, off = known.values, copy.values, math.nan
+                if a is not None and b is not None:
+                    off = compare.difference("", a, b, max(compare.norm(a), 1e-30), 0.0).relative
+                found.append(_apart(key, copy, f"ranks {first} and {rank}", off))
     for worker, told in enumerate(record.workers):
         for key, copy in told.get(moment, {}).items():
             if (0, key, copy.piece) in firsts:
@@ -236,12 +250,6 @@ def copies_apart(
 def _apart(key: str, copy: Copy, who: str, relative: float) -> CopiesDiffer:
     kind, _, name = key.partition(".")
     return CopiesDiffer(kind=kind, name=name, who=who, piece=copy.piece, relative=relative)
-
-
-def _by(a: Tensor | None, b: Tensor | None) -> float:
-    if a is None or b is None:
-        return math.nan
-    return compare.difference("", a, b, max(compare.norm(a), 1e-30), 0.0).relative
 
 
 def evaluations(one: RunRecord, other: RunRecord, tolerance: Tolerance) -> Iterator[Check]:
@@ -264,14 +272,8 @@ def evaluations(one: RunRecord, other: RunRecord, tolerance: Tolerance) -> Itera
         if here["samples"] != there.get("samples"):
             wrong.append(f"samples of the evaluation are {there.get('samples')}, not {here['samples']}")
         worst = max(off, key=lambda name: off[name] / within[name])
-        yield Check(
-            kind="evaluation",
-            when=f"after step {step}",
-            many=len(pairs) + 1,
-            largest=off[worst],
-            allowed=within[worst],
-            first=wrong[0] if wrong else "",
-        )
+        sizes: dict[str, Any] = {"many": len(pairs) + 1, "largest": off[worst], "allowed": within[worst]}
+        yield Check(kind="evaluation", when=f"after step {step}", first=wrong[0] if wrong else "", **sizes)
 
 
 def checkpoint(other: RunRecord) -> Iterator[Check]:

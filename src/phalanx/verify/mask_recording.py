@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import Any
 
@@ -65,18 +65,8 @@ class Draw:
     again: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
-    """What a mask shows, as in ``Draw``."""
-
-    elements: int
-    dropped: int
-    scaled: bool
-    digest: str
-    start: str
-
-
-_NONE = _Found(elements=0, dropped=0, scaled=True, digest="", start="")
+_NONE: dict[str, Any] = {"elements": 0, "dropped": 0, "scaled": True, "digest": "", "start": ""}
+"""What a mask shows, as in ``Draw``, where none is drawn."""
 
 
 @dataclass(slots=True)
@@ -106,16 +96,15 @@ class MaskRecording(Observer):
         functional.scaled_dot_product_attention = self._attention(functional.scaled_dot_product_attention)
         self._look_at_tiles()
         self._running.install()
-        modules: tuple[Any, ...] = (grad_accumulation, stages)
-        for module in modules:
-            module.reseed = self._alone(rng_streams.reseed)
+        reseed = rng_streams.reseed
 
-    def _alone(self, reseed: Callable[..., None]) -> Callable[..., None]:
         def alone(*args: Any) -> None:
             with self._stream:
                 reseed(*args)
 
-        return alone
+        modules: tuple[Any, ...] = (grad_accumulation, stages)
+        for module in modules:
+            module.reseed = alone
 
     def _dropout(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @wraps(original)
@@ -211,11 +200,10 @@ class MaskRecording(Observer):
             expected = input.local.detach() * asked.mask.view_as(input.local)
             allowed = 8 * torch.finfo(expected.dtype).eps
             if not torch.allclose(result.local.detach(), expected, rtol=allowed, atol=0.0, equal_nan=True):
-                self._tell(asked.rate, asked.layer, asked.part, replace(_NONE, scaled=False, digest="other"))
+                self._tell(asked.rate, asked.layer, asked.part, {**_NONE, "scaled": False, "digest": "other"})
 
     @contextmanager
     def _asking(self, rate: float, tensor: Sliced, part: str) -> Iterator[_Asked]:
-        """Around a call on slices."""
         nothing = not tensor.local.numel()
         before = self._asked
         self._here.asked = asked = _Asked(rate, self._layer(), part)
@@ -238,19 +226,19 @@ class MaskRecording(Observer):
         allowed = 8 * torch.finfo(mask.dtype).eps
         expected = 1 / (1 - rate) if rate < 1 else 0.0
         enough = kept.numel() >= unlike(rate)
-        found = _Found(
-            elements=kept.numel(),
-            dropped=kept.numel() - int(kept.sum()),
-            scaled=bool(((scales[kept] - expected).abs() <= allowed * expected).all()),
-            digest=_digest(kept),
-            start=_digest(kept[: unlike(rate)]) if enough else "",
-        )
+        found = {
+            "elements": kept.numel(),
+            "dropped": kept.numel() - int(kept.sum()),
+            "scaled": bool(((scales[kept] - expected).abs() <= allowed * expected).all()),
+            "digest": _digest(kept),
+            "start": _digest(kept[: unlike(rate)]) if enough else "",
+        }
         self._tell(rate, layer, part, found)
 
-    def _tell(self, rate: float, layer: tuple[str, str], part: str, found: _Found) -> None:
+    def _tell(self, rate: float, layer: tuple[str, str], part: str, found: dict[str, Any]) -> None:
         here, again = self._running.here, torch._C._current_graph_task_id() != -1
         ids = ",".join(map(str, here.ids))
-        told = Draw(step=here.step, ids=ids, layer=layer, part=part, rate=rate, again=again, **asdict(found))
+        told = Draw(step=here.step, ids=ids, layer=layer, part=part, rate=rate, again=again, **found)
         self.answer["draws"].append(asdict(told))
 
     def _layer(self) -> tuple[str, str]:
@@ -282,7 +270,6 @@ def unlike(rate: float) -> int:
 
 
 def _part(tensor: Tensor) -> str:
-    """Which part of the whole is here."""
     if not is_sliced(tensor):
         return ""
     return ", ".join(f"{one.dim}: {one.cut.expanded()[one.axis.rank]}" for one in tensor.placed)

@@ -17,7 +17,7 @@ from phalanx.verify.capture import Dropout, Watch, capture, masks_of, proven, tr
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import diagnose
 from phalanx.verify.dropout import refuse_compiled, refuse_masks
-from phalanx.verify.evidence import Check, Evidence, bound_of
+from phalanx.verify.evidence import Check, Evidence, bound_of, differences_of
 from phalanx.verify.judge import Pair, judged
 from phalanx.verify.mask_statistics import MaskStatistics
 from phalanx.verify.module_trace import traceable
@@ -77,7 +77,6 @@ class Proof:
 
     @property
     def largest(self) -> dict[str, float]:
-        """The largest relative difference of each kind."""
         return {
             "loss": max(self.losses, default=0.0),
             "gradient": max((one.relative for one in self.gradients), default=0.0),
@@ -85,7 +84,6 @@ class Proof:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON."""
         return {**asdict(self), "plan": str(self.plan), "largest": self.largest, "copies": self.copies}
 
 
@@ -155,17 +153,18 @@ class OneDevice:
         if masks is not None:
             checks.append(masks.check)
         first = next((check.first for check in checks if check.first), "")
-        cause = masks.cause if masks is not None else self._cause(pair, checks, watch) if first else ""
-        losses = compare.losses(pair.one.losses, other.losses)
-        gradients = _of(checks, "gradient", 0)
+        cause = "" if masks is None else masks.cause
+        if first and masks is None:
+            evidence = self.evidence(pair, checks, watch)
+            cause = diagnose(evidence, tolerance, self.job, plan, lambda: list(look_ahead(self.job, plan).causes))
         return Proof(
             equal=not first,
             plan=plan,
             steps=taken,
             tolerance=tolerance,
-            losses=losses,
-            gradients=gradients,
-            parameters=_of(checks, "parameter", None),
+            losses=compare.losses(self._record.losses, other.losses),
+            gradients=differences_of(checks, "gradient", 0),
+            parameters=differences_of(checks, "parameter", None),
             not_compared=_silent(pair),
             notes=self._facts.notes(dropout=self.how.dropout),
             first=first,
@@ -191,12 +190,6 @@ class OneDevice:
         with _folder() as name:
             return masks_of(self.job, plan, Path(name), watch)
 
-    def _cause(self, pair: Pair, checks: list[Check], watch: Watch) -> str:
-        def look() -> list[str]:
-            return list(look_ahead(self.job, pair.plan).causes)
-
-        return diagnose(self.evidence(pair, checks, watch), pair.tolerance, self.job, pair.plan, look)
-
     def evidence(self, pair: Pair, checks: list[Check], watch: Watch = None) -> Evidence:
         """What a cause is told from; for it the first step is taken once more on both sides, and looked into."""
         one, other, plan = pair.one, pair.other, pair.plan
@@ -205,20 +198,8 @@ class OneDevice:
                 one = traced(one, self.job, self.how.plan, Path(name), watch, dropout=self._dropout)
             with _folder() as name:
                 other = traced(other, self.job, plan, Path(name), watch, dropout=self._dropout)
-        pairs = zip(one.steps, other.steps, strict=True)
-        return Evidence(
-            plan=plan,
-            one=one,
-            other=other,
-            losses=compare.losses(one.losses, other.losses),
-            skipped=next((step for step, (a, b) in enumerate(pairs) if a.skipped != b.skipped), None),
-            initial=_of(checks, "initial", None),
-            gradients=[one for one in _of(checks, "gradient", 0) if not one.rounding or one.beyond],
-            silent=_silent(pair),
-            parameters=_of(checks, "parameter", None),
-            batch_norm=self._facts.batch_statistics,
-            checks=checks,
-        )
+        batch_norm = self._facts.batch_statistics
+        return Evidence(plan=plan, one=one, other=other, checks=checks, silent=_silent(pair), batch_norm=batch_norm)
 
 
 def prove(
@@ -291,11 +272,5 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="phalanx-proof-")
 
 
-def _of(checks: list[Check], kind: str, step: int | None) -> list[Difference]:
-    """Differences of the tensors of one kind."""
-    return [one for check in checks if (check.kind, check.step) == (kind, step) for one in check.differences]
-
-
 def _silent(pair: Pair) -> list[str]:
-    """Parameters whose first gradient is zero but for rounding."""
     return compare.gradients(pair.one.gradients, pair.other.gradients, bound_of(pair.one, 0, pair.tolerance))[1]

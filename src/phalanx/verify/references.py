@@ -117,15 +117,8 @@ def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for step, loss in enumerate(witness.losses)
     ]
     options = {name: _numeric(group) for name, group in witness.options.items()}
-    magnitudes = {str(step): found for step, found in witness.magnitudes.items()}
-    return tensors, {
-        "steps": steps,
-        "numbers": numbers,
-        "options": options,
-        "evaluations": witness.evaluations,
-        "magnitudes": magnitudes,
-        "masks_of_no_sample": witness.masks_of_no_sample,
-    }
+    kept = {name: getattr(witness, name) for name in ("evaluations", "magnitudes", "masks_of_no_sample")}
+    return tensors, {"steps": steps, "numbers": numbers, "options": options, **kept}
 
 
 def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> RunRecord:
@@ -140,11 +133,8 @@ def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> RunReco
         state=kinds["state"],
         reduced=_by_step(kinds["reduced"]),
         used=_by_step(kinds["used"]),
-        magnitudes={int(step): found for step, found in answer["magnitudes"].items()},
-        numbers=answer["numbers"],
-        options=answer["options"],
-        evaluations={int(step): result for step, result in answer["evaluations"].items()},
-        masks_of_no_sample=answer["masks_of_no_sample"],
+        **{name: answer[name] for name in ("numbers", "options", "masks_of_no_sample")},
+        **{name: {int(step): one for step, one in answer[name].items()} for name in ("magnitudes", "evaluations")},
     )
 
 
@@ -155,8 +145,7 @@ def _by_step(grads: Mapping[str, dict[str, Tensor]]) -> dict[int, dict[str, Tens
 
 def _numeric(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are numbers, or a few of them."""
-    found = {key: _number(value) for key, value in group.items()}
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: number for key, value in group.items() if (number := _number(value)) is not None}
 
 
 def _number(value: Any) -> Any:
@@ -176,7 +165,7 @@ class ModelFacts:
     """Of one model.
 
     Attributes:
-        layers: modules with parameters of their own.
+        layers: how many modules have parameters of their own.
         dropouts: names of modules that drop elements.
         off_by_sample: those of them that stay off where masks are drawn by sample and layer.
         batch_statistics: names of modules that take statistics of their micro-batch.
@@ -189,10 +178,11 @@ class ModelFacts:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModelFacts:
-        """The facts of ``module``."""
+        named = module.named_modules()
+        recurrent = [name for name, child in named if isinstance(child, nn.RNNBase) and child.dropout > 0]
         return cls(
             layers=sum(1 for one in module.modules() if next(one.parameters(recurse=False), None) is not None),
-            dropouts=list(dict.fromkeys([*dropouts(module), *recurrent_dropouts(module)])),
+            dropouts=list(dict.fromkeys([*dropouts(module), *recurrent])),
             off_by_sample=list(off_by_sample(module)),
             batch_statistics=list(batch_statistics(module)),
         )
@@ -223,8 +213,3 @@ def facts_of(job: Job) -> ModelFacts:
     with SideProcess(work) as process:
         facts = process.next(_PATIENCE)
     return ModelFacts(**facts) if facts else ModelFacts()
-
-
-def recurrent_dropouts(module: nn.Module) -> list[str]:
-    """Names of LSTM, GRU and RNN modules that drop between their layers."""
-    return [name for name, child in module.named_modules() if isinstance(child, nn.RNNBase) and child.dropout > 0]

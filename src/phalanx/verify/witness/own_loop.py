@@ -34,11 +34,7 @@ _FORM = (
 
 @dataclass(frozen=True, slots=True)
 class OwnLoop:
-    """A user's loop.
-
-    Attributes:
-        function: called with those of ``steps``, ``model`` and ``samples`` that it names.
-    """
+    """A user's loop: ``function`` is called with those of ``steps``, ``model`` and ``samples`` that it names."""
 
     function: Callable[..., Any]
 

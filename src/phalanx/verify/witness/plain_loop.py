@@ -26,7 +26,6 @@ from phalanx.verify.witness.masks import KeyedMasks
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-
 START, FIRST, END = "start", "first", "end"
 WHOLE = 3
 """Steps of which all gradients are kept; of later ones those of parameters that had none, or only zeros, before."""
@@ -136,9 +135,7 @@ class _PlainLoop:
         if reason := why_not(job, self.optimizer):
             raise ValueError(reason)
         self.schedule: torch.optim.lr_scheduler.LRScheduler | None = None
-        if (
-            job.schedule != Schedule()
-        ):  # else what a scheduler of the job's own sets, by a hook of its optimizer, stands
+        if job.schedule != Schedule():  # else what a scheduler of the job's own sets, by a hook, stands
             factor = rates(job.schedule, job.batch, self._total())
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
         # On sums, as the loss is one: the scale does not follow what the batch happens to count.
@@ -183,14 +180,12 @@ class _PlainLoop:
         witness.buffers[moment] = _copied(self.model.named_buffers())
         if moment == START:
             hidden = ("params", "lr", "initial_lr")  # the last is LambdaLR's own
-            witness.options = {
-                name: {key: value for key, value in group.items() if key not in hidden}
-                for name, group in self._groups().items()
-            }
+            groups = self._groups().items()
+            witness.options = {name: {key: one[key] for key in one if key not in hidden} for name, one in groups}
         else:
             state = self.optimizer.state
             witness.state[moment] = {
-                name: {key: _kept(value) for key, value in state[tensor].items()}
+                name: {key: _host(one) if isinstance(one, Tensor) else one for key, one in state[tensor].items()}
                 for name, tensor in self.trained.items()
                 if tensor in state
             }
@@ -276,17 +271,13 @@ class _PlainLoop:
         for part, was in training.items():
             part.training = was
         means = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
-        self.witness.evaluations[step] = {
-            "loss": means.pop("loss"),
-            "samples": seen,
-            "metrics": dict(sorted(means.items())),
-        }
+        told = {"loss": means.pop("loss"), "samples": seen, "metrics": dict(sorted(means.items()))}
+        self.witness.evaluations[step] = told
 
     def _gradients(self) -> dict[str, Tensor]:
         return {name: tensor.grad for name, tensor in self.trained.items() if tensor.grad is not None}
 
     def _groups(self) -> dict[str, dict[str, Any]]:
-        """Parameter → its group."""
         names = {id(tensor): name for name, tensor in self.trained.items()}
         return {names[id(tensor)]: group for group in self.optimizer.param_groups for tensor in group["params"]}
 
@@ -305,7 +296,6 @@ class _Named(list[Tensor]):
         self._pairs = list(named.items())
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, parameter) pairs, in order."""
         return iter(self._pairs)
 
 
@@ -369,12 +359,12 @@ def _seed_device(device: torch.device, seed: int) -> None:
 
 
 def _copied(tensors: Any) -> Tensors:
-    return {name: _dense(tensor.detach()).to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    return {name: _host(_dense(tensor)) for name, tensor in tensors}
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _dense(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor
-
-
-def _kept(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True).contiguous() if isinstance(value, Tensor) else value
