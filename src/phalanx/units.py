@@ -92,6 +92,11 @@ def show_seconds(seconds: float) -> str:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"
+    return show_clock(seconds)
+
+
+def show_clock(seconds: float) -> str:
+    """``95`` → ``1:35``; ``3725`` → ``1:02:05``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

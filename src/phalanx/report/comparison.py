@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -56,14 +56,7 @@ class Compared:
         return self.forecast / self.measured if self.forecast and self.measured else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "what": self.what,
-            "part": self.part,
-            "forecast": self.forecast,
-            "measured": self.measured,
-            "ratio": self.ratio,
-        }
+        return {**asdict(self), "ratio": self.ratio}
 
 
 def stored(folder: Path) -> dict[str, Any] | None:
@@ -76,12 +69,10 @@ def stored(folder: Path) -> dict[str, Any] | None:
 
 
 def step_beside(forecast: Mapping[str, Any], measured: Mapping[str, float]) -> list[Compared]:
-    """Seconds of a step by part.
+    """Seconds of a step by part, of a stored ``forecast``.
 
-    Args:
-        forecast: of the run, as it is stored.
-        measured: seconds of ``whole`` and of those parts that were timed: ``passes``, which is forward and backward
-            with all that they wait for, ``computing`` and ``pipeline`` within them, ``update`` and ``rest``.
+    ``measured`` has those of ``whole`` and of the parts that were timed: ``passes``, which is forward and backward with
+    all that they wait for, ``computing`` and ``pipeline`` within them, ``update`` and ``rest``.
     """
     seconds = forecast["seconds"]
     computing = sum(seconds[name] for name in COMPUTING)
@@ -97,12 +88,7 @@ def step_beside(forecast: Mapping[str, Any], measured: Mapping[str, float]) -> l
 
 
 def memory_beside(forecast: Mapping[str, Any], ranks: Sequence[Mapping[str, int]]) -> list[Compared]:
-    """Bytes by part on the rank that needs most of each.
-
-    Args:
-        forecast: of the run, as it is stored.
-        ranks: what each rank's memory held, by part, as ``memory`` events have it.
-    """
+    """Bytes by part on the rank that needs most of each, from what each held by part, as ``memory`` events have it."""
     if not ranks:
         return []
     held = dict(forecast["parts"])  # each at its own peak, as it is measured
@@ -132,37 +118,24 @@ def beside_table(summary: RunSummary) -> Iterator[RenderableType]:
         return
     forecast = summary.forecast.get("forecast")
     if forecast is None:
-        yield Text(f"no forecast: {_why(summary)}", style="dim")
+        why = summary.forecast.get("missing", "")
+        told = f"; phalanx show {summary.folder} makes it" if why == LATE else ""
+        yield Text(f"no forecast: {why}{told}", style="dim")
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for heading in ("forecast", "measured", "forecast / measured"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in summary.beside:
-        table.add_row(_name(row), *(_shown(row, number) for number in (row.forecast, row.measured)), _ratio(row))
+        shown = ("" if number is None else _SHOW[row.what](number) for number in (row.forecast, row.measured))
+        name = _WORDS.get(row.part) or f"    {PARTS.get(row.part, row.part)}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(f"memory: {row.part}" if row.what == "memory" else name, *shown, ratio)
     yield table
     yield from (Text(f"note: {note}", style="dim") for note in forecast.get("notes", ()))
 
 
-def _why(summary: RunSummary) -> str:
-    why = (summary.forecast or {}).get("missing", "")
-    return f"{why}; phalanx show {summary.folder} makes it" if why == LATE else why
-
-
-def _name(row: Compared) -> str:
-    if row.what == "memory":
-        return f"memory: {row.part}"
-    return _WORDS.get(row.part) or f"    {PARTS.get(row.part, row.part)}"
-
-
-def _shown(row: Compared, number: float | None) -> str:
-    if number is None:
-        return ""
-    return show_seconds(number) if row.what == "step" else show_bytes(number)
-
-
-def _ratio(row: Compared) -> str:
-    return "" if row.ratio is None else f"{row.ratio:.2f}"
+_SHOW = {"step": show_seconds, "memory": show_bytes}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +149,6 @@ class BetweenHosts:
         step_seconds: median, between the hosts.
         samples_per_second: median, between the hosts.
         here_step_seconds: median, all workers on this machine, nothing slowed.
-        here_samples_per_second: the same.
         share: samples/s between the hosts over those here.
         sent_per_step: bytes that each host put on its link for a step; ``None`` where it has no worker that tells.
     """
@@ -212,15 +184,8 @@ def apart_table(rows: Sequence[BetweenHosts]) -> RenderableType:
     """Plans between hosts, and what is left of their speed here."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("plan", overflow="fold")
-    headings = (
-        "time\nper step",
-        "samples/s",
-        "sent a step\nby a host",
-        "here: time\nper step",
-        "here:\nsamples/s",
-        "kept",
-    )
-    for heading in headings:
+    here = ("here: time\nper step", "here:\nsamples/s", "kept")
+    for heading in ("time\nper step", "samples/s", "sent a step\nby a host", *here):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(

@@ -55,7 +55,8 @@ def facts(one: Forecast, paid: Bill, steps: int) -> RenderableType:
     if one.host:
         whole = f" of {show_bytes(one.host_room)}" if isfinite(one.host_room) else ", which is not known to be there"
         table.add_row("on the host", f"{show_bytes(one.host)}{whole}, of all ranks of a node")
-    table.add_row("time per step", f"{show_seconds(one.step)}  (4 of 5: {_range(one)})")
+    between = f"{show_seconds(one.low)} to {show_seconds(one.high)}"
+    table.add_row("time per step", f"{show_seconds(one.step)}  (4 of 5: {between})")
     table.add_row("4 of 5 by", escape(one.basis))
     pace = f"{show_count(one.throughput)} samples/s"
     table.add_row("pace", pace + (f", {show_count(one.throughput * one.tokens)} tokens/s" if one.tokens > 1 else ""))
@@ -124,24 +125,17 @@ def _bars(heading: str, sizes: Mapping[str, float], whole: float, show: Callable
     return table
 
 
-def _range(one: Forecast) -> str:
-    return f"{show_seconds(one.low)} to {show_seconds(one.high)}"
-
-
 _MOST_NEIGHBOURS = 12
 
 
 def plan_view(name: str, advice: Advice) -> RenderableType:
     """The ranked plans, why the first wins, and what its neighbours would cost."""
     ranking, question = advice.ranking, advice.ranking.question
-    heading = Text.assemble(
-        (name, "bold"), f" on {question.cluster}, batch {question.work.batch}, {question.precision}"
-    )
-    if advice.shortfall:
+    asked = f" on {question.cluster}, batch {question.work.batch}, {question.precision}"
+    heading = Text.assemble((name, "bold"), asked)
+    if missing := advice.shortfall:
         considered = Text(f"None of {ranking.search.considered:,} plans fits; the least hungry is")
-        return Group(
-            heading, considered, Text(f"  {advice.shortfall.plan}", style="bold"), shortfall_view(advice.shortfall)
-        )
+        return Group(heading, considered, Text(f"  {missing.plan}", style="bold"), shortfall_view(missing))
     best, explanation = ranking.best, advice.explanation
     assert best is not None
     assert explanation is not None
@@ -177,19 +171,13 @@ def ranked(plans: Sequence[Forecast]) -> RenderableType:
 
 def _why(explanation: Explanation) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(""), *(Text(f"- {reason}") for reason in explanation.reasons)]
-    if explanation.argued:
-        parts.append(_argued(explanation.argued))
+    if one := explanation.argued:
+        slower = f"{one.slower:.1%} slower ({show_seconds(one.forecast.step)} a step): "
+        verdict = f"{slower if one.forecast.fits and one.slower > 0 else ''}{one.why}"
+        parts.append(Text.assemble("\n", ("because ", "bold"), f"{one.change}: {verdict}"))
     if explanation.neighbours:
         parts.append(_neighbours(explanation.neighbours))
     return parts
-
-
-def _argued(one: Neighbour) -> RenderableType:
-    if one.forecast.fits and one.slower > 0:
-        verdict = f"{one.slower:.1%} slower ({show_seconds(one.forecast.step)} a step): {one.why}"
-    else:
-        verdict = one.why
-    return Text.assemble("\n", ("because ", "bold"), f"{one.change}: {verdict}")
 
 
 def _neighbours(all_of_them: tuple[Neighbour, ...]) -> RenderableType:
@@ -216,14 +204,11 @@ def _fewer(ranking: Ranking) -> RenderableType:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("plan", overflow="fold")
     for one in ranking.points:
-        cells = [show_seconds(one.forecast.step), f"{one.efficiency:.0%}", *_cost(one, paid and steps > 0)]
+        cells = [show_seconds(one.forecast.step), f"{one.efficiency:.0%}"]
+        cells += [money(one.bill)] if paid and steps else []
         here = one.devices == ranking.question.cluster.devices
         table.add_row(str(one.devices), *cells, escape(short(one.forecast.plan)), style="bold" if here else None)
     return table
-
-
-def _cost(one: ScalingPoint, shown: bool) -> tuple[str, ...]:
-    return (money(one.bill),) if shown else ()
 
 
 _CURVE_WIDTH = 76
@@ -234,10 +219,8 @@ def scale_view(name: str, curve: Curve, width: int = 80) -> RenderableType:
     said = [Text(f"- {sentence}") for sentence in sentences(curve)]
     if not curve.points:
         return Group(Text(f"{name}: no number of devices fits", style="red"), *said)
-    parts: list[RenderableType] = [
-        Text.assemble((name, "bold"), f", {curve.points[0].forecast.plan.precision}"),
-        _table(curve),
-    ]
+    heading = Text.assemble((name, "bold"), f", {curve.points[0].forecast.plan.precision}")
+    parts: list[RenderableType] = [heading, _table(curve)]
     if len(curve.points) > 1:
         parts.append(Text.from_ansi(scaling_chart(curve, min(width, _CURVE_WIDTH))))
     return Group(*parts, *said)

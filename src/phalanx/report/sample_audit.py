@@ -19,9 +19,7 @@ class SamplesSeen:
     """What the ledger of a run shows.
 
     Attributes:
-        folder: the run folder.
         samples: in the data; ``None`` for a stream, of which only double samples and gaps can be told.
-        batch: samples in one optimizer step.
         drop_last: whether the partial last batch of each epoch was dropped.
         steps: optimizer steps recorded.
         epochs: passes over the data that were finished; ``None`` for a stream.
@@ -38,7 +36,6 @@ class SamplesSeen:
 
     @property
     def once(self) -> bool:
-        """Whether nothing is wrong."""
         return not self.wrong
 
     @property
@@ -56,7 +53,6 @@ class SamplesSeen:
         return f"yes, in {self.epochs} epoch{'' if self.epochs == 1 else 's'}{rest}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON."""
         return {"once": self.once, **asdict(self)}
 
 
@@ -74,20 +70,14 @@ def samples_seen(folder: Path) -> SamplesSeen:
         )
     samples, batch, drop_last = start["samples"], start["batch"], start["drop_last"]
     steps = len(records(folder / "ledger"))
-    return SamplesSeen(
-        folder=str(folder),
-        samples=samples,
-        batch=batch,
-        drop_last=drop_last,
-        steps=steps,
-        epochs=None if samples is None else steps // max(1, _per_epoch(samples, batch, drop_last)),
-        wrong=tuple(audit(folder / "ledger", length=samples, batch=batch, drop_last=drop_last)),
-    )
+    epochs = None if samples is None else steps // max(1, _per_epoch(samples, batch, drop_last))
+    wrong = tuple(audit(folder / "ledger", length=samples, batch=batch, drop_last=drop_last))
+    data: dict[str, Any] = {"folder": str(folder), "samples": samples, "batch": batch, "drop_last": drop_last}
+    return SamplesSeen(**data, steps=steps, epochs=epochs, wrong=wrong)
 
 
 def seen_table(result: SamplesSeen) -> RenderableType:
     """The answer, and everything that is wrong."""
-    data = "a stream" if result.samples is None else f"{result.samples} samples"
     data = "a stream" if result.samples is None else f"{result.samples} samples"
     over = f"{data}, {result.batch} a step, {result.steps} steps recorded in {result.folder}"
     answer = ("bold green", result.answer) if result.once else ("bold red", "no")

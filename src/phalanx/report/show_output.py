@@ -17,23 +17,9 @@ from rich.text import Text
 
 from phalanx.config import Plan
 from phalanx.parallel.survey import ParameterShard, Survey
+from phalanx.report import drawing
 from phalanx.report.comparison import beside_table
-from phalanx.report.drawing import (
-    COLOURS,
-    GREY,
-    LEFT,
-    MEANINGS,
-    ROW,
-    Timeline,
-    boxes,
-    draw,
-    drawn_places,
-    lines,
-    lost,
-    servers,
-    svg_legend,
-    svg_rows,
-)
+from phalanx.report.drawing import COLOURS, GREY, LEFT, MEANINGS, ROW, Timeline, boxes, drawn_places
 from phalanx.report.show import MeasuredRun, Planned, Shown, described
 from phalanx.report.tables import memory_table
 from phalanx.units import show_bytes, show_count, show_seconds
@@ -45,7 +31,7 @@ Place = tuple[list[int], Mapping[str, ParameterShard]]  # ranks that hold the sa
 
 def shown_text(shown: Shown, width: int) -> RenderableType:
     """Everything, in lines of at most ``width`` characters."""
-    drawn = draw(shown.plan, batch=shown.batch, device=shown.device, width=width)
+    drawn = drawing.draw(shown.plan, batch=shown.batch, device=shown.device, width=width)
     parts: list[RenderableType] = [Text(f"{shown.name} under {drawn}"), Text(f"exact: {shown.plan.exactness}")]
     if shown.survey:
         parts += ["", *_holdings(shown.survey)]
@@ -185,8 +171,8 @@ def _schedule(planned: Planned, measured: MeasuredRun | None, *, known: bool, wi
 
 def _drawn(timeline: Timeline, title: str, width: int) -> Iterator[RenderableType]:
     yield Text(title, style="bold")
-    yield from lines(timeline, width)
-    if unseen := lost(timeline, width):
+    yield from drawing.lines(timeline, width)
+    if unseen := drawing.lost(timeline, width):
         yield Text(f"{unseen} of {len(timeline.actions)} actions are too short to be drawn here", style="dim")
 
 
@@ -247,17 +233,12 @@ _BOXES_A_ROW = 4
 
 @dataclass(slots=True)
 class _Page:
-    """Parts of a picture, from the top down.
-
-    Attributes:
-        y: where the next begins.
-    """
+    """Parts of a picture, from the top down; the next begins at ``y``."""
 
     parts: list[str] = field(default_factory=list[str])
     y: float = 8
 
     def say(self, text: str, *, bold: bool = False) -> None:
-        """A line of text, cut to the width of the page."""
         most = int((_WIDTH - 2 * _MARGIN) / _LETTER)
         text = text if len(text) <= most else f"{text[: most - 3]}..."
         weight = ' font-weight="bold"' if bold else ""
@@ -276,7 +257,7 @@ def shown_svg(shown: Shown) -> str:
     for title, timeline in _timelines(shown):
         _draw_timeline(page, title, timeline)
     if shown.planned:
-        page.parts += svg_legend(page.y)
+        page.parts += drawing.svg_legend(page.y)
         page.y += _LINE + 6
     for note in (*(f"note: {note}" for note in shown.notes), *shown.missing):
         page.say(note)
@@ -294,7 +275,7 @@ def _draw_boxes(page: _Page, shown: Shown) -> None:
         (title, lines if title == "..." or shown.plan.threads > 1 else [*lines, *_bytes(shown.survey, rank)])
         for rank, (title, lines) in zip(ranks, drawn, strict=True)
     ]
-    filled += servers(shown.plan)
+    filled += drawing.servers(shown.plan)
     wide = (_WIDTH - 2 * _MARGIN) / _BOXES_A_ROW
     for first in range(0, len(filled), _BOXES_A_ROW):
         row = filled[first : first + _BOXES_A_ROW]
@@ -360,5 +341,5 @@ def _draw_timeline(page: _Page, title: str, timeline: Timeline) -> None:
     begin = timeline.begin
     moved = [one._replace(begin=one.begin - begin, end=one.end - begin) for one in timeline.actions]
     labels = [f"rank {rank}" for rank in timeline.ranks]
-    page.parts += svg_rows(moved, labels, page.y, unit)
+    page.parts += drawing.svg_rows(moved, labels, page.y, unit)
     page.y += len(labels) * ROW + 10

@@ -28,19 +28,13 @@ class RunSummary:
     """One run, or the part of it since it was resumed.
 
     Attributes:
-        folder: the run folder.
-        job: name of the job.
-        plan: the plan, as one line of text.
         devices: that the plan uses: processes times threads.
-        device: kind of device.
         batch: samples in one optimizer step.
         parameters: elements of all parameters.
         first_step: the step it began with.
         step: optimizer steps taken so far, counted from the very beginning.
         step_seconds: median wall time of a step, the first few left out; ``None`` where none was taken.
-        samples_per_second: median over the same steps.
         seconds: wall time from the first step to the last.
-        loss: of the last step.
         evaluation: ``loss``, ``samples`` and ``metrics`` of the last evaluation.
         peak_bytes: largest memory of each rank: resident set on CPU, allocated on CUDA.
         memory: what each rank's memory holds, part → bytes; empty where the log is older than its schema 1.2.
@@ -54,9 +48,6 @@ class RunSummary:
         shares: samples of a full batch that each rank of ``dp`` took at last; empty where all took the same.
         moves: how often they changed.
         checkpoint: the newest, relative to the folder.
-        notes: what the plan does not keep of one device's result.
-        warnings: as the run gave them.
-        finished: whether it came to its end.
     """
 
     folder: str
@@ -90,7 +81,6 @@ class RunSummary:
     finished: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON."""
         return {**asdict(self), "beside": [one.to_dict() for one in self.beside]}
 
 
@@ -122,17 +112,13 @@ def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] |
     evaluation = by_name.get("evaluate", [None])[-1]
     seconds = statistics.median(event["seconds"] for event in timed) if timed else None
     memory = list({event["rank"]: event for event in by_name.get("memory", [])}.values())
-    held = tuple(_parts(event) for event in memory if "parameters" in event)
+    held = tuple({part: event[part] for part in PARTS} for event in memory if "parameters" in event)
     foretold = foretold or stored(folder)
+    traffic, timelines = by_name.get("traffic", []), by_name.get("timeline", [])
     return RunSummary(
         folder=str(folder),
-        job=start["job"],
-        plan=start["plan"],
+        **{name: start[name] for name in ("job", "plan", "device", "batch", "parameters", "first_step")},
         devices=Plan.parse(start["plan"]).devices,
-        device=start["device"],
-        batch=start["batch"],
-        parameters=start["parameters"],
-        first_step=start["first_step"],
         step=end.get("step", steps[-1]["step"] + 1 if steps else start["first_step"]),
         step_seconds=seconds,
         samples_per_second=statistics.median(event["samples"] / event["seconds"] for event in timed) if timed else None,
@@ -141,11 +127,11 @@ def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] |
         evaluation=evaluation and {name: evaluation[name] for name in ("step", "loss", "samples", "metrics")},
         peak_bytes=tuple(event["peak_bytes"] for event in memory),
         memory=held,
-        idle=idle_share([event["actions"] for event in by_name.get("timeline", [])]),
+        idle=idle_share([event["actions"] for event in timelines]),
         averagings=averagings(by_name.get("sync", []), steps, end.get("seconds")),
         serving=serving(by_name),
-        sent=tuple(event["sent"] for event in by_name.get("traffic", [])),
-        whole=tuple(event["whole"] for event in by_name.get("traffic", [])),
+        sent=tuple(event["sent"] for event in traffic),
+        whole=tuple(event["whole"] for event in traffic),
         forecast=foretold,
         beside=beside_of(foretold, part, held, seconds),
         shares=tuple(shares[-1]["shares"]) if shares else (),
@@ -160,14 +146,7 @@ def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] |
 def beside_of(
     foretold: dict[str, Any] | None, events: Sequence[Event], held: Sequence[dict[str, int]], seconds: float | None
 ) -> tuple[Compared, ...]:
-    """The forecast of a run beside what it measured.
-
-    Args:
-        foretold: what is stored of its forecast.
-        events: of the run.
-        held: what each rank's memory held, by part.
-        seconds: of a step, measured.
-    """
+    """The stored forecast of a run beside what it measured: its events, each rank's memory by part, seconds of a step."""
     forecast = (foretold or {}).get("forecast")
     if not forecast:
         return ()
@@ -187,17 +166,12 @@ def beside_of(
 def idle_share(ranks: Sequence[Sequence[Action]]) -> float | None:
     """The share of the ranks' time, from the first's begin to the last's end, in which they do none of their actions.
 
-    Args:
-        ranks: for each rank its ``actions`` as a ``timeline`` event has them; ``None`` is given where there are none.
+    ``ranks``: for each its ``actions`` as a ``timeline`` event has them. ``None`` where there are none.
     """
     actions = [action for rank in ranks for action in rank]
     whole = max((end for *_, end in actions), default=0.0) - min((begin for *_, begin, _ in actions), default=0.0)
     busy = sum(end - begin for *_, begin, end in actions)
     return 1.0 - busy / (whole * len(ranks)) if whole > 0 else None
-
-
-def _parts(event: Event) -> dict[str, int]:
-    return {part: event[part] for part in PARTS}
 
 
 def events_of(folder: Path) -> list[Event]:
@@ -279,7 +253,6 @@ class Serving:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """A name and a text for each line of a summary."""
         found = [("staleness", _spread(self.staleness))]
         if self.dropped:
             found[0] = ("staleness", f"{found[0][1]}; {self.dropped} pieces left out")
