@@ -125,7 +125,7 @@ class _Slowed(click.ParamType):
 
 
 def _wrong(where: str, given: str, allowed: str, *, fix: str) -> SpecError:
-    return SpecError([Problem(where=where, given=given, allowed=allowed, fix=fix)])
+    return SpecError.of(where=where, given=given, allowed=allowed, fix=fix)
 
 
 def network_options(function: Callable[..., Any]) -> Callable[..., Any]:

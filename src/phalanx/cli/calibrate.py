@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.output import json_option, print_json
-from phalanx.errors import Problem, RefusedError
+from phalanx.errors import RefusedError
 
 if TYPE_CHECKING:
     from phalanx.config import Cluster, Job, Plan
@@ -43,7 +43,7 @@ def command(path: Path | None, quick: bool, as_json: bool) -> None:
         given = f"{cuda_devices()} CUDA devices"
         allowed = "a machine without: constants of GPUs are part of Phalanx"
         fix = "CUDA_VISIBLE_DEVICES= phalanx calibrate"
-        raise RefusedError([Problem(where="calibrate", given=given, allowed=allowed, fix=fix)])
+        raise RefusedError.of(where="calibrate", given=given, allowed=allowed, fix=fix)
     found = _calibrated(quick)
     where = path or default_path()
     where.write_text(found.to_toml(), encoding="utf-8")

@@ -36,15 +36,11 @@ class PlanText(click.ParamType):
         try:
             return Plan.from_toml(Path(value).read_text(encoding="utf-8"))
         except OSError as error:
-            raise SpecError(
-                [
-                    Problem(
-                        where="--plan",
-                        given=f"{value}: {error.strerror}",
-                        allowed="a plan such as dp=2, or a TOML file of plan keys",
-                        fix="--plan dp=2",
-                    )
-                ]
+            raise SpecError.of(
+                where="--plan",
+                given=f"{value}: {error.strerror}",
+                allowed="a plan such as dp=2, or a TOML file of plan keys",
+                fix="--plan dp=2",
             ) from None
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -127,7 +123,7 @@ def subject(what: str, *, batch: int, seq: int, steps: int, profile: str = "trac
     if is_config(what):
         if profile != "trace":
             allowed = "trace: a configuration has no data to measure with"
-            raise SpecError([Problem(where="--profile", given=profile, allowed=allowed, fix="--profile trace")])
+            raise SpecError.of(where="--profile", given=profile, allowed=allowed, fix="--profile trace")
         path = Path(what)
         name = path.parent.name if path.suffix == ".json" and path.parent.name else path.stem
         work = config_work(what, batch=batch, length=seq)
@@ -149,7 +145,7 @@ def span(text: str | None) -> float:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         allowed = "a time above 0 in s, m, h or d"
-        raise SpecError([Problem(where="--deadline", given=repr(text), allowed=allowed, fix="--deadline 24h")])
+        raise SpecError.of(where="--deadline", given=repr(text), allowed=allowed, fix="--deadline 24h")
     return seconds
 
 
@@ -163,7 +159,7 @@ def budget_of(given: float | None) -> float:
         return 0.0
     if not 0 < given < float("inf"):
         allowed = "more than 0: money with --price, else device-hours"
-        raise SpecError([Problem(where="--budget", given=f"{given:g}", allowed=allowed, fix="--budget 500")])
+        raise SpecError.of(where="--budget", given=f"{given:g}", allowed=allowed, fix="--budget 500")
     return given
 
 
@@ -184,5 +180,5 @@ def write(path: Path, text: str) -> None:
     except OSError as error:
         allowed = "a file in a folder that exists and can be written to"
         given = f"{path}: {error.strerror}"
-        raise SpecError([Problem(where="--html", given=given, allowed=allowed, fix="--html plan.html")]) from None
+        raise SpecError.of(where="--html", given=given, allowed=allowed, fix="--html plan.html") from None
     click.echo(f"wrote {path}", err=True)

@@ -9,7 +9,7 @@ import click
 
 from phalanx.cli.options import PRECISIONS, budget_of, html_option, span, subject, subject_options
 from phalanx.cli.output import json_option, print_json
-from phalanx.errors import Problem, SpecError
+from phalanx.errors import SpecError
 
 _NO = 1
 
@@ -41,7 +41,7 @@ def command(ctx: click.Context, on: str, html: Path | None, as_json: bool, **giv
     most, share = given.pop("up_to"), given.pop("worth")
     if not 0 < share <= 1:
         allowed = "a share above 0, at most 1, of what twice the devices could gain"
-        raise SpecError([Problem(where="--worth", given=f"{share:g}", allowed=allowed, fix="--worth 0.5")])
+        raise SpecError.of(where="--worth", given=f"{share:g}", allowed=allowed, fix="--worth 0.5")
     deadline, budget = span(given.pop("deadline")), budget_of(given.pop("budget"))
     from phalanx.hardware import cluster
     from phalanx.planner import prices

@@ -54,15 +54,11 @@ class Given:
         if problems:
             raise SpecError(problems)
         if self.plan and self.devices and self.plan.devices != self.devices:
-            raise RefusedError(
-                [
-                    Problem(
-                        where="--plan",
-                        given=f"{self.plan}, which is for {self.plan.devices} devices, with -n {self.devices}",
-                        allowed="a mesh that multiplies to the devices: pp × dp × fsdp × ep × cp × tp × threads = n",
-                        fix=f"-n {self.plan.devices}",
-                    )
-                ]
+            raise RefusedError.of(
+                where="--plan",
+                given=f"{self.plan}, which is for {self.plan.devices} devices, with -n {self.devices}",
+                allowed="a mesh that multiplies to the devices: pp × dp × fsdp × ep × cp × tp × threads = n",
+                fix=f"-n {self.plan.devices}",
             )
 
 

@@ -81,7 +81,7 @@ def _of_run(folder: Path, plan: Plan | None, devices: int | None) -> Shown:
         option = "--plan" if plan else "-n"
         told = "no --plan and no -n for a run, which has its own plan"
         given = f"{option} {plan or devices} with the run folder {folder}"
-        raise SpecError([Problem(where=option, given=given, allowed=told, fix=f"phalanx show {folder}")])
+        raise SpecError.of(where=option, given=given, allowed=told, fix=f"phalanx show {folder}")
     from phalanx.preflight import forecast_here
     from phalanx.report.show import of_run
 
@@ -103,7 +103,7 @@ def _job_of(folder: Path) -> Job:
 def _neither(what: str, given: str) -> SpecError:
     allowed = "a job (path/to/file.py, path/to/file.py:name or package.module:name) or a run folder"
     fix = "phalanx show examples/gpt.py --plan tp=2"
-    return SpecError([Problem(where="JOB|RUN", given=f"{what}, {given}", allowed=allowed, fix=fix)])
+    return SpecError.of(where="JOB|RUN", given=f"{what}, {given}", allowed=allowed, fix=fix)
 
 
 def _write(path: Path, shown: Shown) -> None:
@@ -113,7 +113,7 @@ def _write(path: Path, shown: Shown) -> None:
         path.write_text(shown_svg(shown), encoding="utf-8")
     except OSError as error:
         allowed = "a file in a folder that exists and can be written to"
-        raise SpecError(
-            [Problem(where="--svg", given=f"{path}: {error.strerror}", allowed=allowed, fix="--svg plan.svg")]
+        raise SpecError.of(
+            where="--svg", given=f"{path}: {error.strerror}", allowed=allowed, fix="--svg plan.svg"
         ) from None
     click.echo(f"wrote {path}", err=True)

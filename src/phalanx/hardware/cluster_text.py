@@ -107,7 +107,7 @@ class _Reader:
         rest = self.text[self.at :]
         at = self.at + len(rest) - len(rest.lstrip())
         given = f"{self.text!r}\n    {self.text}\n    {' ' * at}^ here"
-        return SpecError([Problem(where="cluster", given=given, allowed=expected, fix=fix)])
+        return SpecError.of(where="cluster", given=given, allowed=expected, fix=fix)
 
 
 def _group_of(counts: list[int], found: CatalogEntry, text: str) -> tuple[Group, Network]:
@@ -148,7 +148,7 @@ def _from_file(path: Path) -> Cluster:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         given = f"{path}: {error.strerror if isinstance(error, OSError) else error}"
         allowed = "a TOML file of a cluster, or text such as 8xH100"
-        raise SpecError([Problem(where="cluster", given=given, allowed=allowed, fix="8xH100")]) from None
+        raise SpecError.of(where="cluster", given=given, allowed=allowed, fix="8xH100") from None
     rows = table.get("groups")
     if isinstance(rows, list):
         entries = [_filled(row) for row in rows]

@@ -53,7 +53,6 @@ class Failure:
     """How one worker failed.
 
     Attributes:
-        rank: of the worker.
         step: the optimizer step it had reported last, ``None`` before the first.
         kind: class name of its exception, ``signal 9`` and the like, or ``exit 0``.
         message: the exception's text, or what was seen from outside.
@@ -62,7 +61,6 @@ class Failure:
         lost_peer: the exception only reports that another worker is gone.
         signal: the signal that ended the worker, 0 where none did.
         expected: raised by Phalanx on purpose; its message already says what to do.
-        exit_code: for the launcher's process.
         problems: of a SpecError, each as JSON: it is raised again as what it was.
     """
 
@@ -81,15 +79,13 @@ class Failure:
 
 def describe_error(error: BaseException) -> dict[str, Any]:
     """What a worker reports about its own exception: the fields of a Failure that only the worker knows, as JSON."""
-    moment = time.monotonic()
-    expected = isinstance(error, PhalanxError)
     fields: dict[str, Any] = {
         "kind": type(error).__name__,
         "message": str(error),
         "traceback": "",
-        "time": moment,
+        "time": time.monotonic(),
         "lost_peer": _reports_lost_peer(error),
-        "expected": expected,
+        "expected": isinstance(error, PhalanxError),
         "exit_code": error.exit_code if isinstance(error, PhalanxError) else 3,
         "problems": [asdict(problem) for problem in error.problems] if isinstance(error, _WRITTEN) else [],
     }
@@ -145,10 +141,7 @@ def refusal(failure: Failure) -> SpecError | None:
 def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> WorkerError:
     """The error to raise: who failed and where, its own traceback, then what to do.
 
-    Args:
-        failure: the first one.
-        world_size: workers of the launch.
-        memory_kills: processes the kernel ended for lack of memory since the launch began.
+    ``memory_kills``: processes the kernel ended for lack of memory since the launch began.
     """
     where = f"rank {failure.rank} of {world_size}"
     when = "before the first step" if failure.step is None else f"in step {failure.step}"
@@ -166,14 +159,8 @@ def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> Wor
     hint = "" if failure.expected else advice(failure, memory_kills=memory_kills)
     if hint:
         text += f"\n\nwhat to do: {hint}"
-    return WorkerError(
-        text,
-        rank=failure.rank,
-        step=failure.step,
-        kind=failure.kind,
-        traceback=failure.traceback,
-        exit_code=failure.exit_code,
-    )
+    where_and_how = ("rank", "step", "kind", "traceback", "exit_code")
+    return WorkerError(text, **{name: getattr(failure, name) for name in where_and_how})
 
 
 def record(error: WorkerError | SpecError, folder: Path) -> None:

@@ -79,11 +79,6 @@ class HostLink:
         seconds = max(_SERIAL[0], _SERIAL[1] * self.delay)
         return max(_SMALLEST, min(_LARGEST, int(self.rate / 8 * seconds))) if self.rate else _LARGEST
 
-    @property
-    def room(self) -> float:
-        """Seconds of packets that may wait for the link."""
-        return _ROOM
-
     def limit(self, device: str) -> list[str]:
         """Arguments of ``tc`` that hold a device to the rate; none where there is none."""
         if not self.rate:
@@ -138,11 +133,7 @@ def lacking(link: HostLink) -> Problem | None:
 
 
 def refuse(link: HostLink) -> None:
-    """Raise what is missing here for hosts with such links.
-
-    Raises:
-        RefusedError: one problem, the first that was found.
-    """
+    """Raise what is missing here for hosts with such links."""
     if problem := lacking(link):
         raise RefusedError([problem])
 
@@ -184,7 +175,6 @@ class HostNetwork:
     """Hosts joined by a switch. Nothing of it outlives this process.
 
     Attributes:
-        launcher: the launcher's address, which all hosts reach.
         carried: their process carries the packets; else the kernel does.
     """
 
@@ -204,7 +194,6 @@ class HostNetwork:
             raise
 
     def address(self, host: int) -> str:
-        """Of a host."""
         return f"{self._subnet}.{_FIRST_HOST + host}"
 
     def namespace(self, host: int) -> str:
@@ -224,7 +213,6 @@ class HostNetwork:
             _run(["ip", "link", "set", f"host{host}", "nomaster"], within=self._switch)
 
     def restore(self, host: int) -> None:
-        """End the cut."""
         if self.carried:
             self.ask(f"restore {host}")
         else:
@@ -245,17 +233,12 @@ class HostNetwork:
 
     def let_go(self) -> None:
         """In a forked worker: close what is the launcher's."""
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self._process.stdin, self._process.stdout, self._claim):
             if stream is not None:
                 stream.close()
-        self._claim.close()
 
     def close(self) -> None:
-        """Take everything down."""
         self.tell("end")
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
         try:
             self._process.wait(2)
         except subprocess.TimeoutExpired:
@@ -264,7 +247,7 @@ class HostNetwork:
         if not self.carried:
             with suppress(RunError):  # gone already with its other end, or never made
                 _run(["ip", "link", "delete", self._name])
-        self._claim.close()
+        self.let_go()
 
     @property
     def _switch(self) -> str:
@@ -272,7 +255,7 @@ class HostNetwork:
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         link = self._link
-        carrying = {"delay": link.delay, "loss": link.loss, "rate": link.rate, "room": link.room}
+        carrying = {"delay": link.delay, "loss": link.loss, "rate": link.rate, "room": _ROOM}
         given: dict[str, Any] = {"launcher": os.getpid(), "hosts": self._hosts, "tun": self._name}
         words = json.dumps({**given, "carrying": carrying if self.carried else None})
         return subprocess.Popen(
@@ -321,15 +304,12 @@ class HostNetwork:
     def _interface(self, device: str, address: str, host: int) -> list[str]:
         """With everybody's address known beforehand: a cut link must be silent, not "no such host"."""
         others = [(self.launcher, -1), *((self.address(other), other) for other in range(self._hosts))]
-        return [
+        up = [
             f"link set {device} address {_hardware(host)} addrgenmode none up",
             f"address add {address}/24 dev {device}",
-            *(
-                f"neigh replace {ip} lladdr {_hardware(at)} dev {device} nud permanent"
-                for ip, at in others
-                if at != host
-            ),
         ]
+        neighbours = [(ip, _hardware(at)) for ip, at in others if at != host]
+        return up + [f"neigh replace {ip} lladdr {mac} dev {device} nud permanent" for ip, mac in neighbours]
 
 
 def _hardware(host: int) -> str:

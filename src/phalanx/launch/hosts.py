@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
-from phalanx.errors import Problem, RunError, SpecError
+from phalanx.errors import RunError, SpecError
 from phalanx.launch.host_network import HostLink, HostNetwork, move_into, refuse
 from phalanx.launch.host_process import Quotas
 
@@ -42,9 +42,9 @@ class Hosts:
             SpecError: if a word or a number is wrong.
         """
         if not 1 <= count <= _MOST:
-            raise SpecError([Problem(where="hosts", given=str(count), allowed=f"1 to {_MOST}", fix="--hosts 2")])
+            raise SpecError.of(where="hosts", given=str(count), allowed=f"1 to {_MOST}", fix="--hosts 2")
         if per_host < 1:
-            raise SpecError([Problem(where="per_host", given=str(per_host), allowed="1 or more", fix="per_host=1")])
+            raise SpecError.of(where="per_host", given=str(per_host), allowed="1 or more", fix="per_host=1")
         self.count, self.per_host = count, per_host
         self.link = HostLink.parse(rate, delay, loss)
         self._marks = memoryview(mmap.mmap(-1, 8 * _MARKS * count)).cast("q")
@@ -95,7 +95,6 @@ class Hosts:
         return rank // self.per_host % self.count
 
     def address(self, host: int) -> str:
-        """Of a host."""
         return self._there.address(host)
 
     def enter(self, rank: int) -> str:
@@ -131,7 +130,7 @@ class Hosts:
             SpecError: if the factor is below 1, or a hundred or more.
         """
         if not 1 <= factor < 100:
-            raise SpecError([Problem(where="factor", given=f"{factor:g}", allowed="1 to 99", fix="--slow 1:4x")])
+            raise SpecError.of(where="factor", given=f"{factor:g}", allowed="1 to 99", fix="--slow 1:4x")
         if self._quotas:
             self._quotas.allow(self._known(host), self.per_host / factor if factor > 1 else None)
         else:
@@ -174,7 +173,7 @@ class Hosts:
     def _known(self, host: int) -> int:
         if not 0 <= host < self.count:
             allowed = f"0 to {self.count - 1}"
-            raise SpecError([Problem(where="host", given=str(host), allowed=allowed, fix="--slow 1:4x")])
+            raise SpecError.of(where="host", given=str(host), allowed=allowed, fix="--slow 1:4x")
         return host
 
     @property

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from phalanx.config import RunSpec
-from phalanx.errors import Problem, SpecError
+from phalanx.errors import SpecError
 from phalanx.launch.jobfile import Reference
 
 _STEP = re.compile(r"step-(\d+)")
@@ -121,4 +121,4 @@ def _write(path: Path, text: str) -> None:
 
 
 def _wrong(given: str, allowed: str, fix: str) -> SpecError:
-    return SpecError([Problem(where="run.folder", given=given, allowed=allowed, fix=fix)])
+    return SpecError.of(where="run.folder", given=given, allowed=allowed, fix=fix)

@@ -150,29 +150,21 @@ def _read(runfile: Path) -> RunSpec:
     try:
         return RunSpec.from_toml(runfile.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SpecError(
-            [
-                Problem(
-                    where="run file",
-                    given=f"{runfile}: {error.strerror}",
-                    allowed="the run.toml of a run folder",
-                    fix="phalanx worker runs/digits-1/run.toml",
-                )
-            ]
+        raise SpecError.of(
+            where="run file",
+            given=f"{runfile}: {error.strerror}",
+            allowed="the run.toml of a run folder",
+            fix="phalanx worker runs/digits-1/run.toml",
         ) from None
 
 
 def _refuse_another_world(run: RunSpec, place: Place, runfile: Path) -> None:
     if place.world_size != run.plan.processes:
-        raise RefusedError(
-            [
-                Problem(
-                    where="workers",
-                    given=f"{place.world_size}",
-                    allowed=f"{run.plan.processes}, as the plan {run.plan} says",
-                    fix=f"torchrun --nproc-per-node {run.plan.processes} --no-python phalanx worker {runfile}",
-                )
-            ]
+        raise RefusedError.of(
+            where="workers",
+            given=f"{place.world_size}",
+            allowed=f"{run.plan.processes}, as the plan {run.plan} says",
+            fix=f"torchrun --nproc-per-node {run.plan.processes} --no-python phalanx worker {runfile}",
         )
 
 

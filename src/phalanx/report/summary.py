@@ -146,7 +146,7 @@ def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] |
 def beside_of(
     foretold: dict[str, Any] | None, events: Sequence[Event], held: Sequence[dict[str, int]], seconds: float | None
 ) -> tuple[Compared, ...]:
-    """The stored forecast of a run beside what it measured: its events, each rank's memory by part, seconds of a step."""
+    """A run's stored forecast beside what it measured: its events, each rank's memory by part, seconds of a step."""
     forecast = (foretold or {}).get("forecast")
     if not forecast:
         return ()

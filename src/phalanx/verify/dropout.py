@@ -174,7 +174,7 @@ def refuse_compiled(plan: Plan) -> None:
         given = f'"{plan}", which compiles: compiled blocks draw masks of their own, not by sample'
         allowed = "a plan without compile; without --dropout also one with it"
         fix = f'--dropout --plan "{replace(plan, compile=False)}"'
-        raise RefusedError([Problem(where="--dropout", given=given, allowed=allowed, fix=fix)])
+        raise RefusedError.of(where="--dropout", given=given, allowed=allowed, fix=fix)
 
 
 def refuse_masks(job: Job, plan: Plan, of_no_sample: Mapping[str, Sequence[Sequence[int]]]) -> None:
