@@ -26,15 +26,8 @@ if TYPE_CHECKING:
 def measured(job: Job, run: RunSpec, console: Console, *, label: str = "", hosts: Hosts | None = None) -> RunSummary:
     """Train ``job`` as ``run`` says, a core a worker where it computes on CPUs, and sum it up.
 
-    Args:
-        job: what to train.
-        run: how; its folder is used, and its forecast left out: cores are for what is measured.
-        console: where progress is shown.
-        label: of the progress; the plan where not given.
-        hosts: where workers are put.
+    No forecast is made: cores are for what is measured. ``label`` is that of the progress, the plan where not given.
     """
-    from dataclasses import replace
-
     from phalanx.api import fit
     from phalanx.parallel import device_kind
     from phalanx.report.progress import Follower, progress
@@ -55,8 +48,6 @@ class HostOptions:
     Attributes:
         hosts: how many; ``None``: none, everything on this machine's own network.
         rate: of each host's link, as written; empty: no limit.
-        delay: one way, as written.
-        loss: share of packets, as written.
         slow: host and factor of those that compute more slowly.
     """
 
@@ -119,9 +110,8 @@ class _Slowed(click.ParamType):
         try:
             return int(host), float(factor.strip().removesuffix("x"))
         except ValueError:
-            raise _wrong(
-                "--slow", repr(value), "a host's number and how many times slower it is", fix="--slow 1:4x"
-            ) from None
+            allowed = "a host's number and how many times slower it is"
+            raise _wrong("--slow", repr(value), allowed, fix="--slow 1:4x") from None
 
 
 def _wrong(where: str, given: str, allowed: str, *, fix: str) -> SpecError:
@@ -162,7 +152,10 @@ def measure_apart(
                     hosts.throttle(host, factor)
                 run = RunSpec(job=reference, plan=plan, folder=Path(scratch) / f"{number}-apart")
                 there = measured(job, run, console, label=f"{plan} on hosts", hosts=hosts)
-                about = _about(hosts, network)
+                # bit/s, seconds and shares of one, and what slows packets and processors
+                slow = {str(host): factor for host, factor in network.slow}
+                ways = {"carrier": hosts.carrier, "brake": hosts.brake if slow else None}
+                about = {"hosts": hosts.count, **asdict(hosts.link), "slow": slow, **ways}
             rows.append(BetweenHosts.of(here, there, [hosts.sent_per_step(host) for host in range(hosts.count)]))
     return rows, about
 
@@ -173,7 +166,6 @@ def show_apart(
     """Print what was measured."""
     from rich.console import Console
 
-    from phalanx.cli.output import print_json
     from phalanx.hardware import this_machine
     from phalanx.report.comparison import apart_table
 
@@ -187,16 +179,8 @@ def show_apart(
     cores = this_machine().devices
     most = max(row.workers for row in rows)
     if rows[0].device == "cpu" and most > cores:
-        stdout.print(
-            f"[dim]{most} workers share {cores} cores: with a core each they compute faster.[/]", highlight=False
-        )
-
-
-def _about(hosts: Hosts, network: HostOptions) -> dict[str, Any]:
-    """Bit/s, seconds and shares of one, and what slows packets and processors."""
-    slow = {str(host): factor for host, factor in network.slow}
-    ways = {"carrier": hosts.carrier, "brake": hosts.brake if slow else None}
-    return {"hosts": hosts.count, **asdict(hosts.link), "slow": slow, **ways}
+        note = f"{most} workers share {cores} cores: with a core each they compute faster."
+        stdout.print(f"[dim]{note}[/]", highlight=False)
 
 
 _CPU_NOTE = "A device here is one CPU core; the single process computes on one, too."
@@ -212,8 +196,7 @@ class _Counts(click.ParamType):
             return value
         words = value.replace(",", " ").split()
         if not words or not all(word.isdecimal() and int(word) for word in words):
-            problem = Problem(where="-n", given=repr(value), allowed="numbers of devices, 1 or more", fix="-n 1,2,4")
-            raise SpecError([problem])
+            raise _wrong("-n", repr(value), "numbers of devices, 1 or more", fix="-n 1,2,4")
         return tuple(int(word) for word in words)
 
 
@@ -301,7 +284,6 @@ def refuse_plans(job: Job, plans: Sequence[Plan]) -> None:
 
 def _measure(job: Job, reference: str, plans: Sequence[Plan], console: Console) -> list[RunSummary]:
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as scratch:
-        runs = [
-            RunSpec(job=reference, plan=plan, folder=Path(scratch) / str(number)) for number, plan in enumerate(plans)
-        ]
+        folders = [Path(scratch) / str(number) for number in range(len(plans))]
+        runs = [RunSpec(job=reference, plan=plan, folder=each) for plan, each in zip(plans, folders, strict=True)]
         return [measured(job, run, console) for run in runs]

@@ -9,7 +9,7 @@ import click
 
 from phalanx.cli.options import profile_option, subject
 from phalanx.cli.output import json_option, print_json
-from phalanx.errors import Problem, SpecError
+from phalanx.errors import SpecError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,9 +50,8 @@ def command(name: str | None, batch: int, seq: int, profile: str, as_json: bool)
         return
     if batch or seq or profile != "trace":
         option, value = ("--batch", batch) if batch else ("--seq", seq) if seq else ("--profile", profile)
-        fix = f"phalanx devices examples/gpt.py {option} {value}"
-        problem = Problem(where=option, given=f"{option} without a job", allowed="only with JOB or CONFIG", fix=fix)
-        raise SpecError([problem])
+        given, fix = f"{option} without a job", f"phalanx devices examples/gpt.py {option} {value}"
+        raise SpecError.of(where=option, given=given, allowed="only with JOB or CONFIG", fix=fix)
 
     entries = [entry(name)] if name else [entry(one) for one in names()]
     if as_json:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from phalanx.cli.options import PlanText, html_option, subject, subject_options
+from phalanx.cli.options import PlanText, html_option, subject, subject_options, write
 from phalanx.cli.output import json_option, print_json
 from phalanx.config import Plan
 
@@ -50,7 +50,6 @@ def command(ctx: click.Context, on: str, plan: Plan | None, html: Path | None, a
 
         Console().print(forecast_view(asked.name, found), highlight=False)
     if html:
-        from phalanx.cli.options import write
         from phalanx.report.html import forecast_page
 
         write(html, forecast_page(asked.name, found))

@@ -24,11 +24,6 @@ class PlanText(click.ParamType):
     name = "plan"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Plan:
-        """The plan that ``value`` stands for.
-
-        Raises:
-            SpecError: with everything that is wrong in it.
-        """
         if isinstance(value, Plan):
             return value
         if not value.endswith(".toml"):
@@ -36,12 +31,8 @@ class PlanText(click.ParamType):
         try:
             return Plan.from_toml(Path(value).read_text(encoding="utf-8"))
         except OSError as error:
-            raise SpecError.of(
-                where="--plan",
-                given=f"{value}: {error.strerror}",
-                allowed="a plan such as dp=2, or a TOML file of plan keys",
-                fix="--plan dp=2",
-            ) from None
+            given, allowed = f"{value}: {error.strerror}", "a plan such as dp=2, or a TOML file of plan keys"
+            raise SpecError.of(where="--plan", given=given, allowed=allowed, fix="--plan dp=2") from None
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Keys of a plan, and the values of those that take one of a few."""
@@ -132,11 +123,7 @@ def subject(what: str, *, batch: int, seq: int, steps: int, profile: str = "trac
 
 
 def span(text: str | None) -> float:
-    """Seconds from ``90m``, ``24h`` or ``3d``; 0 from ``None``.
-
-    Raises:
-        SpecError: if it is no time above 0.
-    """
+    """Seconds from ``90m``, ``24h`` or ``3d``; 0 from ``None``. A ``SpecError`` if it is no time above 0."""
     if text is None:
         return 0.0
     try:
@@ -150,11 +137,7 @@ def span(text: str | None) -> float:
 
 
 def budget_of(given: float | None) -> float:
-    """A budget above 0; 0 from ``None``.
-
-    Raises:
-        SpecError: if it is a budget of nothing.
-    """
+    """A budget above 0; 0 from ``None``. A ``SpecError`` if it is a budget of nothing."""
     if given is None:
         return 0.0
     if not 0 < given < float("inf"):
@@ -169,8 +152,8 @@ def html_option(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--html", type=kind, help="Write the answer as one page with charts into this file.")(function)
 
 
-def write(path: Path, text: str) -> None:
-    """Write a page.
+def write(path: Path, text: str, option: str = "--html") -> None:
+    """Write a page or a picture, as ``option`` asks.
 
     Raises:
         SpecError: if it cannot be written there.
@@ -180,5 +163,6 @@ def write(path: Path, text: str) -> None:
     except OSError as error:
         allowed = "a file in a folder that exists and can be written to"
         given = f"{path}: {error.strerror}"
-        raise SpecError.of(where="--html", given=given, allowed=allowed, fix="--html plan.html") from None
+        fix = f"{option} plan.{option.removeprefix('--')}"
+        raise SpecError.of(where=option, given=given, allowed=allowed, fix=fix) from None
     click.echo(f"wrote {path}", err=True)

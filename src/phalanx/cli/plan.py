@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from phalanx.cli.options import PRECISIONS, budget_of, html_option, span, subject, subject_options
+from phalanx.cli.options import PRECISIONS, budget_of, html_option, span, subject, subject_options, write
 from phalanx.cli.output import json_option, print_json
 
 _NO = 1
@@ -57,7 +57,6 @@ def command(ctx: click.Context, on: str, precision: Any, html: Path | None, as_j
 
         Console().print(plan_view(asked.name, advice), highlight=False)
     if html:
-        from phalanx.cli.options import write
         from phalanx.report.html import plan_page
 
         write(html, plan_page(asked.name, advice))

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from phalanx.cli.options import PRECISIONS, budget_of, html_option, span, subject, subject_options
+from phalanx.cli.options import PRECISIONS, budget_of, html_option, span, subject, subject_options, write
 from phalanx.cli.output import json_option, print_json
 from phalanx.errors import SpecError
 
@@ -63,7 +63,6 @@ def command(ctx: click.Context, on: str, html: Path | None, as_json: bool, **giv
         console = Console()
         console.print(scale_view(asked.name, curve, console.width), highlight=False)
     if html:
-        from phalanx.cli.options import write
         from phalanx.report.html import scale_page
 
         write(html, scale_page(asked.name, curve))

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.cli.options import PlanText
+from phalanx.cli.options import PlanText, write
 from phalanx.cli.output import json_option, print_json
 from phalanx.config import Job, Plan, RunSpec
-from phalanx.errors import Problem, SpecError
+from phalanx.errors import SpecError
 
 if TYPE_CHECKING:
     from phalanx.report.show import Shown
@@ -38,7 +38,9 @@ def command(what: str, plan: Plan | None, devices: int | None, svg: Path | None,
     """
     shown = _of_run(Path(what), plan, devices) if _is_folder(what) else _of_job(what, plan, devices)
     if svg:
-        _write(svg, shown)
+        from phalanx.report.show_output import shown_svg
+
+        write(svg, shown_svg(shown), "--svg")
     if as_json:
         print_json(shown.to_dict())
         return
@@ -93,10 +95,8 @@ def _job_of(folder: Path) -> Job:
 
     path = folder / "run.toml"
     if not path.is_file():
-        problem = Problem(
-            where="run.toml", given=f"no file {path}", allowed="the run file that train writes", fix="phalanx train"
-        )
-        raise SpecError([problem])
+        given, allowed = f"no file {path}", "the run file that train writes"
+        raise SpecError.of(where="run.toml", given=given, allowed=allowed, fix="phalanx train")
     return load_job(RunSpec.from_toml(path.read_text(encoding="utf-8")).job)
 
 
@@ -104,16 +104,3 @@ def _neither(what: str, given: str) -> SpecError:
     allowed = "a job (path/to/file.py, path/to/file.py:name or package.module:name) or a run folder"
     fix = "phalanx show examples/gpt.py --plan tp=2"
     return SpecError.of(where="JOB|RUN", given=f"{what}, {given}", allowed=allowed, fix=fix)
-
-
-def _write(path: Path, shown: Shown) -> None:
-    from phalanx.report.show_output import shown_svg
-
-    try:
-        path.write_text(shown_svg(shown), encoding="utf-8")
-    except OSError as error:
-        allowed = "a file in a folder that exists and can be written to"
-        raise SpecError.of(
-            where="--svg", given=f"{path}: {error.strerror}", allowed=allowed, fix="--svg plan.svg"
-        ) from None
-    click.echo(f"wrote {path}", err=True)

@@ -304,12 +304,10 @@ class HostNetwork:
     def _interface(self, device: str, address: str, host: int) -> list[str]:
         """With everybody's address known beforehand: a cut link must be silent, not "no such host"."""
         others = [(self.launcher, -1), *((self.address(other), other) for other in range(self._hosts))]
-        up = [
-            f"link set {device} address {_hardware(host)} addrgenmode none up",
-            f"address add {address}/24 dev {device}",
-        ]
+        link = f"link set {device} address {_hardware(host)} addrgenmode none up"
         neighbours = [(ip, _hardware(at)) for ip, at in others if at != host]
-        return up + [f"neigh replace {ip} lladdr {mac} dev {device} nud permanent" for ip, mac in neighbours]
+        known = [f"neigh replace {ip} lladdr {mac} dev {device} nud permanent" for ip, mac in neighbours]
+        return [link, f"address add {address}/24 dev {device}", *known]
 
 
 def _hardware(host: int) -> str:

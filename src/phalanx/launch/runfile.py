@@ -20,7 +20,6 @@ def prepare_run(run: RunSpec, *, given: Path | None = None) -> Path:
     Job and folder are written with their absolute paths, so that workers find them from any working directory.
 
     Args:
-        run: what is to run.
         given: the file that ``run`` was read from, if any. The folder's own ``run.toml`` is no reason to refuse the
             folder as long as nothing has happened in it.
 

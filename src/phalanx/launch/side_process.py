@@ -131,9 +131,7 @@ Afterwards = Callable[[Look, Send], None]
 """What the process that has looked does then: given its look, it sends messages."""
 
 _REFUSED_IN_FIRST_STEP = (LossError, GradientError, DataError)
-_PATIENCE = (
-    60.0  # seconds that a run waits for the look; a model that takes longer to build is looked at by its workers
-)
+_PATIENCE = 60.0  # seconds that a run waits for the look; workers look at a model that takes longer to build
 
 
 def look_ahead(job: Job, plan: Plan) -> Findings:
@@ -174,11 +172,7 @@ class LookAhead:
             self.side.close()
 
     def findings(self) -> Findings:
-        """What was found; waits for it. To be called once.
-
-        Raises:
-            SpecError, LossError, GradientError, DataError: as ``look_ahead`` does.
-        """
+        """What was found; waits for it. To be called once. Raises what ``look_ahead`` does."""
         message = self.side.next(_PATIENCE) if self.side and self._looks else None
         return _findings((message or {}).get("look", {}))
 

@@ -63,14 +63,8 @@ def run_worker(
     """Run ``function`` as this worker and end the process.
 
     It ends by ``os._exit``, as forked processes of Python's multiprocessing do: exit handlers and destructors that came
-    along from the launcher are the launcher's business.
-
-    Args:
-        function: what to run.
-        take_place: gives this worker's place, perhaps only after a while.
-        pipes: to the launcher.
-        launcher: the launcher's process id.
-        threads: to compute with; an even share of the cores where not given.
+    along from the launcher are the launcher's business. ``take_place`` gives this worker's place, perhaps only after a
+    while; ``launcher`` is the launcher's process id. It computes with an even share of the cores without ``threads``.
     """
     try:
         _detach(pipes, launcher)
@@ -78,7 +72,8 @@ def run_worker(
             place = take_place()
         except BaseException as error:
             _end(pipes, json.dumps({"error": describe_error(error)}), 1)
-        _set_threads(place.world_size, threads)
+        if threads is not None or "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(threads or threads_each(place.world_size))
         renew_autograd()
         # a store into shared memory: about 0.1 µs, no system call, so a loop may report every step
         report_step = partial(pipes.steps.__setitem__, place.rank)
@@ -94,17 +89,13 @@ def run_worker(
 
 
 def _end(pipes: WorkerPipes, report: str, code: int) -> NoReturn:
-    _send(pipes.report, report)
+    data = memoryview(report.encode() + b"\n")
+    while data:
+        data = data[os.write(pipes.report, data) :]
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed by whoever it belonged to
             stream.flush()
     os._exit(code)
-
-
-def _send(descriptor: int, report: str) -> None:
-    data = memoryview(report.encode() + b"\n")
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 def _detach(pipes: WorkerPipes, launcher: int) -> None:
@@ -160,13 +151,6 @@ def renew_autograd() -> None:
     """
     leaf = torch.zeros(1, requires_grad=True)
     torch.mul(leaf, leaf)
-
-
-def _set_threads(world_size: int, threads: int | None) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads_each(world_size))
 
 
 _CHUNK = 65536
@@ -269,7 +253,6 @@ class WorkerProcess:
         return failure_of_exit(self.rank, step, os.waitstatus_to_exitcode(status), traceback)
 
     def close(self) -> None:
-        """Let go of its pipes and files."""
         for descriptor in (*self.descriptors, self.assignment):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -315,7 +298,6 @@ class OutputRelay:
             self._write("".join(f"{self._prefix}{line}\n" for line in whole))
 
     def close(self) -> None:
-        """Pass on an unfinished last line."""
         if self._line:
             self._write(f"{self._prefix}{self._line}\n")
             self._line = ""
