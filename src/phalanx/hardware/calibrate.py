@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -11,7 +11,7 @@ from statistics import geometric_mean, median
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config import Cluster, Link
+from phalanx.config import Cluster
 from phalanx.hardware.exchanges import CACHED, MeasuredExchange
 from phalanx.hardware.sweeps import Measurement
 
@@ -58,14 +58,10 @@ def calibrated(machine: Cluster, sweeps: Sweeps) -> Cluster:
         bandwidth=found["far"],
         measured=dict(sorted(found.items())),
     )
-    return replace(machine, groups=(replace(group, device=device, link=_link(group.link, wires)),))
-
-
-def _link(known: Link, lines: Mapping[str, float]) -> Link:
-    """What a send between two processes says of the link."""
-    if not lines.get("send.2.byte"):
-        return known
-    return replace(known, bandwidth=1 / lines["send.2.byte"], latency=lines["send.2.start"])
+    link = group.link
+    if byte := wires.get("send.2.byte"):
+        link = replace(link, bandwidth=1 / byte, latency=wires["send.2.start"])
+    return replace(machine, groups=(replace(group, device=device, link=link),))
 
 
 def default_path() -> Path:
@@ -80,9 +76,7 @@ _PIECE = 2**20
 def core(kept: Sequence[Measurement], returned: Sequence[Measurement]) -> dict[str, float]:
     """Constants of a CPU core by the names that ``Device.measured`` has, and ``peak.fp32``, ``peak.bf16``.
 
-    Args:
-        kept: a sweep where freed memory stays with the process.
-        returned: the same where it goes back to the kernel.
+    Of a sweep where freed memory stays with the process, and one where it goes back to the kernel.
     """
     call, step = (_of(kept, "floor", name)[0] for name in ("call", "linear"))
     found: dict[str, float] = {"floor": step.seconds / step.sizes[0]}
@@ -219,9 +213,9 @@ def _above_zero(columns: Array, seconds: Array, floor: float) -> tuple[float, fl
     both = np.linalg.lstsq(scaled, wanted, rcond=None)[0]
     if (both >= 0).all():
         return float(both[0]), float(both[1])
-    single: Callable[[int], float] = lambda at: max(0.0, float(scaled[:, at] @ wanted / (scaled[:, at] ** 2).sum()))  # noqa: E731
-    options = [(single(0), 0.0), (0.0, single(1))]
-    return min(options, key=lambda one: float(((scaled @ np.array(one) - wanted) ** 2).sum()))
+    one, other = (max(0.0, float(column @ wanted / (column**2).sum())) for column in scaled.T)
+    options = [(one, 0.0), (0.0, other)]
+    return min(options, key=lambda pair: float(((scaled @ np.array(pair) - wanted) ** 2).sum()))
 
 
 _STAT = Path("/proc/stat")

@@ -24,9 +24,7 @@ class MeasuredExchange:
 
     Attributes:
         kind: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or ``send``.
-        ranks: that took part.
         size: bytes of the whole tensor on one rank.
-        seconds: of one call.
     """
 
     kind: str

@@ -23,13 +23,8 @@ _PRODUCTS = (
     (32, 256, 64), (64, 64, 64), (8, 1024, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 768, 256),
     (512, 384, 384), (1024, 384, 384), (768, 256, 1024), (512, 2048, 512), (1024, 1024, 1024),
 )  # fmt: skip
-_CONVOLUTIONS = (
-    (32, 1, 32, 28),
-    (16, 16, 32, 28),
-    (32, 32, 64, 14),
-    (16, 64, 64, 14),
-    (8, 64, 128, 14),
-)  # samples, from, to, side
+# samples, from, to, side
+_CONVOLUTIONS = ((32, 1, 32, 28), (16, 16, 32, 28), (32, 32, 64, 14), (16, 64, 64, 14), (8, 64, 128, 14))
 _ATTENTIONS = ((8, 4, 64, 32), (4, 4, 128, 64), (4, 6, 256, 64), (8, 8, 128, 32))  # samples, heads, tokens, width
 _STREAMS = (10_000, 30_000, 100_000, 200_000, 400_000, 700_000, 1_500_000)  # elements
 _LAYERS = 20
@@ -43,7 +38,6 @@ class Measurement:
     """One measurement.
 
     Attributes:
-        kind: what was measured.
         name: of the operation, precision or optimizer.
         sizes: what it was measured at; see the function that did.
         seconds: of one call.
@@ -186,33 +180,19 @@ def _of_rows(device: str) -> dict[str, Call]:
     scale, table = torch.randn(_WIDTH, device=device), torch.randn(256, _WIDTH, device=device)
     _, mean, spread = aten.native_layer_norm(*norm, scale, scale, 1e-5)
     classes = torch.randint(_WIDTH, (_ROWS,), device=device)
-    ids, all_three = classes % 256, [True, True, True]
-    one = mean.sum()
+    ids = classes % 256
+    back = (g, *norm, mean, spread, scale, scale, [True, True, True])
+    softmax, picked = (g, x, -1, torch.float32), (mean.sum(), x, classes, None, 1, -100, scale[0])
+    rows = (g, ids, 256, -1, False)
     return {
         "native_layer_norm": (lambda: aten.native_layer_norm(*norm, scale, scale, 1e-5), 2 * whole + 2 * _ROWS, whole),
-        "native_layer_norm_backward": (
-            lambda: aten.native_layer_norm_backward(g, *norm, mean, spread, scale, scale, all_three),
-            3 * whole + 2 * _ROWS,
-            whole,
-        ),
+        "native_layer_norm_backward": (lambda: aten.native_layer_norm_backward(*back), 3 * whole + 2 * _ROWS, whole),
         "_softmax": (lambda: aten._softmax(x, -1, False), 2 * whole, whole),
         "_log_softmax": (lambda: aten._log_softmax(x, -1, False), 2 * whole, whole),
-        "_log_softmax_backward_data": (
-            lambda: aten._log_softmax_backward_data(g, x, -1, torch.float32),
-            3 * whole,
-            whole,
-        ),
-        "nll_loss_backward": (
-            lambda: aten.nll_loss_backward(one, x, classes, None, 1, -100, scale[0]),
-            2 * whole,
-            whole,
-        ),
+        "_log_softmax_backward_data": (lambda: aten._log_softmax_backward_data(*softmax), 3 * whole, whole),
+        "nll_loss_backward": (lambda: aten.nll_loss_backward(*picked), 2 * whole, whole),
         "embedding": (lambda: aten.embedding(table, ids), 2 * whole + _ROWS, whole),
-        "embedding_dense_backward": (
-            lambda: aten.embedding_dense_backward(g, ids, 256, -1, False),
-            whole + 257 * _WIDTH,
-            256 * _WIDTH,
-        ),
+        "embedding_dense_backward": (lambda: aten.embedding_dense_backward(*rows), whole + 257 * _WIDTH, 256 * _WIDTH),
     }
 
 
@@ -222,22 +202,19 @@ def _of_images(device: str) -> dict[str, Call]:
     aten: Any = torch.ops.aten
     images, scale = torch.randn(16, 32, 28, 28, device=device), torch.randn(32, device=device)
     whole = float(images.numel())
-    pooled, where = aten.max_pool2d_with_indices(images, [2, 2], [2, 2])
-    window = ([2, 2], [2, 2], [0, 0], [1, 1], False)
+    pool = (images, [2, 2], [2, 2])
+    pooled, where = aten.max_pool2d_with_indices(*pool)
+    undo, out = (pooled, *pool, [0, 0], [1, 1], False, where), float(pooled.numel())
     plain = (images, scale, scale, None, None, True, 0.1, 1e-5)
     mean, spread = aten.native_batch_norm(*plain)[1:]
     back = (images, images, scale, None, None, mean, spread, True, 1e-5, [True, True, True])
     return {
         "native_batch_norm": (lambda: aten.native_batch_norm(*plain), 2 * whole, whole),
         "native_batch_norm_backward": (lambda: aten.native_batch_norm_backward(*back), 3 * whole, whole),
-        "max_pool2d_with_indices": (
-            lambda: aten.max_pool2d_with_indices(images, [2, 2], [2, 2]),
-            whole + 2 * pooled.numel(),
-            3.0 * pooled.numel(),
-        ),
+        "max_pool2d_with_indices": (lambda: aten.max_pool2d_with_indices(*pool), whole + 2 * out, 3.0 * out),
         "max_pool2d_with_indices_backward": (
-            lambda: aten.max_pool2d_with_indices_backward(pooled, images, *window, where),
-            2 * whole + 2 * pooled.numel(),
+            lambda: aten.max_pool2d_with_indices_backward(*undo),
+            2 * (whole + out),
             whole,
         ),
     }
@@ -276,10 +253,8 @@ def optimizers(pace: Pace, device: str) -> Iterator[Measurement]:
             held = [torch.nn.Parameter(torch.randn(each, device=device)) for _ in range(tensors)]
             for one in held:
                 one.grad = torch.randn_like(one)
-            seconds = seconds_of(make(held).step, pace, device)
-            yield Measurement(
-                kind="optimizer", name=name, sizes=(float(tensors * each), float(tensors)), seconds=seconds
-            )
+            sizes, seconds = (float(tensors * each), float(tensors)), seconds_of(make(held).step, pace, device)
+            yield Measurement(kind="optimizer", name=name, sizes=sizes, seconds=seconds)
 
 
 def seconds_of(work: Callable[[], Any], pace: Pace, device: str = "cpu") -> float:
