@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from phalanx.cli.options import PlanText, html_option, subject, subject_options, write
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.output import answer, json_option
 from phalanx.config import Plan
 
 _DOES_NOT_FIT = 1
@@ -37,18 +37,12 @@ def command(ctx: click.Context, on: str, plan: Plan | None, html: Path | None, a
     from phalanx.hardware import cluster
     from phalanx.planner import prices
     from phalanx.planner.advise import forecast_plan
+    from phalanx.report.planner_tables import forecast_view
 
     there, priced = cluster(on), prices(given.pop("price"))
     asked = subject(given.pop("what"), **given)
     found = forecast_plan(asked.question(there, plan, prices=priced), plan)
-    if as_json:
-        print_json({"job": asked.name, **found.to_dict()})
-    else:
-        from rich.console import Console
-
-        from phalanx.report.planner_tables import forecast_view
-
-        Console().print(forecast_view(asked.name, found), highlight=False)
+    answer(as_json, {"job": asked.name, **found.to_dict()}, lambda _: forecast_view(asked.name, found))
     if html:
         from phalanx.report.html import forecast_page
 

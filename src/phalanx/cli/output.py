@@ -54,6 +54,17 @@ def print_json(value: Any) -> None:
     print(json.dumps(finite(value), indent=2, default=str), file=stdout, flush=True)
 
 
+def answer(as_json: bool, told: dict[str, Any], view: Callable[[int], Any]) -> None:
+    """Print the answer: ``told`` as JSON, or what ``view`` makes of it for a terminal of so many columns."""
+    if as_json:
+        print_json(told)
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(view(console.width), highlight=False)
+
+
 def show_error(error: PhalanxError, *, as_json: bool) -> None:
     """Print an error that was raised on purpose: one block on stderr, and its content as JSON on stdout if asked."""
     word = "refused" if isinstance(error, RefusedError) else "error"

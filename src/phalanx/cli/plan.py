@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from phalanx.cli.options import PRECISIONS, budget_of, html_option, span, subject, subject_options, write
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.output import answer, json_option
 
 _NO = 1
 
@@ -43,19 +43,13 @@ def command(ctx: click.Context, on: str, precision: Any, html: Path | None, as_j
     from phalanx.planner import prices
     from phalanx.planner.advise import advise
     from phalanx.planner.rank import Goal
+    from phalanx.report.planner_tables import plan_view
 
     goal = Goal(by=given.pop("best"), deadline=span(given.pop("deadline")), budget=budget_of(given.pop("budget")))
     there, priced, because = cluster(on), prices(given.pop("price")), given.pop("because")
     asked = subject(given.pop("what"), **given)
     advice = advise(asked.question(there, precision=precision, prices=priced), goal, because)
-    if as_json:
-        print_json({"job": asked.name, **advice.to_dict()})
-    else:
-        from rich.console import Console
-
-        from phalanx.report.planner_tables import plan_view
-
-        Console().print(plan_view(asked.name, advice), highlight=False)
+    answer(as_json, {"job": asked.name, **advice.to_dict()}, lambda _: plan_view(asked.name, advice))
     if html:
         from phalanx.report.html import plan_page
 

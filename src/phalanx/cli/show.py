@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.options import PlanText, write
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.output import answer, json_option
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.errors import SpecError
 
@@ -37,19 +37,11 @@ def command(what: str, plan: Plan | None, devices: int | None, svg: Path | None,
       phalanx show runs/gpt-1
     """
     shown = _of_run(Path(what), plan, devices) if _is_folder(what) else _of_job(what, plan, devices)
+    from phalanx.report.show_output import shown_svg, shown_text
+
     if svg:
-        from phalanx.report.show_output import shown_svg
-
         write(svg, shown_svg(shown), "--svg")
-    if as_json:
-        print_json(shown.to_dict())
-        return
-    from rich.console import Console
-
-    from phalanx.report.show_output import shown_text
-
-    console = Console()
-    console.print(shown_text(shown, console.width), highlight=False)
+    answer(as_json, shown.to_dict(), lambda width: shown_text(shown, width))
 
 
 def _is_folder(what: str) -> bool:

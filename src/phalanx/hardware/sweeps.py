@@ -204,6 +204,7 @@ def _of_images(device: str) -> dict[str, Call]:
     whole = float(images.numel())
     pool = (images, [2, 2], [2, 2])
     pooled, where = aten.max_pool2d_with_indices(*pool)
+    unpool = aten.max_pool2d_with_indices_backward
     undo, out = (pooled, *pool, [0, 0], [1, 1], False, where), float(pooled.numel())
     plain = (images, scale, scale, None, None, True, 0.1, 1e-5)
     mean, spread = aten.native_batch_norm(*plain)[1:]

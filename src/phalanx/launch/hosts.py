@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self, final
 
 from phalanx.errors import RunError, SpecError
@@ -69,9 +68,7 @@ class Hosts:
             self._up = up.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._up.close()
         self._network = self._quotas = None
 
