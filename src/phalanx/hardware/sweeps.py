@@ -213,11 +213,7 @@ def _of_images(device: str) -> dict[str, Call]:
         "native_batch_norm": (lambda: aten.native_batch_norm(*plain), 2 * whole, whole),
         "native_batch_norm_backward": (lambda: aten.native_batch_norm_backward(*back), 3 * whole, whole),
         "max_pool2d_with_indices": (lambda: aten.max_pool2d_with_indices(*pool), whole + 2 * out, 3.0 * out),
-        "max_pool2d_with_indices_backward": (
-            lambda: aten.max_pool2d_with_indices_backward(*undo),
-            2 * (whole + out),
-            whole,
-        ),
+        "max_pool2d_with_indices_backward": (lambda: unpool(*undo), 2 * (whole + out), whole),
     }
 
 
