@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -43,8 +43,8 @@ def calibrated(machine: Cluster, sweeps: Sweeps) -> Cluster:
     """``machine``, its CPU cores with what ``sweeps`` say of them."""
     found = core(sweeps.kept, sweeps.returned)
     peak = {name.partition(".")[2]: found.pop(name) for name in list(found) if name.startswith("peak.")}
-    found["busy"] = slowdown(sweeps.kept, sweeps.beside, ("product", "convolution"), _LONG)
-    found["busy_stream"] = slowdown(sweeps.kept, sweeps.beside, ("stream", "named"), _LONG)
+    found["busy"] = slowdown(sweeps, ("product", "convolution"))
+    found["busy_stream"] = slowdown(sweeps, ("stream", "named"))
     wires = lines(sweeps.exchanges)
     found |= wires | {f"rest.{count}": seconds for count, seconds in sweeps.rest.items()}
     for count, seconds in sweeps.relay.items():
@@ -151,15 +151,13 @@ def lines(points: Sequence[MeasuredExchange]) -> dict[str, float]:
     return found
 
 
-def slowdown(
-    alone: Sequence[Measurement], beside: Iterable[Sequence[Measurement]], kinds: Sequence[str], least: float
-) -> float:
-    """By how much longer work of ``kinds`` takes beside others; calls shorter than ``least`` seconds say nothing."""
+def slowdown(sweeps: Sweeps, kinds: Sequence[str]) -> float:
+    """By how much longer work of ``kinds`` takes beside others."""
     ratios = [
         slow.seconds / quick.seconds
-        for one in beside
-        for slow, quick in zip(one, alone, strict=True)
-        if quick.kind in kinds and quick.seconds >= least
+        for one in sweeps.beside
+        for slow, quick in zip(one, sweeps.kept, strict=True)
+        if quick.kind in kinds and quick.seconds >= _LONG
     ]
     return max(1.0, median(ratios)) if ratios else 1.0
 

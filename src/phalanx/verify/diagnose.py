@@ -14,9 +14,7 @@ from phalanx.verify.evidence import Evidence, copies_apart
 from phalanx.verify.record import END, FIRST
 
 
-def diagnose(
-    evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan, look: Callable[[], list[str]] = list
-) -> str:
+def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan, look: Callable[[], list[str]]) -> str:
     """The likely cause of an inequality, most specific first. ``look`` gives what a look at the job itself shows.
 
     Patterns that only a split has come before that: a job that differs by itself may be split wrongly as well.
