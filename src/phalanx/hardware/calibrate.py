@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.config import Cluster
-from phalanx.hardware.exchanges import CACHED, MeasuredExchange
-from phalanx.hardware.sweeps import Measurement
+from phalanx.hardware.sweeps import CACHED, MeasuredExchange, Measurement
 
 _LONG = 1e-4  # seconds from which a call says how busy cores slow each other down
 

@@ -10,8 +10,7 @@ from typing import Any
 from phalanx.comm import Place, default_process_group, device_for
 from phalanx.hardware import return_freed_memory
 from phalanx.hardware.calibrate import Sweeps
-from phalanx.hardware.exchanges import KINDS, SIZES, WHOLE, MeasuredExchange, exchanges
-from phalanx.hardware.sweeps import QUICK, Measurement, Pace, sweep
+from phalanx.hardware.sweeps import KINDS, QUICK, SIZES, WHOLE, MeasuredExchange, Measurement, Pace, exchanges, sweep
 from phalanx.launch.local import launch
 
 
