@@ -226,7 +226,6 @@ def floors(pace: Pace, device: str) -> Iterator[Measurement]:
 
     one = torch.ones(1, device=device)
     yield Measurement(kind="floor", name="call", sizes=(1.0,), seconds=seconds_of(lambda: one + one, pace, device))
-
     net = torch.nn.Sequential()
     for _ in range(_LAYERS):
         net.extend([torch.nn.Linear(4, 4), torch.nn.ReLU()])

@@ -134,7 +134,8 @@ def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> RunReco
         reduced=_by_step(kinds["reduced"]),
         used=_by_step(kinds["used"]),
         **{name: answer[name] for name in ("numbers", "options", "masks_of_no_sample")},
-        **{name: {int(step): one for step, one in answer[name].items()} for name in ("magnitudes", "evaluations")},
+        magnitudes={int(step): found for step, found in answer["magnitudes"].items()},
+        evaluations={int(step): result for step, result in answer["evaluations"].items()},
     )
 
 
