@@ -14,7 +14,7 @@ from phalanx.errors import SpecError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from phalanx.hardware import CatalogEntry
+    from phalanx.hardware.catalog import CatalogEntry
     from phalanx.preflight import Subject
 
 _WIDE = 92

@@ -158,10 +158,6 @@ def _count(row: dict[str, Any], found: CatalogEntry) -> int:
 
 
 def _without_none(value: Any) -> Any:
-    match value:
-        case dict():
-            return {name: _without_none(one) for name, one in value.items() if one is not None}
-        case list():
-            return [_without_none(one) for one in value]
-        case _:
-            return value
+    if isinstance(value, dict):
+        return {name: _without_none(one) for name, one in value.items() if one is not None}
+    return [_without_none(one) for one in value] if isinstance(value, list) else value

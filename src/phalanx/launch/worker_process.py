@@ -38,8 +38,6 @@ class WorkerPipes:
 
     Attributes:
         report: pipe for the result or the error, one JSON line.
-        stdout: pipe that becomes the worker's standard output.
-        stderr: pipe that becomes its standard error.
         steps: shared memory, one integer a rank: the step each is in, -1 before the first.
         crash: file for the traceback of a crash in compiled code.
         foreign: descriptors of the launcher that this worker must not hold open.

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -39,13 +39,9 @@ class Draw:
     """One mask that one process drew.
 
     Attributes:
-        step: the optimizer step.
         ids: the samples, as one word; empty for a micro-batch that is none.
         layer: the name of the module, its path, and which of its masks it is.
         part: which part of the whole tensor, as one word; empty for all of it.
-        rate: the share that was to be dropped.
-        elements: that could be dropped.
-        dropped: how many were.
         scaled: whether the others were scaled by 1 / (1 - rate).
         digest: of all of the mask; empty where none was drawn.
         start: of as much of it as two masks do not share by chance; empty where it is shorter.
@@ -109,9 +105,7 @@ class MaskRecording(Observer):
     def _dropout(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @wraps(original)
         def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-            def call() -> Tensor:
-                return original(input, p, training, inplace)
-
+            call = partial(original, input, p, training, inplace)
             channels = original.__name__ != "dropout"
             if not training or p == 0.0 or self._busy or only_looked_at(input):
                 return call()
@@ -142,9 +136,7 @@ class MaskRecording(Observer):
             is_causal: bool = False,
             **named: Any,
         ) -> Tensor:
-            def call() -> Tensor:
-                return original(query, key, value, attn_mask, dropout_p, is_causal, **named)
-
+            call = partial(original, query, key, value, attn_mask, dropout_p, is_causal, **named)
             if dropout_p == 0.0 or self._busy or only_looked_at(query):
                 return call()
             if cut := [one for one in (query, key, value) if is_sliced(one)]:

@@ -65,15 +65,12 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord:
-    """What one process of a plan told.
+    """What one process of a plan told, of itself where ``RunRecord`` has the same.
 
     Attributes:
-        steps: as in ``RunRecord``, as this process knows them.
         replica: which of the replicas that step by themselves it is of.
         ids: samples of its part of the first batch.
         copies: moment → kind and name (``value.<parameter>``) → what it held.
-        numbers: moment → ``<parameter>.<key>`` → what its optimizer keeps that is one number.
-        evaluations: steps taken → result, as this process knows it.
     """
 
     steps: list[StepRecord]
