@@ -84,7 +84,7 @@ class MissingExtraError(PhalanxError):
 
 
 class RunError(PhalanxError):
-    """A run started and could not go on."""
+    """A run started and could not go on; exit code 2 where that is found before anything has run."""
 
 
 class LossError(RunError):

@@ -36,17 +36,14 @@ def command(what: str, plan: Plan | None, devices: int | None, svg: Path | None,
       phalanx show examples/gpt.py --plan "fsdp=4 zero=2" --svg plan.svg
       phalanx show runs/gpt-1
     """
-    shown = _of_run(Path(what), plan, devices) if _is_folder(what) else _of_job(what, plan, devices)
+    folder = Path(what)
+    is_run = folder.is_dir() and not (folder / "__init__.py").exists()  # a package is a folder, too, and may be a job
+    shown = _of_run(folder, plan, devices) if is_run else _of_job(what, plan, devices)
     from phalanx.report.show_output import shown_svg, shown_text
 
     if svg:
         write(svg, shown_svg(shown), "--svg")
     answer(as_json, shown.to_dict(), lambda width: shown_text(shown, width))
-
-
-def _is_folder(what: str) -> bool:
-    # a package is a folder, too, and may be a job
-    return Path(what).is_dir() and not (Path(what) / "__init__.py").exists()
 
 
 def _of_job(what: str, plan: Plan | None, devices: int | None) -> Shown:

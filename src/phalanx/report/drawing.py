@@ -256,7 +256,11 @@ def lines(timeline: Timeline, width: int) -> Iterator[Text]:
     for place in drawn_places(len(timeline.ranks)):
         stages = sorted({one.action.stage for one in timeline.actions if one.rank == place})
         rows += [(place, stage) for stage in stages] if place is not None else [(None, 0)]
-    names = [_name(timeline, place, stage, several=len(rows) > len(timeline.ranks)) for place, stage in rows]
+    several, left_out = len(rows) > len(timeline.ranks), f"... {len(timeline.ranks) - MOST + 1} more ranks"
+    names = [
+        left_out if place is None else f"rank {timeline.ranks[place]}{f' stage {stage}' if several else ''}"
+        for place, stage in rows
+    ]
     indent = max(len(name) for name in names) + 1
     columns = max(width - indent, 10)
     for name, (place, stage) in zip(names, rows, strict=True):
@@ -314,12 +318,6 @@ def svg_legend(top: float) -> list[str]:
         parts.append(f'<rect x="{at}" y="{top}" width="14" height="14" fill="{COLOURS[kind]}"/>')
         parts.append(f'<text x="{at + 20}" y="{top + 12}" fill="{GREY}">{meaning}</text>')
     return parts
-
-
-def _name(timeline: Timeline, place: int | None, stage: int, *, several: bool) -> str:
-    if place is None:
-        return f"... {len(timeline.ranks) - MOST + 1} more ranks"
-    return f"rank {timeline.ranks[place]}" + (f" stage {stage}" if several else "")
 
 
 def _line(timeline: Timeline, actions: Sequence[Timed], columns: int) -> Text:

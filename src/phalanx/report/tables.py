@@ -170,7 +170,7 @@ def proof_table(proof: dict[str, Any]) -> RenderableType:
         label = _COMPARED.get(kind, kind)
         checks = [check for check in proof["checks"] if check["kind"] == kind]
         if checks:
-            worst = max(checks, key=_share_of_allowed)
+            worst = max(checks, key=lambda one: one["largest"] / (one["allowed"] or 1.0))
             style = "red" if any(check["first"] for check in checks) else None
             largest = "" if kind == "exact" else f"{worst['largest']:.1e}"
             allowed = "the same" if not worst["allowed"] else f"{worst['allowed']:.1e}"
@@ -206,10 +206,6 @@ _COMPARED = {
     "checkpoint": "tensors of the checkpoint, read back and loaded",
     "dropout": "masks of dropout: share that is dropped",
 }
-
-
-def _share_of_allowed(check: dict[str, Any]) -> float:
-    return check["largest"] / check["allowed"] if check["allowed"] else check["largest"]
 
 
 _MOST_DIFFERING = 8

@@ -206,7 +206,8 @@ class _PlainLoop:
 
     def _backward(self, step: int, batch: Any, size: int) -> None:
         """Gradients of the loss of the whole global batch."""
-        _seed_device(self.device, samples.stream_seed(self.job.seed, step, 0, 0))
+        seed = torch.cuda.manual_seed if self.device.type == "cuda" else torch.default_generator.manual_seed
+        seed(samples.stream_seed(self.job.seed, step, 0, 0))
         self.optimizer.zero_grad()
         looked_at = set(self.trained) if step < WHOLE else self.pending
         around = self.magnitudes.forward() if looked_at else nullcontext()
@@ -349,13 +350,6 @@ def _on(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_on(item, device) for item in value))
     return type(value)(_on(item, device) for item in value) if isinstance(value, tuple | list) else value
-
-
-def _seed_device(device: torch.device, seed: int) -> None:
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
 
 
 def _copied(tensors: Any) -> Tensors:
