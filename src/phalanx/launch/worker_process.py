@@ -24,6 +24,7 @@ from typing import IO, Any, Literal, NoReturn, TextIO, final
 import torch
 
 from phalanx.comm import Place
+from phalanx.hardware.probe import affinity
 from phalanx.launch.failure import Failure, describe_error, failure_of_exit
 from phalanx.launch.launcher import WorkerFunction
 from phalanx.launch.reaper import kill_group
@@ -136,8 +137,7 @@ def threads_each(world_size: int) -> int:
     """Threads that each of so many workers computes with: an even share of the cores, unless the user has said."""
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, cores // world_size)
+    return max(1, affinity() // world_size)
 
 
 def renew_autograd() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from phalanx.config import Job, Schedule
 from phalanx.verify.witness import samples
-from phalanx.verify.witness.magnitudes import Magnitudes
+from phalanx.verify.witness.magnitudes import Magnitudes, dense
 from phalanx.verify.witness.masks import KeyedMasks
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,20 +37,13 @@ Tensors = dict[str, Tensor]
 class Witness:
     """What a plain loop gave. Tensors are whole, on the host, by the names the model gives them.
 
-    Moments are ``start``, before the first step, ``first``, after its update, and ``end``.
+    Lists are over the steps: ``losses`` (sum over count of the whole global batch), ``counts`` (what the sum was divided
+    by; the samples for a loss that is a mean), ``norms`` (of all gradients, before clipping), ``skipped`` updates of
+    fp16, the ``rates`` of each parameter, the numbers of the ``samples``, in order, and ``epochs``. Moments are
+    ``start``, before the first step, ``first``, after its update, and ``end``.
 
     Attributes:
-        losses: of each step: sum over count of the whole global batch.
-        counts: what each step's sum was divided by; the samples for a loss that is a mean.
-        norms: the global norm of the gradients before clipping, in each step.
-        skipped: whether fp16's loss scale left out the update, for each step.
-        rates: the learning rate of each parameter, in each step.
-        samples: the sample numbers of each step, in order.
-        epochs: the epoch of each step.
-        values: moment → parameter → value.
-        buffers: moment → buffer → value.
-        reduced: step → parameter → gradient of the loss, before clipping.
-        used: step → parameter → gradient as the optimizer got it.
+        reduced: step → parameter → gradient of the loss, before clipping; ``used``: as the optimizer got it.
         magnitudes: step → parameter → what the rounding of its reduced gradient is relative to; of small ones alone.
         state: moment (``first``, ``end``) → parameter → what the optimizer keeps of it.
         options: parameter → the options of its group but for the learning rate.
@@ -157,7 +150,7 @@ class _PlainLoop:
                 self.masks.begin(step, ids)
             self._backward(step, _on(batch, self.device), len(ids))
             grads = self._gradients()
-            came = {name for name in self.pending if name in grads and bool(_dense(grads[name]).any())}
+            came = {name for name in self.pending if name in grads and bool(dense(grads[name]).any())}
             self.pending -= came
             if step < WHOLE or came:
                 wanted = grads if step < WHOLE else {name: grads[name] for name in grads if name in came}
@@ -185,7 +178,7 @@ class _PlainLoop:
         else:
             state = self.optimizer.state
             witness.state[moment] = {
-                name: {key: _host(one) if isinstance(one, Tensor) else one for key, one in state[tensor].items()}
+                name: {key: on_host(one) if isinstance(one, Tensor) else one for key, one in state[tensor].items()}
                 for name, tensor in self.trained.items()
                 if tensor in state
             }
@@ -233,7 +226,7 @@ class _PlainLoop:
         """Clip, step at the schedule's rate, move the schedule on."""
         grads = list(self._gradients().values())
         # In fp64: the fp32 norm of ten million elements is off by 3e-4 on a CPU.
-        each = [torch.linalg.vector_norm(_dense(grad), dtype=torch.float64) for grad in grads]
+        each = [torch.linalg.vector_norm(dense(grad), dtype=torch.float64) for grad in grads]
         norm = torch.linalg.vector_norm(torch.stack(each))
         self.witness.norms.append(float(norm))
         self.witness.skipped.append(self.scales and not math.isfinite(float(norm)))
@@ -353,12 +346,9 @@ def _on(value: Any, device: torch.device) -> Any:
 
 
 def _copied(tensors: Any) -> Tensors:
-    return {name: _host(_dense(tensor)) for name, tensor in tensors}
+    return {name: on_host(dense(tensor)) for name, tensor in tensors}
 
 
-def _host(tensor: Tensor) -> Tensor:
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy on the host."""
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor.to_dense() if tensor.is_sparse else tensor
