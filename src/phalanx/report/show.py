@@ -18,7 +18,7 @@ from phalanx.placement.schedules import Action, Timed, order, timed, work
 from phalanx.report.comparison import LATE, stored
 from phalanx.report.drawing import Timeline, samples_of
 from phalanx.report.summary import RunSummary, events_of, summary_of
-from phalanx.train.rehearsal import preview, refuse_unbuilt, without_values
+from phalanx.train.rehearsal import preview, without_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,9 +110,7 @@ def of_job(job: Job, plan: Plan) -> Shown:
     Raises:
         RefusedError: if the plan cannot serve the job.
     """
-    refuse_unbuilt(job, plan)
-    findings = look_ahead(job, plan)
-    found = preview(without_values(job), plan, findings)
+    found = preview(without_values(job), plan, lambda: look_ahead(job, plan))
     return Shown(
         name=job.name,
         plan=plan,
@@ -120,7 +118,7 @@ def of_job(job: Job, plan: Plan) -> Shown:
         device=device_kind(plan),
         survey=found.survey,
         planned=planned(plan, job.batch, found.survey),
-        notes=(*found.notes, *findings.causes),
+        notes=found.notes,
     )
 
 

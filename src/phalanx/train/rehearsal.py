@@ -9,7 +9,7 @@ exactly what rank 0 computes first, so that nothing is refused that would run.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -53,43 +53,34 @@ class PlanPreview:
 
     Attributes:
         survey: what each rank would hold, and the stages of a pipeline.
-        notes: what this plan does not keep of one device's result.
+        notes: what this plan does not keep of one device's result, and why else it may differ.
     """
 
     survey: Survey
     notes: tuple[str, ...]
 
 
-def refuse_unbuilt(job: Job, plan: Plan) -> None:
-    """Raise what keeps ``plan`` from ``job`` before its model is built; the devices need not be here.
+def preview(job: Job, plan: Plan, look: Callable[[], Findings] = Findings) -> PlanPreview:
+    """Build the model of ``job``, without values where that can be, and look at it as the plan's ranks would.
+
+    The devices need not be here. ``look`` gives what is known of the job; that is not looked for again.
 
     Raises:
-        RefusedError: with every problem found.
+        RefusedError: with everything that keeps the plan from serving the job on the devices it is for.
+        SpecError: if the job's functions give something else than they must.
     """
     problems = [problem for problem in check(job, plan) if problem.where != "plan.device"]
     if plan.server and not problems:
         problems = server_problems(job, plan)
     if problems:
         raise RefusedError(problems)
-
-
-def preview(job: Job, plan: Plan, findings: Findings | None = None) -> PlanPreview:
-    """Build the model of ``job``, without values where that can be, and look at it as the plan's ranks would.
-
-    The devices need not be here. What ``findings`` of a look at the job know is not looked for again.
-
-    Raises:
-        RefusedError: with everything that keeps the plan from serving the job on the devices it is for.
-        SpecError: if the job's functions give something else than they must.
-    """
-    refuse_unbuilt(job, plan)
     module, unbuilt = begun(job)
     _refuse(job, module, plan)
-    found = notes(module, job, plan)
+    findings, found = look(), notes(module, job, plan)
     if plan.kind != "split":
-        return PlanPreview(survey=survey(module, plan), notes=tuple(found))
+        return PlanPreview(survey=survey(module, plan), notes=(*found, *findings.causes))
     example = replace(_example(job, module), facts=known_facts(findings, module, plan))
-    found += [*unbuilt, *give_needed_values(module, example)]
+    found += [*unbuilt, *give_needed_values(module, example), *findings.causes]
     return PlanPreview(survey=survey(module, plan, example), notes=tuple(found))
 
 

@@ -37,9 +37,9 @@ Tensors = dict[str, Tensor]
 class Witness:
     """What a plain loop gave. Tensors are whole, on the host, by the names the model gives them.
 
-    Lists are over the steps: ``losses`` (sum over count of the whole global batch), ``counts`` (what that was divided by;
-    the samples for a loss that is a mean), ``norms`` (of all gradients, before clipping), ``skipped`` updates of fp16,
-    the ``rates`` of each parameter, the numbers of the ``samples``, in order, and ``epochs``. Moments are
+    Lists are over the steps: ``losses`` (sum over count of the global batch), ``counts`` (what that was divided by; the
+    samples for a loss that is a mean), ``norms`` (of all gradients, before clipping), ``skipped`` updates of fp16, the
+    ``rates`` of each parameter, the numbers of the ``samples``, in order, and ``epochs``. Moments are
     ``start``, before the first step, ``first``, after its update, and ``end``.
 
     Attributes:
