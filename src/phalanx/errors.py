@@ -59,7 +59,7 @@ class SpecError(PhalanxError):
         return type(self), (self.problems,)  # sent from rank to rank as it is
 
     @classmethod
-    def of(cls, *, where: str, given: str, allowed: str, fix: str) -> Self:
+    def of(cls, where: str, given: str, allowed: str, fix: str) -> Self:
         """With one problem."""
         return cls([Problem(where=where, given=given, allowed=allowed, fix=fix)])
 

@@ -79,17 +79,17 @@ class HostOptions:
         if self.hosts is None:
             if given := [name for name in ("rate", "delay", "loss", "slow") if getattr(self, name)]:
                 where = f"--{given[0]}"
-                raise _wrong(where, "without --hosts", "with --hosts", fix=f"--hosts 2 {where} ...")
+                raise SpecError.of(where, "without --hosts", "with --hosts", fix=f"--hosts 2 {where} ...")
             return
         if counts is not None:
-            raise _wrong("-n", "together with --hosts", "plans instead", fix="--hosts 2 --plan dp=2")
+            raise SpecError.of("-n", "together with --hosts", "plans instead", fix="--hosts 2 --plan dp=2")
         from phalanx.launch.host_network import refuse
 
         made = self.made(Plan())
         for host, factor in self.slow:
             if not 0 <= host < made.count or not 1 <= factor < 100:
                 allowed = f"a host from 0 to {made.count - 1} and how many times slower it is, 1 to 99"
-                raise _wrong("--slow", f"{host}:{factor:g}", allowed, fix="--slow 1:4x")
+                raise SpecError.of("--slow", f"{host}:{factor:g}", allowed, fix="--slow 1:4x")
         refuse(made.link)
 
     def __str__(self) -> str:
@@ -111,11 +111,7 @@ class _Slowed(click.ParamType):
             return int(host), float(factor.strip().removesuffix("x"))
         except ValueError:
             allowed = "a host's number and how many times slower it is"
-            raise _wrong("--slow", repr(value), allowed, fix="--slow 1:4x") from None
-
-
-def _wrong(where: str, given: str, allowed: str, *, fix: str) -> SpecError:
-    return SpecError.of(where=where, given=given, allowed=allowed, fix=fix)
+            raise SpecError.of("--slow", repr(value), allowed, fix="--slow 1:4x") from None
 
 
 def network_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,7 +192,7 @@ class _Counts(click.ParamType):
             return value
         words = value.replace(",", " ").split()
         if not words or not all(word.isdecimal() and int(word) for word in words):
-            raise _wrong("-n", repr(value), "numbers of devices, 1 or more", fix="-n 1,2,4")
+            raise SpecError.of("-n", repr(value), "numbers of devices, 1 or more", fix="-n 1,2,4")
         return tuple(int(word) for word in words)
 
 

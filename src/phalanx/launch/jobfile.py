@@ -80,8 +80,8 @@ def load_job(reference: str) -> Job:
             job = function()
     if not isinstance(job, Job):
         given = f"a result of type {type(job).__name__}" if job is not None else "no result (None)"
-        fields = "model=..., data=..., loss=..., optimizer=..., batch=256, epochs=5"
-        raise _wrong(f"{call} in {reference}", given, "a phalanx.Job", f"def {call} -> px.Job: return px.Job({fields})")
+        fix = f"def {call} -> px.Job: return px.Job(model=..., data=..., loss=..., optimizer=..., batch=256, epochs=5)"
+        raise SpecError.of(f"{call} in {reference}", given, "a phalanx.Job", fix)
     return dataclasses.replace(job, name=where.stem) if job.name == "job" else job
 
 
@@ -134,7 +134,7 @@ def _explained(what: str, file: str | None, reference: str, *, then: str = "") -
     except (Exception, SystemExit) as error:
         run_it = f"python {file}" if file else f"python -c 'import {reference.partition(':')[0]}'"
         fix = _fix(error) or (f"python -i {file}, and there {then}" if file and then else run_it)
-        raise _wrong(what, f"an error\n{_tail(error, file)}", "code that runs without one", fix) from error
+        raise SpecError.of(what, f"an error\n{_tail(error, file)}", "code that runs without one", fix) from error
 
 
 def _fix(error: BaseException) -> str:
@@ -205,7 +205,7 @@ def _no_such_file(file: Path, reference: str) -> SpecError:
     path = folder / near[0] if near else Path("examples/digits.py")
     fix = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
     allowed = "a Python file with a function job()" + (f"; there are: {', '.join(here[:8])}" if here else "")
-    return _wrong("job", f"{reference}, which {what}", allowed, fix)
+    return SpecError.of("job", f"{reference}, which {what}", allowed, fix)
 
 
 def _import_module(name: str, reference: str) -> ModuleType:
@@ -219,13 +219,9 @@ def _import_module(name: str, reference: str) -> ModuleType:
     if not exists:
         given = f"{reference!r}, and there is no module {name!r} here"
         allowed = "path/to/file.py, path/to/file.py:name or package.module:name"
-        raise _wrong("job", given, allowed, "examples/digits.py")
+        raise SpecError.of("job", given, allowed, "examples/digits.py")
     with _explained(reference, None, reference):
         return importlib.import_module(name)
-
-
-def _wrong(where: str, given: str, allowed: str, fix: str) -> SpecError:
-    return SpecError.of(where=where, given=given, allowed=allowed, fix=fix)
 
 
 _A_JOB = "a function without arguments that returns a phalanx.Job"
@@ -243,10 +239,10 @@ def _find(module: ModuleType, where: Reference, reference: str, meant: str = _A_
         base = reference.removesuffix(f":{where.function}")
         near = difflib.get_close_matches(where.function, names, n=1, cutoff=0.4)
         given = f"no function {where.function}() in it" + (f"; it has: {', '.join(sorted(names))}" if names else "")
-        raise _wrong(reference, given, meant, f"{base}:{near[0]}" if near else define)
+        raise SpecError.of(reference, given, meant, f"{base}:{near[0]}" if near else define)
     if not callable(function):
         what = "a Job" if isinstance(function, Job) else f"of type {type(function).__name__}"
-        raise _wrong(reference, f"{where.function} is {what}, not a function", meant, define)
+        raise SpecError.of(reference, f"{where.function} is {what}, not a function", meant, define)
     return function
 
 
@@ -256,4 +252,4 @@ def _needs_no_arguments(function: Callable[..., object], where: Reference, refer
     except TypeError as error:
         given = f"{where.function}{inspect.signature(function)}: {error}"
         allowed = "a function that can be called without arguments"
-        raise _wrong(reference, given, allowed, f"def {where.function}() -> px.Job:") from None
+        raise SpecError.of(reference, given, allowed, f"def {where.function}() -> px.Job:") from None
