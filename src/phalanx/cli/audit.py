@@ -26,7 +26,8 @@ def command(ctx: click.Context, run: Path, as_json: bool) -> None:
       phalanx audit runs/digits-1
       phalanx audit runs/digits-1 --json
     """
-    from phalanx.report.sample_audit import samples_seen, seen_table
+    from phalanx.report.summary import samples_seen
+    from phalanx.report.tables import seen_table
 
     result = samples_seen(run)
     answer(as_json, result.to_dict(), lambda _: seen_table(result))

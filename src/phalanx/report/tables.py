@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.report.progress import result_text
-from phalanx.report.sample_audit import SamplesSeen
-from phalanx.report.summary import PARTS, RunSummary
+from phalanx.report.summary import PARTS, RunSummary, SamplesSeen
 from phalanx.units import show_bytes, show_count, show_names, show_seconds
 
 _MOST_ROWS = 8  # of ranks beside each other
@@ -131,6 +130,18 @@ def memory_table(summary: RunSummary) -> RenderableType:
         cells = [show_bytes(choose(each[part] for each in summary.memory)) for part in parts]
         table.add_row(name, *cells, show_bytes(choose(summary.peak_bytes)))
     return table
+
+
+def seen_table(result: SamplesSeen) -> RenderableType:
+    """The answer, and everything that is wrong."""
+    data = "a stream" if result.samples is None else f"{result.samples} samples"
+    over = f"{data}, {result.batch} a step, {result.steps} steps recorded in {result.folder}"
+    answer = ("bold green", result.answer) if result.once else ("bold red", "no")
+    return Group(
+        Text.assemble("each sample seen exactly once per epoch: ", (answer[1], answer[0])),
+        *(Text(f"  {sentence}") for sentence in result.wrong),
+        Text(over, style="dim"),
+    )
 
 
 def settings_table(settings: Sequence[Setting]) -> RenderableType:
