@@ -14,7 +14,7 @@ from phalanx.planner.advise import Advice, PlanForecast
 from phalanx.planner.explain import PARTS
 from phalanx.planner.nearest_fit import Shortfall
 from phalanx.planner.scale import Curve
-from phalanx.report.planner_tables import bill_rows, cells, headings, sentences, short
+from phalanx.report.planner_tables import bill_rows, columns, sentences, short
 from phalanx.units import show_bytes, show_seconds
 
 _GIB = 2**30
@@ -60,9 +60,11 @@ def plan_page(name: str, advice: Advice) -> str:
 
 def scale_page(name: str, curve: Curve) -> str:
     """A scaling curve with its knee."""
-    columns = ("devices", *(heading.replace("-\n", "").replace("\n", " ") for heading in headings(curve)), "plan")
-    rows = [(str(one.devices), *cells(curve, one), str(one.forecast.plan)) for one in curve.points]
-    parts = [_list(sentences(curve)), _table(columns, rows)]
+    between = columns(curve)
+    headings = ("devices", *(heading.replace("-\n", "").replace("\n", " ") for heading in between), "plan")
+    each = zip(curve.points, zip(*between.values(), strict=True), strict=True)
+    rows = [(str(one.devices), *cells, str(one.forecast.plan)) for one, cells in each]
+    parts = [_list(sentences(curve)), _table(headings, rows)]
     charts = [scaling_chart(curve), step_chart([one.forecast for one in curve.points])] if curve.points else []
     return _page(f"{name}: scaling", parts, charts)
 

@@ -19,7 +19,7 @@ from phalanx.planner import Bill, Ranking, Shortfall
 from phalanx.planner.advise import Advice, PlanForecast
 from phalanx.planner.explain import PARTS, Explanation, Neighbour, tied
 from phalanx.planner.roofline import RooflinePoint
-from phalanx.planner.scale import Curve, ScalingPoint
+from phalanx.planner.scale import Curve
 from phalanx.units import show_bytes, show_count, show_seconds
 
 _WIDTH = 30
@@ -254,54 +254,45 @@ def sentences(curve: Curve) -> list[str]:
         )
     elif curve.points:
         found.append("No number of devices is within the bounds.")
-    for why, counts in _alike(curve.without).items():
+    alike: dict[str, list[int]] = {}
+    for devices, why in curve.without.items():
+        alike.setdefault(why, []).append(devices)
+    for why, counts in alike.items():
         many = "1 device" if counts == [1] else f"{', '.join(map(str, counts))} devices"
         found.append(f"{many}: {why}.")
-    return found
-
-
-def _alike(without: Mapping[int, str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for devices, why in without.items():
-        found.setdefault(why, []).append(devices)
     return found
 
 
 def _table(curve: Curve) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("devices", justify="right", no_wrap=True)
-    for heading in headings(curve):
+    between = columns(curve)
+    for heading in between:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("plan", overflow="fold")
-    for one in curve.points:
+    for one, cells in zip(curve.points, zip(*between.values(), strict=True), strict=True):
         mark = "← stop" if one is curve.stop else "← knee" if one is curve.knee else ""
         plan = f"{short(one.forecast.plan)} {mark}".strip()
         style = "bold" if mark == "← stop" else None if one in curve.allowed else "dim"
-        table.add_row(str(one.devices), *cells(curve, one), escape(plan), style=style)
+        table.add_row(str(one.devices), *cells, escape(plan), style=style)
     return table
 
 
-def headings(curve: Curve) -> tuple[str, ...]:
-    """Of the columns between devices and plan."""
-    whole = ("in all", "device-\nhours") if curve.steps else ()
-    energy = ("kWh",) if curve.steps and all(one.bill.energy is not None for one in curve.points) else ()
-    cost = ("cost",) if curve.steps and any(one.bill.money is not None for one in curve.points) else ()
-    return ("time\nper step", *(() if whole else ("samples/s",)), "effi-\nciency", *whole, *energy, *cost)
-
-
-def cells(curve: Curve, one: ScalingPoint) -> tuple[str, ...]:
-    """Of one row, for ``headings``."""
-    wanted = headings(curve)
-    made = [show_seconds(one.forecast.step)]
-    made += [show_count(one.forecast.throughput)] if "samples/s" in wanted else []
-    made.append(f"{one.efficiency:.0%}")
-    if "in all" in wanted:
-        made += [show_seconds(one.bill.seconds), f"{one.bill.device_hours:.3g}"]
-    if "kWh" in wanted:
-        made.append(f"{one.bill.energy:.3g}")
-    if "cost" in wanted:
-        made.append(money(one.bill))
-    return tuple(made)
+def columns(curve: Curve) -> dict[str, list[str]]:
+    """Those between devices and plan: heading → the text of each point."""
+    points, bills = curve.points, [one.bill for one in curve.points]
+    found = {"time\nper step": [show_seconds(one.forecast.step) for one in points]}
+    if not curve.steps:
+        found["samples/s"] = [show_count(one.forecast.throughput) for one in points]
+    found["effi-\nciency"] = [f"{one.efficiency:.0%}" for one in points]
+    if curve.steps:
+        found["in all"] = [show_seconds(one.seconds) for one in bills]
+        found["device-\nhours"] = [f"{one.device_hours:.3g}" for one in bills]
+        if all(one.energy is not None for one in bills):
+            found["kWh"] = [f"{one.energy:.3g}" for one in bills]
+        if any(one.money is not None for one in bills):
+            found["cost"] = [money(one) for one in bills]
+    return found
 
 
 _HEIGHT = 15
