@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import Job, Plan
-from phalanx.errors import Problem, RefusedError, WorkerError
+from phalanx.errors import RefusedError, WorkerError
 from phalanx.launch import LookAhead, look_ahead, make_ready
 from phalanx.train.assembly import Findings, refuse
 from phalanx.verify import compare
@@ -224,7 +224,8 @@ def prove(
         WorkerError: if one of the runs failed.
     """
     if dropout and against is not None:
-        raise RefusedError([_OWN_DROPOUT])
+        given = "--dropout together with --against: a loop of your own does not draw dropout by sample and layer"
+        raise RefusedError.of("--dropout", given, "one of the two", "--against FILE:FUNCTION")
     if dropout:
         refuse_compiled(plan)
     refuse(job, plan, plan.world_size)
@@ -239,14 +240,6 @@ def prove(
     how = ReferenceRun(precision=plan.precision, device=plan.device, dropout=dropout, against=own)
     proof = OneDevice.run(job, steps, how, watch).prove(plan, findings=found, watch=watch)
     return replace(proof, notes=[*proof.notes, *causes])
-
-
-_OWN_DROPOUT = Problem(
-    where="--dropout",
-    given="--dropout together with --against: a loop of your own does not draw dropout by sample and layer",
-    allowed="one of the two",
-    fix="--against FILE:FUNCTION",
-)
 
 
 def most_steps(steps: int) -> int:
