@@ -19,7 +19,7 @@ import torch
 
 import phalanx as px
 from forked import get_over_with
-from phalanx.launch.hosts import lacking
+from phalanx.launch.host_network import lacking
 
 # A shell starts what it runs in the background with interrupts ignored, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -18,7 +18,8 @@ import click
 from phalanx.cli import main as cli
 from phalanx.config import Plan, RunSpec, plan
 from phalanx.events import SCHEMA, SCHEMA_VERSION
-from phalanx.hardware.catalog import catalog_table
+from phalanx.hardware import entry, names
+from phalanx.hardware.catalog import HEADINGS, cells
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -115,6 +116,20 @@ def cli_help() -> str:
         context = click.Context(command, info_name=name, parent=root, terminal_width=80)
         parts.append(f"## phalanx {name}\n\n```text\n{command.get_help(context)}\n```")
     return "\n\n".join(parts)
+
+
+def catalog_table() -> str:
+    """The catalog as a table in markdown, followed by the sources of each device."""
+    lines = [f"| {' | '.join(HEADINGS)} |", f"| --- |{' ---: |' * (len(HEADINGS) - 1)}"]
+    entries = [entry(name) for name in names()]
+    lines += [f"| {' | '.join(cells(one).values())} |" for one in entries]
+    lines += ["", "## Names and sources", "", "| device | also called | source of its figures | year |"]
+    lines += ["| --- | --- | --- | --- |"]
+    for one in entries:
+        source = one.sources[0]
+        aliases = ", ".join(f"`{alias}`" for alias in one.aliases)
+        lines.append(f"| {one.device.name} | {aliases} | {source.document} | {source.year} |")
+    return "\n".join(lines)
 
 
 # marker → page, table

@@ -13,14 +13,7 @@ if TYPE_CHECKING:
     from phalanx.data import Table
     from phalanx.launch.hosts import Hosts
     from phalanx.train.batch_scaling import linear_scaling
-    from phalanx.train.loss import (
-        accuracy,
-        cross_entropy,
-        load_balancing_loss,
-        mse,
-        next_token_loss,
-        router_z_loss,
-    )
+    from phalanx.train.loss import accuracy, cross_entropy, load_balancing_loss, mse, next_token_loss, router_z_loss
     from phalanx.train.optimizers import LAMB, LARS
 
 __version__ = "0.1.0"

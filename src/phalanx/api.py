@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from phalanx.forecast import Forecast
     from phalanx.launch import Launcher
     from phalanx.launch.hosts import Hosts
-    from phalanx.planner import Advice, Question
+    from phalanx.planner import Advice
     from phalanx.train.step import Step
     from phalanx.verify import Proof
 
@@ -101,27 +101,27 @@ def fit(
     job = override(job, spec)
     if place is not None:
         return _take_part(job, spec, place, cores)
-    there = _Where(launcher=chosen_launcher, hosts=hosts, loadable=run is not None)
-    return _start(job, spec, there, watch, cores)
+    there = _Start(launcher=chosen_launcher, hosts=hosts, cores=cores, loadable=run is not None)
+    return _start(job, spec, there, watch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Where:
+class _Start:
     """Who starts the workers and where, and whether ``RunSpec.job`` says where other processes find the job."""
 
     launcher: Launcher
     hosts: Hosts | None
+    cores: int | None
     loadable: bool
 
 
-def _start(job: Job, spec: RunSpec, where: _Where, watch: Callable[[], None] | None, cores: int | None) -> Run:
-    """``fit`` where it has a launcher start the workers."""
+def _start(job: Job, spec: RunSpec, how: _Start, watch: Callable[[], None] | None) -> Run:
     from phalanx.launch import Launch, LookAhead, prepare_run, record, supervise
     from phalanx.preflight import RunForecaster, forecast_after_look, too_little
     from phalanx.train.assembly import Findings, refuse
     from phalanx.train.loop import train
 
-    plan, folder, hosts = spec.plan, spec.folder, where.hosts
+    plan, folder, hosts, cores = spec.plan, spec.folder, how.hosts, how.cores
     found = Findings()
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
@@ -132,19 +132,19 @@ def _start(job: Job, spec: RunSpec, where: _Where, watch: Callable[[], None] | N
         world_size=plan.processes,
         function=work,
         run=spec,
-        loadable=where.loadable,
+        loadable=how.loadable,
         threads=None if cores is None else cores * plan.threads,
         hosts=hosts,
         reserves=_RESERVES if plan.server else 0,
     )
     refuse(job, plan, plan.world_size)
     with LookAhead(job, plan, forecast_after_look(job, spec, cores)) as look:
-        where.launcher.prepare(launch)  # loads what workers need, while the job is looked at
+        how.launcher.prepare(launch)  # loads what workers need, while the job is looked at
         found = look.findings()
         try:
             with RunForecaster(spec, look.side, watch) as forecaster:
                 prepare_run(spec)
-                supervise(lambda: where.launcher.start(launch), launch.world_size, forecaster)
+                supervise(lambda: how.launcher.start(launch), launch.world_size, forecaster)
         except SpecError as error:  # what only a worker could see, or the forecast once the run had begun
             if folder.is_dir():
                 record(error, folder)
@@ -158,7 +158,6 @@ def _start(job: Job, spec: RunSpec, where: _Where, watch: Callable[[], None] | N
 
 
 def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None) -> Run:
-    """``fit`` inside a worker of torchrun."""
     import torch
 
     from phalanx.launch.worker import WorkerStatus, train_as_worker
@@ -234,13 +233,10 @@ def forecast(job: Job, plan: Plan | str, cluster: Cluster | str) -> Forecast:
         ProfileError: if the model's operations or shapes depend on values.
     """
     from phalanx.forecast import forecast as priced
-    from phalanx.planner.rules import refusals
+    from phalanx.preflight import Subject
 
-    question = _question(job, cluster)
-    chosen = plan if isinstance(plan, Plan) else Plan.parse(plan)
-    if wrong := refusals(chosen, question):
-        raise RefusedError(wrong)
-    return priced(question.work, chosen, question.cluster)
+    chosen, there = _plan(plan, job, None), _cluster(cluster)
+    return priced(Subject.of(job).question(there, chosen).work, chosen, there)
 
 
 def plan(job: Job, cluster: Cluster | str) -> Advice:
@@ -254,25 +250,16 @@ def plan(job: Job, cluster: Cluster | str) -> Advice:
         ProfileError: if the model's operations or shapes depend on values.
     """
     from phalanx.planner import advise
+    from phalanx.preflight import Subject
 
-    return advise(_question(job, cluster))
+    there = _cluster(cluster)
+    return advise(Subject.of(job).question(there))
 
 
-def _question(job: Job, cluster: Cluster | str) -> Question:
+def _cluster(cluster: Cluster | str) -> Cluster:
     from phalanx.hardware import cluster as read
-    from phalanx.planner import Question
-    from phalanx.planner.question import precision_for
-    from phalanx.train.look_ahead import refusals
-    from phalanx.train.traced_job import steps_of, work_of
 
-    there = read(cluster) if isinstance(cluster, str) else cluster
-    return Question(
-        work=work_of(job),
-        cluster=there,
-        precision=precision_for(there),
-        steps=steps_of(job) or 0,
-        look=lambda plan: refusals(job, plan),
-    )
+    return read(cluster) if isinstance(cluster, str) else cluster
 
 
 def _alone(plan: Plan) -> Problem:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +58,11 @@ class SpecError(PhalanxError):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems,)  # sent from rank to rank as it is
 
+    @classmethod
+    def of(cls, where: str, given: str, allowed: str, fix: str) -> Self:
+        """With one problem."""
+        return cls([Problem(where=where, given=given, allowed=allowed, fix=fix)])
+
 
 class RefusedError(SpecError):
     """The plan and the job are each valid, but this plan cannot serve this job on this machine."""
@@ -79,7 +84,7 @@ class MissingExtraError(PhalanxError):
 
 
 class RunError(PhalanxError):
-    """A run started and could not go on."""
+    """A run started and could not go on; exit code 2 where that is found before anything has run."""
 
 
 class LossError(RunError):

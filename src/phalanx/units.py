@@ -5,17 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_BYTES = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_BYTES = {"b": 1, **{f"{unit}b": 1000**power for power, unit in enumerate("kmgt", 1)}}
+_BYTES |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", 1)}
 _BIT_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "b/s": 1.0, "kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9}
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -92,6 +83,11 @@ def show_seconds(seconds: float) -> str:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"
+    return show_clock(seconds)
+
+
+def show_clock(seconds: float) -> str:
+    """``95`` → ``1:35``; ``3725`` → ``1:02:05``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

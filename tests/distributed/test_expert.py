@@ -23,7 +23,7 @@ from phalanx.parallel import Example
 from phalanx.parallel.expert import by_rows, deal_out, find
 from phalanx.parallel.local_shards import Axis
 from phalanx.train.assembly import build
-from phalanx.verify.parity import OneDevice
+from phalanx.verify import OneDevice, ReferenceRun
 
 _SPEC = importlib.util.spec_from_file_location("moe", Path(__file__).parents[2] / "examples" / "moe.py")
 assert _SPEC is not None
@@ -43,7 +43,7 @@ def tiny() -> px.Job:
 
 @pytest.fixture(scope="module")
 def one_device() -> OneDevice:
-    return OneDevice.run(tiny(), 3, device="cpu")
+    return OneDevice.run(tiny(), 3, ReferenceRun(device="cpu"))
 
 
 @pytest.mark.parametrize(

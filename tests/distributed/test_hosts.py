@@ -18,7 +18,7 @@ import phalanx as px
 from phalanx.comm import Place
 from phalanx.comm.process_group import meet
 from phalanx.launch import launch
-from phalanx.launch.hosts.host_process import Quotas
+from phalanx.launch.host_process import Quotas
 from phalanx.launch.reaper import fork
 
 Make = Callable[..., px.Hosts]

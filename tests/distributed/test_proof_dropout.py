@@ -20,7 +20,7 @@ import phalanx as px
 from phalanx.config import Plan
 from phalanx.errors import RefusedError
 from phalanx.parallel import activation_checkpointing
-from phalanx.verify import OneDevice
+from phalanx.verify import OneDevice, ReferenceRun
 from phalanx.verify.dropout import BySample, MaskPlace
 from phalanx.verify.witness.masks import KeyedMasks
 
@@ -63,7 +63,7 @@ def dropping() -> px.Job:
 
 @cache
 def one_device() -> OneDevice:
-    return OneDevice.run(dropping(), 4, dropout=True)
+    return OneDevice.run(dropping(), 4, ReferenceRun(dropout=True))
 
 
 PLANS = ("dp=2", "dp=2 micro=3", "fsdp=2 recompute=full", "pp=2 micro=4", "pp=2 micro=4 recompute=full", "micro=5")
@@ -117,7 +117,7 @@ def test_a_wrong_scale_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_phalanx_draws_on_one_device_is_judged_too(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = BySample.mask
     monkeypatch.setattr(BySample, "mask", lambda *args: mask(*args) * 1.001)
-    reference = OneDevice.run(dropping(), 1, dropout=True)
+    reference = OneDevice.run(dropping(), 1, ReferenceRun(dropout=True))
     assert reference.reference == "a plain PyTorch loop"
     assert not reference.prove(Plan()).equal
 
@@ -139,7 +139,7 @@ class Recomputing(Dropping):
 @cache
 def recomputing(*, reentrant: bool) -> OneDevice:
     made = replace(dropping(), model=partial(Recomputing, reentrant=reentrant))
-    return OneDevice.run(made, 4, dropout=True)
+    return OneDevice.run(made, 4, ReferenceRun(dropout=True))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -225,7 +225,7 @@ class Packed(nn.Module):
 
 def test_masks_of_no_sample_are_refused_where_the_batch_is_split() -> None:
     reference = OneDevice.run(
-        job(model=Packed, data=partial(data, 40), batch=13, epochs=None, steps=4), 4, dropout=True
+        job(model=Packed, data=partial(data, 40), batch=13, epochs=None, steps=4), 4, ReferenceRun(dropout=True)
     )
     assert reference.prove(Plan.parse("single")).equal
     with pytest.raises(RefusedError, match=r"dropout of drop on tensors of shape \[\d+, 8\]") as caught:
@@ -255,7 +255,7 @@ class Positions(nn.Module):
 @pytest.mark.parametrize("plan", ["dp=2", "micro=5", "pp=2 micro=3"])
 def test_masks_of_no_sample_that_stay_the_same_are_drawn_by_layer(plan: str) -> None:
     reference = OneDevice.run(
-        job(model=Positions, data=partial(data, 40), batch=13, epochs=None, steps=2), 2, dropout=True
+        job(model=Positions, data=partial(data, 40), batch=13, epochs=None, steps=2), 2, ReferenceRun(dropout=True)
     )
     proof = reference.prove(Plan.parse(plan))
     assert proof.equal, f"{proof.first}\n{proof.cause}"

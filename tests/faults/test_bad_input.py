@@ -139,8 +139,9 @@ FIRST_STEP: dict[str, tuple[dict[str, Any], type[PhalanxError], str]] = {
 @pytest.mark.parametrize("name", FIRST_STEP)
 def test_what_would_stop_the_first_step_is_said_before_it(name: str) -> None:
     how, kind, words = FIRST_STEP[name]
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=words) as caught:
         px.fit(job(**how), "fsdp=2")
+    assert caught.value.exit_code == 2  # nothing has run
 
 
 @pytest.mark.usefixtures("no_worker")

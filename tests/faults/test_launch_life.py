@@ -19,7 +19,7 @@ import torch.distributed as dist
 from inject import LIMIT, alive, noted, wait_until
 
 from phalanx.comm import Place, default_process_group
-from phalanx.launch import forked_worker
+from phalanx.launch import worker_process
 from phalanx.launch.local import launch
 
 SLEEPERS = """
@@ -188,7 +188,7 @@ def test_threads_of_a_forked_worker_may_use_autograd_at_once() -> None:
 def test_a_worker_has_its_own_engine_before_it_starts_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     monkeypatch.setattr(
-        forked_worker, "renew_autograd", lambda: order.append(f"renewed beside {threading.active_count() - 1}")
+        worker_process, "renew_autograd", lambda: order.append(f"renewed beside {threading.active_count() - 1}")
     )
 
     def target(place: Place, report: Callable[[int], None]) -> list[str]:

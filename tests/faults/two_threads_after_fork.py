@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from phalanx.launch.forked_worker import renew_autograd
+from phalanx.launch.worker_process import renew_autograd
 
 FORKS, THREADS, BUSY = 150, 2, 2
 

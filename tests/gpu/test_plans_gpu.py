@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "parity"))
 from models import MODELS
 
 from phalanx.config import Plan
-from phalanx.verify import OneDevice
+from phalanx.verify import OneDevice, ReferenceRun
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,7 @@ TWO = (
 
 @cache
 def one_device(model: str, precision: str = "fp32") -> OneDevice:
-    return OneDevice.run(MODELS[model](), 10, precision=precision, device="cuda")
+    return OneDevice.run(MODELS[model](), 10, ReferenceRun(precision=precision, device="cuda"))
 
 
 @pytest.mark.parametrize("plan", ONE)

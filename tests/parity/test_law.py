@@ -13,7 +13,7 @@ from table import APART, APART_AFTER, BAR, REFUSED, SHARES, SHORT, SHORT_SPLIT, 
 from phalanx.config import Plan
 from phalanx.config.plan import Precision
 from phalanx.errors import RefusedError
-from phalanx.verify import OneDevice
+from phalanx.verify import OneDevice, ReferenceRun
 
 
 @cache
@@ -45,7 +45,7 @@ def test_what_cannot_be_split_is_refused_with_the_reason(model: str, plan: str, 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("plan", ["dp=2 micro=3", "fsdp=2 zero=2", "fsdp=2"])
 def test_half_precision_equals_within_its_rounding(plan: str, precision: str) -> None:
-    one = OneDevice.run(MODELS["MLP"](), 5, precision=precision)
+    one = OneDevice.run(MODELS["MLP"](), 5, ReferenceRun(precision=precision))
     proof = one.prove(Plan.parse(f"{plan} precision={precision}"))
     assert proof.equal, f"{proof.first}\n{proof.cause}"
     assert proof.largest["gradient"] > 0, "half precision that rounds nothing was not half precision"
@@ -57,7 +57,9 @@ HALVES = list(zip(MODELS, cycle(("bf16", "fp16"))))  # of each kind one: the MLP
 @pytest.mark.parametrize(("model", "precision"), HALVES)
 def test_every_model_in_half_precision_equals_within_its_rounding(model: str, precision: Precision) -> None:
     plan = "dp=2" if precision == "bf16" else "fsdp=2 zero=2 micro=3"
-    proof = OneDevice.run(MODELS[model](), 3, precision=precision).prove(Plan.parse(f"{plan} precision={precision}"))
+    proof = OneDevice.run(MODELS[model](), 3, ReferenceRun(precision=precision)).prove(
+        Plan.parse(f"{plan} precision={precision}")
+    )
     assert proof.equal, f"{proof.first}\n{proof.cause}"
     assert max(check.largest for check in proof.checks if check.kind == "scale") < 0.02
 

@@ -9,12 +9,12 @@ from dropping import DROPPING
 from table import BAR, DROPOUT_SHORT, DROPOUT_STEPS
 
 from phalanx.config import Plan
-from phalanx.verify import OneDevice
+from phalanx.verify import OneDevice, ReferenceRun
 
 
 @cache
 def one_device(model: str) -> OneDevice:
-    return OneDevice.run(DROPPING[model](), DROPOUT_STEPS, dropout=True)
+    return OneDevice.run(DROPPING[model](), DROPOUT_STEPS, ReferenceRun(dropout=True))
 
 
 ROWS = [(model, plan) for model, plans in DROPOUT_SHORT.items() for plan in plans]

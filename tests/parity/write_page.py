@@ -24,7 +24,7 @@ from table import APART, BAR, DROPOUT, DROPOUT_STEPS, LONG, PLAIN_BAR, SHARES, S
 from phalanx.api import build
 from phalanx.config import Job, Plan
 from phalanx.errors import PhalanxError
-from phalanx.verify import OneDevice
+from phalanx.verify import OneDevice, ReferenceRun
 
 RESULTS = Path(__file__).with_name("results.json")
 PLANS = [*(plan for plans in LONG.values() for plan in plans), *SPLIT]
@@ -56,7 +56,11 @@ def measure_dropout(store: Store, only: str) -> None:
     """Fill the table of proofs with dropout on with the plans that have the word ``only``."""
     torch.set_num_threads(1)
     plans = [plan for plan in DROPOUT if only in plan]
-    ones = {name: OneDevice.run(make(), DROPOUT_STEPS, dropout=True) for name, make in DROPPING.items() if plans}
+    ones = {
+        name: OneDevice.run(make(), DROPOUT_STEPS, ReferenceRun(dropout=True))
+        for name, make in DROPPING.items()
+        if plans
+    }
     for plan in plans:
         _put(store, "dropout", plan, {name: cell(one, plan) for name, one in ones.items()})
         RESULTS.write_text(written(store))  # what was measured stays, wherever this is ended

@@ -27,7 +27,7 @@ import phalanx as px
 from phalanx.config import Job, Plan
 from phalanx.errors import PhalanxError, SpecError
 from phalanx.train.look_ahead import refusals
-from phalanx.verify import OneDevice
+from phalanx.verify import OneDevice, ReferenceRun
 
 RESULTS = Path(__file__).with_name("results.json")
 EQUAL, TRAINED, ACCEPTED = "equal", "trained", "accepted"
@@ -91,7 +91,7 @@ class Small:
     def _proof(self, key: str, job: Job, plan: Plan) -> Any:
         try:
             if (key, plan.precision) not in self._ones:
-                self._ones[key, plan.precision] = OneDevice.run(job, STEPS, precision=plan.precision)
+                self._ones[key, plan.precision] = OneDevice.run(job, STEPS, ReferenceRun(precision=plan.precision))
             proof = self._ones[key, plan.precision].prove(plan)
         except PhalanxError as error:
             return _words(error)

@@ -16,9 +16,8 @@ from phalanx.forecast.rates import Core, Wires, rates
 from phalanx.forecast.step_time import StepTime, _others, crowded
 from phalanx.hardware import calibrate, cluster
 from phalanx.hardware.calibrate import Sweeps, busy_share, calibrated
-from phalanx.hardware.exchanges import MeasuredExchange
 from phalanx.hardware.probe import cpu_group
-from phalanx.hardware.sweeps import QUICK, Measurement, operations, sweep
+from phalanx.hardware.sweeps import QUICK, MeasuredExchange, Measurement, operations, sweep
 
 PEAK, OPERAND, FLOOR = 150e9, 3e-10, 2e-6
 NEAR, FAR, CACHE, FRESH = 80e9, 12e9, 4e6, 3e-10

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from generate import catalog_table
 from phalanx import hardware
 from phalanx.cli import main
-from phalanx.hardware.catalog import HEADINGS, NARROW, catalog_table, cells
+from phalanx.hardware.catalog import HEADINGS, NARROW, cells
 
 
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, int]:

@@ -8,8 +8,9 @@ import pytest
 
 import phalanx as px
 from phalanx.errors import SpecError
-from phalanx.launch.hosts import HostLink, link
-from phalanx.launch.hosts.host_process import Quotas
+from phalanx.launch import host_network
+from phalanx.launch.host_network import HostLink
+from phalanx.launch.host_process import Quotas
 from phalanx.units import parse_bit_rate, parse_seconds, parse_share
 
 
@@ -57,8 +58,8 @@ def test_a_link_as_commands() -> None:
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "tool", lambda program: None if program == "tc" else program)
-    problem = link.lacking(HostLink())
+    monkeypatch.setattr(host_network, "tool", lambda program: None if program == "tc" else program)
+    problem = host_network.lacking(HostLink())
     assert problem is not None
     assert (problem.given, problem.fix) == ("a machine without the program tc", "apt-get install iproute2")
 

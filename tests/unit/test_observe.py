@@ -17,9 +17,16 @@ from phalanx.events import EventLog, faults
 from phalanx.report import trackers
 from phalanx.report.drawing import draw
 from phalanx.report.progress import Event, Follower, StepPace, Viewer, progress, step_text
-from phalanx.report.sample_audit import SamplesSeen, samples_seen, seen_table
-from phalanx.report.summary import RunSummary, idle_share, summarise, summary_of
-from phalanx.report.tables import memory_table, proof_table, scaled, scaling_table, settings_table, summary_table
+from phalanx.report.summary import RunSummary, SamplesSeen, idle_share, samples_seen, summarise, summary_of
+from phalanx.report.tables import (
+    memory_table,
+    proof_table,
+    scaled,
+    scaling_table,
+    seen_table,
+    settings_table,
+    summary_table,
+)
 
 MIB = 2**20
 PARTS = {"parameters": 4 * MIB, "gradients": 4 * MIB, "optimizer": 8 * MIB, "buffers": 0, "activations": 30 * MIB}

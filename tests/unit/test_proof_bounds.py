@@ -83,7 +83,7 @@ def test_what_rounding_alone_has_moved_may_be_off_by_twice_that() -> None:
     moved = known["small"].rounded
     assert moved is not None
     assert torch.allclose(moved, torch.full((4,), LR * 0.909), rtol=1e-2)  # 1e-7 / (1e-7 + 1e-8)
-    off = {one.name: one for one in parameters(one.initial, one.values[END], other.values[END], known, TOLERANCE)}
+    off = {one.name: one for one in parameters(one.values[START], one.values[END], other.values[END], known, TOLERANCE)}
     assert not off["small"].beyond
     assert off["small"].relative > 0.9
     pair = Pair(one=one, other=other, plan=Plan(), tolerance=TOLERANCE)

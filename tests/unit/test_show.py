@@ -19,8 +19,7 @@ from phalanx.placement.ownership import TensorPiece
 from phalanx.placement.schedules import Action, Timed, bubble, order, work
 from phalanx.report.drawing import Timeline, drawn_places, lines, lost
 from phalanx.report.show import Shown, described, of_job, planned, ranks_of
-from phalanx.report.show_output import shown_svg, shown_text
-from phalanx.report.text import grouped, runs
+from phalanx.report.show_output import grouped, runs, shown_svg, shown_text
 
 GPT = str(Path(__file__).resolve().parents[2] / "examples" / "gpt.py")
 SVG = "{http://www.w3.org/2000/svg}"

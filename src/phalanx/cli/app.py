@@ -19,19 +19,8 @@ from phalanx.cli.output import STOPPED, print_json, show_error
 from phalanx.errors import PhalanxError
 
 VERBS = (
-    "demo",
-    "train",
-    "forecast",
-    "plan",
-    "scale",
-    "show",
-    "devices",
-    "calibrate",
-    "prove",
-    "audit",
-    "bench",
-    "worker",
-    "completion",
+    *("demo", "train", "forecast", "plan", "scale", "show", "devices"),
+    *("calibrate", "prove", "audit", "bench", "worker", "completion"),
 )
 _FAILED = 3
 
@@ -44,7 +33,6 @@ class Verbs(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The verb called ``cmd_name``."""
         return import_module(f"phalanx.cli.{cmd_name}").command if cmd_name in VERBS else None
 
     def main(
@@ -69,9 +57,8 @@ class Verbs(click.Group):
         except click.ClickException as error:
             error.show()
             if as_json:
-                print_json(
-                    {"error": {"kind": "usage", "message": error.format_message(), "exit_code": error.exit_code}}
-                )
+                told = {"kind": "usage", "message": error.format_message(), "exit_code": error.exit_code}
+                print_json({"error": told})
             return error.exit_code
         except PhalanxError as error:
             show_error(error, as_json=as_json)

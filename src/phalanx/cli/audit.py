@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.output import answer, json_option
 
 _NO = 1
 
@@ -26,13 +26,9 @@ def command(ctx: click.Context, run: Path, as_json: bool) -> None:
       phalanx audit runs/digits-1
       phalanx audit runs/digits-1 --json
     """
-    from rich.console import Console
-
-    from phalanx.report.sample_audit import samples_seen, seen_table
+    from phalanx.report.summary import samples_seen
+    from phalanx.report.tables import seen_table
 
     result = samples_seen(run)
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        Console().print(seen_table(result), highlight=False)
+    answer(as_json, result.to_dict(), lambda _: seen_table(result))
     ctx.exit(0 if result.once else _NO)

@@ -19,22 +19,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from phalanx.launch.hosts import Hosts
-    from phalanx.report.comparison_tables import BetweenHosts
+    from phalanx.report.comparison import BetweenHosts
     from phalanx.report.summary import RunSummary
 
 
 def measured(job: Job, run: RunSpec, console: Console, *, label: str = "", hosts: Hosts | None = None) -> RunSummary:
     """Train ``job`` as ``run`` says, a core a worker where it computes on CPUs, and sum it up.
 
-    Args:
-        job: what to train.
-        run: how; its folder is used, and its forecast left out: cores are for what is measured.
-        console: where progress is shown.
-        label: of the progress; the plan where not given.
-        hosts: where workers are put.
+    No forecast is made: cores are for what is measured. ``label`` is that of the progress, the plan where not given.
     """
-    from dataclasses import replace
-
     from phalanx.api import fit
     from phalanx.parallel import device_kind
     from phalanx.report.progress import Follower, progress
@@ -55,8 +48,6 @@ class HostOptions:
     Attributes:
         hosts: how many; ``None``: none, everything on this machine's own network.
         rate: of each host's link, as written; empty: no limit.
-        delay: one way, as written.
-        loss: share of packets, as written.
         slow: host and factor of those that compute more slowly.
     """
 
@@ -88,17 +79,17 @@ class HostOptions:
         if self.hosts is None:
             if given := [name for name in ("rate", "delay", "loss", "slow") if getattr(self, name)]:
                 where = f"--{given[0]}"
-                raise _wrong(where, "without --hosts", "with --hosts", fix=f"--hosts 2 {where} ...")
+                raise SpecError.of(where, "without --hosts", "with --hosts", fix=f"--hosts 2 {where} ...")
             return
         if counts is not None:
-            raise _wrong("-n", "together with --hosts", "plans instead", fix="--hosts 2 --plan dp=2")
-        from phalanx.launch.hosts import refuse
+            raise SpecError.of("-n", "together with --hosts", "plans instead", fix="--hosts 2 --plan dp=2")
+        from phalanx.launch.host_network import refuse
 
         made = self.made(Plan())
         for host, factor in self.slow:
             if not 0 <= host < made.count or not 1 <= factor < 100:
                 allowed = f"a host from 0 to {made.count - 1} and how many times slower it is, 1 to 99"
-                raise _wrong("--slow", f"{host}:{factor:g}", allowed, fix="--slow 1:4x")
+                raise SpecError.of("--slow", f"{host}:{factor:g}", allowed, fix="--slow 1:4x")
         refuse(made.link)
 
     def __str__(self) -> str:
@@ -119,13 +110,8 @@ class _Slowed(click.ParamType):
         try:
             return int(host), float(factor.strip().removesuffix("x"))
         except ValueError:
-            raise _wrong(
-                "--slow", repr(value), "a host's number and how many times slower it is", fix="--slow 1:4x"
-            ) from None
-
-
-def _wrong(where: str, given: str, allowed: str, *, fix: str) -> SpecError:
-    return SpecError([Problem(where=where, given=given, allowed=allowed, fix=fix)])
+            allowed = "a host's number and how many times slower it is"
+            raise SpecError.of("--slow", repr(value), allowed, fix="--slow 1:4x") from None
 
 
 def network_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +135,7 @@ def measure_apart(
     job: Job, reference: str, plans: Sequence[Plan], network: HostOptions, console: Console
 ) -> tuple[list[BetweenHosts], dict[str, Any]]:
     """Every plan here and between the hosts, and what the hosts were."""
-    from phalanx.report.comparison_tables import BetweenHosts
+    from phalanx.report.comparison import BetweenHosts
 
     rows: list[BetweenHosts] = []
     about: dict[str, Any] = {}
@@ -162,7 +148,10 @@ def measure_apart(
                     hosts.throttle(host, factor)
                 run = RunSpec(job=reference, plan=plan, folder=Path(scratch) / f"{number}-apart")
                 there = measured(job, run, console, label=f"{plan} on hosts", hosts=hosts)
-                about = _about(hosts, network)
+                # bit/s, seconds and shares of one, and what slows packets and processors
+                slow = {str(host): factor for host, factor in network.slow}
+                ways = {"carrier": hosts.carrier, "brake": hosts.brake if slow else None}
+                about = {"hosts": hosts.count, **asdict(hosts.link), "slow": slow, **ways}
             rows.append(BetweenHosts.of(here, there, [hosts.sent_per_step(host) for host in range(hosts.count)]))
     return rows, about
 
@@ -173,9 +162,8 @@ def show_apart(
     """Print what was measured."""
     from rich.console import Console
 
-    from phalanx.cli.output import print_json
     from phalanx.hardware import this_machine
-    from phalanx.report.comparison_tables import apart_table
+    from phalanx.report.comparison import apart_table
 
     if as_json:
         measured = {"job": job.name, "batch": job.batch, "steps": job.steps, "network": about}
@@ -187,16 +175,8 @@ def show_apart(
     cores = this_machine().devices
     most = max(row.workers for row in rows)
     if rows[0].device == "cpu" and most > cores:
-        stdout.print(
-            f"[dim]{most} workers share {cores} cores: with a core each they compute faster.[/]", highlight=False
-        )
-
-
-def _about(hosts: Hosts, network: HostOptions) -> dict[str, Any]:
-    """Bit/s, seconds and shares of one, and what slows packets and processors."""
-    slow = {str(host): factor for host, factor in network.slow}
-    ways = {"carrier": hosts.carrier, "brake": hosts.brake if slow else None}
-    return {"hosts": hosts.count, **asdict(hosts.link), "slow": slow, **ways}
+        note = f"{most} workers share {cores} cores: with a core each they compute faster."
+        stdout.print(f"[dim]{note}[/]", highlight=False)
 
 
 _CPU_NOTE = "A device here is one CPU core; the single process computes on one, too."
@@ -212,8 +192,7 @@ class _Counts(click.ParamType):
             return value
         words = value.replace(",", " ").split()
         if not words or not all(word.isdecimal() and int(word) for word in words):
-            problem = Problem(where="-n", given=repr(value), allowed="numbers of devices, 1 or more", fix="-n 1,2,4")
-            raise SpecError([problem])
+            raise SpecError.of("-n", repr(value), "numbers of devices, 1 or more", fix="-n 1,2,4")
         return tuple(int(word) for word in words)
 
 
@@ -301,7 +280,6 @@ def refuse_plans(job: Job, plans: Sequence[Plan]) -> None:
 
 def _measure(job: Job, reference: str, plans: Sequence[Plan], console: Console) -> list[RunSummary]:
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as scratch:
-        runs = [
-            RunSpec(job=reference, plan=plan, folder=Path(scratch) / str(number)) for number, plan in enumerate(plans)
-        ]
+        folders = [Path(scratch) / str(number) for number in range(len(plans))]
+        runs = [RunSpec(job=reference, plan=plan, folder=each) for plan, each in zip(plans, folders, strict=True)]
         return [measured(job, run, console) for run in runs]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.output import json_option, print_json
-from phalanx.errors import Problem, RefusedError
+from phalanx.errors import RefusedError
 
 if TYPE_CHECKING:
     from phalanx.config import Cluster, Job, Plan
@@ -40,10 +40,9 @@ def command(path: Path | None, quick: bool, as_json: bool) -> None:
     from phalanx.hardware.calibrate import default_path
 
     if cuda_devices():
-        given = f"{cuda_devices()} CUDA devices"
+        given, fix = f"{cuda_devices()} CUDA devices", "CUDA_VISIBLE_DEVICES= phalanx calibrate"
         allowed = "a machine without: constants of GPUs are part of Phalanx"
-        fix = "CUDA_VISIBLE_DEVICES= phalanx calibrate"
-        raise RefusedError([Problem(where="calibrate", given=given, allowed=allowed, fix=fix)])
+        raise RefusedError.of(where="calibrate", given=given, allowed=allowed, fix=fix)
     found = _calibrated(quick)
     where = path or default_path()
     where.write_text(found.to_toml(), encoding="utf-8")
@@ -65,10 +64,8 @@ def _calibrated(quick: bool) -> Cluster:
     from phalanx.hardware.calibrate import calibrated, wait_until_quiet
     from phalanx.launch.measure import measure
 
-    busy = wait_until_quiet(0.0 if quick else _PATIENCE)
-    if busy > _BUSY:
-        told = f"note: other processes keep {busy:.0%} of the cores busy; constants will be off"
-        click.echo(told, err=True)
+    if (busy := wait_until_quiet(0.0 if quick else _PATIENCE)) > _BUSY:
+        click.echo(f"note: other processes keep {busy:.0%} of the cores busy; constants will be off", err=True)
     sweeps = measure(cores(), _COUNTS, quick=quick)
     steps = 5 if quick else _STEPS
     rest = {count: _step(Plan(dp=count), steps) for count in (1, *_COUNTS)}

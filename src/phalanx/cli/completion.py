@@ -9,11 +9,7 @@ from click.shell_completion import get_completion_class
 
 from phalanx.cli.output import json_option, print_json
 
-_WHERE = {
-    "bash": "~/.bashrc",
-    "zsh": "~/.zshrc",
-    "fish": "~/.config/fish/config.fish",
-}
+_WHERE = {"bash": "~/.bashrc", "zsh": "~/.zshrc", "fish": "~/.config/fish/config.fish"}
 
 
 @click.command("completion", short_help="Print a shell's completion script.")
@@ -28,16 +24,11 @@ def command(shell: str, as_json: bool) -> None:
       phalanx completion zsh >> ~/.zshrc
       phalanx completion fish >> ~/.config/fish/config.fish
     """
-    script = script_for(shell)
+    root: Any = click.get_current_context().find_root().command
+    completion = get_completion_class(shell)
+    assert completion is not None
+    script = completion(root, {}, "phalanx", "_PHALANX_COMPLETE").source()
     if as_json:
         print_json({"shell": shell, "script": script, "file": _WHERE[shell]})
     else:
         click.echo(script)
-
-
-def script_for(shell: str) -> str:
-    """The completion script of ``bash``, ``zsh`` or ``fish``."""
-    root: Any = click.get_current_context().find_root().command
-    completion = get_completion_class(shell)
-    assert completion is not None
-    return completion(root, {}, "phalanx", "_PHALANX_COMPLETE").source()

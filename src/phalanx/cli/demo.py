@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.output import answer, json_option
 
 _NOT_EQUAL = 1
 
@@ -34,8 +34,5 @@ def command(ctx: click.Context, devices: int | None, folder: Path | None, steps:
 
     tour = Tour(folder=folder or default_folder("demo"), devices=devices, steps=steps, console=Console(stderr=True))
     result = tour.walk()
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        Console().print(tour_table(result), highlight=False)
+    answer(as_json, result.to_dict(), lambda _: tour_table(result))
     ctx.exit(0 if result.equal else _NOT_EQUAL)

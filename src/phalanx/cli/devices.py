@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from phalanx.cli.options import Subject, profile_option, subject
-from phalanx.cli.output import json_option, print_json
-from phalanx.errors import Problem, SpecError
+from phalanx.cli.options import profile_option, subject
+from phalanx.cli.output import answer, json_option
+from phalanx.errors import SpecError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from phalanx.hardware import CatalogEntry
+    from phalanx.hardware.catalog import CatalogEntry
+    from phalanx.preflight import Subject
 
 _WIDE = 92
 
@@ -49,22 +50,15 @@ def command(name: str | None, batch: int, seq: int, profile: str, as_json: bool)
         return
     if batch or seq or profile != "trace":
         option, value = ("--batch", batch) if batch else ("--seq", seq) if seq else ("--profile", profile)
-        fix = f"phalanx devices examples/gpt.py {option} {value}"
-        problem = Problem(where=option, given=f"{option} without a job", allowed="only with JOB or CONFIG", fix=fix)
-        raise SpecError([problem])
+        given, fix = f"{option} without a job", f"phalanx devices examples/gpt.py {option} {value}"
+        raise SpecError.of(where=option, given=given, allowed="only with JOB or CONFIG", fix=fix)
 
-    entries = [entry(name)] if name else [entry(one) for one in names()]
-    if as_json:
-        rows = [_row(one) for one in entries]
-        print_json(rows[0] if name else {"devices": rows})
-        return
-    from rich.console import Console
-
-    console = Console()
     if name:
-        console.print(_card(entries[0]), highlight=False)
+        one = entry(name)
+        answer(as_json, _row(one), lambda _: _card(one))
     else:
-        console.print(_overview(entries, console.width), highlight=False)
+        entries = [entry(each) for each in names()]
+        answer(as_json, {"devices": [_row(one) for one in entries]}, lambda width: _overview(entries, width))
 
 
 def _is_subject(what: str) -> bool:
@@ -76,16 +70,11 @@ def _is_subject(what: str) -> bool:
 def _job_on_each(asked: Subject, as_json: bool) -> None:
     from phalanx.hardware import names
     from phalanx.planner.roofline import rooflines
-
-    lines = rooflines(asked.work, names())
-    if as_json:
-        print_json({"job": asked.name, "devices": [one.to_dict() for one in lines]})
-        return
-    from rich.console import Console
-
     from phalanx.report.planner_tables import roofline_view
 
-    Console().print(roofline_view(asked.name, lines), highlight=False)
+    lines = rooflines(asked.work(), names())
+    told = {"job": asked.name, "devices": [one.to_dict() for one in lines]}
+    answer(as_json, told, lambda _: roofline_view(asked.name, lines))
 
 
 def _overview(entries: list[CatalogEntry], width: int) -> Table:

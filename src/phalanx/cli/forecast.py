@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from phalanx.cli.options import PlanText, html_option, question_of, subject, subject_options
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.options import PlanText, html_option, subject, subject_options, write
+from phalanx.cli.output import answer, json_option
 from phalanx.config import Plan
 
 _DOES_NOT_FIT = 1
@@ -34,22 +34,16 @@ def command(ctx: click.Context, on: str, plan: Plan | None, html: Path | None, a
       phalanx forecast examples/gpt.py --plan "fsdp=8 recompute=full" --on 8xA100-80GB
       phalanx forecast examples/resnet50.py --plan dp=8 --on 8xH100 --price 2.50
     """
-    price = given.pop("price")
-    question = question_of(asked := subject(given.pop("what"), **given), on, None, price)
-
+    from phalanx.hardware import cluster
+    from phalanx.planner import prices
     from phalanx.planner.advise import forecast_plan
+    from phalanx.report.planner_tables import forecast_view
 
-    found = forecast_plan(question, plan)
-    if as_json:
-        print_json({"job": asked.name, **found.to_dict()})
-    else:
-        from rich.console import Console
-
-        from phalanx.report.planner_tables import forecast_view
-
-        Console().print(forecast_view(asked.name, found), highlight=False)
+    there, priced = cluster(on), prices(given.pop("price"))
+    asked = subject(given.pop("what"), **given)
+    found = forecast_plan(asked.question(there, plan, prices=priced), plan)
+    answer(as_json, {"job": asked.name, **found.to_dict()}, lambda _: forecast_view(asked.name, found))
     if html:
-        from phalanx.cli.options import write
         from phalanx.report.html import forecast_page
 
         write(html, forecast_page(asked.name, found))

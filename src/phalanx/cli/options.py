@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -15,8 +15,7 @@ from phalanx.config.plan import Precision
 from phalanx.errors import Problem, SpecError
 
 if TYPE_CHECKING:
-    from phalanx.forecast import Work
-    from phalanx.planner import Question
+    from phalanx.preflight import Subject
 
 
 class PlanText(click.ParamType):
@@ -25,11 +24,6 @@ class PlanText(click.ParamType):
     name = "plan"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Plan:
-        """The plan that ``value`` stands for.
-
-        Raises:
-            SpecError: with everything that is wrong in it.
-        """
         if isinstance(value, Plan):
             return value
         if not value.endswith(".toml"):
@@ -37,16 +31,8 @@ class PlanText(click.ParamType):
         try:
             return Plan.from_toml(Path(value).read_text(encoding="utf-8"))
         except OSError as error:
-            raise SpecError(
-                [
-                    Problem(
-                        where="--plan",
-                        given=f"{value}: {error.strerror}",
-                        allowed="a plan such as dp=2, or a TOML file of plan keys",
-                        fix="--plan dp=2",
-                    )
-                ]
-            ) from None
+            given, allowed = f"{value}: {error.strerror}", "a plan such as dp=2, or a TOML file of plan keys"
+            raise SpecError.of(where="--plan", given=given, allowed=allowed, fix="--plan dp=2") from None
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Keys of a plan, and the values of those that take one of a few."""
@@ -85,23 +71,6 @@ PRECISIONS = get_args(Precision)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """What is trained.
-
-    Attributes:
-        name: for headings.
-        work: of each step.
-        steps: of the whole training; 0 where nobody knows.
-        look: what keeps a plan from the job; ``None`` for a configuration.
-    """
-
-    name: str
-    work: Work
-    steps: int
-    look: Callable[[Plan], list[Problem]] | None = None
-
-
 profile_option = click.option(
     "--profile",
     type=click.Choice(["trace", "measure"]),
@@ -130,7 +99,6 @@ def subject(what: str, *, batch: int, seq: int, steps: int, profile: str = "trac
 
     Raises:
         SpecError: with what is wrong in the options, or with the job or configuration.
-        ProfileError: if the model's shapes depend on values.
     """
     problems = [
         Problem(where=f"--{name}", given=str(value), allowed="a whole number, 1 or more", fix=f"--{name} {fix}")
@@ -139,45 +107,23 @@ def subject(what: str, *, batch: int, seq: int, steps: int, profile: str = "trac
     ]
     if problems:
         raise SpecError(problems)
+    from phalanx.launch.jobfile import load_job
     from phalanx.planner.advise import config_work, is_config
+    from phalanx.preflight import Subject
 
     if is_config(what):
         if profile != "trace":
             allowed = "trace: a configuration has no data to measure with"
-            raise SpecError([Problem(where="--profile", given=profile, allowed=allowed, fix="--profile trace")])
+            raise SpecError.of(where="--profile", given=profile, allowed=allowed, fix="--profile trace")
         path = Path(what)
         name = path.parent.name if path.suffix == ".json" and path.parent.name else path.stem
-        return Subject(name=name, work=config_work(what, batch=batch, length=seq), steps=steps)
-    from phalanx.launch.jobfile import load_job
-
-    job = load_job(what)
-    from phalanx.train.look_ahead import refusals
-    from phalanx.train.traced_job import steps_of, work_of
-
-    seen = replace(job, batch=batch) if batch else job
-    found = steps or steps_of(job, batch) or 0
-    work = work_of(job, batch=batch, length=seq, values=profile == "measure")
-    return Subject(name=job.name, work=work, steps=found, look=lambda plan: refusals(seen, plan))
-
-
-def question_of(subject: Subject, on: str, precision: str | None, price: str | None) -> Question:
-    """The question about ``subject`` on the cluster that a text describes."""
-    from phalanx.hardware import cluster
-    from phalanx.planner import Question, prices
-    from phalanx.planner.question import precision_for
-
-    there = cluster(on)
-    chosen: Any = precision or precision_for(there)
-    given: dict[str, Any] = {"work": subject.work, "steps": subject.steps, "look": subject.look}
-    return Question(cluster=there, precision=chosen, prices=prices(price), **given)
+        work = config_work(what, batch=batch, length=seq)
+        return Subject(name=name, steps=steps, work=lambda: work)
+    return Subject.of(load_job(what), batch=batch, length=seq, steps=steps, values=profile == "measure")
 
 
 def span(text: str | None) -> float:
-    """Seconds from ``90m``, ``24h`` or ``3d``; 0 from ``None``.
-
-    Raises:
-        SpecError: if it is no time above 0.
-    """
+    """Seconds from ``90m``, ``24h`` or ``3d``; 0 from ``None``. A ``SpecError`` if it is no time above 0."""
     if text is None:
         return 0.0
     try:
@@ -186,21 +132,17 @@ def span(text: str | None) -> float:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
         allowed = "a time above 0 in s, m, h or d"
-        raise SpecError([Problem(where="--deadline", given=repr(text), allowed=allowed, fix="--deadline 24h")])
+        raise SpecError.of(where="--deadline", given=repr(text), allowed=allowed, fix="--deadline 24h")
     return seconds
 
 
 def budget_of(given: float | None) -> float:
-    """A budget above 0; 0 from ``None``.
-
-    Raises:
-        SpecError: if it is a budget of nothing.
-    """
+    """A budget above 0; 0 from ``None``. A ``SpecError`` if it is a budget of nothing."""
     if given is None:
         return 0.0
     if not 0 < given < float("inf"):
         allowed = "more than 0: money with --price, else device-hours"
-        raise SpecError([Problem(where="--budget", given=f"{given:g}", allowed=allowed, fix="--budget 500")])
+        raise SpecError.of(where="--budget", given=f"{given:g}", allowed=allowed, fix="--budget 500")
     return given
 
 
@@ -210,8 +152,8 @@ def html_option(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--html", type=kind, help="Write the answer as one page with charts into this file.")(function)
 
 
-def write(path: Path, text: str) -> None:
-    """Write a page.
+def write(path: Path, text: str, option: str = "--html") -> None:
+    """Write a page or a picture, as ``option`` asks.
 
     Raises:
         SpecError: if it cannot be written there.
@@ -221,5 +163,6 @@ def write(path: Path, text: str) -> None:
     except OSError as error:
         allowed = "a file in a folder that exists and can be written to"
         given = f"{path}: {error.strerror}"
-        raise SpecError([Problem(where="--html", given=given, allowed=allowed, fix="--html plan.html")]) from None
+        fix = f"{option} plan.{option.removeprefix('--')}"
+        raise SpecError.of(where=option, given=given, allowed=allowed, fix=fix) from None
     click.echo(f"wrote {path}", err=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import asdict
 from functools import update_wrapper
 from typing import Any
 
@@ -25,7 +26,7 @@ def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any, as_json: bool, **kwargs: Any) -> Any:
-        with only_answers_on_stdout() if as_json else _unchanged():
+        with only_answers_on_stdout() if as_json else nullcontext():
             return function(*args, as_json=as_json, **kwargs)
 
     return click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON on stdout.")(
@@ -47,15 +48,21 @@ def only_answers_on_stdout() -> Iterator[None]:
         _answers.pop()
 
 
-@contextmanager
-def _unchanged() -> Iterator[None]:
-    yield
-
-
 def print_json(value: Any) -> None:
     """Print ``value`` as one JSON document; numbers that JSON does not know become null."""
     stdout = _answers[-1] if _answers else sys.stdout
     print(json.dumps(finite(value), indent=2, default=str), file=stdout, flush=True)
+
+
+def answer(as_json: bool, told: dict[str, Any], view: Callable[[int], Any]) -> None:
+    """Print the answer: ``told`` as JSON, or what ``view`` makes of it for a terminal of so many columns."""
+    if as_json:
+        print_json(told)
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(view(console.width), highlight=False)
 
 
 def show_error(error: PhalanxError, *, as_json: bool) -> None:
@@ -66,18 +73,10 @@ def show_error(error: PhalanxError, *, as_json: bool) -> None:
         text = f"{len(problems)} things are wrong\n" + "\n".join(f"- {problem}" for problem in problems)
     else:
         text = str(error)
-    text = "\n\n".join([text, *getattr(error, "__notes__", ())])
+    notes = list(getattr(error, "__notes__", ()))
+    text = "\n\n".join([text, *notes])
     click.echo(f"{click.style(word, fg='red', bold=True)}: {text}", err=True)
     if as_json:
-        fields = ("where", "given", "allowed", "fix")
-        print_json(
-            {
-                "error": {
-                    "kind": type(error).__name__,
-                    "message": str(error),
-                    "notes": list(getattr(error, "__notes__", ())),
-                    "problems": [{name: getattr(problem, name) for name in fields} for problem in problems],
-                    "exit_code": error.exit_code,
-                }
-            }
-        )
+        told = {"kind": type(error).__name__, "message": str(error), "notes": notes}
+        told |= {"problems": [asdict(problem) for problem in problems], "exit_code": error.exit_code}
+        print_json({"error": told})

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from phalanx.cli.options import PRECISIONS, budget_of, html_option, question_of, span, subject, subject_options
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.options import PRECISIONS, budget_of, html_option, span, subject, subject_options, write
+from phalanx.cli.output import answer, json_option
 
 _NO = 1
 
@@ -24,7 +24,7 @@ _NO = 1
 @html_option
 @json_option
 @click.pass_context
-def command(ctx: click.Context, on: str, precision: str | None, html: Path | None, as_json: bool, **given: Any) -> None:
+def command(ctx: click.Context, on: str, precision: Any, html: Path | None, as_json: bool, **given: Any) -> None:
     """Find the best plans for JOB on CLUSTER: all that can be run are enumerated, those that fit are priced.
 
     CONFIG is the config.json of a Hugging Face model, or its folder: no code is needed, but --batch. The devices need
@@ -39,23 +39,18 @@ def command(ctx: click.Context, on: str, precision: str | None, html: Path | Non
       phalanx plan llama/config.json --on 64xH100 --batch 1024 --seq 8192
       phalanx plan examples/resnet50.py --on 8xA100 --because "fsdp=8"
     """
+    from phalanx.hardware import cluster
+    from phalanx.planner import prices
     from phalanx.planner.advise import advise
     from phalanx.planner.rank import Goal
+    from phalanx.report.planner_tables import plan_view
 
     goal = Goal(by=given.pop("best"), deadline=span(given.pop("deadline")), budget=budget_of(given.pop("budget")))
-    because, price = given.pop("because"), given.pop("price")
+    there, priced, because = cluster(on), prices(given.pop("price")), given.pop("because")
     asked = subject(given.pop("what"), **given)
-    advice = advise(question_of(asked, on, precision, price), goal, because)
-    if as_json:
-        print_json({"job": asked.name, **advice.to_dict()})
-    else:
-        from rich.console import Console
-
-        from phalanx.report.planner_tables import plan_view
-
-        Console().print(plan_view(asked.name, advice), highlight=False)
+    advice = advise(asked.question(there, precision=precision, prices=priced), goal, because)
+    answer(as_json, {"job": asked.name, **advice.to_dict()}, lambda _: plan_view(asked.name, advice))
     if html:
-        from phalanx.cli.options import write
         from phalanx.report.html import plan_page
 
         write(html, plan_page(asked.name, advice))

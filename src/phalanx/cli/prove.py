@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from phalanx.cli.options import PlanText, job_argument
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.output import answer, json_option
 from phalanx.config import Plan
 
 _NOT_EQUAL = 1
@@ -56,8 +56,5 @@ def command(
 
     with Waiting(stderr, f"{loaded.name}: {steps} steps on one device, then under {plan}") as waiting:
         proof = prove(loaded, plan, steps=steps, against=own, watch=waiting, say=say, dropout=dropout)
-    if as_json:
-        print_json({"job": loaded.name, **proof.to_dict()})
-    else:
-        Console().print(proof_table(proof.to_dict()), highlight=False)
+    answer(as_json, {"job": loaded.name, **proof.to_dict()}, lambda _: proof_table(proof.to_dict()))
     ctx.exit(0 if proof.equal else _NOT_EQUAL)

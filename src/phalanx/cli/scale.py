@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from phalanx.cli.options import PRECISIONS, budget_of, html_option, question_of, span, subject, subject_options
-from phalanx.cli.output import json_option, print_json
-from phalanx.errors import Problem, SpecError
+from phalanx.cli.options import PRECISIONS, budget_of, html_option, span, subject, subject_options, write
+from phalanx.cli.output import answer, json_option
+from phalanx.errors import SpecError
 
 _NO = 1
 
@@ -41,28 +41,22 @@ def command(ctx: click.Context, on: str, html: Path | None, as_json: bool, **giv
     most, share = given.pop("up_to"), given.pop("worth")
     if not 0 < share <= 1:
         allowed = "a share above 0, at most 1, of what twice the devices could gain"
-        raise SpecError([Problem(where="--worth", given=f"{share:g}", allowed=allowed, fix="--worth 0.5")])
+        raise SpecError.of(where="--worth", given=f"{share:g}", allowed=allowed, fix="--worth 0.5")
     deadline, budget = span(given.pop("deadline")), budget_of(given.pop("budget"))
-    precision, price = given.pop("precision"), given.pop("price")
-    asked = subject(given.pop("what"), **given)
-    question = question_of(asked, on, precision, price)
-
+    from phalanx.hardware import cluster
+    from phalanx.planner import prices
     from phalanx.planner.rank import Goal
     from phalanx.planner.scale import scale
+    from phalanx.report.planner_tables import scale_view
 
+    there, how = cluster(on), {"precision": given.pop("precision"), "prices": prices(given.pop("price"))}
+    asked = subject(given.pop("what"), **given)
+    question = asked.question(there, **how)
     Goal(deadline=deadline, budget=budget).check(question)
     curve = scale(question, most, share=share, budget=budget, deadline=deadline)
-    if as_json:
-        print_json({"job": asked.name, "device": question.cluster.groups[0].device.name, **curve.to_dict()})
-    else:
-        from rich.console import Console
-
-        from phalanx.report.planner_tables import scale_view
-
-        console = Console()
-        console.print(scale_view(asked.name, curve, console.width), highlight=False)
+    told = {"job": asked.name, "device": question.cluster.groups[0].device.name, **curve.to_dict()}
+    answer(as_json, told, lambda width: scale_view(asked.name, curve, width))
     if html:
-        from phalanx.cli.options import write
         from phalanx.report.html import scale_page
 
         write(html, scale_page(asked.name, curve))

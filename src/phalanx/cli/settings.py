@@ -22,9 +22,7 @@ class Given:
     """What stands on the command line of ``phalanx train``; ``None`` where nothing does.
 
     Attributes:
-        job: where the job is.
         devices: how many, as ``-n`` says.
-        folder: the run folder.
         resume: go on from its newest checkpoint.
         values: the other options by their names in ``RunSpec``.
     """
@@ -47,22 +45,16 @@ class Given:
         if self.devices is not None and self.devices < 1:
             problems.append(Problem(where="-n", given=str(self.devices), allowed="1 or more devices", fix="-n 2"))
         if self.resume and self.folder is None:
-            fix = "--run runs/digits-1 --resume"
-            problems.append(
-                Problem(where="--resume", given="no --run", allowed="the folder of the run to go on with", fix=fix)
-            )
+            allowed, fix = "the folder of the run to go on with", "--run runs/digits-1 --resume"
+            problems.append(Problem(where="--resume", given="no --run", allowed=allowed, fix=fix))
         if problems:
             raise SpecError(problems)
         if self.plan and self.devices and self.plan.devices != self.devices:
-            raise RefusedError(
-                [
-                    Problem(
-                        where="--plan",
-                        given=f"{self.plan}, which is for {self.plan.devices} devices, with -n {self.devices}",
-                        allowed="a mesh that multiplies to the devices: pp × dp × fsdp × ep × cp × tp × threads = n",
-                        fix=f"-n {self.plan.devices}",
-                    )
-                ]
+            raise RefusedError.of(
+                where="--plan",
+                given=f"{self.plan}, which is for {self.plan.devices} devices, with -n {self.devices}",
+                allowed="a mesh that multiplies to the devices: pp × dp × fsdp × ep × cp × tp × threads = n",
+                fix=f"-n {self.plan.devices}",
             )
 
 
@@ -104,18 +96,15 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
     ]
     length = next((name for name in ("steps", "epochs") if name in values), "steps" if job.steps else "epochs")
     for name in ("batch", length):
-        settings.append(
-            Setting(name=name, value=str(values.get(name, getattr(job, name))), source=taken.get(name, "job"))
-        )
+        value = str(values.get(name, getattr(job, name)))
+        settings.append(Setting(name=name, value=value, source=taken.get(name, "job")))
     settings.append(Setting(name="seed", value=str(job.seed), source="job"))
     defaults = {**{field.name: field.default for field in fields(RunSpec)}, "snapshot_every": run.snapshots}
     for name in _OWN:
         if name == "snapshot_every" and not plan.server:
             continue
-        source = taken.get(name, "default")
-        settings.append(
-            Setting(name=name.replace("_", "-"), value=str(values.get(name, defaults[name])), source=source)
-        )
+        value, source = str(values.get(name, defaults[name])), taken.get(name, "default")
+        settings.append(Setting(name=name.replace("_", "-"), value=value, source=source))
     return run, settings
 
 
@@ -138,11 +127,6 @@ def plan_of(given: Given, earlier: RunSpec | None, batch: int) -> tuple[Plan, st
         return Plan(dp=given.devices), "argument"
     if earlier:
         return earlier.plan, "run file"
-    return default_plan(batch), "default"
-
-
-def default_plan(batch: int) -> Plan:
-    """All CUDA devices as replicas, as far as a batch goes round; one device where there is none."""
     from phalanx.preflight import plain
 
-    return plain(batch)
+    return plain(batch), "default"

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.cli.options import PlanText
-from phalanx.cli.output import json_option, print_json
+from phalanx.cli.options import PlanText, write
+from phalanx.cli.output import answer, json_option
 from phalanx.config import Job, Plan, RunSpec
-from phalanx.errors import Problem, SpecError
+from phalanx.errors import SpecError
 
 if TYPE_CHECKING:
     from phalanx.report.show import Shown
@@ -36,23 +36,14 @@ def command(what: str, plan: Plan | None, devices: int | None, svg: Path | None,
       phalanx show examples/gpt.py --plan "fsdp=4 zero=2" --svg plan.svg
       phalanx show runs/gpt-1
     """
-    shown = _of_run(Path(what), plan, devices) if _is_folder(what) else _of_job(what, plan, devices)
+    folder = Path(what)
+    is_run = folder.is_dir() and not (folder / "__init__.py").exists()  # a package is a folder, too, and may be a job
+    shown = _of_run(folder, plan, devices) if is_run else _of_job(what, plan, devices)
+    from phalanx.report.show_output import shown_svg, shown_text
+
     if svg:
-        _write(svg, shown)
-    if as_json:
-        print_json(shown.to_dict())
-        return
-    from rich.console import Console
-
-    from phalanx.report.show_output import shown_text
-
-    console = Console()
-    console.print(shown_text(shown, console.width), highlight=False)
-
-
-def _is_folder(what: str) -> bool:
-    # a package is a folder, too, and may be a job
-    return Path(what).is_dir() and not (Path(what) / "__init__.py").exists()
+        write(svg, shown_svg(shown), "--svg")
+    answer(as_json, shown.to_dict(), lambda width: shown_text(shown, width))
 
 
 def _of_job(what: str, plan: Plan | None, devices: int | None) -> Shown:
@@ -81,7 +72,7 @@ def _of_run(folder: Path, plan: Plan | None, devices: int | None) -> Shown:
         option = "--plan" if plan else "-n"
         told = "no --plan and no -n for a run, which has its own plan"
         given = f"{option} {plan or devices} with the run folder {folder}"
-        raise SpecError([Problem(where=option, given=given, allowed=told, fix=f"phalanx show {folder}")])
+        raise SpecError.of(where=option, given=given, allowed=told, fix=f"phalanx show {folder}")
     from phalanx.preflight import forecast_here
     from phalanx.report.show import of_run
 
@@ -93,27 +84,12 @@ def _job_of(folder: Path) -> Job:
 
     path = folder / "run.toml"
     if not path.is_file():
-        problem = Problem(
-            where="run.toml", given=f"no file {path}", allowed="the run file that train writes", fix="phalanx train"
-        )
-        raise SpecError([problem])
+        given, allowed = f"no file {path}", "the run file that train writes"
+        raise SpecError.of(where="run.toml", given=given, allowed=allowed, fix="phalanx train")
     return load_job(RunSpec.from_toml(path.read_text(encoding="utf-8")).job)
 
 
 def _neither(what: str, given: str) -> SpecError:
     allowed = "a job (path/to/file.py, path/to/file.py:name or package.module:name) or a run folder"
     fix = "phalanx show examples/gpt.py --plan tp=2"
-    return SpecError([Problem(where="JOB|RUN", given=f"{what}, {given}", allowed=allowed, fix=fix)])
-
-
-def _write(path: Path, shown: Shown) -> None:
-    from phalanx.report.show_output import shown_svg
-
-    try:
-        path.write_text(shown_svg(shown), encoding="utf-8")
-    except OSError as error:
-        allowed = "a file in a folder that exists and can be written to"
-        raise SpecError(
-            [Problem(where="--svg", given=f"{path}: {error.strerror}", allowed=allowed, fix="--svg plan.svg")]
-        ) from None
-    click.echo(f"wrote {path}", err=True)
+    return SpecError.of(where="JOB|RUN", given=f"{what}, {given}", allowed=allowed, fix=fix)

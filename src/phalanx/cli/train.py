@@ -80,9 +80,8 @@ def command(
     with _told_how_to_go_on(run, launcher), output.follow(tensorboard=tensorboard) as follower:
         fit(loaded, run=run, watch=follower, launcher=launcher)
 
-    from phalanx.report.comparison_tables import beside_table
-    from phalanx.report.sample_audit import samples_seen
-    from phalanx.report.summary import summarise
+    from phalanx.report.comparison import beside_table
+    from phalanx.report.summary import samples_seen, summarise
     from phalanx.report.tables import summary_table
 
     summary, samples = summarise(run.folder), samples_seen(run.folder)
@@ -149,7 +148,8 @@ def _told_how_to_go_on(run: RunSpec, launcher: str) -> Iterator[None]:
     try:
         yield
     except RunError as error:
-        error.add_note(way_on(run, launcher))
+        if run.folder.is_dir():
+            error.add_note(way_on(run, launcher))
         raise
     except (KeyboardInterrupt, SystemExit) as stop:
         click.echo(f"stopped. {way_on(run, launcher)}", err=True)

@@ -22,6 +22,7 @@ from phalanx.report.drawing import draw
 from phalanx.report.progress import Follower, Waiting, progress
 from phalanx.report.summary import RunSummary, summarise
 from phalanx.report.tables import Scaled, scaled, scaled_cells
+from phalanx.verify import Proof
 
 JOBS = {
     "phalanx.demo.jobs.digits:job": "a convolutional net reads handwritten digits",
@@ -36,10 +37,8 @@ class Stop:
     """One run of the demo.
 
     Attributes:
-        job: name of the job.
         scaled: its speed beside that of one device.
         evaluation: of the trained model: ``loss``, ``samples``, ``metrics``.
-        folder: the run folder.
         equal: whether the plan was proven equal to one device; ``None`` for the run on one device itself.
         difference: the largest relative difference of losses, gradients and parameters in the proof.
     """
@@ -54,23 +53,16 @@ class Stop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What the demo came to.
-
-    Attributes:
-        machine: the devices it used.
-        stops: its runs, in order.
-    """
+    """What the demo came to: its runs, in order."""
 
     machine: Cluster
     stops: tuple[Stop, ...]
 
     @property
     def equal(self) -> bool:
-        """Whether every proof succeeded."""
         return all(stop.equal is not False for stop in self.stops)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON."""
         return {"machine": str(self.machine), "equal": self.equal, "runs": [asdict(stop) for stop in self.stops]}
 
 
@@ -82,7 +74,6 @@ class Tour:
         folder: where its run folders go.
         devices: to split over; all CUDA devices or up to 4 cores where not given, and 2 processes at least.
         steps: of each run, in place of the jobs' own length.
-        console: where to tell what is going on.
     """
 
     def __init__(self, *, folder: Path, devices: int | None, steps: int | None, console: Console) -> None:
@@ -107,9 +98,8 @@ class Tour:
 
     def _greet(self) -> None:
         devices, kind = self._machine.devices, "GPU" if self._kind == "cuda" else "CPU core"
-        self._console.print(
-            f"[bold]Phalanx demo[/] on {devices} {kind}s: two jobs, each on 1 and on {devices} of them."
-        )
+        on = f"{devices} {kind}s: two jobs, each on 1 and on {devices} of them."
+        self._console.print(f"[bold]Phalanx demo[/] on {on}")
         if self._kind == "cpu" and devices > cores():
             few = f"{cores()} core" if cores() == 1 else f"{cores()} cores"
             self._console.print(f"[yellow]{devices} processes share {few} here: the same result, less speed-up.[/]")
@@ -119,14 +109,15 @@ class Tour:
         plan = Plan(dp=min(self._machine.devices, job.batch), device=self._device)
         self._console.print(f"\n[bold]{escape(job.name)}[/]: {what}, {job.batch} samples a step\n", highlight=False)
         single = self._train(job, reference, Plan(device=self._device))
-        click.echo(_indented(draw(plan, batch=job.batch, device=self._kind, width=76)), err=True)
+        drawn = draw(plan, batch=job.batch, device=self._kind, width=76)
+        click.echo("\n" + "\n".join(f"  {line}" for line in drawn.splitlines()) + "\n", err=True)
         split = self._train(job, reference, plan)
         steps = min(_PROOF_STEPS, self._steps or _PROOF_STEPS)
         with Waiting(self._console, f"{plan}: proving that it computes what one device computes") as waiting:
             proof = prove(job, plan, steps=steps, watch=waiting)
         verdict = "[green]equal[/] to one device" if proof.equal else f"[red]not equal[/]: {escape(proof.first)}"
         self._console.print(f"  {plan} is {verdict} ({steps} steps compared)", highlight=False)
-        return [_stop(job, single, single), _stop(job, split, single, proof.equal, proof.largest)]
+        return [_stop(job, single, single), _stop(job, split, single, proof)]
 
     def _train(self, job: Job, reference: str, plan: Plan) -> RunSummary:
         folder = self._folder / f"{job.name}-{plan.kind if plan.kind == 'single' else f'dp{plan.dp}'}"
@@ -137,21 +128,10 @@ class Tour:
         return summarise(folder)
 
 
-def _stop(
-    job: Job,
-    summary: RunSummary,
-    single: RunSummary,
-    equal: bool | None = None,
-    difference: dict[str, float] | None = None,
-) -> Stop:
-    return Stop(
-        job=job.name,
-        scaled=scaled(summary, single),
-        evaluation=summary.evaluation,
-        folder=summary.folder,
-        equal=equal,
-        difference=difference,
-    )
+def _stop(job: Job, summary: RunSummary, single: RunSummary, proof: Proof | None = None) -> Stop:
+    what = {"job": job.name, "evaluation": summary.evaluation, "folder": summary.folder}
+    proven = {"equal": proof and proof.equal, "difference": proof and proof.largest}
+    return Stop(**what, **proven, scaled=scaled(summary, single))
 
 
 def tour_table(result: Result) -> RenderableType:
@@ -192,7 +172,3 @@ def _footnotes(result: Result) -> Sequence[RenderableType]:
     notes += [f"  {stop.folder}" for stop in result.stops]
     notes += ["", f"Yourself: phalanx train {next(iter(JOBS)).removesuffix(':job')} -n {result.machine.devices}"]
     return [f"[dim]{escape(note)}[/]" for note in notes]
-
-
-def _indented(text: str) -> str:
-    return "\n" + "\n".join(f"  {line}" for line in text.splitlines()) + "\n"

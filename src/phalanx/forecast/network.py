@@ -11,7 +11,7 @@ import numpy as np
 from phalanx.config.plan import AXES
 from phalanx.forecast.operation_arrays import Array
 from phalanx.forecast.rates import Wires
-from phalanx.hardware.exchanges import CACHED
+from phalanx.hardware.sweeps import CACHED
 from phalanx.placement.collective_bytes import Exchange, MeshSizes
 
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]

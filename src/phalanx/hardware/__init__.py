@@ -1,6 +1,6 @@
 """What machines have: this one as probed, others from the catalog."""
 
-from phalanx.hardware.catalog import CatalogEntry, Source, device, entry, names
+from phalanx.hardware.catalog import device, entry, names
 from phalanx.hardware.cluster_text import cluster
 from phalanx.hardware.probe import (
     cores,
@@ -13,8 +13,6 @@ from phalanx.hardware.probe import (
 )
 
 __all__ = [
-    "CatalogEntry",
-    "Source",
     "cluster",
     "cores",
     "cuda_devices",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -11,9 +11,8 @@ from statistics import geometric_mean, median
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config import Cluster, Link
-from phalanx.hardware.exchanges import CACHED, MeasuredExchange
-from phalanx.hardware.sweeps import Measurement
+from phalanx.config import Cluster
+from phalanx.hardware.sweeps import CACHED, MeasuredExchange, Measurement
 
 _LONG = 1e-4  # seconds from which a call says how busy cores slow each other down
 
@@ -43,8 +42,8 @@ def calibrated(machine: Cluster, sweeps: Sweeps) -> Cluster:
     """``machine``, its CPU cores with what ``sweeps`` say of them."""
     found = core(sweeps.kept, sweeps.returned)
     peak = {name.partition(".")[2]: found.pop(name) for name in list(found) if name.startswith("peak.")}
-    found["busy"] = slowdown(sweeps.kept, sweeps.beside, ("product", "convolution"), _LONG)
-    found["busy_stream"] = slowdown(sweeps.kept, sweeps.beside, ("stream", "named"), _LONG)
+    found["busy"] = slowdown(sweeps, ("product", "convolution"))
+    found["busy_stream"] = slowdown(sweeps, ("stream", "named"))
     wires = lines(sweeps.exchanges)
     found |= wires | {f"rest.{count}": seconds for count, seconds in sweeps.rest.items()}
     for count, seconds in sweeps.relay.items():
@@ -58,14 +57,10 @@ def calibrated(machine: Cluster, sweeps: Sweeps) -> Cluster:
         bandwidth=found["far"],
         measured=dict(sorted(found.items())),
     )
-    return replace(machine, groups=(replace(group, device=device, link=_link(group.link, wires)),))
-
-
-def _link(known: Link, lines: Mapping[str, float]) -> Link:
-    """What a send between two processes says of the link."""
-    if not lines.get("send.2.byte"):
-        return known
-    return replace(known, bandwidth=1 / lines["send.2.byte"], latency=lines["send.2.start"])
+    link = group.link
+    if byte := wires.get("send.2.byte"):
+        link = replace(link, bandwidth=1 / byte, latency=wires["send.2.start"])
+    return replace(machine, groups=(replace(group, device=device, link=link),))
 
 
 def default_path() -> Path:
@@ -80,9 +75,7 @@ _PIECE = 2**20
 def core(kept: Sequence[Measurement], returned: Sequence[Measurement]) -> dict[str, float]:
     """Constants of a CPU core by the names that ``Device.measured`` has, and ``peak.fp32``, ``peak.bf16``.
 
-    Args:
-        kept: a sweep where freed memory stays with the process.
-        returned: the same where it goes back to the kernel.
+    Of a sweep where freed memory stays with the process, and one where it goes back to the kernel.
     """
     call, step = (_of(kept, "floor", name)[0] for name in ("call", "linear"))
     found: dict[str, float] = {"floor": step.seconds / step.sizes[0]}
@@ -157,15 +150,13 @@ def lines(points: Sequence[MeasuredExchange]) -> dict[str, float]:
     return found
 
 
-def slowdown(
-    alone: Sequence[Measurement], beside: Iterable[Sequence[Measurement]], kinds: Sequence[str], least: float
-) -> float:
-    """By how much longer work of ``kinds`` takes beside others; calls shorter than ``least`` seconds say nothing."""
+def slowdown(sweeps: Sweeps, kinds: Sequence[str]) -> float:
+    """By how much longer work of ``kinds`` takes beside others."""
     ratios = [
         slow.seconds / quick.seconds
-        for one in beside
-        for slow, quick in zip(one, alone, strict=True)
-        if quick.kind in kinds and quick.seconds >= least
+        for one in sweeps.beside
+        for slow, quick in zip(one, sweeps.kept, strict=True)
+        if quick.kind in kinds and quick.seconds >= _LONG
     ]
     return max(1.0, median(ratios)) if ratios else 1.0
 
@@ -219,9 +210,9 @@ def _above_zero(columns: Array, seconds: Array, floor: float) -> tuple[float, fl
     both = np.linalg.lstsq(scaled, wanted, rcond=None)[0]
     if (both >= 0).all():
         return float(both[0]), float(both[1])
-    single: Callable[[int], float] = lambda at: max(0.0, float(scaled[:, at] @ wanted / (scaled[:, at] ** 2).sum()))  # noqa: E731
-    options = [(single(0), 0.0), (0.0, single(1))]
-    return min(options, key=lambda one: float(((scaled @ np.array(one) - wanted) ** 2).sum()))
+    one, other = (max(0.0, float(column @ wanted / (column**2).sum())) for column in scaled.T)
+    options = [(one, 0.0), (0.0, other)]
+    return min(options, key=lambda pair: float(((scaled @ np.array(pair) - wanted) ** 2).sum()))
 
 
 _STAT = Path("/proc/stat")

@@ -19,12 +19,10 @@ from phalanx.units import parse_bytes, show_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Where figures are from.
+    """The document, or the assumption made, that figures are from.
 
     Attributes:
         figures: which they are: ``device``, ``link``, ``host``, ``host link``, ``network`` or ``room``.
-        document: that states them, or the assumption made.
-        year: of that document.
     """
 
     figures: str
@@ -37,13 +35,10 @@ class CatalogEntry:
     """A device with what usually surrounds it.
 
     Attributes:
-        device: what computes.
         link: between the devices of one node.
         host: the machine they usually sit in.
         adapters: network adapters of a full host.
         adapter: what one of them can do.
-        aliases: other names of the device.
-        sources: of all figures.
         note: what to know before using them; may be empty.
     """
 
@@ -234,20 +229,6 @@ def facts(one: CatalogEntry) -> list[tuple[str, str]]:
     ]
     sources = [(f"source: {one.figures}", f"{one.document} ({one.year})") for one in one.sources]
     return [(label, text) for label, text in rows if text] + sources
-
-
-def catalog_table() -> str:
-    """The catalog as a table in markdown, followed by the sources of each device."""
-    lines = [f"| {' | '.join(HEADINGS)} |", f"| --- |{' ---: |' * (len(HEADINGS) - 1)}"]
-    entries = [entry(name) for name in names()]
-    lines += [f"| {' | '.join(cells(one).values())} |" for one in entries]
-    lines += ["", "## Names and sources", "", "| device | also called | source of its figures | year |"]
-    lines += ["| --- | --- | --- | --- |"]
-    for one in entries:
-        source = one.sources[0]
-        aliases = ", ".join(f"`{alias}`" for alias in one.aliases)
-        lines.append(f"| {one.device.name} | {aliases} | {source.document} | {source.year} |")
-    return "\n".join(lines)
 
 
 def _host(host: Host) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.config import Cluster, Group, Network
-from phalanx.errors import Problem, SpecError
+from phalanx.errors import SpecError
 from phalanx.hardware.catalog import CatalogEntry, entry, find, unknown
 
 _FORM = "[nodes x] [devices x] name, joined by +, and at the end @ a rate for each node"
@@ -40,12 +39,7 @@ def cluster(text: str) -> Cluster:
 
 @dataclass(kw_only=True, slots=True)
 class _Reader:
-    """Reads a text from left to right.
-
-    Attributes:
-        text: all of it.
-        at: the character that comes next.
-    """
+    """Reads a text from left to right; ``at`` is the character that comes next."""
 
     text: str
     at: int = 0
@@ -57,7 +51,9 @@ class _Reader:
         rate = self._rate() if self._take("@") else None
         if self.text[self.at :].strip():
             raise self._wrong("the end" if rate else f"+, @ or the end, as in {_FORM}")
-        return _joined([group for group, _ in groups], [network for _, network in groups], rate)
+        slowest = min((network for _, network in groups), key=lambda one: one.bandwidth)
+        network = Network(bandwidth=rate, latency=slowest.latency) if rate else slowest
+        return Cluster(groups=tuple(group for group, _ in groups), network=network)
 
     def _group(self) -> tuple[Group, Network]:
         counts: list[tuple[int, int]] = []
@@ -107,7 +103,7 @@ class _Reader:
         rest = self.text[self.at :]
         at = self.at + len(rest) - len(rest.lstrip())
         given = f"{self.text!r}\n    {self.text}\n    {' ' * at}^ here"
-        return SpecError([Problem(where="cluster", given=given, allowed=expected, fix=fix)])
+        return SpecError.of(where="cluster", given=given, allowed=expected, fix=fix)
 
 
 def _group_of(counts: list[int], found: CatalogEntry, text: str) -> tuple[Group, Network]:
@@ -117,29 +113,15 @@ def _group_of(counts: list[int], found: CatalogEntry, text: str) -> tuple[Group,
             pass
         case [count] if slots and count > slots:
             if count % slots:
-                raise SpecError([_indivisible(count, found, text)])
+                name, below = found.device.name, count // slots * slots
+                given = f"{text!r}: {count} {name} do not fill nodes of {slots}"
+                allowed = f"{below} or {below + slots} of them, or nodes x devices"
+                raise SpecError.of(where="cluster", given=given, allowed=allowed, fix=f"{below}x{name}")
             nodes, per_node = count // slots, slots
         case _:
             nodes, per_node = 1, counts[0] if counts else 1
     group = Group(device=found.device, link=found.link, host=found.host, per_node=per_node, nodes=nodes)
     return group, found.network(per_node)
-
-
-def _indivisible(count: int, found: CatalogEntry, text: str) -> Problem:
-    slots, name = found.host.slots, found.device.name
-    below = count // slots * slots
-    return Problem(
-        where="cluster",
-        given=f"{text!r}: {count} {name} do not fill nodes of {slots}",
-        allowed=f"{below} or {below + slots} of them, or nodes x devices",
-        fix=f"{below}x{name}",
-    )
-
-
-def _joined(groups: list[Group], networks: Iterable[Network], rate: float | None) -> Cluster:
-    slowest = min(networks, key=lambda one: one.bandwidth)
-    network = Network(bandwidth=rate, latency=slowest.latency) if rate else slowest
-    return Cluster(groups=tuple(groups), network=network)
 
 
 def _from_file(path: Path) -> Cluster:
@@ -148,7 +130,7 @@ def _from_file(path: Path) -> Cluster:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         given = f"{path}: {error.strerror if isinstance(error, OSError) else error}"
         allowed = "a TOML file of a cluster, or text such as 8xH100"
-        raise SpecError([Problem(where="cluster", given=given, allowed=allowed, fix="8xH100")]) from None
+        raise SpecError.of(where="cluster", given=given, allowed=allowed, fix="8xH100") from None
     rows = table.get("groups")
     if isinstance(rows, list):
         entries = [_filled(row) for row in rows]
@@ -176,10 +158,6 @@ def _count(row: dict[str, Any], found: CatalogEntry) -> int:
 
 
 def _without_none(value: Any) -> Any:
-    match value:
-        case dict():
-            return {name: _without_none(one) for name, one in value.items() if one is not None}
-        case list():
-            return [_without_none(one) for one in value]
-        case _:
-            return value
+    if isinstance(value, dict):
+        return {name: _without_none(one) for name, one in value.items() if one is not None}
+    return [_without_none(one) for one in value] if isinstance(value, list) else value

@@ -74,14 +74,9 @@ def _gpu_groups(host: Host, gpus: Sequence[Gpu], matrix: str) -> tuple[Group, ..
     for _, alike in groupby(sorted(gpus, key=lambda one: (one.name, one.memory)), key=lambda one: one.name):
         same = list(alike)
         known = matched(same[0])
-        groups.append(
-            Group(
-                device=measured(same[0], known),
-                link=link_of(matrix, len(gpus), known),
-                host=replace(host, slots=len(same), link=known.host.link),
-                per_node=len(same),
-            )
-        )
+        around = replace(host, slots=len(same), link=known.host.link)
+        link = link_of(matrix, len(gpus), known)
+        groups.append(Group(device=measured(same[0], known), link=link, host=around, per_node=len(same)))
     return tuple(groups)
 
 
@@ -96,10 +91,9 @@ def _gpus() -> tuple[Gpu, ...]:
 @cache
 def _asked_elsewhere() -> tuple[Gpu, ...]:
     # names and memory cost an initialised CUDA, which this process must not have before it forks
+    asked = [sys.executable, "-c", _ASK_TORCH]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=120, check=True
-        )
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=True)
         return tuple(Gpu(name=name, memory=memory) for name, memory in json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return ()
@@ -138,12 +132,7 @@ _SLOW_LANES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One device as the driver reports it.
-
-    Attributes:
-        name: such as ``NVIDIA A100-SXM4-80GB``.
-        memory: bytes the driver offers.
-    """
+    """One device as the driver reports it: ``NVIDIA A100-SXM4-80GB``, and the bytes of memory it offers."""
 
     name: str
     memory: int

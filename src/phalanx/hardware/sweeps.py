@@ -1,6 +1,7 @@
-"""Short sweeps over the operations of training: how long each takes on one device of this machine, by size.
+"""Short sweeps over the operations and collectives of training: how long each takes on this machine, by size.
 
-Torch is imported by the functions that need it. Shapes of products are (m, n, k).
+Torch is imported by the functions that need it. Shapes of products are (m, n, k). Of collectives, all ranks of the
+default group take part.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,19 +19,15 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
+
 Kind = Literal["product", "convolution", "attention", "stream", "named", "floor", "optimizer"]
 
 _PRODUCTS = (
     (32, 256, 64), (64, 64, 64), (8, 1024, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 768, 256),
     (512, 384, 384), (1024, 384, 384), (768, 256, 1024), (512, 2048, 512), (1024, 1024, 1024),
 )  # fmt: skip
-_CONVOLUTIONS = (
-    (32, 1, 32, 28),
-    (16, 16, 32, 28),
-    (32, 32, 64, 14),
-    (16, 64, 64, 14),
-    (8, 64, 128, 14),
-)  # samples, from, to, side
+# samples, from, to, side
+_CONVOLUTIONS = ((32, 1, 32, 28), (16, 16, 32, 28), (32, 32, 64, 14), (16, 64, 64, 14), (8, 64, 128, 14))
 _ATTENTIONS = ((8, 4, 64, 32), (4, 4, 128, 64), (4, 6, 256, 64), (8, 8, 128, 32))  # samples, heads, tokens, width
 _STREAMS = (10_000, 30_000, 100_000, 200_000, 400_000, 700_000, 1_500_000)  # elements
 _LAYERS = 20
@@ -43,7 +41,6 @@ class Measurement:
     """One measurement.
 
     Attributes:
-        kind: what was measured.
         name: of the operation, precision or optimizer.
         sizes: what it was measured at; see the function that did.
         seconds: of one call.
@@ -186,37 +183,19 @@ def _of_rows(device: str) -> dict[str, Call]:
     scale, table = torch.randn(_WIDTH, device=device), torch.randn(256, _WIDTH, device=device)
     _, mean, spread = aten.native_layer_norm(*norm, scale, scale, 1e-5)
     classes = torch.randint(_WIDTH, (_ROWS,), device=device)
-    ids, all_three = classes % 256, [True, True, True]
-    one = mean.sum()
+    ids = classes % 256
+    back = (g, *norm, mean, spread, scale, scale, [True, True, True])
+    softmax, picked = (g, x, -1, torch.float32), (mean.sum(), x, classes, None, 1, -100, scale[0])
+    rows = (g, ids, 256, -1, False)
     return {
-        "native_layer_norm": (
-            lambda: aten.native_layer_norm(*norm, scale, scale, 1e-5),
-            2 * whole + 2 * _ROWS,
-            whole,
-        ),
-        "native_layer_norm_backward": (
-            lambda: aten.native_layer_norm_backward(g, *norm, mean, spread, scale, scale, all_three),
-            3 * whole + 2 * _ROWS,
-            whole,
-        ),
+        "native_layer_norm": (lambda: aten.native_layer_norm(*norm, scale, scale, 1e-5), 2 * whole + 2 * _ROWS, whole),
+        "native_layer_norm_backward": (lambda: aten.native_layer_norm_backward(*back), 3 * whole + 2 * _ROWS, whole),
         "_softmax": (lambda: aten._softmax(x, -1, False), 2 * whole, whole),
         "_log_softmax": (lambda: aten._log_softmax(x, -1, False), 2 * whole, whole),
-        "_log_softmax_backward_data": (
-            lambda: aten._log_softmax_backward_data(g, x, -1, torch.float32),
-            3 * whole,
-            whole,
-        ),
-        "nll_loss_backward": (
-            lambda: aten.nll_loss_backward(one, x, classes, None, 1, -100, scale[0]),
-            2 * whole,
-            whole,
-        ),
+        "_log_softmax_backward_data": (lambda: aten._log_softmax_backward_data(*softmax), 3 * whole, whole),
+        "nll_loss_backward": (lambda: aten.nll_loss_backward(*picked), 2 * whole, whole),
         "embedding": (lambda: aten.embedding(table, ids), 2 * whole + _ROWS, whole),
-        "embedding_dense_backward": (
-            lambda: aten.embedding_dense_backward(g, ids, 256, -1, False),
-            whole + 257 * _WIDTH,
-            256 * _WIDTH,
-        ),
+        "embedding_dense_backward": (lambda: aten.embedding_dense_backward(*rows), whole + 257 * _WIDTH, 256 * _WIDTH),
     }
 
 
@@ -226,24 +205,18 @@ def _of_images(device: str) -> dict[str, Call]:
     aten: Any = torch.ops.aten
     images, scale = torch.randn(16, 32, 28, 28, device=device), torch.randn(32, device=device)
     whole = float(images.numel())
-    pooled, where = aten.max_pool2d_with_indices(images, [2, 2], [2, 2])
-    window = ([2, 2], [2, 2], [0, 0], [1, 1], False)
+    pool = (images, [2, 2], [2, 2])
+    pooled, where = aten.max_pool2d_with_indices(*pool)
+    unpool = aten.max_pool2d_with_indices_backward
+    undo, out = (pooled, *pool, [0, 0], [1, 1], False, where), float(pooled.numel())
     plain = (images, scale, scale, None, None, True, 0.1, 1e-5)
     mean, spread = aten.native_batch_norm(*plain)[1:]
     back = (images, images, scale, None, None, mean, spread, True, 1e-5, [True, True, True])
     return {
         "native_batch_norm": (lambda: aten.native_batch_norm(*plain), 2 * whole, whole),
         "native_batch_norm_backward": (lambda: aten.native_batch_norm_backward(*back), 3 * whole, whole),
-        "max_pool2d_with_indices": (
-            lambda: aten.max_pool2d_with_indices(images, [2, 2], [2, 2]),
-            whole + 2 * pooled.numel(),
-            3.0 * pooled.numel(),
-        ),
-        "max_pool2d_with_indices_backward": (
-            lambda: aten.max_pool2d_with_indices_backward(pooled, images, *window, where),
-            2 * whole + 2 * pooled.numel(),
-            whole,
-        ),
+        "max_pool2d_with_indices": (lambda: aten.max_pool2d_with_indices(*pool), whole + 2 * out, 3.0 * out),
+        "max_pool2d_with_indices_backward": (lambda: unpool(*undo), 2 * (whole + out), whole),
     }
 
 
@@ -253,7 +226,6 @@ def floors(pace: Pace, device: str) -> Iterator[Measurement]:
 
     one = torch.ones(1, device=device)
     yield Measurement(kind="floor", name="call", sizes=(1.0,), seconds=seconds_of(lambda: one + one, pace, device))
-
     net = torch.nn.Sequential()
     for _ in range(_LAYERS):
         net.extend([torch.nn.Linear(4, 4), torch.nn.ReLU()])
@@ -280,10 +252,8 @@ def optimizers(pace: Pace, device: str) -> Iterator[Measurement]:
             held = [torch.nn.Parameter(torch.randn(each, device=device)) for _ in range(tensors)]
             for one in held:
                 one.grad = torch.randn_like(one)
-            seconds = seconds_of(make(held).step, pace, device)
-            yield Measurement(
-                kind="optimizer", name=name, sizes=(float(tensors * each), float(tensors)), seconds=seconds
-            )
+            sizes, seconds = (float(tensors * each), float(tensors)), seconds_of(make(held).step, pace, device)
+            yield Measurement(kind="optimizer", name=name, sizes=sizes, seconds=seconds)
 
 
 def seconds_of(work: Callable[[], Any], pace: Pace, device: str = "cpu") -> float:
@@ -335,3 +305,96 @@ def _alone() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send")
+WHOLE = ("all-reduce",)
+"""What replicas that hold the whole model need."""
+
+CACHED = 8_388_608  # bytes of a tensor up to which those of all ranks fit their cache
+SIZES = (4_096, 65_536, 1_048_576, CACHED, 4 * CACHED)  # bytes of the whole tensor on one rank
+_SIDE = 512  # of the square product before each call: some milliseconds of a CPU core
+_CALLS = 4  # of a round
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredExchange:
+    """One measurement.
+
+    Attributes:
+        kind: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all`` or ``send``.
+        size: bytes of the whole tensor on one rank.
+    """
+
+    kind: str
+    ranks: int
+    size: float
+    seconds: float
+
+
+def exchanges(
+    kinds: tuple[str, ...] = KINDS, *, device: str = "cpu", rounds: int = 7, sizes: tuple[int, ...] = SIZES
+) -> list[MeasuredExchange]:
+    """Collectives of ``kinds`` at every size. Collective; every rank gets its own times, which differ little."""
+    import torch
+    import torch.distributed as dist
+
+    ranks, found = dist.get_world_size(), list[MeasuredExchange]()
+    for size in sizes:
+        count = max(1, size // 4 // ranks) * ranks
+        whole, part = torch.ones(count, device=device), torch.ones(count // ranks, device=device)
+        works = _works(whole, part)
+        for kind in kinds:
+            fewer = 1 if size < CACHED else 2 if size == CACHED else 5
+            seconds = _together(works[kind], device, max(2, rounds // fewer)) / (2 if kind == "send" else 1)
+            found.append(MeasuredExchange(kind=kind, ranks=ranks, size=4.0 * count, seconds=seconds))
+    return found
+
+
+def _works(whole: Any, part: Any) -> dict[str, Callable[[], Any]]:
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    other = whole.clone()
+
+    def hand_on() -> None:
+        # stage by stage, as pipelines do: the even ranks send to the next, and get back
+        peer = rank ^ 1
+        if peer >= ranks:
+            return
+        for sender in (0, 1):
+            (dist.send if rank % 2 == sender else dist.recv)(whole, peer)
+
+    return {
+        "all-reduce": lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX),
+        "all-gather": lambda: gather(whole, part),
+        "reduce-scatter": lambda: scatter(part, whole, op=dist.ReduceOp.MAX),
+        "all-to-all": lambda: dist.all_to_all_single(other, whole),
+        "send": hand_on,
+    }
+
+
+def _together(work: Callable[[], Any], device: str, rounds: int) -> float:
+    """Seconds that a call adds to ranks that compute before each, as they do in a step: what one waits for another
+    is part of it. The middle one of the rounds, and no less than the fastest of calls that ranks begin together."""
+    import torch
+    import torch.distributed as dist
+
+    matrix = torch.ones(_SIDE, _SIDE, device=device)
+    compute = partial(torch.mm, matrix, matrix)
+
+    def seconds(*calls: Callable[[], Any]) -> float:
+        dist.barrier()
+        begun = time.perf_counter()
+        for _ in range(_CALLS):
+            for call in calls:
+                call()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begun) / _CALLS
+
+    seconds(compute, work)
+    added = median(seconds(compute, work) - seconds(compute) for _ in range(rounds))
+    return max(added, min(seconds(work) for _ in range(_CALLS)))

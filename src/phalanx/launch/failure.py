@@ -3,18 +3,24 @@
 When one worker dies, the others soon fail as well, because their peer is gone. Those failures are true and useless;
 this file tells them from the first one. A worker describes its own exception (``describe_error``), the launcher adds
 what it sees from outside (signals, silent exits), ``first_failure`` picks and ``worker_error`` words it.
+
+A forked worker has pipes to its launcher. One that was started as ``phalanx worker RUNFILE --reports FOLDER`` leaves in
+the folder which process it is, how far it came, and how it failed if it did (``WorkerReports``).
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
+import struct
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from phalanx.errors import PhalanxError, Problem, ProfileError, RefusedError, SpecError, WorkerError
 from phalanx.events import EventLog
@@ -47,7 +53,6 @@ class Failure:
     """How one worker failed.
 
     Attributes:
-        rank: of the worker.
         step: the optimizer step it had reported last, ``None`` before the first.
         kind: class name of its exception, ``signal 9`` and the like, or ``exit 0``.
         message: the exception's text, or what was seen from outside.
@@ -56,7 +61,6 @@ class Failure:
         lost_peer: the exception only reports that another worker is gone.
         signal: the signal that ended the worker, 0 where none did.
         expected: raised by Phalanx on purpose; its message already says what to do.
-        exit_code: for the launcher's process.
         problems: of a SpecError, each as JSON: it is raised again as what it was.
     """
 
@@ -75,15 +79,13 @@ class Failure:
 
 def describe_error(error: BaseException) -> dict[str, Any]:
     """What a worker reports about its own exception: the fields of a Failure that only the worker knows, as JSON."""
-    moment = time.monotonic()
-    expected = isinstance(error, PhalanxError)
     fields: dict[str, Any] = {
         "kind": type(error).__name__,
         "message": str(error),
         "traceback": "",
-        "time": moment,
+        "time": time.monotonic(),
         "lost_peer": _reports_lost_peer(error),
-        "expected": expected,
+        "expected": isinstance(error, PhalanxError),
         "exit_code": error.exit_code if isinstance(error, PhalanxError) else 3,
         "problems": [asdict(problem) for problem in error.problems] if isinstance(error, _WRITTEN) else [],
     }
@@ -139,10 +141,7 @@ def refusal(failure: Failure) -> SpecError | None:
 def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> WorkerError:
     """The error to raise: who failed and where, its own traceback, then what to do.
 
-    Args:
-        failure: the first one.
-        world_size: workers of the launch.
-        memory_kills: processes the kernel ended for lack of memory since the launch began.
+    ``memory_kills``: processes the kernel ended for lack of memory since the launch began.
     """
     where = f"rank {failure.rank} of {world_size}"
     when = "before the first step" if failure.step is None else f"in step {failure.step}"
@@ -160,14 +159,8 @@ def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> Wor
     hint = "" if failure.expected else advice(failure, memory_kills=memory_kills)
     if hint:
         text += f"\n\nwhat to do: {hint}"
-    return WorkerError(
-        text,
-        rank=failure.rank,
-        step=failure.step,
-        kind=failure.kind,
-        traceback=failure.traceback,
-        exit_code=failure.exit_code,
-    )
+    where_and_how = ("rank", "step", "kind", "traceback", "exit_code")
+    return WorkerError(text, **{name: getattr(failure, name) for name in where_and_how})
 
 
 def record(error: WorkerError | SpecError, folder: Path) -> None:
@@ -251,3 +244,52 @@ def memory_kills() -> int:
         if found:
             return int(found[1])
     return 0
+
+
+_PROGRESS = struct.Struct("=qq")  # process id; optimizer step, -1 before the first
+_NO_STEP = -1
+
+
+@final
+class WorkerReports:
+    """The folder, written by workers and read by their launcher; it belongs to the launcher, who removes it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._progress: dict[int, int] = {}
+
+    def write_step(self, rank: int, step: int | None) -> None:
+        """In the worker ``rank``: the optimizer step that begins, ``None`` as long as none has. About a microsecond."""
+        if rank not in self._progress:
+            self._progress[rank] = os.open(self._progress_file(rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.pwrite(self._progress[rank], _PROGRESS.pack(os.getpid(), _NO_STEP if step is None else step), 0)
+
+    def write_failure(self, failure: Failure) -> None:
+        """In a worker: how it failed. Whole or not at all: the launcher looks at any time."""
+        file = self.folder / f"failure-{failure.rank}.json"
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        partial.replace(file)
+
+    def failures(self) -> list[Failure]:
+        """In the launcher: what workers have reported so far."""
+        return [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in self.folder.glob("failure-*.json")]
+
+    def step(self, rank: int) -> int | None:
+        """In the launcher: the optimizer step the worker ``rank`` is in, ``None`` before the first."""
+        step = next((step for _, step in _read(self._progress_file(rank))), _NO_STEP)
+        return None if step == _NO_STEP else step
+
+    def processes(self) -> list[int]:
+        """In the launcher: the process ids of the workers that have begun."""
+        return [pid for file in self.folder.glob("progress-*") for pid, _ in _read(file)]
+
+    def _progress_file(self, rank: int) -> Path:
+        return self.folder / f"progress-{rank}"
+
+
+def _read(progress: Path) -> Iterator[tuple[int, int]]:
+    """Process id and step; nothing where the worker has only just made the file, or not yet."""
+    data = progress.read_bytes() if progress.exists() else b""
+    if len(data) == _PROGRESS.size:
+        yield _PROGRESS.unpack(data)

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 from phalanx.config import Job
-from phalanx.errors import PhalanxError, Problem, SpecError
+from phalanx.errors import PhalanxError, SpecError
 
 _TAIL = 12  # lines of a user's traceback that an error shows
 _stamps: dict[str, tuple[int, int]] = {}
@@ -79,13 +79,9 @@ def load_job(reference: str) -> Job:
         with _explained(f"{call} in {reference}", module.__file__, reference, then=call):
             job = function()
     if not isinstance(job, Job):
-        raise _wrong(
-            f"{where.function}() in {reference}",
-            f"a result of type {type(job).__name__}" if job is not None else "no result (None)",
-            "a phalanx.Job",
-            f"def {where.function}() -> px.Job: return px.Job(model=..., data=..., loss=..., optimizer=..., batch=256, "
-            "epochs=5)",
-        )
+        given = f"a result of type {type(job).__name__}" if job is not None else "no result (None)"
+        fix = f"def {call} -> px.Job: return px.Job(model=..., data=..., loss=..., optimizer=..., batch=256, epochs=5)"
+        raise SpecError.of(f"{call} in {reference}", given, "a phalanx.Job", fix)
     return dataclasses.replace(job, name=where.stem) if job.name == "job" else job
 
 
@@ -105,10 +101,6 @@ def _split_file(text: str) -> tuple[str, str, str]:
     # the last colon, and only behind ".py": folders may hold colons
     head, colon, tail = text.rpartition(":")
     return (head, colon, tail) if head.endswith(".py") else (text, "", "")
-
-
-def _wrong(where: str, given: str, allowed: str, fix: str) -> SpecError:
-    return SpecError([Problem(where=where, given=given, allowed=allowed, fix=fix)])
 
 
 @contextmanager
@@ -142,7 +134,7 @@ def _explained(what: str, file: str | None, reference: str, *, then: str = "") -
     except (Exception, SystemExit) as error:
         run_it = f"python {file}" if file else f"python -c 'import {reference.partition(':')[0]}'"
         fix = _fix(error) or (f"python -i {file}, and there {then}" if file and then else run_it)
-        raise _wrong(what, f"an error\n{_tail(error, file)}", "code that runs without one", fix) from error
+        raise SpecError.of(what, f"an error\n{_tail(error, file)}", "code that runs without one", fix) from error
 
 
 def _fix(error: BaseException) -> str:
@@ -206,22 +198,14 @@ def _module_name(file: Path) -> str:
 
 
 def _no_such_file(file: Path, reference: str) -> SpecError:
-    if file.is_dir():
-        here = sorted(path.name for path in file.glob("*.py"))
-        given = f"{reference}, which is a folder"
-        folder = file
-    else:
-        here = sorted(path.name for path in file.parent.glob("*.py")) if file.parent.is_dir() else []
-        given = f"{reference}, which does not exist" if not file.exists() else f"{reference}, which is no file"
-        folder = file.parent
+    folder = file if file.is_dir() else file.parent
+    here = sorted(path.name for path in folder.glob("*.py")) if folder.is_dir() else []
+    what = "is a folder" if file.is_dir() else "is no file" if file.exists() else "does not exist"
     near = difflib.get_close_matches(file.name, here, n=1, cutoff=0.4) or here[:1]
-    fix = _short(folder / near[0]) if near else "examples/digits.py"
+    path = folder / near[0] if near else Path("examples/digits.py")
+    fix = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
     allowed = "a Python file with a function job()" + (f"; there are: {', '.join(here[:8])}" if here else "")
-    return _wrong("job", given, allowed, fix)
-
-
-def _short(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    return SpecError.of("job", f"{reference}, which {what}", allowed, fix)
 
 
 def _import_module(name: str, reference: str) -> ModuleType:
@@ -233,12 +217,9 @@ def _import_module(name: str, reference: str) -> ModuleType:
     except (ModuleNotFoundError, ValueError):
         exists = False
     if not exists:
-        raise _wrong(
-            "job",
-            f"{reference!r}, and there is no module {name!r} here",
-            "path/to/file.py, path/to/file.py:name or package.module:name",
-            "examples/digits.py",
-        )
+        given = f"{reference!r}, and there is no module {name!r} here"
+        allowed = "path/to/file.py, path/to/file.py:name or package.module:name"
+        raise SpecError.of("job", given, allowed, "examples/digits.py")
     with _explained(reference, None, reference):
         return importlib.import_module(name)
 
@@ -248,6 +229,7 @@ _A_JOB = "a function without arguments that returns a phalanx.Job"
 
 def _find(module: ModuleType, where: Reference, reference: str, meant: str = _A_JOB) -> Callable[..., object]:
     function = getattr(module, where.function, None)
+    define = f"def {where.function}() -> px.Job: return px.Job(...)"
     if function is None:
         names = [
             name
@@ -256,20 +238,11 @@ def _find(module: ModuleType, where: Reference, reference: str, meant: str = _A_
         ]
         base = reference.removesuffix(f":{where.function}")
         near = difflib.get_close_matches(where.function, names, n=1, cutoff=0.4)
-        raise _wrong(
-            reference,
-            f"no function {where.function}() in it" + (f"; it has: {', '.join(sorted(names))}" if names else ""),
-            meant,
-            f"{base}:{near[0]}" if near else f"def {where.function}() -> px.Job: return px.Job(...)",
-        )
+        given = f"no function {where.function}() in it" + (f"; it has: {', '.join(sorted(names))}" if names else "")
+        raise SpecError.of(reference, given, meant, f"{base}:{near[0]}" if near else define)
     if not callable(function):
-        raise _wrong(
-            reference,
-            f"{where.function} is {'a Job' if isinstance(function, Job) else f'of type {type(function).__name__}'}, "
-            "not a function",
-            meant,
-            f"def {where.function}() -> px.Job: return px.Job(...)",
-        )
+        what = "a Job" if isinstance(function, Job) else f"of type {type(function).__name__}"
+        raise SpecError.of(reference, f"{where.function} is {what}, not a function", meant, define)
     return function
 
 
@@ -277,9 +250,6 @@ def _needs_no_arguments(function: Callable[..., object], where: Reference, refer
     try:
         inspect.signature(function).bind()
     except TypeError as error:
-        raise _wrong(
-            reference,
-            f"{where.function}{inspect.signature(function)}: {error}",
-            "a function that can be called without arguments",
-            f"def {where.function}() -> px.Job:",
-        ) from None
+        given = f"{where.function}{inspect.signature(function)}: {error}"
+        allowed = "a function that can be called without arguments"
+        raise SpecError.of(reference, given, allowed, f"def {where.function}() -> px.Job:") from None

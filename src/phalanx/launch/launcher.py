@@ -23,10 +23,7 @@ from phalanx.launch.jobfile import load_job
 from phalanx.launch.reaper import Interrupts
 
 # A text each, so that what one launcher needs is imported only where that one is asked for.
-LAUNCHERS = {
-    "local": "phalanx.launch.local:LocalLauncher",
-    "torchrun": "phalanx.launch.torchrun:TorchrunLauncher",
-}
+LAUNCHERS = {"local": "phalanx.launch.local:LocalLauncher", "torchrun": "phalanx.launch.torchrun:TorchrunLauncher"}
 """Every launcher: what users call it, and its class."""
 
 WorkerFunction = Callable[[Place, Callable[[int], None]], Any]
@@ -146,7 +143,7 @@ def find_launcher(name: str) -> Launcher:
     if name not in LAUNCHERS:
         near = difflib.get_close_matches(name, LAUNCHERS, n=1, cutoff=0.4)
         fix = f"--launcher {near[0] if near else 'local'}"
-        raise SpecError([Problem(where="launcher", given=repr(name), allowed=", ".join(LAUNCHERS), fix=fix)])
+        raise SpecError.of(where="launcher", given=repr(name), allowed=", ".join(LAUNCHERS), fix=fix)
     module, _, kind = LAUNCHERS[name].partition(":")
     return getattr(import_module(module), kind)()
 
@@ -169,24 +166,15 @@ def refuse_what_needs_a_fork(launch: Launch, launcher: str) -> None:
     """
     problems: list[Problem] = []
     if launch.hosts:
-        problems.append(
-            Problem(
-                where="hosts",
-                given=f"hosts, with the launcher {launcher}",
-                allowed="only with the launcher local, which moves workers onto them",
-                fix='launcher="local"',
-            )
-        )
+        given = f"hosts, with the launcher {launcher}"
+        allowed = "only with the launcher local, which moves workers onto them"
+        problems.append(Problem(where="hosts", given=given, allowed=allowed, fix='launcher="local"'))
     if not launch.loadable:
-        call = 'px.fit(job(), run=px.RunSpec(job="train.py:job", plan=plan, folder=folder)'
-        problems.append(
-            Problem(
-                where="launcher",
-                given=f"{launcher}, for a job that only this process has",
-                allowed="a job that new processes can load: run= with the file or module it is in",
-                fix=f'{call}, launcher="{launcher}")',
-            )
-        )
+        given = f"{launcher}, for a job that only this process has"
+        allowed = "a job that new processes can load: run= with the file or module it is in"
+        run = 'run=px.RunSpec(job="train.py:job", plan=plan, folder=folder)'
+        fix = f'px.fit(job(), {run}, launcher="{launcher}")'
+        problems.append(Problem(where="launcher", given=given, allowed=allowed, fix=fix))
     if problems:
         raise SpecError(problems)
     if launch.run:
@@ -200,12 +188,7 @@ def supervise(start: Callable[[], _Started], world_size: int, watch: Callable[[]
     """Start workers, follow them to their end, and stop whatever is left of them.
 
     The first failure ends all workers within 3 s. So do Ctrl-C and SIGTERM, which then go on as ``KeyboardInterrupt``
-    and ``SystemExit``.
-
-    Args:
-        start: a launcher's, with its launch.
-        world_size: of the launch.
-        watch: called in this process about ten times a second, and once more when all workers are done.
+    and ``SystemExit``. ``watch`` is called in this process about ten times a second, and once more when all are done.
 
     Returns:
         The workers, all of which did what they were to do and are gone.

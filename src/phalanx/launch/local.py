@@ -26,11 +26,7 @@ class LocalLauncher(Launcher):
         return
 
     def prepare(self, launch: Launch) -> None:
-        """Refuse to fork a process that uses CUDA, and load what the plan needs once for all workers.
-
-        Raises:
-            RunError: this process uses CUDA.
-        """
+        """Refuse to fork a process that uses CUDA, and load what the plan needs once for all workers."""
         if torch.cuda.is_initialized():
             raise RunError(
                 "this process already uses CUDA, and workers forked from it could not\n"
@@ -41,11 +37,6 @@ class LocalLauncher(Launcher):
             make_ready(launch.run.plan)
 
     def start(self, launch: Launch) -> WorkerPool:
-        """Fork the workers.
-
-        Raises:
-            RunError: the system allows no more processes or open files.
-        """
         pool = WorkerPool(launch)
         try:
             pool.start()
@@ -65,19 +56,10 @@ def launch(
 ) -> list[Any]:
     """Run ``function(place, report_step)`` in ``world_size`` forked workers and return their results in rank order.
 
-    For what no run file can say, such as taking a proof's measurements; errors and ends are those of ``supervise``.
-
-    Args:
-        function: called in each worker with its place and a function that takes the number of the optimizer step the
-            worker begins, which costs next to nothing. Its result must be JSON.
-        world_size: workers; one is forked too, so that every fault looks alike.
-        watch: called in this process about ten times a second, and once more when all workers are done.
-        hosts: where workers are put; all on this machine where not given.
-        reserves: how many killed workers are replaced by a process that begins anew, with the same rank.
+    For what no run file can say, such as taking a proof's measurements; one worker is forked, too, so that every fault
+    looks alike. Arguments are those of ``Launch`` and ``supervise``, and so are errors and ends.
 
     Raises:
-        SpecError: a worker refused the job or the plan; it comes as what the worker raised.
-        WorkerError: a worker failed; the first that did is named, with its own traceback.
         RunError: workers cannot be forked from this process.
     """
     launcher = LocalLauncher()

@@ -10,8 +10,7 @@ from typing import Any
 from phalanx.comm import Place, default_process_group, device_for
 from phalanx.hardware import return_freed_memory
 from phalanx.hardware.calibrate import Sweeps
-from phalanx.hardware.exchanges import KINDS, SIZES, WHOLE, MeasuredExchange, exchanges
-from phalanx.hardware.sweeps import QUICK, Measurement, Pace, sweep
+from phalanx.hardware.sweeps import KINDS, QUICK, SIZES, WHOLE, MeasuredExchange, Measurement, Pace, exchanges, sweep
 from phalanx.launch.local import launch
 
 
@@ -32,15 +31,10 @@ def measure(cores: int, counts: Sequence[int], *, quick: bool = False) -> Sweeps
     for count in counts:
         groups += _exchange_in_workers(count, quick)
         if not quick:
-            kept.append(
-                _sweep_in_workers(1, pace)[0]
-            )  # a shared machine is faster in one quarter of a minute than in the next
-    return Sweeps(kept=_mean(kept), returned=returned, beside=beside, exchanges=tuple(groups), rest={}, relay={})
-
-
-def _mean(sweeps: Sequence[Sequence[Measurement]]) -> tuple[Measurement, ...]:
-    """The mean of each point over the sweeps."""
-    return tuple(replace(same[0], seconds=mean(one.seconds for one in same)) for same in zip(*sweeps, strict=True))
+            # a shared machine is faster in one quarter of a minute than in the next
+            kept.append(_sweep_in_workers(1, pace)[0])
+    whole = tuple(replace(each[0], seconds=mean(one.seconds for one in each)) for each in zip(*kept, strict=True))
+    return Sweeps(kept=whole, returned=returned, beside=beside, exchanges=tuple(groups), rest={}, relay={})
 
 
 def _sweep_in_workers(workers: int, pace: Pace, *, returned: bool = False) -> tuple[tuple[Measurement, ...], ...]:
@@ -51,7 +45,8 @@ def _sweep_in_workers(workers: int, pace: Pace, *, returned: bool = False) -> tu
             return_freed_memory()
         return [asdict(point) for point in sweep(pace)]
 
-    return tuple(tuple(_point(row) for row in rows) for rows in launch(work, workers))
+    swept = launch(work, workers)
+    return tuple(tuple(Measurement(**{**row, "sizes": tuple(row["sizes"])}) for row in rows) for rows in swept)
 
 
 def _exchange_in_workers(ranks: int, quick: bool) -> tuple[MeasuredExchange, ...]:
@@ -67,7 +62,3 @@ def _exchange_in_workers(ranks: int, quick: bool) -> tuple[MeasuredExchange, ...
 
     few: dict[str, Any] = {"rounds": 2, "sizes": SIZES[:2]} if quick else {}
     return tuple(MeasuredExchange(**row) for row in launch(work, ranks)[0])
-
-
-def _point(row: dict[str, Any]) -> Measurement:
-    return Measurement(**{**row, "sizes": tuple(row["sizes"])})

@@ -8,7 +8,7 @@ import struct
 import threading
 import warnings
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn, Self, final
 
 _PID = struct.Struct("=q")
@@ -66,9 +66,7 @@ class Interrupts:
                     self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if error is None or isinstance(error, Exception):

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from phalanx.config import RunSpec
-from phalanx.errors import Problem, SpecError
+from phalanx.errors import SpecError
 from phalanx.launch.jobfile import Reference
 
 _STEP = re.compile(r"step-(\d+)")
@@ -20,7 +20,6 @@ def prepare_run(run: RunSpec, *, given: Path | None = None) -> Path:
     Job and folder are written with their absolute paths, so that workers find them from any working directory.
 
     Args:
-        run: what is to run.
         given: the file that ``run`` was read from, if any. The folder's own ``run.toml`` is no reason to refuse the
             folder as long as nothing has happened in it.
 
@@ -34,10 +33,17 @@ def prepare_run(run: RunSpec, *, given: Path | None = None) -> Path:
     runfile = run.folder / "run.toml"
     if run.folder.exists() and not run.folder.is_dir():
         raise _wrong(f"{run.folder}, which is a file", "a folder", f"--run {run.folder}-1")
-    if runfile.exists():
-        _check_same_job(run, runfile)
+    if runfile.exists() and Reference.parse(earlier := _job_in(runfile)) != Reference.parse(run.job):
+        raise _wrong(
+            f"{run.folder}, which holds a run of {earlier}, for the job {run.job}",
+            "a folder of the same job, or a new one",
+            f"--run {default_folder(Reference.parse(run.job).stem, run.folder.parent)}",
+        )
     step = _last_step(run.folder)
-    if runfile.exists() and not run.resume and not (_is_own(runfile, given) and step is None):
+    events = run.folder / "events.jsonl"
+    unused = step is None and not (events.exists() and events.stat().st_size)
+    own = given is not None and runfile.exists() and runfile.samefile(given)
+    if runfile.exists() and not run.resume and not (own and unused):
         at = f"at step {step}" if step is not None else "without a checkpoint"
         raise _wrong(
             f"{run.folder}, which holds a run of {_job_in(runfile)} {at}",
@@ -75,22 +81,6 @@ def _next_free(folder: Path) -> Path:
     return candidate
 
 
-def _check_same_job(run: RunSpec, runfile: Path) -> None:
-    earlier = _job_in(runfile)
-    if Reference.parse(earlier) != Reference.parse(run.job):
-        raise _wrong(
-            f"{run.folder}, which holds a run of {earlier}, for the job {run.job}",
-            "a folder of the same job, or a new one",
-            f"--run {default_folder(Reference.parse(run.job).stem, run.folder.parent)}",
-        )
-
-
-def _is_own(runfile: Path, given: Path | None) -> bool:
-    """Whether the run file that was given is this one, and nothing has happened under it yet."""
-    events = runfile.with_name("events.jsonl")
-    return given is not None and runfile.samefile(given) and not (events.exists() and events.stat().st_size)
-
-
 def _job_in(runfile: Path) -> str:
     return RunSpec.from_toml(runfile.read_text(encoding="utf-8")).job
 
@@ -121,4 +111,4 @@ def _write(path: Path, text: str) -> None:
 
 
 def _wrong(given: str, allowed: str, fix: str) -> SpecError:
-    return SpecError([Problem(where="run.folder", given=given, allowed=allowed, fix=fix)])
+    return SpecError.of(where="run.folder", given=given, allowed=allowed, fix=fix)

@@ -25,9 +25,9 @@ import torch
 
 from phalanx.config import Job, Plan
 from phalanx.errors import DataError, GradientError, LossError, Problem, RefusedError, SpecError
-from phalanx.launch.forked_worker import die_with, renew_autograd
 from phalanx.launch.reaper import fork, kill_group
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready_to_look
+from phalanx.launch.worker_process import die_with, renew_autograd
 from phalanx.train.assembly import Findings
 from phalanx.train.look_ahead import look
 
@@ -131,9 +131,7 @@ Afterwards = Callable[[Findings, Send], None]
 """What the process that has looked does then: given what it found, it sends messages."""
 
 _REFUSED_IN_FIRST_STEP = (LossError, GradientError, DataError)
-_PATIENCE = (
-    60.0  # seconds that a run waits for the look; a model that takes longer to build is looked at by its workers
-)
+_PATIENCE = 60.0  # seconds that a run waits for the look; workers look at a model that takes longer to build
 
 
 def look_ahead(job: Job, plan: Plan) -> Findings:
@@ -174,11 +172,7 @@ class LookAhead:
             self.side.close()
 
     def findings(self) -> Findings:
-        """What was found; waits for it. To be called once.
-
-        Raises:
-            SpecError, LossError, GradientError, DataError: as ``look_ahead`` does.
-        """
+        """What was found; waits for it. To be called once. Raises what ``look_ahead`` does."""
         message = self.side.next(_PATIENCE) if self.side and self._looks else None
         return _findings((message or {}).get("look", {}))
 
@@ -188,7 +182,9 @@ def _findings(answer: dict[str, Any]) -> Findings:
         kind = RefusedError if answer["kind"] == RefusedError.__name__ else SpecError
         raise kind(Problem(**problem) for problem in problems)
     if "message" in answer:
-        raise next(kind for kind in _REFUSED_IN_FIRST_STEP if kind.__name__ == answer["kind"])(answer["message"])
+        error = next(kind for kind in _REFUSED_IN_FIRST_STEP if kind.__name__ == answer["kind"])(answer["message"])
+        error.exit_code = RefusedError.exit_code  # nothing has run
+        raise error
     return Findings(causes=tuple(answer.get("causes", ())), facts=answer.get("facts"))
 
 

@@ -58,16 +58,13 @@ def leave_compiler_out() -> None:
     Nothing changes where it is loaded already, or where torch is of another version than those known here. A job that
     itself calls ``torch.compile`` still gets it.
     """
-    if "torch._dynamo" in sys.modules or not _KNOWN[0] <= _version(torch.__version__) < _KNOWN[1]:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if "torch._dynamo" in sys.modules or not _KNOWN[0] <= version < _KNOWN[1]:
         return
     folder = Path(torch.__file__).parent / "_dynamo"
     spec = spec_from_file_location(_COMPILER, folder / "__init__.py", submodule_search_locations=[str(folder)])
     if spec is not None:
         _Deferred.put_in_place(spec)
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")[:2])
 
 
 _COMPILER = "torch._dynamo"
@@ -106,7 +103,7 @@ class _Deferred(ModuleType):
         importlib.import_module(f"{_COMPILER}.config")
         del package.__path__  # whoever imports another of its modules asks for it
         vars(package).update(_STANDING_IN)
-        package.source = sys.modules[_Sources.NAME] = _Sources(_Sources.NAME)
+        sys.modules[_Sources.NAME] = vars(package)["source"] = _Sources(_Sources.NAME)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":

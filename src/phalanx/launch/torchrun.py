@@ -24,12 +24,11 @@ from typing import final
 
 from phalanx.comm import Place
 from phalanx.errors import Problem, RunError, SpecError
-from phalanx.launch.failure import Failure, failure_of_exit, first_failure
-from phalanx.launch.forked_worker import threads_each
+from phalanx.launch.failure import Failure, WorkerReports, failure_of_exit, first_failure
 from phalanx.launch.launcher import Launch, Launcher, Workers, refuse_what_needs_a_fork
 from phalanx.launch.reaper import is_running, kill_group
 from phalanx.launch.worker_pool import WorkerPool
-from phalanx.launch.worker_reports import WorkerReports
+from phalanx.launch.worker_process import threads_each
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _NAMES = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
@@ -46,23 +45,13 @@ class TorchrunLauncher(Launcher):
     """Has torchrun start ``phalanx worker`` once for each rank, on this machine."""
 
     def place(self) -> Place | None:
-        """This process's place among torchrun's, whoever called torchrun; see ``place_from_environment``."""
         return place_from_environment()
 
     def prepare(self, launch: Launch) -> None:
-        """Refuse what a new process could not load, or torchrun could not put somewhere.
-
-        Raises:
-            SpecError: there are hosts, or a job that only this process has, or none where the run says it is.
-        """
+        """Refuse what a new process could not load, or torchrun could not put somewhere."""
         refuse_what_needs_a_fork(launch, "torchrun")
 
     def start(self, launch: Launch) -> TorchrunWorkers:
-        """Start torchrun.
-
-        Raises:
-            RunError: the system starts no process.
-        """
         assert launch.run is not None  # refused before
         workers = TorchrunWorkers(launch, launch.run.folder.absolute() / "run.toml")
         workers.start()
@@ -87,11 +76,6 @@ class TorchrunWorkers(Workers):
         self._agent = WorkerPool(Launch(world_size=1, function=agent))
 
     def start(self) -> None:
-        """Fork the agent.
-
-        Raises:
-            RunError: the system allows no more processes or open files.
-        """
         try:
             self._agent.start()
         except BaseException:
@@ -99,11 +83,7 @@ class TorchrunWorkers(Workers):
             raise
 
     def follow(self, timeout: float) -> bool:
-        """Pass on what is printed, for at most ``timeout`` seconds; a worker's failure or the agent's end is the last.
-
-        Raises:
-            RunError: torchrun failed, and no worker.
-        """
+        """Pass on what is printed, for at most ``timeout`` seconds; a worker's failure or the agent's end ends it."""
         more = self._agent.follow(timeout)
         if more and not self._reports.failures():
             return True
@@ -130,11 +110,9 @@ class TorchrunWorkers(Workers):
         self._folder.cleanup()
 
     def failure(self) -> Failure | None:
-        """The failure that caused the others; ``None`` where there was none."""
         return first_failure(self._failures) if self._failures else None
 
     def _unreported(self) -> list[Failure]:
-        """The failures that only the agent saw: of workers that could not report any more."""
         reported = {failure.rank for failure in self._reports.failures()}
         exit_codes: dict[str, int] = self._agent.results[0] or {}
         return [
@@ -188,13 +166,8 @@ def place_from_environment() -> Place | None:
         raise SpecError(problems)
     rank, world_size, local_rank = (int(os.environ[name]) for name in _NUMBERS)
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return Place(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        store="env://",
-        local_world_size=int(here) if here.isdecimal() else 0,
-    )
+    beside = int(here) if here.isdecimal() else 0
+    return Place(rank=rank, world_size=world_size, local_rank=local_rank, store="env://", local_world_size=beside)
 
 
 def claim(key: str, *, patience: timedelta = timedelta(seconds=2)) -> bool:

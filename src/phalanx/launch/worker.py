@@ -20,15 +20,14 @@ from phalanx.comm.process_group import meet
 from phalanx.config import Job, RunSpec
 from phalanx.config.run import override
 from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecError, WorkerError
-from phalanx.launch.failure import Failure, describe_error, record, worker_error
-from phalanx.launch.forked_worker import die_with
+from phalanx.launch.failure import Failure, WorkerReports, describe_error, record, worker_error
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.launcher import place_of_this_process
 from phalanx.launch.runfile import prepare_run
 from phalanx.launch.side_process import look_ahead
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
 from phalanx.launch.torchrun import claim
-from phalanx.launch.worker_reports import WorkerReports
+from phalanx.launch.worker_process import die_with
 from phalanx.train.assembly import Findings, refuse
 from phalanx.train.loop import train
 
@@ -39,7 +38,6 @@ class WorkerStatus:
     """How far one worker came; whoever started it learns from here how it failed, by one worker for all.
 
     Attributes:
-        place: of the worker.
         folder: the run folder, once it is this run's; ``None`` before.
     """
 
@@ -62,8 +60,10 @@ class WorkerStatus:
         if self._reports:
             self._reports.write_failure(failure)
             return None
-        if self.place.store == "env://" and not _speaks_for_all(failure):
-            return None
+        if self.place.store == "env://":
+            time.sleep(_SECOND_THOUGHTS if failure.lost_peer else 0.0)
+            if not claim("failed"):
+                return None
         worded = worker_error(failure, self.place.world_size, memory_kills=0)
         if self.folder:
             record(worded, self.folder)
@@ -71,13 +71,9 @@ class WorkerStatus:
 
 
 def train_as_worker(job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Path | None = None) -> RunSpec:
-    """Train ``job`` as the worker whose status this is. Collective.
+    """Train ``job``, with the run's overrides applied, as the worker whose status this is. Collective.
 
-    Args:
-        job: with the run's overrides applied.
-        run: how, and where to.
-        status: of this worker.
-        runfile: the file that ``run`` was read from, if any.
+    ``runfile``: the file that ``run`` was read from, if any.
 
     Returns:
         The run with the folder that rank 0 took.
@@ -91,19 +87,12 @@ def train_as_worker(job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Pa
     make_ready(run.plan)
     leave_compiler_out()
     run = enter_folder(run, place, runfile=runfile)
-    status.folder = run.folder
-    found = _findings(job, run, place)
+    status.folder, found = run.folder, Findings()
+    if place.rank == 0:  # it writes the log; what is refused is refused by all ranks together, as they build
+        with suppress(PhalanxError):
+            found = look_ahead(job, run.plan)
     train(job, run, place, report=status.report_step, findings=found)
     return run
-
-
-def _findings(job: Job, run: RunSpec, place: Place) -> Findings:
-    """Rank 0's, which writes the log. What is refused is refused by all ranks together, as they build."""
-    if place.rank:
-        return Findings()
-    with suppress(PhalanxError):
-        return look_ahead(job, run.plan)
-    return Findings()
 
 
 def main(runfile: Path, reports: Path | None = None) -> int:
@@ -140,40 +129,25 @@ def _belong_to_launcher() -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def _speaks_for_all(failure: Failure) -> bool:
-    if not failure.lost_peer:
-        return claim("failed")
-    time.sleep(_SECOND_THOUGHTS)
-    return claim("failed")
-
-
 def _read(runfile: Path) -> RunSpec:
     try:
         return RunSpec.from_toml(runfile.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SpecError(
-            [
-                Problem(
-                    where="run file",
-                    given=f"{runfile}: {error.strerror}",
-                    allowed="the run.toml of a run folder",
-                    fix="phalanx worker runs/digits-1/run.toml",
-                )
-            ]
+        raise SpecError.of(
+            where="run file",
+            given=f"{runfile}: {error.strerror}",
+            allowed="the run.toml of a run folder",
+            fix="phalanx worker runs/digits-1/run.toml",
         ) from None
 
 
 def _refuse_another_world(run: RunSpec, place: Place, runfile: Path) -> None:
     if place.world_size != run.plan.processes:
-        raise RefusedError(
-            [
-                Problem(
-                    where="workers",
-                    given=f"{place.world_size}",
-                    allowed=f"{run.plan.processes}, as the plan {run.plan} says",
-                    fix=f"torchrun --nproc-per-node {run.plan.processes} --no-python phalanx worker {runfile}",
-                )
-            ]
+        raise RefusedError.of(
+            where="workers",
+            given=f"{place.world_size}",
+            allowed=f"{run.plan.processes}, as the plan {run.plan} says",
+            fix=f"torchrun --nproc-per-node {run.plan.processes} --no-python phalanx worker {runfile}",
         )
 
 
@@ -182,11 +156,6 @@ _decisions = count()
 
 def enter_folder(run: RunSpec, place: Place, *, runfile: Path | None = None) -> RunSpec:
     """Have rank 0 prepare the run folder, and give back the run with the folder it took. Collective.
-
-    Args:
-        run: as this worker knows it.
-        place: of this worker.
-        runfile: the file that ``run`` was read from, if any.
 
     Raises:
         SpecError: on every rank, if the folder cannot be used.

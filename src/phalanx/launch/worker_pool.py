@@ -38,10 +38,9 @@ import torch.distributed as dist
 from phalanx.comm import Place
 from phalanx.errors import RunError
 from phalanx.launch.failure import Failure, first_failure
-from phalanx.launch.forked_worker import WorkerPipes, run_worker
 from phalanx.launch.launcher import Launch, WorkerFunction, Workers
 from phalanx.launch.reaper import Reaper, fork, kill_group
-from phalanx.launch.worker_process import WorkerProcess, await_assignment
+from phalanx.launch.worker_process import WorkerPipes, WorkerProcess, await_assignment, run_worker
 
 # seconds; together they stay well under the 3 s in which everything has to be over
 _SAME_TIME = 0.3  # after a failure, for reports of ranks that failed at the same time
@@ -97,12 +96,7 @@ class WorkerPool(Workers):
     def _done(self) -> bool:
         return all(worker.ended for worker in self.workers)
 
-    @property
-    def _all_gone(self) -> bool:
-        return all(worker.ended for worker in self._processes)
-
     def start(self) -> None:
-        """Fork the workers and serve the store they meet at."""
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:  # pyright: ignore[reportUnnecessaryComparison]
                 stream.flush()  # else what is buffered could be printed once more by each worker
@@ -126,14 +120,12 @@ class WorkerPool(Workers):
         )
 
     def follow(self, timeout: float) -> bool:
-        """Take in what the workers say and how they end, for at most ``timeout`` seconds. Whether there is more."""
         self._listen(timeout)
         if self.failures:
             self._await_other_failures()
         return not self._done and not self.failures
 
     def failure(self) -> Failure | None:
-        """The failure that caused the others; ``None`` where there was none."""
         return first_failure(self.failures) if self.failures else None
 
     def _listen(self, timeout: float) -> None:
@@ -187,7 +179,6 @@ class WorkerPool(Workers):
             self._listen(_SOON)
 
     def stop(self) -> None:
-        """End all workers and whatever they started, by force if need be, and let go of everything."""
         before = list(self.failures)
         self._reserves.clear()  # nobody is replaced any more
         for number, patience in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, _KILL)):
@@ -195,7 +186,7 @@ class WorkerPool(Workers):
                 if not worker.ended:
                     kill_group(worker.pid, number)
             deadline = time.monotonic() + patience
-            while not self._all_gone and time.monotonic() < deadline:
+            while not all(worker.ended for worker in self._processes) and time.monotonic() < deadline:
                 self._listen(_SOON)
         self.failures = before  # what failed since then failed because it was being ended
         if self._reaper:
@@ -252,10 +243,8 @@ class WorkerPool(Workers):
                 others = (ours for process in self._processes for ours in (*process.descriptors, process.assignment))
                 mine = (*reading, assignment, self._listener.detach(), *others)
                 foreign = tuple(one for one in mine if one >= 0)
-                report, stdout, stderr = writing
-                pipes = WorkerPipes(
-                    report=report, stdout=stdout, stderr=stderr, steps=self._steps, crash=crash, foreign=foreign
-                )
+                names = dict(zip(("report", "stdout", "stderr"), writing, strict=True))
+                pipes = WorkerPipes(**names, steps=self._steps, crash=crash, foreign=foreign)
                 assert self._function is not None
                 place = partial(self._place, number, assignments)
                 run_worker(self._function, place, pipes, launcher, self._threads)
@@ -268,12 +257,5 @@ class WorkerPool(Workers):
         rank, generation = (number, 0) if number < self._world_size else await_assignment(assignments)
         size, meeting = self._world_size, f"tcp://{self._address}:{self._port}"
         host = self._hosts.enter(rank) if self._hosts else self._address
-        return Place(
-            rank=rank,
-            world_size=size,
-            local_rank=rank,
-            store=meeting,
-            local_world_size=size,
-            host=host,
-            generation=generation,
-        )
+        here = {"local_rank": rank, "local_world_size": size, "host": host, "generation": generation}
+        return Place(rank=rank, world_size=size, store=meeting, **here)

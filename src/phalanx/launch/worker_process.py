@@ -1,23 +1,155 @@
-"""One process of a launch, seen from the launcher: its pipes, its report, its end, and what it prints.
+"""One forked process of a launch: inside it, from the moment after the fork to its last breath, and from the launcher.
 
-What workers print, passed on by the launcher. Everything goes through the launcher's ``sys.stdout`` and ``sys.stderr``,
-so that it never tears a progress bar that is drawn there. Rank 0 passes through as it is; the lines of the others begin
-with ``[rank 1]``.
+What workers print goes through the launcher's ``sys.stdout`` and ``sys.stderr``, so that it never tears a progress bar
+that is drawn there. Rank 0 passes through as it is; the lines of the others begin with ``[rank 1]``.
 """
 
 from __future__ import annotations
 
 import codecs
+import ctypes
+import faulthandler
+import gc
 import json
 import os
 import signal
 import struct
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from typing import IO, Any, Literal, final
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, Any, Literal, NoReturn, TextIO, final
 
-from phalanx.launch.failure import Failure, failure_of_exit
+import torch
+
+from phalanx.comm import Place
+from phalanx.hardware.probe import affinity
+from phalanx.launch.failure import Failure, describe_error, failure_of_exit
+from phalanx.launch.launcher import WorkerFunction
 from phalanx.launch.reaper import kill_group
+from phalanx.launch.torch_warmup import leave_compiler_out
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerPipes:
+    """A worker's connections to its launcher.
+
+    Attributes:
+        report: pipe for the result or the error, one JSON line.
+        steps: shared memory, one integer a rank: the step each is in, -1 before the first.
+        crash: file for the traceback of a crash in compiled code.
+        foreign: descriptors of the launcher that this worker must not hold open.
+    """
+
+    report: int
+    stdout: int
+    stderr: int
+    steps: memoryview
+    crash: IO[bytes]
+    foreign: tuple[int, ...]
+
+
+def run_worker(
+    function: WorkerFunction,
+    take_place: Callable[[], Place],
+    pipes: WorkerPipes,
+    launcher: int,
+    threads: int | None = None,
+) -> NoReturn:
+    """Run ``function`` as this worker and end the process.
+
+    It ends by ``os._exit``, as forked processes of Python's multiprocessing do: exit handlers and destructors that came
+    along from the launcher are the launcher's business. ``take_place`` gives this worker's place, perhaps only after a
+    while; ``launcher`` is the launcher's process id. It computes with an even share of the cores without ``threads``.
+    """
+    try:
+        _detach(pipes, launcher)
+        try:
+            place = take_place()
+        except BaseException as error:
+            _end(pipes, json.dumps({"error": describe_error(error)}), 1)
+        if threads is not None or "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(threads or threads_each(place.world_size))
+        renew_autograd()
+        # a store into shared memory: about 0.1 µs, no system call, so a loop may report every step
+        report_step = partial(pipes.steps.__setitem__, place.rank)
+        try:
+            leave_compiler_out()
+            report = json.dumps({"result": function(place, report_step)})
+        except BaseException as error:
+            # while the error still holds its frames: destructors of what they hold may wait for a lost peer
+            _end(pipes, json.dumps({"error": describe_error(error)}), 1)
+        _end(pipes, report, 0)
+    finally:
+        os._exit(1)
+
+
+def _end(pipes: WorkerPipes, report: str, code: int) -> NoReturn:
+    data = memoryview(report.encode() + b"\n")
+    while data:
+        data = data[os.write(pipes.report, data) :]
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed by whoever it belonged to
+            stream.flush()
+    os._exit(code)
+
+
+def _detach(pipes: WorkerPipes, launcher: int) -> None:
+    os.setsid()  # own process group: what this worker starts can be ended with it
+    die_with(launcher)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.set_wakeup_fd(-1)
+
+    for descriptor in pipes.foreign:
+        os.close(descriptor)
+    silence = os.open(os.devnull, os.O_RDONLY)
+    for source, place in ((silence, 0), (pipes.stdout, 1), (pipes.stderr, 2)):
+        os.dup2(source, place)
+        os.close(source)
+    # the launcher's own stream objects may be a progress bar's, or a test's
+    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+    sys.stdout = sys.__stdout__ = _printer(1)
+    sys.stderr = sys.__stderr__ = _printer(2)
+    faulthandler.enable(file=pipes.crash.fileno(), all_threads=False)
+    # what the launcher had imported stays: out of the collector's rounds, which then neither walk nor copy those pages
+    gc.freeze()
+
+
+def _printer(descriptor: int) -> TextIO:
+    return os.fdopen(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def die_with(launcher: int) -> None:
+    """Have the kernel end this process when its launcher ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:  # it ended before the request
+        os._exit(1)
+
+
+def threads_each(world_size: int) -> int:
+    """Threads that each of so many workers computes with: an even share of the cores, unless the user has said."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    return max(1, affinity() // world_size)
+
+
+def renew_autograd() -> None:
+    """Have autograd's engine made anew in a forked process while it has one thread: to be called first of all in it.
+
+    The first operation after a fork whose inputs are kept for backward destroys the engine of the parent and builds
+    another in its place, without a lock (``PythonEngine::get_python_engine``, torch 2.13): of two threads that come to
+    it together, as those of ``threads=2`` do in their first forward, one may use what the other is destroying.
+    """
+    leaf = torch.zeros(1, requires_grad=True)
+    torch.mul(leaf, leaf)
+
 
 _CHUNK = 65536
 _ASSIGNMENT = struct.Struct("=ii")
@@ -119,7 +251,6 @@ class WorkerProcess:
         return failure_of_exit(self.rank, step, os.waitstatus_to_exitcode(status), traceback)
 
     def close(self) -> None:
-        """Let go of its pipes and files."""
         for descriptor in (*self.descriptors, self.assignment):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -165,7 +296,6 @@ class OutputRelay:
             self._write("".join(f"{self._prefix}{line}\n" for line in whole))
 
     def close(self) -> None:
-        """Pass on an unfinished last line."""
         if self._line:
             self._write(f"{self._prefix}{self._line}\n")
             self._line = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import gcd
 
@@ -47,9 +47,13 @@ def refusals(plan: Plan, question: Question) -> list[Problem]:
     """As ``problems``; where the question's job can be looked at, its model is, in place of what its work tells."""
     if question.look is None:
         return problems(plan, question.work, question.cluster)
-    there = [*_devices(plan, question.cluster), *_nodes(plan, question.cluster)]
-    there += [*_precision(plan, question.cluster), *_device(plan, question.cluster)]
-    return there or question.look(plan)
+    return refusals_by_look(plan, question.cluster, question.look)
+
+
+def refusals_by_look(plan: Plan, cluster: Cluster, look: Callable[[Plan], list[Problem]]) -> list[Problem]:
+    """What keeps ``plan`` from ``cluster``; if nothing does, what ``look`` finds that keeps it from the job."""
+    there = [*_devices(plan, cluster), *_nodes(plan, cluster), *_precision(plan, cluster), *_device(plan, cluster)]
+    return there or look(plan)
 
 
 def crosses(plan: Plan, cluster: Cluster) -> bool:

@@ -15,8 +15,8 @@ from phalanx.errors import PhalanxError, RefusedError, SpecError
 from phalanx.hardware import cores, memory_bytes, this_machine
 from phalanx.hardware.calibrate import default_path
 from phalanx.hardware.probe import cpu_group
-from phalanx.launch.forked_worker import threads_each
 from phalanx.launch.side_process import Send, SideProcess, take_spare_time
+from phalanx.launch.worker_process import threads_each
 from phalanx.parallel import device_kind
 from phalanx.train.assembly import Findings
 from phalanx.train.build_model import size_of

@@ -1,12 +1,23 @@
-"""A run's forecast beside what was measured, part by part."""
+"""A run's forecast beside what was measured, part by part; plans between slow hosts beside this machine; as tables."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.planner.explain import PARTS
+from phalanx.units import show_bytes, show_count, show_seconds
+
+if TYPE_CHECKING:
+    from phalanx.report.summary import RunSummary
 
 FORECAST = "forecast.json"
 """The file of a run folder that holds its forecast, or says why there is none."""
@@ -45,14 +56,7 @@ class Compared:
         return self.forecast / self.measured if self.forecast and self.measured else None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "what": self.what,
-            "part": self.part,
-            "forecast": self.forecast,
-            "measured": self.measured,
-            "ratio": self.ratio,
-        }
+        return {**asdict(self), "ratio": self.ratio}
 
 
 def stored(folder: Path) -> dict[str, Any] | None:
@@ -65,12 +69,10 @@ def stored(folder: Path) -> dict[str, Any] | None:
 
 
 def step_beside(forecast: Mapping[str, Any], measured: Mapping[str, float]) -> list[Compared]:
-    """Seconds of a step by part.
+    """Seconds of a step by part, of a stored ``forecast``.
 
-    Args:
-        forecast: of the run, as it is stored.
-        measured: seconds of ``whole`` and of those parts that were timed: ``passes``, which is forward and backward
-            with all that they wait for, ``computing`` and ``pipeline`` within them, ``update`` and ``rest``.
+    ``measured`` has those of ``whole`` and of the parts that were timed: ``passes``, which is forward and backward with
+    all that they wait for, ``computing`` and ``pipeline`` within them, ``update`` and ``rest``.
     """
     seconds = forecast["seconds"]
     computing = sum(seconds[name] for name in COMPUTING)
@@ -86,12 +88,7 @@ def step_beside(forecast: Mapping[str, Any], measured: Mapping[str, float]) -> l
 
 
 def memory_beside(forecast: Mapping[str, Any], ranks: Sequence[Mapping[str, int]]) -> list[Compared]:
-    """Bytes by part on the rank that needs most of each.
-
-    Args:
-        forecast: of the run, as it is stored.
-        ranks: what each rank's memory held, by part, as ``memory`` events have it.
-    """
+    """Bytes by part on the rank that needs most of each, from what each held by part, as ``memory`` events have it."""
     if not ranks:
         return []
     held = dict(forecast["parts"])  # each at its own peak, as it is measured
@@ -104,3 +101,108 @@ def under_forecast(rows: Sequence[Compared]) -> Compared | None:
     """The part of memory that most bytes were missed of; ``None`` where none was."""
     short = [one for one in rows if one.what == "memory" and (one.measured or 0.0) > (one.forecast or 0.0)]
     return max(short, key=lambda one: (one.measured or 0.0) - (one.forecast or 0.0), default=None)
+
+
+_WORDS = {
+    "whole": "time per step",
+    "passes": "  forward and backward",
+    "computing": "    computing",
+    "update": "  update",
+    "rest": "  data and logging",
+}
+
+
+def beside_table(summary: RunSummary) -> Iterator[RenderableType]:
+    """Forecast and measurement side by side, or why there is no forecast; nothing where nobody asked for one."""
+    if summary.forecast is None:
+        return
+    forecast = summary.forecast.get("forecast")
+    if forecast is None:
+        why = summary.forecast.get("missing", "")
+        told = f"; phalanx show {summary.folder} makes it" if why == LATE else ""
+        yield Text(f"no forecast: {why}{told}", style="dim")
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for heading in ("forecast", "measured", "forecast / measured"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in summary.beside:
+        shown = ("" if number is None else _SHOW[row.what](number) for number in (row.forecast, row.measured))
+        name = _WORDS.get(row.part) or f"    {PARTS.get(row.part, row.part)}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(f"memory: {row.part}" if row.what == "memory" else name, *shown, ratio)
+    yield table
+    yield from (Text(f"note: {note}", style="dim") for note in forecast.get("notes", ()))
+
+
+_SHOW = {"step": show_seconds, "memory": show_bytes}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BetweenHosts:
+    """One plan between hosts.
+
+    Attributes:
+        plan: as one line of text.
+        workers: processes that compute.
+        device: their kind.
+        step_seconds: median, between the hosts.
+        samples_per_second: median, between the hosts.
+        here_step_seconds: median, all workers on this machine, nothing slowed.
+        share: samples/s between the hosts over those here.
+        sent_per_step: bytes that each host put on its link for a step; ``None`` where it has no worker that tells.
+    """
+
+    plan: str
+    workers: int
+    device: str
+    step_seconds: float
+    samples_per_second: float
+    here_step_seconds: float
+    here_samples_per_second: float
+    share: float
+    sent_per_step: tuple[float | None, ...]
+
+    @classmethod
+    def of(cls, here: RunSummary, there: RunSummary, sent: Sequence[float | None]) -> Self:
+        """The row of two runs, both of which have taken steps."""
+        rate, base = there.samples_per_second or 0.0, here.samples_per_second or 0.0
+        return cls(
+            plan=there.plan,
+            workers=there.devices,
+            device=there.device,
+            step_seconds=there.step_seconds or 0.0,
+            samples_per_second=rate,
+            here_step_seconds=here.step_seconds or 0.0,
+            here_samples_per_second=base,
+            share=rate / base if base else 0.0,
+            sent_per_step=tuple(sent),
+        )
+
+
+def apart_table(rows: Sequence[BetweenHosts]) -> RenderableType:
+    """Plans between hosts, and what is left of their speed here."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("plan", overflow="fold")
+    here = ("here: time\nper step", "here:\nsamples/s", "kept")
+    for heading in ("time\nper step", "samples/s", "sent a step\nby a host", *here):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.plan,
+            show_seconds(row.step_seconds),
+            show_count(row.samples_per_second),
+            _sent(row.sent_per_step),
+            show_seconds(row.here_step_seconds),
+            show_count(row.here_samples_per_second),
+            f"{row.share:.0%}",
+        )
+    return table
+
+
+def _sent(each: Sequence[float | None]) -> str:
+    known = sorted(size for size in each if size is not None)
+    if not known:
+        return "?"
+    least, most = show_bytes(known[0]), show_bytes(known[-1])
+    return most if least == most or known[0] > 0.95 * known[-1] else f"{least} to {most}"

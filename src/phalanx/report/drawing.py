@@ -14,8 +14,7 @@ from phalanx.config.sync import weights
 from phalanx.data.batch_split import Lane, cuts, spans
 from phalanx.placement.schedules import Timed, holders
 
-_MOST = 8  # boxes drawn; of more, the first and the last
-
+MOST = 8  # boxes or ranks drawn; of more, the first and the last
 Box = tuple[str, list[str]]  # title, lines
 
 
@@ -23,10 +22,8 @@ def draw(plan: Plan, *, batch: int, device: str, width: int = 80) -> str:
     """The plan as lines of at most ``width`` characters.
 
     Args:
-        plan: what to draw.
         batch: samples in one optimizer step, of which every box shows its share as a slice.
         device: kind of device that each box is, such as ``cpu``.
-        width: of the terminal.
     """
     rows = [*_box_rows(boxes(plan, batch), plan, width), *_box_rows(servers(plan), plan, width)]
     parts = [line for row in rows for line in _beside(row)]
@@ -35,10 +32,10 @@ def draw(plan: Plan, *, batch: int, device: str, width: int = 80) -> str:
 
 def boxes(plan: Plan, batch: int) -> list[Box]:
     """Each rank's title and lines; of very many ranks those of the first and the last."""
-    if plan.devices <= _MOST:
+    if plan.devices <= MOST:
         return [_box(plan, box, batch) for box in range(plan.devices)]
-    first = [_box(plan, box, batch) for box in range(_MOST - 2)]
-    left_out = plan.devices - _MOST + 1
+    first = [_box(plan, box, batch) for box in range(MOST - 2)]
+    left_out = plan.devices - MOST + 1
     return [*first, ("...", [f"{left_out} more"]), _box(plan, plan.devices - 1, batch)]
 
 
@@ -81,17 +78,13 @@ def _box(plan: Plan, box: int, batch: int) -> Box:
         lines.append("whole model")
     at_first = " at first" if plan.shares == "auto" else ""
     lines.append(f"{stop - start} samples a piece" if plan.server else f"samples {start}:{stop}{at_first}")
-    if plan.micro and (many := _micros(plan, box, batch)) > 1:
+    lane = Lane.of(plan, 0 if plan.kind == "threads" else box)
+    if plan.micro and (many := len(cuts(batch, lane, plan.micro)[0])) > 1:
         lines.append(f"in {many} micro-batches")
     return name, lines
 
 
-def _micros(plan: Plan, box: int, batch: int) -> int:
-    return len(cuts(batch, Lane.of(plan, 0 if plan.kind == "threads" else box), plan.micro)[0])
-
-
 def _split(plan: Plan, rank: int) -> list[str]:
-    """What of each replica a rank holds, where one is several ranks."""
     if not plan.splits_model:
         return []
     at, lines = plan.coordinate(rank), list[str]()
@@ -109,7 +102,7 @@ def _box_rows(boxes: list[Box], plan: Plan, width: int) -> list[list[Box]]:
     """Boxes by rows: a row a replica where it is sharded, else as many as fit."""
     wide = max((_width(box) for box in boxes), default=0) + 1
     most = max(1, width // wide)
-    if plan.kind == "shard" and plan.fsdp <= most and plan.replicas <= _MOST:
+    if plan.kind == "shard" and plan.fsdp <= most and plan.replicas <= MOST:
         most = plan.fsdp
     return [boxes[first : first + most] for first in range(0, len(boxes), most)]
 
@@ -126,18 +119,12 @@ def _beside(row: list[Box]) -> list[str]:
     drawn: list[list[str]] = []
     for title, lines in row:
         body = [*lines, *[""] * (tall - len(lines))]
-        drawn.append(
-            [
-                f"┌ {title} {'─' * (wide - len(title) - 4)}┐",
-                *(f"│ {line:<{wide - 4}} │" for line in body),
-                f"└{'─' * (wide - 2)}┘",
-            ]
-        )
+        top, bottom = f"┌ {title} {'─' * (wide - len(title) - 4)}┐", f"└{'─' * (wide - 2)}┘"
+        drawn.append([top, *(f"│ {line:<{wide - 4}} │" for line in body), bottom])
     return [" ".join(cells) for cells in zip(*drawn, strict=True)]
 
 
 def _traffic(plan: Plan) -> list[str]:
-    """What passes between the boxes in one step, in order."""
     if plan.server:
         return _served(plan)
     if plan.sync != "each":
@@ -206,7 +193,6 @@ _WITHIN = {
 }
 
 
-MOST = 8  # ranks drawn; of more, the first and the last
 LEFT, HEIGHT, ROW = 62, 20, 23  # of an SVG: where rows begin, how high a box is, from one row to the next
 # Told apart on light and on dark pages.
 COLOURS = {"F": "#3f6fb5", "B": "#b5652f", "I": "#b5652f", "W": "#8457a8"}
@@ -220,7 +206,6 @@ class Timeline:
     """When the ranks of one pipeline do what.
 
     Attributes:
-        title: what it shows.
         actions: each with its place along ``pp`` as rank, from 0.
         ranks: the rank of each place.
         seconds: whether times are seconds; else units of a stage's mean forward.
@@ -233,7 +218,6 @@ class Timeline:
 
     @property
     def begin(self) -> float:
-        """Of the first action."""
         return min(one.begin for one in self.actions)
 
     @property
@@ -249,7 +233,6 @@ class Timeline:
         return 1.0 - sum(one.end - one.begin for one in self.actions) / (self.length * len(self.ranks))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON."""
         return {
             "title": self.title,
             "seconds": self.seconds,
@@ -269,8 +252,15 @@ def drawn_places(count: int) -> list[int | None]:
 
 def lines(timeline: Timeline, width: int) -> Iterator[Text]:
     """The timeline as lines of ``width`` characters: a line a stage, in the order of ranks."""
-    rows = list(_rows(timeline))
-    names = [_name(timeline, place, stage, several=len(rows) > len(timeline.ranks)) for place, stage in rows]
+    rows: list[tuple[int | None, int]] = []
+    for place in drawn_places(len(timeline.ranks)):
+        stages = sorted({one.action.stage for one in timeline.actions if one.rank == place})
+        rows += [(place, stage) for stage in stages] if place is not None else [(None, 0)]
+    several, left_out = len(rows) > len(timeline.ranks), f"... {len(timeline.ranks) - MOST + 1} more ranks"
+    names = [
+        left_out if place is None else f"rank {timeline.ranks[place]}{f' stage {stage}' if several else ''}"
+        for place, stage in rows
+    ]
     indent = max(len(name) for name in names) + 1
     columns = max(width - indent, 10)
     for name, (place, stage) in zip(names, rows, strict=True):
@@ -328,18 +318,6 @@ def svg_legend(top: float) -> list[str]:
         parts.append(f'<rect x="{at}" y="{top}" width="14" height="14" fill="{COLOURS[kind]}"/>')
         parts.append(f'<text x="{at + 20}" y="{top + 12}" fill="{GREY}">{meaning}</text>')
     return parts
-
-
-def _rows(timeline: Timeline) -> Iterator[tuple[int | None, int]]:
-    for place in drawn_places(len(timeline.ranks)):
-        stages = sorted({one.action.stage for one in timeline.actions if one.rank == place})
-        yield from ((place, stage) for stage in stages) if place is not None else [(None, 0)]
-
-
-def _name(timeline: Timeline, place: int | None, stage: int, *, several: bool) -> str:
-    if place is None:
-        return f"... {len(timeline.ranks) - MOST + 1} more ranks"
-    return f"rank {timeline.ranks[place]}" + (f" stage {stage}" if several else "")
 
 
 def _line(timeline: Timeline, actions: Sequence[Timed], columns: int) -> Text:

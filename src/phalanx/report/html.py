@@ -14,7 +14,7 @@ from phalanx.planner.advise import Advice, PlanForecast
 from phalanx.planner.explain import PARTS
 from phalanx.planner.nearest_fit import Shortfall
 from phalanx.planner.scale import Curve
-from phalanx.report.planner_tables import bill_rows, cells, headings, sentences, short
+from phalanx.report.planner_tables import bill_rows, columns, sentences, short
 from phalanx.units import show_bytes, show_seconds
 
 _GIB = 2**30
@@ -34,12 +34,8 @@ Chart = dict[str, Any]
 def forecast_page(name: str, found: PlanForecast) -> str:
     """One plan."""
     one = found.forecast
-    rows = [
-        ("plan", str(one.plan)),
-        ("cluster", one.cluster),
-        *_facts(one),
-        *bill_rows(found.bill, found.question.steps),
-    ]
+    rows = [("plan", str(one.plan)), ("cluster", one.cluster), *_facts(one)]
+    rows += bill_rows(found.bill, found.question.steps)
     parts = [_table(("", ""), rows), *_missing(found.shortfall)]
     return _page(f"{name}: {one.plan}", parts, [memory_chart([one]), step_chart([one])])
 
@@ -49,30 +45,26 @@ def plan_page(name: str, advice: Advice) -> str:
     ranking = advice.ranking
     title = f"{name} on {ranking.question.cluster}"
     if advice.explanation is None:
-        return _page(
-            title, [f"<p>None of {ranking.search.considered:,} plans fits.</p>", *_missing(advice.shortfall)], []
-        )
-    plans = ranking.plans
+        none = f"<p>None of {ranking.search.considered:,} plans fits.</p>"
+        return _page(title, [none, *_missing(advice.shortfall)], [])
+    plans, near = ranking.plans, advice.explanation.neighbours
     rows = [(_named(one), show_seconds(one.step), f"{one.mfu:.1%}", show_bytes(one.reserved)) for one in plans]
+    costs = [(one.change, f"{one.slower:+.1%}" if one.forecast.fits else "-", one.why) for one in near]
     parts = [
         _table(("plan", "time per step", "MFU", "memory of a rank"), rows),
         _list(advice.explanation.reasons),
-        _table(
-            ("with", "time per step", "it would cost"),
-            [
-                (one.change, f"{one.slower:+.1%}" if one.forecast.fits else "-", one.why)
-                for one in advice.explanation.neighbours
-            ],
-        ),
+        _table(("with", "time per step", "it would cost"), costs),
     ]
     return _page(title, parts, [step_chart(plans), memory_chart(plans)])
 
 
 def scale_page(name: str, curve: Curve) -> str:
     """A scaling curve with its knee."""
-    columns = ("devices", *(heading.replace("-\n", "").replace("\n", " ") for heading in headings(curve)), "plan")
-    rows = [(str(one.devices), *cells(curve, one), str(one.forecast.plan)) for one in curve.points]
-    parts = [_list(sentences(curve)), _table(columns, rows)]
+    between = columns(curve)
+    headings = ("devices", *(heading.replace("-\n", "").replace("\n", " ") for heading in between), "plan")
+    each = zip(curve.points, zip(*between.values(), strict=True), strict=True)
+    rows = [(str(one.devices), *cells, str(one.forecast.plan)) for one, cells in each]
+    parts = [_list(sentences(curve)), _table(headings, rows)]
     charts = [scaling_chart(curve), step_chart([one.forecast for one in curve.points])] if curve.points else []
     return _page(f"{name}: scaling", parts, charts)
 
@@ -120,11 +112,8 @@ def scaling_chart(curve: Curve) -> Chart:
 
 def _stacked(series: Mapping[str, list[float]], plans: Iterable[Forecast]) -> list[dict[str, Any]]:
     labels = [f"{place}. {short(one.plan)}" for place, one in enumerate(plans, 1)]
-    return [
-        {"type": "bar", "orientation": "h", "name": name, "x": sizes, "y": labels}
-        for name, sizes in series.items()
-        if any(sizes)
-    ]
+    bar = {"type": "bar", "orientation": "h", "y": labels}
+    return [{**bar, "name": name, "x": sizes} for name, sizes in series.items() if any(sizes)]
 
 
 def _bars(title: str, unit: str, count: int) -> dict[str, Any]:
@@ -178,7 +167,6 @@ def _page(title: str, parts: Iterable[str], charts: Sequence[Chart]) -> str:
 
 
 def _plotly() -> str:
-    """The drawing code, which goes into the page."""
     try:
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -18,8 +19,7 @@ from phalanx.planner import Bill, Ranking, Shortfall
 from phalanx.planner.advise import Advice, PlanForecast
 from phalanx.planner.explain import PARTS, Explanation, Neighbour, tied
 from phalanx.planner.roofline import RooflinePoint
-from phalanx.planner.scale import Curve, ScalingPoint
-from phalanx.report.text import scaling_chart
+from phalanx.planner.scale import Curve
 from phalanx.units import show_bytes, show_count, show_seconds
 
 _WIDTH = 30
@@ -55,7 +55,8 @@ def facts(one: Forecast, paid: Bill, steps: int) -> RenderableType:
     if one.host:
         whole = f" of {show_bytes(one.host_room)}" if isfinite(one.host_room) else ", which is not known to be there"
         table.add_row("on the host", f"{show_bytes(one.host)}{whole}, of all ranks of a node")
-    table.add_row("time per step", f"{show_seconds(one.step)}  (4 of 5: {_range(one)})")
+    between = f"{show_seconds(one.low)} to {show_seconds(one.high)}"
+    table.add_row("time per step", f"{show_seconds(one.step)}  (4 of 5: {between})")
     table.add_row("4 of 5 by", escape(one.basis))
     pace = f"{show_count(one.throughput)} samples/s"
     table.add_row("pace", pace + (f", {show_count(one.throughput * one.tokens)} tokens/s" if one.tokens > 1 else ""))
@@ -124,24 +125,17 @@ def _bars(heading: str, sizes: Mapping[str, float], whole: float, show: Callable
     return table
 
 
-def _range(one: Forecast) -> str:
-    return f"{show_seconds(one.low)} to {show_seconds(one.high)}"
-
-
 _MOST_NEIGHBOURS = 12
 
 
 def plan_view(name: str, advice: Advice) -> RenderableType:
     """The ranked plans, why the first wins, and what its neighbours would cost."""
     ranking, question = advice.ranking, advice.ranking.question
-    heading = Text.assemble(
-        (name, "bold"), f" on {question.cluster}, batch {question.work.batch}, {question.precision}"
-    )
-    if advice.shortfall:
+    asked = f" on {question.cluster}, batch {question.work.batch}, {question.precision}"
+    heading = Text.assemble((name, "bold"), asked)
+    if missing := advice.shortfall:
         considered = Text(f"None of {ranking.search.considered:,} plans fits; the least hungry is")
-        return Group(
-            heading, considered, Text(f"  {advice.shortfall.plan}", style="bold"), shortfall_view(advice.shortfall)
-        )
+        return Group(heading, considered, Text(f"  {missing.plan}", style="bold"), shortfall_view(missing))
     best, explanation = ranking.best, advice.explanation
     assert best is not None
     assert explanation is not None
@@ -177,19 +171,13 @@ def ranked(plans: Sequence[Forecast]) -> RenderableType:
 
 def _why(explanation: Explanation) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(""), *(Text(f"- {reason}") for reason in explanation.reasons)]
-    if explanation.argued:
-        parts.append(_argued(explanation.argued))
+    if one := explanation.argued:
+        slower = f"{one.slower:.1%} slower ({show_seconds(one.forecast.step)} a step): "
+        verdict = f"{slower if one.forecast.fits and one.slower > 0 else ''}{one.why}"
+        parts.append(Text.assemble("\n", ("because ", "bold"), f"{one.change}: {verdict}"))
     if explanation.neighbours:
         parts.append(_neighbours(explanation.neighbours))
     return parts
-
-
-def _argued(one: Neighbour) -> RenderableType:
-    if one.forecast.fits and one.slower > 0:
-        verdict = f"{one.slower:.1%} slower ({show_seconds(one.forecast.step)} a step): {one.why}"
-    else:
-        verdict = one.why
-    return Text.assemble("\n", ("because ", "bold"), f"{one.change}: {verdict}")
 
 
 def _neighbours(all_of_them: tuple[Neighbour, ...]) -> RenderableType:
@@ -216,14 +204,11 @@ def _fewer(ranking: Ranking) -> RenderableType:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("plan", overflow="fold")
     for one in ranking.points:
-        cells = [show_seconds(one.forecast.step), f"{one.efficiency:.0%}", *_cost(one, paid and steps > 0)]
+        cells = [show_seconds(one.forecast.step), f"{one.efficiency:.0%}"]
+        cells += [money(one.bill)] if paid and steps else []
         here = one.devices == ranking.question.cluster.devices
         table.add_row(str(one.devices), *cells, escape(short(one.forecast.plan)), style="bold" if here else None)
     return table
-
-
-def _cost(one: ScalingPoint, shown: bool) -> tuple[str, ...]:
-    return (money(one.bill),) if shown else ()
 
 
 _CURVE_WIDTH = 76
@@ -234,10 +219,8 @@ def scale_view(name: str, curve: Curve, width: int = 80) -> RenderableType:
     said = [Text(f"- {sentence}") for sentence in sentences(curve)]
     if not curve.points:
         return Group(Text(f"{name}: no number of devices fits", style="red"), *said)
-    parts: list[RenderableType] = [
-        Text.assemble((name, "bold"), f", {curve.points[0].forecast.plan.precision}"),
-        _table(curve),
-    ]
+    heading = Text.assemble((name, "bold"), f", {curve.points[0].forecast.plan.precision}")
+    parts: list[RenderableType] = [heading, _table(curve)]
     if len(curve.points) > 1:
         parts.append(Text.from_ansi(scaling_chart(curve, min(width, _CURVE_WIDTH))))
     return Group(*parts, *said)
@@ -271,54 +254,75 @@ def sentences(curve: Curve) -> list[str]:
         )
     elif curve.points:
         found.append("No number of devices is within the bounds.")
-    for why, counts in _alike(curve.without).items():
+    alike: dict[str, list[int]] = {}
+    for devices, why in curve.without.items():
+        alike.setdefault(why, []).append(devices)
+    for why, counts in alike.items():
         many = "1 device" if counts == [1] else f"{', '.join(map(str, counts))} devices"
         found.append(f"{many}: {why}.")
-    return found
-
-
-def _alike(without: Mapping[int, str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for devices, why in without.items():
-        found.setdefault(why, []).append(devices)
     return found
 
 
 def _table(curve: Curve) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("devices", justify="right", no_wrap=True)
-    for heading in headings(curve):
+    between = columns(curve)
+    for heading in between:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("plan", overflow="fold")
-    for one in curve.points:
+    for one, cells in zip(curve.points, zip(*between.values(), strict=True), strict=True):
         mark = "← stop" if one is curve.stop else "← knee" if one is curve.knee else ""
         plan = f"{short(one.forecast.plan)} {mark}".strip()
         style = "bold" if mark == "← stop" else None if one in curve.allowed else "dim"
-        table.add_row(str(one.devices), *cells(curve, one), escape(plan), style=style)
+        table.add_row(str(one.devices), *cells, escape(plan), style=style)
     return table
 
 
-def headings(curve: Curve) -> tuple[str, ...]:
-    """Of the columns between devices and plan."""
-    whole = ("in all", "device-\nhours") if curve.steps else ()
-    energy = ("kWh",) if curve.steps and all(one.bill.energy is not None for one in curve.points) else ()
-    cost = ("cost",) if curve.steps and any(one.bill.money is not None for one in curve.points) else ()
-    return ("time\nper step", *(() if whole else ("samples/s",)), "effi-\nciency", *whole, *energy, *cost)
+def columns(curve: Curve) -> dict[str, list[str]]:
+    """Those between devices and plan: heading → the text of each point."""
+    points, bills = curve.points, [one.bill for one in curve.points]
+    found = {"time\nper step": [show_seconds(one.forecast.step) for one in points]}
+    if not curve.steps:
+        found["samples/s"] = [show_count(one.forecast.throughput) for one in points]
+    found["effi-\nciency"] = [f"{one.efficiency:.0%}" for one in points]
+    if curve.steps:
+        found["in all"] = [show_seconds(one.seconds) for one in bills]
+        found["device-\nhours"] = [f"{one.device_hours:.3g}" for one in bills]
+        if all(one.energy is not None for one in bills):
+            found["kWh"] = [f"{one.energy:.3g}" for one in bills]
+        if any(one.money is not None for one in bills):
+            found["cost"] = [money(one) for one in bills]
+    return found
 
 
-def cells(curve: Curve, one: ScalingPoint) -> tuple[str, ...]:
-    """Of one row, for ``headings``."""
-    wanted = headings(curve)
-    made = [show_seconds(one.forecast.step)]
-    made += [show_count(one.forecast.throughput)] if "samples/s" in wanted else []
-    made.append(f"{one.efficiency:.0%}")
-    if "in all" in wanted:
-        made += [show_seconds(one.bill.seconds), f"{one.bill.device_hours:.3g}"]
-    if "kWh" in wanted:
-        made.append(f"{one.bill.energy:.3g}")
-    if "cost" in wanted:
-        made.append(money(one.bill))
-    return tuple(made)
+_HEIGHT = 15
+_MOST_TICKS = 8
+
+
+def scaling_chart(curve: Curve, width: int) -> str:
+    """Speed-up against devices, both logarithmic, beside the ideal; with the escape codes of a terminal."""
+    import plotext  # loaded when a chart is drawn: it takes a tenth of a second
+
+    plt: Any = plotext
+    devices = [one.devices for one in curve.points]
+    plt.clear_figure()
+    plt.theme("clear")
+    plt.plot_size(width, _HEIGHT)
+    plt.plot(devices, [one / devices[0] for one in devices], marker="dot", label="ideal")
+    plt.plot(devices, [one.speed_up for one in curve.points], marker="braille", label="forecast")
+    for name, point in (("knee", curve.knee), ("stop", curve.stop)):
+        if point is not None and (name == "stop" or point is not curve.stop):
+            plt.scatter([point.devices], [point.speed_up], marker="x" if name == "knee" else "o", label=name)
+    plt.xscale("log")
+    plt.yscale("log")
+    every = -(-len(devices) // _MOST_TICKS)
+    shown = devices[::-every][::-1]
+    plt.xticks(shown, [str(one) for one in shown])
+    ideal = [one / devices[0] for one in shown]
+    plt.yticks(ideal, [f"{one:g}" for one in ideal])
+    plt.xlabel("devices")
+    plt.title("speed-up")
+    return str(plt.build())
 
 
 _LEGEND = (

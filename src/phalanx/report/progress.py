@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, final
 
 from rich.console import Console
@@ -16,23 +14,20 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from phalanx.events import EventReader
-from phalanx.units import show_bytes, show_count, show_seconds
+from phalanx.units import show_bytes, show_clock, show_count, show_seconds
 
 Event = dict[str, Any]
 
 
-class Viewer(ABC):
-    """Shows events somewhere."""
+class Viewer:
+    """Shows events somewhere; what a viewer has no use for it leaves as it is."""
 
-    @abstractmethod
     def event(self, event: Event) -> None:
         """Take one event, in the order of the log."""
 
-    @abstractmethod
     def tick(self) -> None:
         """Called about ten times a second, after the events that came in between."""
 
-    @abstractmethod
     def close(self) -> None:
         """No more events will come."""
 
@@ -57,9 +52,7 @@ class Follower:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hand_on()
         for viewer in tuple(self._viewers):
             self._call(viewer, viewer.close)
@@ -76,25 +69,19 @@ class Follower:
             self._viewers.remove(viewer)
             name = type(viewer).__name__
             print(
-                f"{name} stopped showing this run, which goes on: {type(error).__name__}: {error}",
-                file=sys.__stderr__,
+                f"{name} stopped showing this run, which goes on: {type(error).__name__}: {error}", file=sys.__stderr__
             )
 
 
 _WINDOW = 30  # steps that the shown pace is taken over
 _LINE_EVERY = 5.0  # seconds between lines where there is no terminal
-
-
 ALL = frozenset({"start", "resume", "evaluate", "checkpoint", "warning"})  # events that get a line of their own
 
 
 def progress(console: Console, *, label: str = "", lines: frozenset[str] = ALL) -> Viewer:
     """What shows a run on ``console``: a bar where it is a terminal, else a line every few seconds.
 
-    Args:
-        console: where to.
-        label: what stands before the bar, such as the plan.
-        lines: events that get a line of their own besides.
+    ``label`` stands before it, such as the plan; ``lines`` are the events that get a line of their own besides.
     """
     return Bar(console, label, lines) if console.is_terminal else Lines(console, label, lines)
 
@@ -132,7 +119,7 @@ def step_text(event: Event, pace: StepPace, total: int | None) -> str:
     parts.append(f"lr {event['lr']:.3g}")
     left = total - event["step"] - 1 if total else 0
     if left and (seconds := pace.seconds_for(left)) is not None:
-        parts.append(f"{_clock(seconds)} left")
+        parts.append(f"{show_clock(seconds)} left")
     return "  ".join(parts)
 
 
@@ -167,16 +154,10 @@ class Opening(Viewer):
     def __init__(self, console: Console, text: str) -> None:
         self._console, self._text = console, text
 
-    def event(self, event: Event) -> None:
-        pass
-
     def tick(self) -> None:
         if self._text:
             self._console.print(self._text, highlight=False, markup=False, soft_wrap=True)
         self._text = ""
-
-    def close(self) -> None:
-        pass
 
 
 @final
@@ -251,9 +232,7 @@ class Waiting:
             self._console.print(self._what, highlight=False, markup=False)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._console.is_terminal:
             self._progress.stop()
 
@@ -287,9 +266,6 @@ class Lines(Viewer):
         if time.monotonic() - self._said_at >= _LINE_EVERY:
             self._say()
 
-    def close(self) -> None:
-        pass
-
     def _say(self) -> None:
         event, self._latest = self._latest, None
         if event is None:
@@ -300,14 +276,6 @@ class Lines(Viewer):
         self._said_at = time.monotonic()
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def _same_terminal() -> bool:
     """Whether what workers print to stdout would tear the bar, and so has to go above it."""
-    import sys
-
     return sys.stdout is not None and sys.stdout.isatty()  # pyright: ignore[reportUnnecessaryComparison]

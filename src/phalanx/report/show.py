@@ -36,6 +36,9 @@ class Planned:
     even: float
     micros: int
 
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.timeline.to_dict(), "idle_even": self.even, "micro_batches": self.micros}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRun:
@@ -51,16 +54,23 @@ class MeasuredRun:
     timeline: Timeline | None = None
     free: float | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        ranks = zip(self.summary.peak_bytes, self.summary.memory or ({},) * len(self.summary.peak_bytes), strict=True)
+        return {
+            "memory": [{"rank": rank, "peak_bytes": peak, **held} for rank, (peak, held) in enumerate(ranks)],
+            "timeline": self.timeline and self.timeline.to_dict(),
+            "idle_without_messages": self.free,
+            "forecast": self.summary.forecast,
+            "beside": [one.to_dict() for one in self.summary.beside],
+        }
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
     """Everything that is drawn.
 
     Attributes:
-        name: of the job.
         folder: of the run; ``None`` for a plan that has not run.
-        batch: samples in one optimizer step.
-        device: kind of device.
         survey: what each rank holds; ``None`` where the job of a run is not to be had.
         planned: the schedule; ``None`` without a pipeline.
         notes: what the plan does not keep of one device's result.
@@ -79,8 +89,6 @@ class Shown:
     missing: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON."""
-        planned, measured = self.planned, self.measured
         return {
             "job": self.name,
             "run": self.folder,
@@ -90,16 +98,8 @@ class Shown:
             "device": self.device,
             "mesh": self.plan.mesh,
             **_survey_as_dict(self.survey, self.plan, self.batch),
-            "planned": planned
-            and {**planned.timeline.to_dict(), "idle_even": planned.even, "micro_batches": planned.micros},
-            "measured": measured
-            and {
-                "memory": _memory_as_list(measured.summary),
-                "timeline": measured.timeline.to_dict() if measured.timeline else None,
-                "idle_without_messages": measured.free,
-                "forecast": measured.summary.forecast,
-                "beside": [one.to_dict() for one in measured.summary.beside],
-            },
+            "planned": self.planned and self.planned.to_dict(),
+            "measured": self.measured and self.measured.to_dict(),
             "notes": list(self.notes),
             "missing": list(self.missing),
         }
@@ -111,8 +111,7 @@ def of_job(job: Job, plan: Plan) -> Shown:
     Raises:
         RefusedError: if the plan cannot serve the job.
     """
-    survey, found = preview(without_values(job), plan)
-    causes = look_ahead(job, plan).causes
+    survey, found = preview(without_values(job), plan, lambda: look_ahead(job, plan))
     return Shown(
         name=job.name,
         plan=plan,
@@ -120,7 +119,7 @@ def of_job(job: Job, plan: Plan) -> Shown:
         device=device_kind(plan),
         survey=survey,
         planned=planned(plan, job.batch, survey),
-        notes=(*found, *causes),
+        notes=tuple(found),
     )
 
 
@@ -141,11 +140,11 @@ def of_run(folder: Path, load: Callable[[], Job], foretell: Callable[[Job, Plan]
         if (stored(folder) or {}).get("missing") == LATE:
             foretold = foretell(job, plan)
     except PhalanxError as error:
-        missing.append(f"who holds what is not shown, because the job of the run is not to be had: {_first(error)}")
+        why = " ".join(str(error).splitlines()[0].split())
+        missing.append(f"who holds what is not shown, because the job of the run is not to be had: {why}")
     if survey and survey.elements != start["parameters"]:
-        missing.append(
-            f"the job has changed since the run: {survey.elements} parameters now, {start['parameters']} then"
-        )
+        counts = f"{survey.elements} parameters now, {start['parameters']} then"
+        missing.append(f"the job has changed since the run: {counts}")
     measured = _measured(events, plan, summary_of(events, folder, foretold))
     if not measured.summary.peak_bytes:
         missing.append("no memory is shown: the run has not come to its end")
@@ -221,9 +220,8 @@ def _measured(events: Sequence[Mapping[str, Any]], plan: Plan, summary: RunSumma
     if not actions:
         return MeasuredRun(summary=summary)
     title = f"measured: step {of_ranks[ranks[0]]['step']}"
-    found = Timeline(
-        title=title, actions=tuple(sorted(actions, key=lambda one: (one.begin, one.rank))), ranks=ranks, seconds=True
-    )
+    in_order = tuple(sorted(actions, key=lambda one: (one.begin, one.rank)))
+    found = Timeline(title=title, actions=in_order, ranks=ranks, seconds=True)
     return MeasuredRun(summary=summary, timeline=found, free=_without_messages(found, plan))
 
 
@@ -238,18 +236,6 @@ def _without_messages(found: Timeline, plan: Plan) -> float:
     return _timeline("", timed(laid, lambda action: means.get((action.kind, action.stage), 0.0)), plan).idle
 
 
-def _memory_as_list(summary: RunSummary) -> list[dict[str, int]]:
-    parts = summary.memory or ({},) * len(summary.peak_bytes)
-    return [
-        {"rank": rank, "peak_bytes": peak, **held}
-        for rank, (peak, held) in enumerate(zip(summary.peak_bytes, parts, strict=True))
-    ]
-
-
-def _first(error: PhalanxError) -> str:
-    return " ".join(str(error).splitlines()[0].split())
-
-
 def _survey_as_dict(survey: Survey | None, plan: Plan, batch: int) -> dict[str, Any]:
     if survey is None:
         return {"parameters": None, "stages": None, "ranks": None, "holds": None, "tied": None, "whole": None}
@@ -262,14 +248,12 @@ def _survey_as_dict(survey: Survey | None, plan: Plan, batch: int) -> dict[str, 
             places[survey.place(rank)] = len(holds)
             holds.append([_held_as_dict(one) for one in held])
         part = plan.part(rank)
+        samples = [samples_of(plan, batch, part)[0], samples_of(plan, batch, part + plan.threads - 1)[1]]
         ranks.append(
             {
                 "rank": rank,
                 "at": plan.coordinate(rank),
-                "samples": [
-                    samples_of(plan, batch, part)[0],
-                    samples_of(plan, batch, part + plan.threads - 1)[1],
-                ],
+                "samples": samples,
                 "holds": places[survey.place(rank)],
                 "parameter_bytes": sum(one.bytes for one in held),
                 "gradient_bytes": sum(one.gradient_bytes for one in held),

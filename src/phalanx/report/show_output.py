@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from math import prod
 from xml.sax.saxutils import escape as xml_escape
 
 from rich import box
@@ -15,26 +17,11 @@ from rich.text import Text
 
 from phalanx.config import Plan
 from phalanx.placement.ownership import ParameterShard, Survey
-from phalanx.report.comparison_tables import beside_table
-from phalanx.report.drawing import (
-    COLOURS,
-    GREY,
-    LEFT,
-    MEANINGS,
-    ROW,
-    Timeline,
-    boxes,
-    draw,
-    drawn_places,
-    lines,
-    lost,
-    servers,
-    svg_legend,
-    svg_rows,
-)
+from phalanx.report import drawing
+from phalanx.report.comparison import beside_table
+from phalanx.report.drawing import COLOURS, GREY, LEFT, MEANINGS, ROW, Timeline, boxes, drawn_places
 from phalanx.report.show import MeasuredRun, Planned, Shown, described
 from phalanx.report.tables import memory_table
-from phalanx.report.text import grouped, runs
 from phalanx.units import show_bytes, show_count, show_seconds
 
 _NUMBERS = ("bytes", "elements", "stepped", "parameters", "gradients", "share of work")
@@ -44,7 +31,7 @@ Place = tuple[list[int], Mapping[str, ParameterShard]]  # ranks that hold the sa
 
 def shown_text(shown: Shown, width: int) -> RenderableType:
     """Everything, in lines of at most ``width`` characters."""
-    drawn = draw(shown.plan, batch=shown.batch, device=shown.device, width=width)
+    drawn = drawing.draw(shown.plan, batch=shown.batch, device=shown.device, width=width)
     parts: list[RenderableType] = [Text(f"{shown.name} under {drawn}"), Text(f"exact: {shown.plan.exactness}")]
     if shown.survey:
         parts += ["", *_holdings(shown.survey)]
@@ -184,8 +171,8 @@ def _schedule(planned: Planned, measured: MeasuredRun | None, *, known: bool, wi
 
 def _drawn(timeline: Timeline, title: str, width: int) -> Iterator[RenderableType]:
     yield Text(title, style="bold")
-    yield from lines(timeline, width)
-    if unseen := lost(timeline, width):
+    yield from drawing.lines(timeline, width)
+    if unseen := drawing.lost(timeline, width):
         yield Text(f"{unseen} of {len(timeline.actions)} actions are too short to be drawn here", style="dim")
 
 
@@ -197,23 +184,61 @@ def _table(*headings: str) -> Table:
     return table
 
 
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+
+
+def grouped(names: Mapping[str, Hashable]) -> list[tuple[str, list[str]]]:
+    """Names that differ only by numbers and of which the same is told, each group as (one name for all, its names)."""
+    families: dict[Hashable, list[str]] = {}
+    for name, told in names.items():
+        families.setdefault((_NUMBER.sub("{}", name), told), []).append(name)
+    return [pair for members in families.values() for pair in _named(members)]
+
+
+def runs(numbers: Iterable[int], most: int = 4) -> str:
+    """``0-3, 8`` for 0, 1, 2, 3, 8; of more runs than ``most`` the first and the last."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][-1] == number - 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    words = ["-".join(map(str, run)) for run in found]
+    return ", ".join(words if len(words) <= most else [*words[: most - 1], "...", words[-1]])
+
+
+def _named(names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    numbers = [tuple(int(digits) for digits in _NUMBER.findall(name)) for name in names]
+    columns = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+    if prod(len(column) for column in columns) == len(names):
+        holes = iter(columns)
+        return [(_NUMBER.sub(lambda _: _braced(next(holes)), names[0]), list(names))]
+    at = next(index for index, column in enumerate(columns) if len(column) > 1)
+    apart: dict[int, list[str]] = {}
+    for name, row in zip(names, numbers, strict=True):
+        apart.setdefault(row[at], []).append(name)
+    return [pair for members in apart.values() for pair in _named(members)]
+
+
+def _braced(values: Sequence[int]) -> str:
+    if len(values) == 1:
+        return str(values[0])
+    whole_run = list(values) == list(range(values[0], values[-1] + 1))
+    return "{" + (f"{values[0]}..{values[-1]}" if whole_run else ",".join(map(str, values))) + "}"
+
+
 _WIDTH, _MARGIN, _LINE, _LETTER = 760, 10, 16, 6.6
 _BOXES_A_ROW = 4
 
 
 @dataclass(slots=True)
 class _Page:
-    """Parts of a picture, from the top down.
-
-    Attributes:
-        y: where the next begins.
-    """
+    """Parts of a picture, from the top down; the next begins at ``y``."""
 
     parts: list[str] = field(default_factory=list[str])
     y: float = 8
 
     def say(self, text: str, *, bold: bool = False) -> None:
-        """A line of text, cut to the width of the page."""
         most = int((_WIDTH - 2 * _MARGIN) / _LETTER)
         text = text if len(text) <= most else f"{text[: most - 3]}..."
         weight = ' font-weight="bold"' if bold else ""
@@ -232,7 +257,7 @@ def shown_svg(shown: Shown) -> str:
     for title, timeline in _timelines(shown):
         _draw_timeline(page, title, timeline)
     if shown.planned:
-        page.parts += svg_legend(page.y)
+        page.parts += drawing.svg_legend(page.y)
         page.y += _LINE + 6
     for note in (*(f"note: {note}" for note in shown.notes), *shown.missing):
         page.say(note)
@@ -250,7 +275,7 @@ def _draw_boxes(page: _Page, shown: Shown) -> None:
         (title, lines if title == "..." or shown.plan.threads > 1 else [*lines, *_bytes(shown.survey, rank)])
         for rank, (title, lines) in zip(ranks, drawn, strict=True)
     ]
-    filled += servers(shown.plan)
+    filled += drawing.servers(shown.plan)
     wide = (_WIDTH - 2 * _MARGIN) / _BOXES_A_ROW
     for first in range(0, len(filled), _BOXES_A_ROW):
         row = filled[first : first + _BOXES_A_ROW]
@@ -316,5 +341,5 @@ def _draw_timeline(page: _Page, title: str, timeline: Timeline) -> None:
     begin = timeline.begin
     moved = [one._replace(begin=one.begin - begin, end=one.end - begin) for one in timeline.actions]
     labels = [f"rank {rank}" for rank in timeline.ranks]
-    page.parts += svg_rows(moved, labels, page.y, unit)
+    page.parts += drawing.svg_rows(moved, labels, page.y, unit)
     page.y += len(labels) * ROW + 10

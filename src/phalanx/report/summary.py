@@ -1,4 +1,4 @@
-"""What a run came to, in numbers, from its event log; averagings and servers among them."""
+"""What a run came to: numbers from its event log, averagings and servers among them; did it see each sample once?"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import Plan
+from phalanx.data import audit, records
 from phalanx.errors import DataError
 from phalanx.events import read
 from phalanx.report.comparison import Compared, memory_beside, step_beside, stored
@@ -28,19 +29,13 @@ class RunSummary:
     """One run, or the part of it since it was resumed.
 
     Attributes:
-        folder: the run folder.
-        job: name of the job.
-        plan: the plan, as one line of text.
         devices: that the plan uses: processes times threads.
-        device: kind of device.
         batch: samples in one optimizer step.
         parameters: elements of all parameters.
         first_step: the step it began with.
         step: optimizer steps taken so far, counted from the very beginning.
         step_seconds: median wall time of a step, the first few left out; ``None`` where none was taken.
-        samples_per_second: median over the same steps.
         seconds: wall time from the first step to the last.
-        loss: of the last step.
         evaluation: ``loss``, ``samples`` and ``metrics`` of the last evaluation.
         peak_bytes: largest memory of each rank: resident set on CPU, allocated on CUDA.
         memory: what each rank's memory holds, part → bytes; empty where the log is older than its schema 1.2.
@@ -54,9 +49,6 @@ class RunSummary:
         shares: samples of a full batch that each rank of ``dp`` took at last; empty where all took the same.
         moves: how often they changed.
         checkpoint: the newest, relative to the folder.
-        notes: what the plan does not keep of one device's result.
-        warnings: as the run gave them.
-        finished: whether it came to its end.
     """
 
     folder: str
@@ -90,7 +82,6 @@ class RunSummary:
     finished: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON."""
         return {**asdict(self), "beside": [one.to_dict() for one in self.beside]}
 
 
@@ -122,17 +113,13 @@ def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] |
     evaluation = by_name.get("evaluate", [None])[-1]
     seconds = statistics.median(event["seconds"] for event in timed) if timed else None
     memory = list({event["rank"]: event for event in by_name.get("memory", [])}.values())
-    held = tuple(_parts(event) for event in memory if "parameters" in event)
+    held = tuple({part: event[part] for part in PARTS} for event in memory if "parameters" in event)
     foretold = foretold or stored(folder)
+    traffic, timelines = by_name.get("traffic", []), by_name.get("timeline", [])
     return RunSummary(
         folder=str(folder),
-        job=start["job"],
-        plan=start["plan"],
+        **{name: start[name] for name in ("job", "plan", "device", "batch", "parameters", "first_step")},
         devices=Plan.parse(start["plan"]).devices,
-        device=start["device"],
-        batch=start["batch"],
-        parameters=start["parameters"],
-        first_step=start["first_step"],
         step=end.get("step", steps[-1]["step"] + 1 if steps else start["first_step"]),
         step_seconds=seconds,
         samples_per_second=statistics.median(event["samples"] / event["seconds"] for event in timed) if timed else None,
@@ -141,11 +128,11 @@ def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] |
         evaluation=evaluation and {name: evaluation[name] for name in ("step", "loss", "samples", "metrics")},
         peak_bytes=tuple(event["peak_bytes"] for event in memory),
         memory=held,
-        idle=idle_share([event["actions"] for event in by_name.get("timeline", [])]),
+        idle=idle_share([event["actions"] for event in timelines]),
         averagings=averagings(by_name.get("sync", []), steps, end.get("seconds")),
         serving=serving(by_name),
-        sent=tuple(event["sent"] for event in by_name.get("traffic", [])),
-        whole=tuple(event["whole"] for event in by_name.get("traffic", [])),
+        sent=tuple(event["sent"] for event in traffic),
+        whole=tuple(event["whole"] for event in traffic),
         forecast=foretold,
         beside=beside_of(foretold, part, held, seconds),
         shares=tuple(shares[-1]["shares"]) if shares else (),
@@ -160,14 +147,7 @@ def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] |
 def beside_of(
     foretold: dict[str, Any] | None, events: Sequence[Event], held: Sequence[dict[str, int]], seconds: float | None
 ) -> tuple[Compared, ...]:
-    """The forecast of a run beside what it measured.
-
-    Args:
-        foretold: what is stored of its forecast.
-        events: of the run.
-        held: what each rank's memory held, by part.
-        seconds: of a step, measured.
-    """
+    """A run's stored forecast beside what it measured: its events, each rank's memory by part, seconds of a step."""
     forecast = (foretold or {}).get("forecast")
     if not forecast:
         return ()
@@ -187,17 +167,12 @@ def beside_of(
 def idle_share(ranks: Sequence[Sequence[Action]]) -> float | None:
     """The share of the ranks' time, from the first's begin to the last's end, in which they do none of their actions.
 
-    Args:
-        ranks: for each rank its ``actions`` as a ``timeline`` event has them; ``None`` is given where there are none.
+    ``ranks``: for each its ``actions`` as a ``timeline`` event has them. ``None`` where there are none.
     """
     actions = [action for rank in ranks for action in rank]
     whole = max((end for *_, end in actions), default=0.0) - min((begin for *_, begin, _ in actions), default=0.0)
     busy = sum(end - begin for *_, begin, end in actions)
     return 1.0 - busy / (whole * len(ranks)) if whole > 0 else None
-
-
-def _parts(event: Event) -> dict[str, int]:
-    return {part: event[part] for part in PARTS}
 
 
 def events_of(folder: Path) -> list[Event]:
@@ -279,7 +254,6 @@ class Serving:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """A name and a text for each line of a summary."""
         found = [("staleness", _spread(self.staleness))]
         if self.dropped:
             found[0] = ("staleness", f"{found[0][1]}; {self.dropped} pieces left out")
@@ -323,3 +297,69 @@ def _spread(counts: Mapping[int, int]) -> str:
         return f"{median} updates in every gradient" if median else "none: each gradient is of the newest parameters"
     shares = ", ".join(f"{value}: {count / every:.0%}" for value, count in counts.items())
     return f"{min(counts)} to {max(counts)} updates, median {median} ({shares})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplesSeen:
+    """What the ledger of a run shows.
+
+    Attributes:
+        samples: in the data; ``None`` for a stream, of which only double samples and gaps can be told.
+        drop_last: whether the partial last batch of each epoch was dropped.
+        steps: optimizer steps recorded.
+        epochs: passes over the data that were finished; ``None`` for a stream.
+        wrong: what is wrong, one sentence each; empty where nothing is.
+    """
+
+    folder: str
+    samples: int | None
+    batch: int
+    drop_last: bool
+    steps: int
+    epochs: int | None
+    wrong: tuple[str, ...]
+
+    @property
+    def once(self) -> bool:
+        return not self.wrong
+
+    @property
+    def answer(self) -> str:
+        """``yes`` or ``no``, and over what."""
+        if self.wrong:
+            first, *others = self.wrong
+            return f"no: {first} (and {len(others)} more)" if others else f"no: {first}"
+        if self.samples is None:
+            return f"yes, in {self.steps} steps of a stream"
+        if self.epochs == 0:
+            return f"yes, in {self.steps} steps of the first epoch"
+        unfinished = self.steps - (self.epochs or 0) * _per_epoch(self.samples, self.batch, self.drop_last)
+        rest = f" and {unfinished} step{'s' if unfinished > 1 else ''} of the next" if unfinished else ""
+        return f"yes, in {self.epochs} epoch{'' if self.epochs == 1 else 's'}{rest}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"once": self.once, **asdict(self)}
+
+
+def samples_seen(folder: Path) -> SamplesSeen:
+    """What the ledger of the run in ``folder`` shows, over all its parts where it was resumed.
+
+    Raises:
+        DataError: if it holds no run, no ledger, or was written before its log said how many samples there are.
+    """
+    start = events_of(folder)[0]  # of the last part: none may change its data or its batch
+    if "samples" not in start:
+        raise DataError(
+            f"the log of {folder} does not say how many samples its data hold: an earlier version wrote it\n"
+            "    try: phalanx.data.audit(folder, length=..., batch=..., drop_last=...)"
+        )
+    samples, batch, drop_last = start["samples"], start["batch"], start["drop_last"]
+    steps = len(records(folder / "ledger"))
+    epochs = None if samples is None else steps // max(1, _per_epoch(samples, batch, drop_last))
+    wrong = tuple(audit(folder / "ledger", length=samples, batch=batch, drop_last=drop_last))
+    data: dict[str, Any] = {"folder": str(folder), "samples": samples, "batch": batch, "drop_last": drop_last}
+    return SamplesSeen(**data, steps=steps, epochs=epochs, wrong=wrong)
+
+
+def _per_epoch(samples: int, batch: int, drop_last: bool) -> int:
+    return samples // batch if drop_last else -(-samples // batch)

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.report.progress import result_text
-from phalanx.report.sample_audit import SamplesSeen
-from phalanx.report.summary import PARTS, RunSummary
+from phalanx.report.summary import PARTS, RunSummary, SamplesSeen
 from phalanx.units import show_bytes, show_count, show_names, show_seconds
 
 _MOST_ROWS = 8  # of ranks beside each other
@@ -25,8 +24,6 @@ class Setting:
     """One value that a run uses, and who gave it.
 
     Attributes:
-        name: of the option.
-        value: as text.
         source: ``argument``, ``run file``, ``job``, ``planner`` or ``default``.
         why: in a sentence; empty where there is nothing to say.
     """
@@ -39,16 +36,9 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaled:
-    """One plan of a scaling measurement.
+    """One plan of a scaling measurement; times are medians, ``speed_up`` is that of samples/s over the first plan's.
 
     Attributes:
-        plan: as one line of text.
-        devices: that it uses.
-        device: their kind.
-        step_seconds: median.
-        samples_per_second: median.
-        speed_up: samples/s over that of the first plan.
-        efficiency: speed-up over the ratio of devices.
         peak_bytes: largest memory of any rank.
     """
 
@@ -97,7 +87,8 @@ def summary_table(summary: RunSummary, seen: SamplesSeen | None = None) -> Rende
         text = f"{show_bytes(sent)} by each rank in place of {show_bytes(whole)} ({whole / sent:.1f}x less)"
         rows.append(("gradients sent", text))
     if summary.shares:
-        rows.append(("shares", _shares(summary)))
+        moved = f", after {summary.moves} change{'s' if summary.moves > 1 else ''}" if summary.moves else ""
+        rows.append(("shares", f"{show_names(list(map(str, summary.shares)), _MOST_ROWS)} samples of a batch{moved}"))
     if summary.loss is not None:
         rows.append(("last loss", f"{summary.loss:.6g}"))
     if summary.evaluation:
@@ -117,11 +108,6 @@ def summary_table(summary: RunSummary, seen: SamplesSeen | None = None) -> Rende
         said = f"each sample seen exactly once per epoch: {seen.answer}"
         table.add_row("ledger", escape(said), style=None if seen.once else "red")
     return Group(table, memory_table(summary)) if len(_alike(summary)) > 1 else table
-
-
-def _shares(summary: RunSummary) -> str:
-    moved = f", after {summary.moves} change{'s' if summary.moves > 1 else ''}" if summary.moves else ""
-    return f"{show_names([str(count) for count in summary.shares], _MOST_ROWS)} samples of a batch{moved}"
 
 
 def memory_table(summary: RunSummary) -> RenderableType:
@@ -144,6 +130,18 @@ def memory_table(summary: RunSummary) -> RenderableType:
         cells = [show_bytes(choose(each[part] for each in summary.memory)) for part in parts]
         table.add_row(name, *cells, show_bytes(choose(summary.peak_bytes)))
     return table
+
+
+def seen_table(result: SamplesSeen) -> RenderableType:
+    """The answer, and everything that is wrong."""
+    data = "a stream" if result.samples is None else f"{result.samples} samples"
+    over = f"{data}, {result.batch} a step, {result.steps} steps recorded in {result.folder}"
+    answer = ("bold green", result.answer) if result.once else ("bold red", "no")
+    return Group(
+        Text.assemble("each sample seen exactly once per epoch: ", (answer[1], answer[0])),
+        *(Text(f"  {sentence}") for sentence in result.wrong),
+        Text(over, style="dim"),
+    )
 
 
 def settings_table(settings: Sequence[Setting]) -> RenderableType:
@@ -169,21 +167,13 @@ def scaling_table(rows: Sequence[Scaled]) -> RenderableType:
 
 def scaled_cells(row: Scaled) -> tuple[str, str, str, str, str]:
     """Time, pace, speed-up, efficiency and memory as text."""
-    return (
-        show_seconds(row.step_seconds),
-        show_count(row.samples_per_second),
-        f"{row.speed_up:.2f}",
-        f"{row.efficiency:.0%}",
-        _whole_mebibytes(row.peak_bytes),
-    )
+    peak = f"{row.peak_bytes / 2**20:.0f} MiB" if row.peak_bytes < 10 * 2**30 else show_bytes(row.peak_bytes)
+    speed = f"{row.speed_up:.2f}", f"{row.efficiency:.0%}"
+    return show_seconds(row.step_seconds), show_count(row.samples_per_second), *speed, peak
 
 
 def proof_table(proof: dict[str, Any]) -> RenderableType:
-    """A proof: the answer, what was compared with what was allowed, and the cause where it is no.
-
-    Args:
-        proof: as ``verify.Proof.to_dict`` gives it.
-    """
+    """A proof, from ``to_dict``: the answer, what was compared with what was allowed, and the cause where it is no."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("compared", "how many", "largest difference", "allowed"):
         table.add_column(heading, justify="left" if heading == "compared" else "right")
@@ -191,7 +181,7 @@ def proof_table(proof: dict[str, Any]) -> RenderableType:
         label = _COMPARED.get(kind, kind)
         checks = [check for check in proof["checks"] if check["kind"] == kind]
         if checks:
-            worst = max(checks, key=_share_of_allowed)
+            worst = max(checks, key=lambda one: one["largest"] / (one["allowed"] or 1.0))
             style = "red" if any(check["first"] for check in checks) else None
             largest = "" if kind == "exact" else f"{worst['largest']:.1e}"
             allowed = "the same" if not worst["allowed"] else f"{worst['allowed']:.1e}"
@@ -202,22 +192,13 @@ def proof_table(proof: dict[str, Any]) -> RenderableType:
         parts.append(Text(f"{more} in step {late[1]}", style="dim"))
     if silent := proof["not_compared"]:
         many = f"{len(silent)} parameter{'s' if len(silent) > 1 else ''}"
-        parts.append(
-            Text(
-                f"not compared: {many} whose gradient is zero but for rounding ({show_names(silent, 4)})",
-                style="dim",
-            )
-        )
+        text = f"not compared: {many} whose gradient is zero but for rounding ({show_names(silent, 4)})"
+        parts.append(Text(text, style="dim"))
     if dropout := proof["dropout"]:
         parts.append(Text(dropout, style="dim"))
     if never := proof["never"]:
-        parts.append(
-            Text(
-                f"never had a gradient in {proof['steps']} steps, so not compared: {show_names(never, 4)}; --steps "
-                f"{2 * proof['steps']} may reach a first one",
-                style="yellow",
-            )
-        )
+        text = f"never had a gradient in {proof['steps']} steps, so not compared: {show_names(never, 4)}"
+        parts.append(Text(f"{text}; --steps {2 * proof['steps']} may reach a first one", style="yellow"))
     return Group(*parts)
 
 
@@ -236,10 +217,6 @@ _COMPARED = {
     "checkpoint": "tensors of the checkpoint, read back and loaded",
     "dropout": "masks of dropout: share that is dropped",
 }
-
-
-def _share_of_allowed(check: dict[str, Any]) -> float:
-    return check["largest"] / check["allowed"] if check["allowed"] else check["largest"]
 
 
 _MOST_DIFFERING = 8
@@ -279,10 +256,6 @@ def _steps(summary: RunSummary) -> str:
     if not taken:
         return f"none left: all {summary.step} had been taken before (--steps or --epochs allows more)"
     return f"{taken} (from {summary.first_step} to {summary.step})"
-
-
-def _whole_mebibytes(count: int) -> str:
-    return f"{count / 2**20:.0f} MiB" if count < 10 * 2**30 else show_bytes(count)
 
 
 def _by_rank(peaks: Sequence[int]) -> str:

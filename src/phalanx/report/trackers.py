@@ -44,9 +44,6 @@ class TensorBoard(Viewer):
             case _:
                 pass
 
-    def tick(self) -> None:
-        pass
-
     def close(self) -> None:
         if self._writer:
             self._writer.close()

@@ -125,7 +125,7 @@ def build(
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
     same_length(loader.length, "job.data", everyone)
 
-    facts = _known(findings, module, own)
+    facts = known_facts(findings, module, own)
     with buffers_kept(module):
         layout = assemble(module, job, own, there, lambda: _look_with(job, module, loader, facts, found))
     if facts is None:
@@ -179,7 +179,8 @@ def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
     return Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
 
 
-def _known(findings: Findings | None, module: nn.Module, plan: Plan) -> Facts | None:
+def known_facts(findings: Findings | None, module: nn.Module, plan: Plan) -> Facts | None:
+    """The facts that are of ``module`` under ``plan``."""
     if not findings or not findings.facts:
         return None
     from phalanx.parallel.split_facts import Facts

@@ -7,6 +7,7 @@ step too (``rehearsal``), and what it finds goes to the processes of the run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,7 @@ from phalanx.errors import Problem, RefusedError
 from phalanx.parallel import Example, check, notes, torch_compile
 from phalanx.parallel.survey import survey
 from phalanx.placement.ownership import Survey
-from phalanx.train.assembly import Findings, example_of
+from phalanx.train.assembly import Findings, example_of, known_facts
 from phalanx.train.build_model import begun, build_model, give_needed_values, size_of, without_values
 from phalanx.train.elementwise import half_steps
 from phalanx.train.refusals import model_problems, optimizer_problems, server_problems
@@ -27,10 +28,11 @@ from phalanx.train.rehearsal import rehearse
 from phalanx.train.split_causes import LARGEST, causes
 
 
-def preview(job: Job, plan: Plan) -> tuple[Survey, list[str]]:
-    """What each rank would hold and notes on what ``plan`` does not keep of one device's result.
+def preview(job: Job, plan: Plan, look: Callable[[], Findings] = Findings) -> tuple[Survey, list[str]]:
+    """What each rank would hold, and notes on what ``plan`` does not keep of one device's result and why.
 
-    The model of ``job`` is built without values where that can be; the devices need not be here.
+    The model of ``job`` is built without values where that can be; the devices need not be here. ``look`` gives what is
+    known of the job; that is not looked for again.
 
     Raises:
         RefusedError: with everything that keeps the plan from serving the job on the devices it is for.
@@ -43,11 +45,11 @@ def preview(job: Job, plan: Plan) -> tuple[Survey, list[str]]:
         raise RefusedError(problems)
     module, unbuilt = begun(job)
     _refuse(job, module, plan)
-    found = notes(module, job, plan)
+    findings, found = look(), notes(module, job, plan)
     if plan.kind != "split":
-        return survey(module, plan)[0], found
-    example = _example(job, module)
-    found += [*unbuilt, *give_needed_values(module, example)]
+        return survey(module, plan)[0], [*found, *findings.causes]
+    example = replace(_example(job, module), facts=known_facts(findings, module, plan))
+    found += [*unbuilt, *give_needed_values(module, example), *findings.causes]
     return survey(module, plan, example)[0], found
 
 

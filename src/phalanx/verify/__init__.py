@@ -2,5 +2,6 @@
 
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.parity import OneDevice, Proof, prove
+from phalanx.verify.references import ReferenceRun
 
-__all__ = ["Difference", "OneDevice", "Proof", "Tolerance", "prove"]
+__all__ = ["Difference", "OneDevice", "Proof", "ReferenceRun", "Tolerance", "prove"]

@@ -52,10 +52,8 @@ def capture(
     Raises:
         WorkerError: if the run failed, or its checkpoint cannot be loaded.
     """
-    run = _run(given, plan, folder)
-    answers = _trained(
-        given, run, lambda place: Recording(folder, place.rank), watch, dropout=dropout, findings=findings
-    )
+    how: dict[str, Any] = {"dropout": dropout, "findings": findings}
+    answers = _trained(given, _run(given, plan, folder), lambda place: Recording(folder, place.rank), watch, **how)
     drops = any(answer["drops"] for answer in answers)
     first, workers = 0, workers_of([])
     if plan.server:  # the first of the servers has looked on, for all
@@ -67,11 +65,7 @@ def capture(
 
 
 def masks_of(job: Job, plan: Plan, folder: Path, watch: Watch = None) -> MaskStatistics:
-    """Train ``job`` under ``plan`` as ``phalanx train`` does, dropout and all, for a few steps; what its masks show.
-
-    Raises:
-        WorkerError: if the run failed.
-    """
+    """Train ``job`` under ``plan`` as ``phalanx train`` does, dropout and all, for a few steps; what its masks show."""
     given = replace(job, steps=MASK_STEPS, epochs=None)
     answers = _trained(given, _run(given, plan, folder), lambda place: MaskRecording(), watch, dropout="on")
     return statistics_of(answers, MASK_STEPS)
@@ -111,9 +105,6 @@ def _trained(
     dropout: Dropout,
     findings: Findings | None = None,
 ) -> list[dict[str, Any]]:
-    """Each process's answer."""
-    plan = run.plan
-
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
         off = switch_off_dropout() if dropout == "off" else None
         if isinstance(dropout, frozenset):
@@ -124,9 +115,9 @@ def _trained(
         loop.train(given, run, place, report=report, observer=observer, findings=findings)
         return {**observer.answer, "drops": off is not None and off.calls > 0}
 
-    make_ready(plan)
+    make_ready(run.plan)
     import_module("phalanx.checkpoint.store")  # once, for the workers that save and for reading back here
-    return launch(work, plan.processes, watch=watch)
+    return launch(work, run.plan.processes, watch=watch)
 
 
 def without_dropout(job: Job) -> Callable[[], Any]:
@@ -145,11 +136,7 @@ def without_dropout(job: Job) -> Callable[[], Any]:
 
 @dataclass(slots=True)
 class SwitchedOff:
-    """What dropout would have done.
-
-    Attributes:
-        calls: how often it was asked for.
-    """
+    """How often dropout was asked for that is off."""
 
     calls: int = 0
 
@@ -166,8 +153,7 @@ def switch_off_dropout() -> SwitchedOff:
         off.calls += training and p > 0.0
         return input
 
-    names = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-    for name in names:
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
         setattr(functional, name, identity)
     attention = functional.scaled_dot_product_attention
 
@@ -181,49 +167,25 @@ def switch_off_dropout() -> SwitchedOff:
     return off
 
 
-_LOADED = "loaded.safetensors"
-
-
 def read_back(job: Job, path: Path, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What the checkpoint in folder ``path`` holds, and what one device that resumes from it begins with.
 
-    Both are read at the same time. ``folder`` is for files.
+    By ``model.<name>`` and ``optimizer.<parameter>.<key>``; both are read at the same time. ``folder`` is for files.
 
     Raises:
         WorkerError: if the checkpoint cannot be loaded.
     """
-    saved: dict[str, Tensor] = {}
-
-    def meanwhile() -> None:
-        if not saved:
-            saved.update(saved_in(path))
-
-    loaded = loaded_by_one_device(job, path, folder, meanwhile)
-    meanwhile()
-    return saved, loaded
-
-
-def saved_in(path: Path) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint in folder ``path``, whole: ``model.<name>``, ``optimizer.<parameter>.<key>``."""
     from phalanx import checkpoint
     from phalanx.checkpoint.format import Manifest
 
-    stored = Manifest.read(path).tensors
-    found = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in stored.items()}
-    checkpoint.load(path, found)
-    return found
+    saved: dict[str, Tensor] = {}
+    file = folder / "loaded.safetensors"
 
-
-def loaded_by_one_device(
-    job: Job, path: Path, folder: Path, watch: Callable[[], None] | None = None
-) -> dict[str, Tensor]:
-    """What one device that resumes from the checkpoint ``path`` begins with, named likewise; ``folder`` is for files.
-
-    ``watch`` is called meanwhile.
-
-    Raises:
-        WorkerError: if it cannot be loaded.
-    """
+    def meanwhile() -> None:
+        if not saved:
+            stored = Manifest.read(path).tensors
+            saved.update({name: torch.empty(one.shape, dtype=one.dtype) for name, one in stored.items()})
+            checkpoint.load(path, saved)
 
     def work(place: Place, report: Callable[[int], None]) -> Any:
         plan = Plan(device="cpu")
@@ -239,7 +201,8 @@ def loaded_by_one_device(
                 if isinstance(tensor, Tensor)
             }
             found["progress.step"] = torch.tensor(float(assembly.step.progress.step))
-            save_file({name: tensor.detach().clone() for name, tensor in found.items()}, folder / _LOADED)
+            save_file({name: tensor.detach().clone() for name, tensor in found.items()}, file)
 
-    launch(work, 1, watch=watch)
-    return load((folder / _LOADED).read_bytes())
+    launch(work, 1, watch=meanwhile)
+    meanwhile()
+    return saved, load(file.read_bytes())

@@ -77,7 +77,6 @@ class Tolerance:
 
     @classmethod
     def of(cls, precision: str, *, batch: int, layers: int, steps: int) -> Tolerance:
-        """The tolerance of a proof over ``steps`` steps at this precision."""
         unit = _UNIT_ROUNDOFF[precision]
         rounding = min(16 * _UNIT_ROUNDOFF["fp32"] * (math.sqrt(batch) + math.sqrt(layers)), _PROMISE)
         sigma = 0.0 if precision == "fp32" else _RMS * unit * math.sqrt(2 * layers)
@@ -98,8 +97,6 @@ class Bound:
     """What tells rounding from a difference in the gradients of one step.
 
     Attributes:
-        tolerance: what rounding may make differ.
-        step: whose gradients they are.
         magnitudes: what the rounding of a gradient is relative to, by parameter; where it is known.
         total: norm of all gradients of the step; that of those compared where it is not given.
     """
@@ -145,7 +142,6 @@ class Difference:
     """One tensor's.
 
     Attributes:
-        name: the parameter's.
         relative: norm of the difference over the norm it is measured by.
         ratio: the factor that brings the reference closest to the other; 1 where they agree.
         residual: what then still differs, relative.

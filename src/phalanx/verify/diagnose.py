@@ -10,14 +10,11 @@ from phalanx.parallel import micro_batches
 from phalanx.units import show_names
 from phalanx.verify import diagnose_split as split
 from phalanx.verify.compare import Tolerance
-from phalanx.verify.evidence import Evidence
-from phalanx.verify.judge_kept import copies_apart
+from phalanx.verify.evidence import Evidence, copies_apart
 from phalanx.verify.record import END, FIRST
 
 
-def diagnose(
-    evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan, look: Callable[[], list[str]] = list
-) -> str:
+def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan, look: Callable[[], list[str]]) -> str:
     """The likely cause of an inequality, most specific first. ``look`` gives what a look at the job itself shows.
 
     Patterns that only a split has come before that: a job that differs by itself may be split wrongly as well.

@@ -10,10 +10,10 @@ from phalanx.parallel import micro_batches
 from phalanx.placement.schedules import SCHEDULES
 from phalanx.units import show_names
 from phalanx.verify.compare import Tolerance
-from phalanx.verify.evidence import Evidence, ranks_in_words
+from phalanx.verify.evidence import Evidence, copies_apart, ranks_in_words
 from phalanx.verify.fingerprints import Fingerprint, Piece, cut_out
-from phalanx.verify.judge_kept import copies_apart
 from phalanx.verify.module_trace import Passed
+from phalanx.verify.record import START
 
 
 def other_start(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
@@ -162,7 +162,7 @@ def _by_rank(evidence: Evidence, name: str, *, grad: bool) -> list[Fingerprint]:
 
 
 def _without_bias(evidence: Evidence, name: str, rows: float, outputs: list[Fingerprint]) -> list[Fingerprint]:
-    bias = evidence.one.initial.get(f"{name}.bias")
+    bias = evidence.one.values[START].get(f"{name}.bias")
     if bias is None or bias.dim() != 1:
         return outputs
     return [one.plus(Fingerprint.of(bias), -rows) for one in outputs]
@@ -226,7 +226,7 @@ def not_synchronised(evidence: Evidence, tolerance: Tolerance, job: Job, plan: P
     """Copies of a parameter get other gradients on other ranks."""
     parts: dict[str, list[str]] = {}
     names: dict[str, None] = {}
-    prints = evidence.first_gradients
+    prints = evidence.other.prints("gradients")
     # What is zero but for rounding may have any value on any rank.
     meant = [name for name in dict.fromkeys(name for known in prints for name in known) if name not in evidence.silent]
     for axis in evidence.axes:

@@ -1,61 +1,68 @@
-"""What two captures say about each other, and what gradients may be off by."""
+"""What two records say of each other: copies, evaluations and checkpoints compared; what gradients may be off by.
+
+``judge`` compares all else with it, ``diagnose`` tells causes from it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx.comm import Mesh
 from phalanx.config import Plan
 from phalanx.verify import compare
 from phalanx.verify.compare import Bound, Difference, FirstGradient, Tolerance
-from phalanx.verify.fingerprints import Piece, Prints, cut_out, in_words
-from phalanx.verify.record import FIRST, Copy, RunRecord
+from phalanx.verify.fingerprints import Piece, cut_out, in_words
+from phalanx.verify.record import END, FIRST, START, Copy, RunRecord, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What both runs gave.
+    """What both runs gave: one device, and the other under ``plan``.
 
     Attributes:
-        plan: of the other run.
-        one: one device.
-        other: the plan.
-        losses: relative difference of each step's loss.
-        skipped: the first step whose update fp16's loss scale skipped on one side only; ``None`` where there is none.
-        initial: differences of the parameters before the first step.
-        gradients: differences of the first gradients.
-        silent: names of those that are zero but for rounding.
-        parameters: differences of the final parameters.
-        batch_norm: names of modules that take statistics of their micro-batch.
         checks: everything that was compared, in the order in which a run computes it.
+        silent: names of parameters whose first gradient is zero but for rounding.
+        batch_norm: names of modules that take statistics of their micro-batch.
     """
 
     plan: Plan
     one: RunRecord
     other: RunRecord
-    losses: list[float]
-    skipped: int | None
-    initial: list[Difference]
-    gradients: list[Difference]
+    checks: list[Check]
     silent: list[str]
-    parameters: list[Difference]
     batch_norm: list[str]
-    checks: list[Any] = field(default_factory=list[Any])
 
     def of(self, kind: str, step: int | None) -> list[Difference]:
-        """Differences of the tensors of one kind, such as ``gradient``, in one step; ``None``: before or after all."""
-        return [one for check in self.checks if (check.kind, check.step) == (kind, step) for one in check.differences]
+        """As ``differences_of``."""
+        return differences_of(self.checks, kind, step)
+
+    @property
+    def losses(self) -> list[float]:
+        """Relative difference of each step's loss."""
+        return compare.losses(self.one.losses, self.other.losses)
+
+    @property
+    def skipped(self) -> int | None:
+        """The first step whose update fp16's loss scale skipped on one side only; ``None`` where there is none."""
+        pairs = zip(self.one.steps, self.other.steps, strict=True)
+        return next((step for step, (a, b) in enumerate(pairs) if a.skipped != b.skipped), None)
 
     @cached_property
-    def first_gradients(self) -> list[Prints]:
-        """Each rank's prints of its gradients."""
-        return self.other.prints("gradients")
+    def initial(self) -> list[Difference]:
+        """Differences of the parameters before the first step."""
+        return self.of("initial", None)
+
+    @cached_property
+    def gradients(self) -> list[Difference]:
+        """Differences of the first gradients that are more than rounding."""
+        return [one for one in self.of("gradient", 0) if not one.rounding or one.beyond]
 
     def peers(self, axis: str) -> Iterator[list[int]]:
         """Ranks that differ along one dimension of the mesh only, by groups."""
@@ -132,9 +139,170 @@ def first_gradients(one: RunRecord, tolerance: Tolerance) -> dict[str, FirstGrad
             error = bound.allowed(name, grad, small=small) / size if known else math.inf
             if error < 1:
                 steps, there = before.get(name, 0), name in after
-                rounded = steps * (after[name] - one.initial[name]).abs() if steps and there else None
+                rounded = steps * (after[name] - one.values[START][name]).abs() if steps and there else None
                 how = {"error": error, "stretch": error / tolerance.gradient_at(step)}
                 found[name] = FirstGradient(values=grad, rounded=rounded, **how)
             else:
                 before[name] = before.get(name, 0) + 1
     return found
+
+
+def differences_of(checks: Sequence[Check], kind: str, step: int | None) -> list[Difference]:
+    """Differences of the tensors of one kind, such as ``gradient``, in one step; ``None``: before or after all."""
+    return [one for check in checks if (check.kind, check.step) == (kind, step) for one in check.differences]
+
+
+WORDS = {START: "before the first step", FIRST: "after the first update", END: "after the last step"}
+"""Moments of a run."""
+KINDS = {
+    "buffer": "the buffer ",
+    "state": "the optimizer's ",
+    "gradient": "the gradient of ",
+    "used": "the gradient of ",
+}
+"""What stands before the names of tensors of a kind."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One kind of thing at one moment, compared.
+
+    Attributes:
+        kind: of thing: ``copies``, ``initial``, ``loss``, ``scale`` (of gradients), ``gradient``, ``used``,
+            ``parameter``, ``buffer``, ``state``, ``exact`` (numbers that must be the same), ``evaluation``,
+            ``checkpoint``, ``dropout`` (masks of a run with it).
+        many: how many were compared.
+        largest: relative difference.
+        allowed: of the one that came closest to what it is allowed, or went beyond it most.
+        first: what is beyond that, in words; empty where nothing is.
+        wrong: of numbers that must be the same all that are not, in words.
+    """
+
+    kind: str
+    when: str
+    many: int
+    step: int | None = None
+    largest: float = 0.0
+    allowed: float = 0.0
+    first: str = ""
+    differences: tuple[Difference, ...] = ()
+    wrong: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopiesDiffer:
+    """Two that hold other values of the same part of a tensor.
+
+    Attributes:
+        kind: of tensor: ``value``, ``stepped``, ``buffer``, ``state``, ``gradient``.
+        who: hold it, such as ``ranks 0 and 1``.
+        relative: norm of the difference over that of the first's values; not a number where only digests are known.
+    """
+
+    kind: str
+    name: str
+    who: str
+    piece: Piece
+    relative: float
+
+    @property
+    def words(self) -> str:
+        """Such as ``gain on ranks 0 and 1 differ by 3e-06 (allowed 0)``."""
+        at = f" ({in_words(self.piece)})" if self.piece else ""
+        by = "" if math.isnan(self.relative) else f" by {self.relative:.2g}"
+        return f"{KINDS.get(self.kind, '')}{self.name}{at} on {self.who} differ{by} (allowed 0)"
+
+
+def copies_apart(
+    record: RunRecord, moment: str, everywhere: bool, *, values: bool = False
+) -> tuple[int, list[CopiesDiffer]]:
+    """How many copies of what another rank holds as well there are at ``moment``, and those that differ.
+
+    Copies in one process count as well, and those that servers have sent to workers. Without ``everywhere`` replicas
+    that step by themselves are each a world of their own, but for parameters where ``values`` of all are together.
+    """
+    many, found = 0, list[CopiesDiffer]()
+    firsts: dict[tuple[int, str, Piece], tuple[int, Copy]] = {}
+    for rank, told in enumerate(record.ranks):
+        for key, copy in told.copies.get(moment, {}).items():
+            replica = 0 if everywhere or (values and key.startswith("value.")) else told.replica
+            many += len(copy.differs_by)
+            beside = [thread for thread, by in enumerate(copy.differs_by, 1) if by]
+            found += [_apart(key, copy, f"threads 0 and {thread}", copy.differs_by[thread - 1]) for thread in beside]
+            first, known = firsts.setdefault((replica, key, copy.piece), (rank, copy))
+            if first == rank:
+                continue
+            many += 1
+            if known.digest != copy.digest:
+                a, b, off = known.values, copy.values, math.nan
+                if a is not None and b is not None:
+                    off = compare.difference("", a, b, max(compare.norm(a), 1e-30), 0.0).relative
+                found.append(_apart(key, copy, f"ranks {first} and {rank}", off))
+    for worker, told in enumerate(record.workers):
+        for key, copy in told.get(moment, {}).items():
+            if (0, key, copy.piece) in firsts:
+                many += 1
+                if firsts[0, key, copy.piece][1].digest != copy.digest:
+                    found.append(_apart(key, copy, f"worker {worker} and the servers", math.nan))
+    return many, found
+
+
+def _apart(key: str, copy: Copy, who: str, relative: float) -> CopiesDiffer:
+    kind, _, name = key.partition(".")
+    return CopiesDiffer(kind=kind, name=name, who=who, piece=copy.piece, relative=relative)
+
+
+def evaluations(one: RunRecord, other: RunRecord, tolerance: Tolerance) -> Iterator[Check]:
+    """Every evaluation says the same: the loss within what a step's may differ, metrics within what parameters may."""
+    for step, here in one.evaluations.items():
+        there = other.evaluations.get(step, {})
+        pairs = {"loss": (here["loss"], there.get("loss", math.nan))}
+        pairs |= {
+            name: (value, there.get("metrics", {}).get(name, math.nan)) for name, value in here["metrics"].items()
+        }
+        off = {name: compare.relative_difference(float(a), float(b)) for name, (a, b) in pairs.items()}
+        # A loss is a mean over samples, here over fewer or more of them than in a step; a metric may be of any form.
+        fewer = math.sqrt(max(1.0, (one.steps[0].samples or 0) / max(1, here["samples"])))
+        within = {name: tolerance.loss * fewer if name == "loss" else tolerance.parameter for name in off}
+        wrong = [
+            f"{name} of the evaluation after step {step} is {pairs[name][1]}, not {pairs[name][0]}"
+            for name, by in off.items()
+            if not by <= within[name]
+        ]
+        if here["samples"] != there.get("samples"):
+            wrong.append(f"samples of the evaluation are {there.get('samples')}, not {here['samples']}")
+        worst = max(off, key=lambda name: off[name] / within[name])
+        sizes: dict[str, Any] = {"many": len(pairs) + 1, "largest": off[worst], "allowed": within[worst]}
+        yield Check(kind="evaluation", when=f"after step {step}", first=wrong[0] if wrong else "", **sizes)
+
+
+def checkpoint(other: RunRecord) -> Iterator[Check]:
+    """What is saved, and what one device makes of it, is all that was held, bit for bit."""
+    kept = {f"model.{name}": tensor for name, tensor in other.values[END].items()}
+    kept |= {f"optimizer.{name}": tensor for name, tensor in other.state.get(END, {}).items()}
+    numbers = {f"optimizer.{name}": value for name, value in other.numbers.get(END, {}).items()}
+    numbers["progress.step"] = float(len(other.steps))
+    buffers = {f"model.{name}": tensor for name, tensor in other.buffers.get(END, {}).items()}
+    for words, found, counted in (
+        ("in the checkpoint", other.saved, False),
+        ("once one device has loaded the checkpoint", other.loaded, True),
+    ):
+        if not found:
+            continue
+        # Some buffers are no part of a model's state; numbers may be held by a file of their own.
+        held = kept | {name: tensor for name, tensor in buffers.items() if name in found}
+        there = {name: torch.tensor(value) for name, value in numbers.items() if counted or name in found}
+        unlike = [one for name, tensor in held.items() for one in _unlike(name, tensor, found)]
+        unlike += [one for name, value in there.items() for one in _unlike(name, value, found)]
+        first = f"{unlike[0].name} {words}, by {unlike[0].relative:.2g} (allowed 0)" if unlike else ""
+        if unlike and unlike[0].name not in found:
+            first = f"{unlike[0].name} is not there {words}"
+        largest = max((one.relative for one in unlike), default=0.0)
+        yield Check(kind="checkpoint", when=words, many=len(held) + len(there), largest=largest, first=first)
+
+
+def _unlike(name: str, tensor: Tensor, found: Tensors) -> list[Difference]:
+    if name not in found:
+        return [compare.missing(name)]
+    there = found[name] if tensor.dim() else found[name].reshape(()).to(tensor.dtype)
+    return [one for one in compare.values({name: tensor}, {name: there}) if one.beyond]

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,15 +75,6 @@ class Fingerprint:
         """Norm of the sums."""
         return math.hypot(*self.products)
 
-    def to_json(self) -> list[Any]:
-        """As lists."""
-        return [list(self.products), self.square]
-
-    @classmethod
-    def from_json(cls, given: Any) -> Fingerprint:
-        """As ``to_json`` gave it."""
-        return cls(tuple(given[0]), given[1])
-
 
 @lru_cache(maxsize=256)
 def _signs(features: int) -> Tensor:
@@ -129,10 +119,8 @@ def cut_out(whole: Tensor, piece: Piece) -> Tensor:
 def in_words(piece: Piece) -> str:
     """Such as ``rows 0:64``."""
     names = {0: "rows", 1: "columns"}
-    return ", ".join(
-        f"{names.get(dim, f'dimension {dim} at')} {' and '.join(f'{a}:{b}' for a, b in ranges)}"
-        for dim, ranges in piece
-    )
+    runs = {dim: " and ".join(f"{a}:{b}" for a, b in ranges) for dim, ranges in piece}
+    return ", ".join(f"{names.get(dim, f'dimension {dim} at')} {run}" for dim, run in runs.items())
 
 
 Prints = dict[str, tuple[Piece, Fingerprint]]

@@ -10,22 +10,25 @@ from typing import Any
 from phalanx.config import Plan
 from phalanx.verify import compare
 from phalanx.verify.compare import Difference, FirstGradient, Tolerance
-from phalanx.verify.evidence import bound_of, first_gradients, holders, where
-from phalanx.verify.judge_kept import WORDS, Check, CopiesDiffer, checkpoint, copies_apart, evaluations
+from phalanx.verify.evidence import (
+    KINDS,
+    WORDS,
+    Check,
+    bound_of,
+    checkpoint,
+    copies_apart,
+    evaluations,
+    first_gradients,
+    holders,
+    where,
+)
 from phalanx.verify.record import END, FIRST, START, RunRecord, StepRecord, Tensors
 from phalanx.verify.recording import GRADIENT_STEPS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Two records, and what may differ.
-
-    Attributes:
-        one: the reference.
-        other: what is judged.
-        plan: of the other.
-        tolerance: what rounding may make differ.
-    """
+    """Two records, the reference and one of ``plan``, and what rounding may make differ."""
 
     one: RunRecord
     other: RunRecord
@@ -89,15 +92,9 @@ def _scale(pair: Pair, kind: str, step: int, factor: float, *, many: int) -> Che
     off, allowed = abs(factor - 1), pair.tolerance.scale_at(step)
     which = "gradients" if kind == "gradient" else "gradients that the optimizer was given"
     words = f"all {which} in step {step}: {factor:.5g} × the reference's (allowed 1 ± {allowed:.2g})"
-    return Check(
-        kind="scale",
-        when=f"in step {step}",
-        step=step,
-        many=1 if many else 0,
-        largest=off,
-        allowed=allowed,
-        first="" if off <= allowed else words,
-    )
+    first, when = "" if off <= allowed else words, f"in step {step}"
+    sizes: dict[str, Any] = {"many": 1 if many else 0, "largest": off, "allowed": allowed}
+    return Check(kind="scale", when=when, step=step, first=first, **sizes)
 
 
 def _values(pair: Pair, moment: str) -> Iterator[Check]:
@@ -109,7 +106,7 @@ def _values(pair: Pair, moment: str) -> Iterator[Check]:
     first = first_gradients(one, tolerance)
     if moment == FIRST:  # what rounding alone has moved says nothing yet
         first = {name: grad for name, grad in first.items() if grad.rounded is None}
-    found = compare.parameters(one.initial, one.values[moment], other.values[moment], first, tolerance)
+    found = compare.parameters(one.values[START], one.values[moment], other.values[moment], first, tolerance)
     trained = set(one.options)
     still = [name for name in one.values[moment] if name not in trained]
     here, there = ({name: each.values[moment][name] for name in still} for each in (one, other))
@@ -138,10 +135,8 @@ def _states(pair: Pair, moment: str, meant: Mapping[str, FirstGradient]) -> list
     twice that where they are large: the bound for the sum v of g² is that of the norm of 2 · g · (difference of g).
     """
     tolerance = pair.tolerance.gradient if moment == FIRST else pair.tolerance.parameter
-    mine, others = (
-        {name: one for name, one in record.state.get(moment, {}).items() if name.rpartition(".")[0] in meant}
-        for record in (pair.one, pair.other)
-    )
+    states = (record.state.get(moment, {}) for record in (pair.one, pair.other))
+    mine, others = ({name: one for name, one in state.items() if name.rpartition(".")[0] in meant} for state in states)
     found: list[Difference] = []
     for one in _common(mine, others, tolerance):
         tensor, stretch = mine.get(one.name), meant[one.name.rpartition(".")[0]].stretch
@@ -162,11 +157,8 @@ def _tensors(pair: Pair, kind: str, moment: str, found: Sequence[Difference], st
     """A check of tensors; where one differs by more than is allowed, with where in it that is."""
     of = {"initial": "value", "parameter": "value", "used": "gradient"}.get(kind, kind)
     when = f"in step {step}" if kind in ("gradient", "used") else WORDS[moment]
-    parts = (
-        holders([rank.copies.get(moment, {}) for rank in pair.other.ranks], of)
-        if any(one.beyond for one in found)
-        else {}
-    )
+    beyond = any(one.beyond for one in found)
+    parts = holders([rank.copies.get(moment, {}) for rank in pair.other.ranks], of) if beyond else {}
     sides = [_side(record, of, moment) for record in (pair.one, pair.other)]
     placed = [
         replace(one, where=where(sides[0][one.name], sides[1][one.name], parts.get(one.name, {}), pair.plan))
@@ -176,16 +168,9 @@ def _tensors(pair: Pair, kind: str, moment: str, found: Sequence[Difference], st
     ]
     worst = max(placed, key=_excess, default=None)
     first = next((one for one in placed if one.beyond), None)
-    return Check(
-        kind=kind,
-        when=when,
-        step=step,
-        many=len(placed),
-        largest=worst.relative if worst else 0.0,
-        allowed=worst.allowed if worst else 0.0,
-        first=_in_words(kind, when, first) if first else "",
-        differences=tuple(placed),
-    )
+    words = _in_words(kind, when, first) if first else ""
+    sizes: dict[str, Any] = {"largest": worst.relative, "allowed": worst.allowed} if worst else {}
+    return Check(kind=kind, when=when, step=step, many=len(placed), first=words, differences=tuple(placed), **sizes)
 
 
 def _side(record: RunRecord, of: str, moment: str) -> Tensors:
@@ -204,38 +189,20 @@ def _excess(one: Difference) -> float:
 
 def _in_words(kind: str, when: str, one: Difference) -> str:
     at = f" ({one.where})" if one.where else ""
-    by = f"by {one.relative:.2g}"
-    allowed = f"(allowed {one.allowed:.2g})"
-    match kind:
-        case "gradient":
-            return f"the gradient of {one.name}{at} {when}, {by} {allowed}"
-        case "used":
-            return f"the gradient of {one.name}{at} that the optimizer was given {when}, {by} {allowed}"
-        case "parameter":
-            return f"{one.name}{at} {when}, {by} of its way {allowed}"
-        case "buffer":
-            return f"the buffer {one.name}{at} {when}, {by} {allowed}"
-        case "state":
-            return f"the optimizer's {one.name}{at} {when}, {by} {allowed}"
-        case _:
-            return f"{one.name}{at} {when}, {by} {allowed}"
+    given = " that the optimizer was given" if kind == "used" else ""
+    of = " of its way" if kind == "parameter" else ""
+    what = f"{KINDS.get(kind, '')}{one.name}{at}{given} {when}"
+    return f"{what}, by {one.relative:.2g}{of} (allowed {one.allowed:.2g})"
 
 
 def _copies(pair: Pair, moment: str, step: int | None = None) -> Check:
-    # Replicas that step by themselves end with the average of all, which is what is saved.
-    many, apart = copies_apart(pair.other, moment, _same_everywhere(pair.plan, moment), values=moment == END)
+    # Replicas that step by themselves begin alike, and end with the average of all, which is what is saved.
+    everywhere = pair.plan.sync == "each" or moment == START
+    many, apart = copies_apart(pair.other, moment, everywhere, values=moment == END)
     when = f"in step {step}" if "-" in moment else WORDS[moment]
     first = f"copies of {apart[0].words} {when}" if apart else ""
-    return Check(kind="copies", when=when, step=step, many=many, largest=_farthest(apart), first=first)
-
-
-def _same_everywhere(plan: Plan, moment: str) -> bool:
-    """Whether replicas that step by themselves are together at that moment."""
-    return plan.sync == "each" or moment == START
-
-
-def _farthest(found: Sequence[CopiesDiffer]) -> float:
-    return max((one.relative for one in found), default=0.0)
+    largest = max((one.relative for one in apart), default=0.0)
+    return Check(kind="copies", when=when, step=step, many=many, largest=largest, first=first)
 
 
 def _exact(what: str, when: str, found: tuple[int, list[str]]) -> Check:

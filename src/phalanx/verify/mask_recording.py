@@ -13,8 +13,8 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import wraps
+from dataclasses import asdict, dataclass
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -28,8 +28,7 @@ from phalanx.parallel.local_shards import Sliced, is_sliced
 from phalanx.parallel.pipeline import stage as stages
 from phalanx.train import grad_accumulation
 from phalanx.train.observer import Observer
-from phalanx.verify.dropout import only_looked_at
-from phalanx.verify.running_layers import RunningLayers
+from phalanx.verify.dropout import RunningLayers, only_looked_at
 
 ALIKE = 1e-12
 """How probable it may be that two masks are the same by chance, for that to be a finding."""
@@ -40,13 +39,9 @@ class Draw:
     """One mask that one process drew.
 
     Attributes:
-        step: the optimizer step.
         ids: the samples, as one word; empty for a micro-batch that is none.
         layer: the name of the module, its path, and which of its masks it is.
         part: which part of the whole tensor, as one word; empty for all of it.
-        rate: the share that was to be dropped.
-        elements: that could be dropped.
-        dropped: how many were.
         scaled: whether the others were scaled by 1 / (1 - rate).
         digest: of all of the mask; empty where none was drawn.
         start: of as much of it as two masks do not share by chance; empty where it is shorter.
@@ -66,18 +61,8 @@ class Draw:
     again: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
-    """What a mask shows, as in ``Draw``."""
-
-    elements: int
-    dropped: int
-    scaled: bool
-    digest: str
-    start: str
-
-
-_NONE = _Found(elements=0, dropped=0, scaled=True, digest="", start="")
+_NONE: dict[str, Any] = {"elements": 0, "dropped": 0, "scaled": True, "digest": "", "start": ""}
+"""What a mask shows, as in ``Draw``, where none is drawn."""
 
 
 @dataclass(slots=True)
@@ -107,23 +92,20 @@ class MaskRecording(Observer):
         functional.scaled_dot_product_attention = self._attention(functional.scaled_dot_product_attention)
         self._look_at_tiles()
         self._running.install()
-        modules: tuple[Any, ...] = (grad_accumulation, stages)
-        for module in modules:
-            module.reseed = self._alone(rng_streams.reseed)
+        reseed = rng_streams.reseed
 
-    def _alone(self, reseed: Callable[..., None]) -> Callable[..., None]:
         def alone(*args: Any) -> None:
             with self._stream:
                 reseed(*args)
 
-        return alone
+        modules: tuple[Any, ...] = (grad_accumulation, stages)
+        for module in modules:
+            module.reseed = alone
 
     def _dropout(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @wraps(original)
         def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-            def call() -> Tensor:
-                return original(input, p, training, inplace)
-
+            call = partial(original, input, p, training, inplace)
             channels = original.__name__ != "dropout"
             if not training or p == 0.0 or self._busy or only_looked_at(input):
                 return call()
@@ -154,9 +136,7 @@ class MaskRecording(Observer):
             is_causal: bool = False,
             **named: Any,
         ) -> Tensor:
-            def call() -> Tensor:
-                return original(query, key, value, attn_mask, dropout_p, is_causal, **named)
-
+            call = partial(original, query, key, value, attn_mask, dropout_p, is_causal, **named)
             if dropout_p == 0.0 or self._busy or only_looked_at(query):
                 return call()
             if cut := [one for one in (query, key, value) if is_sliced(one)]:
@@ -191,11 +171,7 @@ class MaskRecording(Observer):
         plain._kept = looked_at
 
     def _looked_at(
-        self,
-        mask: Callable[[], tuple[Tensor, Tensor]],
-        call: Callable[[], Tensor],
-        rate: float,
-        device: torch.device,
+        self, mask: Callable[[], tuple[Tensor, Tensor]], call: Callable[[], Tensor], rate: float, device: torch.device
     ) -> Tensor:
         """The result of ``call``, whose mask ``mask`` draws from the same state of the stream."""
         with self._stream:
@@ -216,11 +192,10 @@ class MaskRecording(Observer):
             expected = input.local.detach() * asked.mask.view_as(input.local)
             allowed = 8 * torch.finfo(expected.dtype).eps
             if not torch.allclose(result.local.detach(), expected, rtol=allowed, atol=0.0, equal_nan=True):
-                self._tell(asked.rate, asked.layer, asked.part, replace(_NONE, scaled=False, digest="other"))
+                self._tell(asked.rate, asked.layer, asked.part, {**_NONE, "scaled": False, "digest": "other"})
 
     @contextmanager
     def _asking(self, rate: float, tensor: Sliced, part: str) -> Iterator[_Asked]:
-        """Around a call on slices."""
         nothing = not tensor.local.numel()
         before = self._asked
         self._here.asked = asked = _Asked(rate, self._layer(), part)
@@ -243,19 +218,19 @@ class MaskRecording(Observer):
         allowed = 8 * torch.finfo(mask.dtype).eps
         expected = 1 / (1 - rate) if rate < 1 else 0.0
         enough = kept.numel() >= unlike(rate)
-        found = _Found(
-            elements=kept.numel(),
-            dropped=kept.numel() - int(kept.sum()),
-            scaled=bool(((scales[kept] - expected).abs() <= allowed * expected).all()),
-            digest=_digest(kept),
-            start=_digest(kept[: unlike(rate)]) if enough else "",
-        )
+        found = {
+            "elements": kept.numel(),
+            "dropped": kept.numel() - int(kept.sum()),
+            "scaled": bool(((scales[kept] - expected).abs() <= allowed * expected).all()),
+            "digest": _digest(kept),
+            "start": _digest(kept[: unlike(rate)]) if enough else "",
+        }
         self._tell(rate, layer, part, found)
 
-    def _tell(self, rate: float, layer: tuple[str, str], part: str, found: _Found) -> None:
+    def _tell(self, rate: float, layer: tuple[str, str], part: str, found: dict[str, Any]) -> None:
         here, again = self._running.here, torch._C._current_graph_task_id() != -1
         ids = ",".join(map(str, here.ids))
-        told = Draw(step=here.step, ids=ids, layer=layer, part=part, rate=rate, again=again, **asdict(found))
+        told = Draw(step=here.step, ids=ids, layer=layer, part=part, rate=rate, again=again, **found)
         self.answer["draws"].append(asdict(told))
 
     def _layer(self) -> tuple[str, str]:
@@ -287,7 +262,6 @@ def unlike(rate: float) -> int:
 
 
 def _part(tensor: Tensor) -> str:
-    """Which part of the whole is here."""
     if not is_sliced(tensor):
         return ""
     return ", ".join(f"{one.dim}: {one.cut.expanded()[one.axis.rank]}" for one in tensor.placed)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.verify.judge_kept import Check
+from phalanx.verify.evidence import Check
 from phalanx.verify.mask_recording import Draw
 
 _CHANCE = 1e-9
@@ -85,27 +85,18 @@ def statistics_of(answers: Sequence[dict[str, Any]], steps: int) -> MaskStatisti
     )
     if wrong:
         words = f"dropout drew {len(first)} masks in {steps} further steps, of which something is wrong"
-    check = Check(
-        kind="dropout",
-        when=f"in {steps} further steps",
-        many=len(drawn),
-        largest=off,
-        allowed=allowed,
-        first=wrong,
-    )
+    when = f"in {steps} further steps"
+    check = Check(kind="dropout", when=when, many=len(drawn), first=wrong, largest=off, allowed=allowed)
     return MaskStatistics(words=words, check=check, cause=cause)
 
 
 def _alone(first: Sequence[Drawn]) -> tuple[list[Drawn], int]:
     """One of each that is drawn the same on several ranks, and how many others there are."""
+    real = [one for one in first if one.draw.ids]
     known: dict[tuple[Any, ...], Drawn] = {}
-    fillers = 0
-    for one in first:
-        if one.draw.ids:
-            known.setdefault(one.call, one)
-        else:
-            fillers += 1
-    return list(known.values()), len(first) - len(known) - fillers
+    for one in real:
+        known.setdefault(one.call, one)
+    return list(known.values()), len(real) - len(known)
 
 
 def _shares(alone: Sequence[Drawn]) -> tuple[float, float, list[tuple[str, str]]]:
@@ -146,10 +137,8 @@ def _copies_apart(first: Sequence[Drawn]) -> Iterator[tuple[str, str]]:
     for one in first:
         other = known.setdefault(one.call, one) if one.draw.ids else one
         if other.draw.digest != one.draw.digest:
-            yield (
-                f"{one} drops other elements than rank {other.rank}, of a tensor that both hold of the same samples",
-                _APART,
-            )
+            whose = f"rank {other.rank}, of a tensor that both hold of the same samples"
+            yield f"{one} drops other elements than {whose}", _APART
 
 
 def _again_otherwise(first: Sequence[Drawn], again: Sequence[Drawn]) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from phalanx.train.step import Step
 from phalanx.verify.fingerprints import Fingerprint, Piece
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Passed:
     """What passed one module, on one rank, added up over calls and samples.
 
@@ -104,28 +104,6 @@ def _added(known: Fingerprint | None, more: Fingerprint) -> Fingerprint:
     return more if known is None else Fingerprint.total((known, more))
 
 
-def trace_to_json(found: Mapping[str, Passed]) -> dict[str, Any]:
-    """As lists."""
-    return {
-        name: [one.rows, one.cut, one.output.to_json(), one.grad.to_json() if one.grad else None]
-        for name, one in found.items()
-        if one.output is not None
-    }
-
-
-def trace_from_json(given: Mapping[str, Any]) -> dict[str, Passed]:
-    """As ``trace_to_json`` gave it."""
-    return {
-        name: Passed(
-            rows=rows,
-            cut=cut,
-            output=Fingerprint.from_json(output),
-            grad=Fingerprint.from_json(grad) if grad is not None else None,
-        )
-        for name, (rows, cut, output, grad) in given.items()
-    }
-
-
 _AUXILIARY = "auxiliary.safetensors"
 
 
@@ -153,14 +131,19 @@ class Tracing(Observer):
     def gradients(self, batch: StepBatch, totals: Totals) -> None:
         self._inside.close()
         if self._passed:
-            self.answer["trace"] = trace_to_json(self._passed)
+            self.answer["trace"] = {name: asdict(one) for name, one in self._passed.items() if one.output}
 
 
 def traces_of(answers: list[dict[str, Any]], folder: Path) -> tuple[list[dict[str, Passed]], dict[str, Tensor]]:
     """Each process's trace, and the gradients of an auxiliary loss alone, by parameter."""
     file = folder / _AUXILIARY
     alone = load(file.read_bytes()) if file.exists() else {}
-    return [trace_from_json(answer["trace"]) for answer in answers], alone
+    return [{name: _passed(**one) for name, one in answer["trace"].items()} for answer in answers], alone
+
+
+def _passed(rows: float, cut: list[str], output: Any, grad: Any) -> Passed:
+    prints = (one and Fingerprint(tuple(one["products"]), one["square"]) for one in (output, grad))
+    return Passed(rows, cut, *prints)
 
 
 def auxiliary_gradients(step: Step, batch: StepBatch) -> dict[str, Tensor]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.config import Job, Plan
-from phalanx.config.plan import Device, Precision
-from phalanx.errors import Problem, RefusedError, WorkerError
+from phalanx.errors import RefusedError, WorkerError
 from phalanx.launch import LookAhead, look_ahead, make_ready
 from phalanx.train.assembly import Findings, refuse
 from phalanx.verify import compare
@@ -18,13 +17,12 @@ from phalanx.verify.capture import Dropout, Watch, capture, masks_of, proven, tr
 from phalanx.verify.compare import Difference, Tolerance
 from phalanx.verify.diagnose import diagnose
 from phalanx.verify.dropout import refuse_compiled, refuse_masks
-from phalanx.verify.evidence import Evidence, bound_of
+from phalanx.verify.evidence import Check, Evidence, bound_of, differences_of
 from phalanx.verify.judge import Pair, judged
-from phalanx.verify.judge_kept import Check
 from phalanx.verify.mask_statistics import MaskStatistics
 from phalanx.verify.module_trace import traceable
 from phalanx.verify.record import RunRecord
-from phalanx.verify.references import ModelFacts, facts_of, own_record, plain_record
+from phalanx.verify.references import ModelFacts, ReferenceRun, facts_of
 from phalanx.verify.witness import OwnLoop, why_not
 
 
@@ -79,7 +77,6 @@ class Proof:
 
     @property
     def largest(self) -> dict[str, float]:
-        """The largest relative difference of each kind."""
         return {
             "loss": max(self.losses, default=0.0),
             "gradient": max((one.relative for one in self.gradients), default=0.0),
@@ -87,7 +84,6 @@ class Proof:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON."""
         return {**asdict(self), "plan": str(self.plan), "largest": self.largest, "copies": self.copies}
 
 
@@ -98,61 +94,42 @@ class OneDevice:
     Attributes:
         steps: optimizer steps asked for; the reference goes on until each parameter has had a gradient, or to
             ``most_steps``.
-        precision: of the computation.
-        device: ``auto``, ``cpu`` or ``cuda``.
         reference: who computed it, in words: a plain PyTorch loop, a loop of the user's own, or Phalanx.
-        dropout: whether dropout is on, drawn by sample and layer.
     """
 
     job: Job
     steps: int
-    precision: Precision
-    device: Device
+    how: ReferenceRun
     reference: str
     _facts: ModelFacts
     _record: RunRecord
-    dropout: bool = False
 
     @classmethod
-    def run(
-        cls,
-        job: Job,
-        steps: int,
-        *,
-        precision: Precision = "fp32",
-        device: Device = "auto",
-        against: OwnLoop | None = None,
-        watch: Watch = None,
-        dropout: bool = False,
-    ) -> OneDevice:
+    def run(cls, job: Job, steps: int, how: ReferenceRun | None = None, watch: Watch = None) -> OneDevice:
         """Run ``job`` on one device; ``watch`` is called ten times a second meanwhile.
 
-        By the plain loop that the job is turned into; by Phalanx where it cannot be; by ``against`` where it is given.
+        By the plain loop that the job is turned into; by Phalanx where it cannot be; by a loop of the user's own where
+        ``how`` has one.
 
         Raises:
             WorkerError: if the run failed.
         """
-        alone = Plan(precision=precision, device=device)
+        how, asked = how or ReferenceRun(), (steps, most_steps(steps))
         with _folder() as name:
-            if against is not None:
-                reference = f"your own loop {getattr(against.function, '__name__', '')}".rstrip()
-                record = own_record(against, job, alone, steps, Path(name), watch)
+            if how.against is not None:
+                reference = f"your own loop {getattr(how.against.function, '__name__', '')}".rstrip()
+                record = how.record(job, asked, Path(name), watch)
             elif reason := why_not(replace(job, steps=steps, epochs=None)):
                 reference = f"Phalanx on one device ({reason})"
-                record = _own_reference(job, alone, steps, watch, dropout=dropout)
+                record = _by_phalanx(job, how, asked, watch)
             else:
-                reference, asked = "a plain PyTorch loop", (steps, most_steps(steps))
-                record = _plain(job, alone, asked, Path(name), watch, dropout=dropout)
-        return cls(
-            job=job,
-            steps=steps,
-            precision=precision,
-            device=device,
-            dropout=dropout,
-            reference=reference,
-            _facts=facts_of(job),
-            _record=record,
-        )
+                reference = "a plain PyTorch loop"
+                try:
+                    record = how.record(job, asked, Path(name), watch)
+                except WorkerError:  # Phalanx's own errors say what to do
+                    _by_phalanx(job, how, (steps,), watch)
+                    raise
+        return cls(job=job, steps=steps, how=how, reference=reference, _facts=facts_of(job), _record=record)
 
     def prove(self, plan: Plan, *, findings: Findings | None = None, watch: Watch = None) -> Proof:
         """Run the same steps under ``plan`` and compare; ``findings`` of a look at the job travel to the workers.
@@ -162,13 +139,13 @@ class OneDevice:
             WorkerError: if the run failed.
         """
         refuse(self.job, plan, plan.world_size)
-        if self.dropout:
+        if self.how.dropout:
             refuse_compiled(plan)
             refuse_masks(self.job, plan, self._record.masks_of_no_sample)
         taken = len(self._record.steps)
         with _folder() as name:
             given = proven(self.job, self.steps, taken)
-            other = capture(given, plan, Path(name), watch, dropout=self._how, findings=findings)
+            other = capture(given, plan, Path(name), watch, dropout=self._dropout, findings=findings)
         tolerance = Tolerance.of(plan.precision, batch=self.job.batch, layers=self._facts.layers, steps=taken)
         pair = Pair(one=self._record, other=other, plan=plan, tolerance=tolerance)
         checks = judged(pair)
@@ -176,19 +153,20 @@ class OneDevice:
         if masks is not None:
             checks.append(masks.check)
         first = next((check.first for check in checks if check.first), "")
-        cause = masks.cause if masks is not None else self._cause(pair, checks, watch) if first else ""
-        losses = compare.losses(pair.one.losses, other.losses)
-        gradients = _of(checks, "gradient", 0)
+        cause = "" if masks is None else masks.cause
+        if first and masks is None:
+            evidence = self.evidence(pair, checks, watch)
+            cause = diagnose(evidence, tolerance, self.job, plan, lambda: list(look_ahead(self.job, plan).causes))
         return Proof(
             equal=not first,
             plan=plan,
             steps=taken,
             tolerance=tolerance,
-            losses=losses,
-            gradients=gradients,
-            parameters=_of(checks, "parameter", None),
+            losses=compare.losses(self._record.losses, other.losses),
+            gradients=differences_of(checks, "gradient", 0),
+            parameters=differences_of(checks, "parameter", None),
             not_compared=_silent(pair),
-            notes=self._facts.notes(dropout=self.dropout),
+            notes=self._facts.notes(dropout=self.how.dropout),
             first=first,
             cause=cause,
             checks=checks,
@@ -200,8 +178,8 @@ class OneDevice:
         )
 
     @property
-    def _how(self) -> Dropout:
-        return frozenset(self._record.masks_of_no_sample) if self.dropout else "off"
+    def _dropout(self) -> Dropout:
+        return frozenset(self._record.masks_of_no_sample) if self.how.dropout else "off"
 
     def _masks(self, plan: Plan, other: RunRecord, watch: Watch) -> MaskStatistics | None:
         """What the plan drops with dropout on, where it was off; ``None`` where there is nothing to measure."""
@@ -212,35 +190,16 @@ class OneDevice:
         with _folder() as name:
             return masks_of(self.job, plan, Path(name), watch)
 
-    def _cause(self, pair: Pair, checks: list[Check], watch: Watch) -> str:
-        def look() -> list[str]:
-            return list(look_ahead(self.job, pair.plan).causes)
-
-        return diagnose(self.evidence(pair, checks, watch), pair.tolerance, self.job, pair.plan, look)
-
     def evidence(self, pair: Pair, checks: list[Check], watch: Watch = None) -> Evidence:
         """What a cause is told from; for it the first step is taken once more on both sides, and looked into."""
         one, other, plan = pair.one, pair.other, pair.plan
         if traceable(plan):
-            alone = Plan(precision=self.precision, device=self.device)
             with _folder() as name:
-                one = traced(one, self.job, alone, Path(name), watch, dropout=self._how)
+                one = traced(one, self.job, self.how.plan, Path(name), watch, dropout=self._dropout)
             with _folder() as name:
-                other = traced(other, self.job, plan, Path(name), watch, dropout=self._how)
-        pairs = zip(one.steps, other.steps, strict=True)
-        return Evidence(
-            plan=plan,
-            one=one,
-            other=other,
-            losses=compare.losses(one.losses, other.losses),
-            skipped=next((step for step, (a, b) in enumerate(pairs) if a.skipped != b.skipped), None),
-            initial=_of(checks, "initial", None),
-            gradients=[one for one in _of(checks, "gradient", 0) if not one.rounding or one.beyond],
-            silent=_silent(pair),
-            parameters=_of(checks, "parameter", None),
-            batch_norm=self._facts.batch_statistics,
-            checks=checks,
-        )
+                other = traced(other, self.job, plan, Path(name), watch, dropout=self._dropout)
+        batch_norm = self._facts.batch_statistics
+        return Evidence(plan=plan, one=one, other=other, checks=checks, silent=_silent(pair), batch_norm=batch_norm)
 
 
 def prove(
@@ -265,7 +224,8 @@ def prove(
         WorkerError: if one of the runs failed.
     """
     if dropout and against is not None:
-        raise RefusedError([_OWN_DROPOUT])
+        given = "--dropout together with --against: a loop of your own does not draw dropout by sample and layer"
+        raise RefusedError.of("--dropout", given, "one of the two", "--against FILE:FUNCTION")
     if dropout:
         refuse_compiled(plan)
     refuse(job, plan, plan.world_size)
@@ -277,18 +237,9 @@ def prove(
         if say:
             say(note)
     own = None if against is None else OwnLoop(against)
-    how: dict[str, Any] = {"precision": plan.precision, "device": plan.device}
-    one = OneDevice.run(job, steps, **how, against=own, watch=watch, dropout=dropout)
-    proof = one.prove(plan, findings=found, watch=watch)
+    how = ReferenceRun(precision=plan.precision, device=plan.device, dropout=dropout, against=own)
+    proof = OneDevice.run(job, steps, how, watch).prove(plan, findings=found, watch=watch)
     return replace(proof, notes=[*proof.notes, *causes])
-
-
-_OWN_DROPOUT = Problem(
-    where="--dropout",
-    given="--dropout together with --against: a loop of your own does not draw dropout by sample and layer",
-    allowed="one of the two",
-    fix="--against FILE:FUNCTION",
-)
 
 
 def most_steps(steps: int) -> int:
@@ -299,37 +250,20 @@ def most_steps(steps: int) -> int:
 _AT_LEAST = 4  # more steps, for branches behind branches that start at zero
 
 
-def _own_reference(job: Job, alone: Plan, steps: int, watch: Watch, *, dropout: bool) -> RunRecord:
-    """Phalanx on one device; once more with as many steps as a proof takes where parameters have had no gradient."""
-    for taken in (steps, most_steps(steps)):
+def _by_phalanx(job: Job, how: ReferenceRun, tries: Sequence[int], watch: Watch) -> RunRecord:
+    """Phalanx on one device, for the first of ``tries`` steps; for the next where parameters had no gradient."""
+    dropout: Dropout = frozenset() if how.dropout else "off"
+    for taken in tries:
         with _folder() as name:
-            record = capture(
-                proven(job, steps, taken), alone, Path(name), watch, dropout=frozenset() if dropout else "off"
-            )
+            record = capture(proven(job, tries[0], taken), how.plan, Path(name), watch, dropout=dropout)
         if not record.never:
             break
     return record
-
-
-def _plain(job: Job, alone: Plan, steps: tuple[int, int], folder: Path, watch: Watch, *, dropout: bool) -> RunRecord:
-    """The plain loop's record. A job that it fails with is tried by Phalanx, whose errors say what to do."""
-    try:
-        return plain_record(job, alone, steps, folder, watch, dropout=dropout)
-    except WorkerError:
-        with _folder() as other:
-            capture(proven(job, steps[0]), alone, Path(other), watch, dropout=frozenset() if dropout else "off")
-        raise
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="phalanx-proof-")
 
 
-def _of(checks: list[Check], kind: str, step: int | None) -> list[Difference]:
-    """Differences of the tensors of one kind."""
-    return [one for check in checks if (check.kind, check.step) == (kind, step) for one in check.differences]
-
-
 def _silent(pair: Pair) -> list[str]:
-    """Parameters whose first gradient is zero but for rounding."""
     return compare.gradients(pair.one.gradients, pair.other.gradients, bound_of(pair.one, 0, pair.tolerance))[1]

@@ -65,15 +65,12 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord:
-    """What one process of a plan told.
+    """What one process of a plan told, of itself where ``RunRecord`` has the same.
 
     Attributes:
-        steps: as in ``RunRecord``, as this process knows them.
         replica: which of the replicas that step by themselves it is of.
         ids: samples of its part of the first batch.
         copies: moment → kind and name (``value.<parameter>``) → what it held.
-        numbers: moment → ``<parameter>.<key>`` → what its optimizer keeps that is one number.
-        evaluations: steps taken → result, as this process knows it.
     """
 
     steps: list[StepRecord]
@@ -136,23 +133,12 @@ class RunRecord:
 
     @property
     def losses(self) -> list[float]:
-        """Of each step."""
         return [step.loss for step in self.steps]
-
-    @property
-    def initial(self) -> Tensors:
-        """The parameters before the first step."""
-        return self.values[START]
 
     @property
     def gradients(self) -> Tensors:
         """Of the first step, before clipping."""
         return self.reduced.get(0, {})
-
-    @property
-    def parameters(self) -> Tensors:
-        """After the last step."""
-        return self.values[END]
 
     @property
     def last_gradient(self) -> tuple[str, int] | None:
@@ -166,24 +152,21 @@ class RunRecord:
     @cached_property
     def never(self) -> list[str]:
         """Trained parameters that had no gradient but zeros in any step."""
-        had = {
-            name for grads in (self.reduced or self.used).values() for name, grad in grads.items() if bool(grad.any())
-        }
+        steps = (self.reduced or self.used).values()
+        had = {name for grads in steps for name, grad in grads.items() if bool(grad.any())}
         return [name for name in self.options if name not in had]
 
     def prints(self, when: str) -> list[Prints]:
         """Of each process, of what it held at a moment: ``start``, ``gradients`` (of the first step), ``end``."""
         kind, moment = ("gradient", "reduced-0") if when == "gradients" else ("value", when)
-        return [self._prints(rank, moment, kind) for rank in range(len(self.ranks))]
-
-    def _prints(self, rank: int, moment: str, kind: str) -> Prints:
         whole = self.gradients if kind == "gradient" else self.values[moment]
-        found: Prints = {}
-        for key, copy in self.ranks[rank].copies.get(moment, {}).items():
-            of, _, name = key.partition(".")
-            if of == kind and name in whole:
-                values = cut_out(whole[name], copy.piece) if copy.values is None else copy.values
-                found[name] = copy.piece, Fingerprint.of(values)
+        found: list[Prints] = [{} for _ in self.ranks]
+        for rank, prints in zip(self.ranks, found, strict=True):
+            for key, copy in rank.copies.get(moment, {}).items():
+                of, _, name = key.partition(".")
+                if of == kind and name in whole:
+                    values = cut_out(whole[name], copy.piece) if copy.values is None else copy.values
+                    prints[name] = copy.piece, Fingerprint.of(values)
         return found
 
 
@@ -237,16 +220,12 @@ def _file(folder: Path, moment: str, rank: int) -> dict[str, Tensor]:
 
 
 def _copies(told: Mapping[str, Any], values: Mapping[str, Tensor]) -> dict[str, Copy]:
-    return {
-        key: Copy(
-            piece=_piece(piece), digest=digest, values=values.get(key), shape=tuple(shape), differs_by=tuple(beside)
-        )
-        for key, (piece, digest, shape, beside) in told.items()
-    }
-
-
-def _piece(told: Any) -> Piece:
-    return tuple((dim, tuple((start, stop) for start, stop in ranges)) for dim, ranges in told)
+    found: dict[str, Copy] = {}
+    for key, (cut, digest, shape, beside) in told.items():
+        piece = tuple((dim, tuple((start, stop) for start, stop in ranges)) for dim, ranges in cut)
+        known: dict[str, Any] = {"digest": digest, "values": values.get(key)}
+        found[key] = Copy(piece=piece, shape=tuple(shape), differs_by=tuple(beside), **known)
+    return found
 
 
 def _whole(moment: str, copies: list[dict[str, Copy]], answers: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -298,17 +277,13 @@ def _put(whole: Tensor, values: Tensor, piece: Piece) -> None:
 
 
 def _rank(answer: Mapping[str, Any], copies: dict[str, dict[str, Copy]]) -> RankRecord:
-    names = [group for group, _ in answer["groups"]]
+    groups = [names for names, _ in answer["groups"]]
+    steps: list[StepRecord] = []
+    for step in answer["steps"]:
+        rates = {name: rate for names, rate in zip(groups, step["rates"], strict=False) for name in names}
+        steps.append(StepRecord(**{**step, "rates": rates}))
     return RankRecord(
-        steps=[
-            StepRecord(
-                **{
-                    **step,
-                    "rates": {name: rate for group, rate in zip(names, step["rates"], strict=False) for name in group},
-                }
-            )
-            for step in answer["steps"]
-        ],
+        steps=steps,
         replica=answer["replica"],
         ids=answer["ids"],
         copies=copies,
@@ -321,20 +296,15 @@ def _steps_of_all(ranks: list[RankRecord], after: int) -> list[StepRecord]:
     """Each step with the rates of all parameters; the loss of all replicas, where they step by themselves."""
     found: list[StepRecord] = []
     firsts = list({rank.replica: rank for rank in reversed(ranks)}.values())
-    for each in zip(*(rank.steps for rank in ranks), strict=True):
-        rates = {name: rate for step in each for name, rate in step.rates.items()}
-        step = each[0]
-        found.append(replace(step, rates=rates))
-    if len(firsts) > 1:
-        apart = enumerate(found[after:], after)
-        found[after:] = [_together(one, [rank.steps[at] for rank in firsts]) for at, one in apart]
+    for at, each in enumerate(zip(*(rank.steps for rank in ranks), strict=True)):
+        step = replace(each[0], rates={name: rate for one in each for name, rate in one.rates.items()})
+        if len(firsts) > 1 and at >= after:
+            parts = [rank.steps[at] for rank in firsts]
+            count = sum(part.count or 0.0 for part in parts)
+            loss = sum(part.loss * part.count for part in parts if part.count) / count
+            step = replace(step, loss=loss, count=count, norm=None)
+        found.append(step)
     return found
-
-
-def _together(one: StepRecord, each: list[StepRecord]) -> StepRecord:
-    count = sum(step.count or 0.0 for step in each)
-    loss = sum(step.loss * step.count for step in each if step.count) / count
-    return StepRecord(loss=loss, skipped=one.skipped, count=count, samples=one.samples, norm=None, rates=one.rates)
 
 
 def _kind(found: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:

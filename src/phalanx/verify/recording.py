@@ -92,14 +92,8 @@ class Recording(Observer):
     def ended(self) -> None:
         self._take(END, {**self._values(), **self._state(END)})
         self.answer["steps"] = [
-            {
-                "loss": one.loss,
-                "skipped": one.skipped,
-                "count": one.count,
-                "samples": one.samples,
-                "norm": one.grad_norm,
-                "rates": self._rates.get(one.step, []),
-            }
+            {name: getattr(one, name) for name in ("loss", "skipped", "count", "samples")}
+            | {"norm": one.grad_norm, "rates": self._rates.get(one.step, [])}
             for one in sorted(self._metrics, key=lambda one: one.step)
         ]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.comm import Place, device_for
 from phalanx.config import Job, Plan
+from phalanx.config.plan import Device, Precision
 from phalanx.launch import launch
 from phalanx.launch.side_process import Send, SideProcess
 from phalanx.parallel import batch_statistics, device_kind, dropouts
@@ -26,46 +27,50 @@ from phalanx.verify.witness import OwnLoop, Witness
 _MOMENTS = ("values", "buffers", "reduced", "used")
 
 
-def plain_record(
-    job: Job, alone: Plan, steps: tuple[int, int], folder: Path, watch: Watch = None, *, dropout: bool = False
-) -> RunRecord:
-    """What the plain loop of ``job`` gives, in the precision and on the device of ``alone``.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceRun:
+    """How the run on one device is made that plans are held against.
 
-    It takes the first number of ``steps``, and goes on, to the second at most, until each parameter had a gradient.
-
-    Dropout is off, or with ``dropout`` drawn by sample and layer.
-
-    Raises:
-        WorkerError: if the loop failed.
+    Attributes:
+        dropout: whether dropout is on, drawn by sample and layer.
+        against: a loop of the user's own, in place of the plain loop that the job is turned into.
     """
-    asked, most = steps
-    given = proven(job, asked, most)
 
-    def run(device: torch.device) -> Witness:
-        if not dropout:
-            switch_off_dropout()
-        return Witness.of(given, asked, precision=alone.precision, device=device, most=most, keyed_masks=dropout)
+    precision: Precision = "fp32"
+    device: Device = "auto"
+    dropout: bool = False
+    against: OwnLoop | None = None
 
-    return _observed(run, alone, folder, watch)
+    @property
+    def plan(self) -> Plan:
+        """One device."""
+        return Plan(precision=self.precision, device=self.device)
 
+    def record(self, job: Job, steps: tuple[int, int], folder: Path, watch: Watch = None) -> RunRecord:
+        """What the loop gives: the plain one of ``job``, or the user's own.
 
-def own_record(loop: OwnLoop, job: Job, alone: Plan, steps: int, folder: Path, watch: Watch = None) -> RunRecord:
-    """What a user's own loop gives.
+        It takes the first number of ``steps``; the plain one goes on, to the second at most, until each parameter had a
+        gradient.
 
-    Raises:
-        WorkerError: if the loop failed, or did not give what it must.
-    """
-    given = proven(job, steps)
+        Raises:
+            WorkerError: if the loop failed, or did not give what it must.
+        """
+        asked, most = steps
+        given = proven(job, asked, None if self.against else most)
 
-    def run(device: torch.device) -> Witness:
-        switch_off_dropout()
-        return loop.run(given, steps, device)
+        def run(device: torch.device) -> Witness:
+            if not self.dropout:
+                switch_off_dropout()
+            if self.against:
+                return self.against.run(given, asked, device)
+            how: dict[str, Any] = {"precision": self.precision, "device": device, "most": most}
+            return Witness.of(given, asked, keyed_masks=self.dropout, **how)
 
-    return _observed(run, alone, folder, watch)
+        return _observed(run, self.plan, folder, watch)
 
 
 def _observed(run: Callable[[torch.device], Witness], alone: Plan, folder: Path, watch: Watch) -> RunRecord:
-    """Run it in a process of its own, with dropout as on the other side."""
+    """Run it in a process of its own."""
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
         witness = run(device_for(place, device_kind(alone, place.workers_here)))
@@ -112,15 +117,8 @@ def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for step, loss in enumerate(witness.losses)
     ]
     options = {name: _numeric(group) for name, group in witness.options.items()}
-    magnitudes = {str(step): found for step, found in witness.magnitudes.items()}
-    return tensors, {
-        "steps": steps,
-        "numbers": numbers,
-        "options": options,
-        "evaluations": witness.evaluations,
-        "magnitudes": magnitudes,
-        "masks_of_no_sample": witness.masks_of_no_sample,
-    }
+    kept = {name: getattr(witness, name) for name in ("evaluations", "magnitudes", "masks_of_no_sample")}
+    return tensors, {"steps": steps, "numbers": numbers, "options": options, **kept}
 
 
 def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> RunRecord:
@@ -135,11 +133,9 @@ def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> RunReco
         state=kinds["state"],
         reduced=_by_step(kinds["reduced"]),
         used=_by_step(kinds["used"]),
+        **{name: answer[name] for name in ("numbers", "options", "masks_of_no_sample")},
         magnitudes={int(step): found for step, found in answer["magnitudes"].items()},
-        numbers=answer["numbers"],
-        options=answer["options"],
         evaluations={int(step): result for step, result in answer["evaluations"].items()},
-        masks_of_no_sample=answer["masks_of_no_sample"],
     )
 
 
@@ -150,8 +146,7 @@ def _by_step(grads: Mapping[str, dict[str, Tensor]]) -> dict[int, dict[str, Tens
 
 def _numeric(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are numbers, or a few of them."""
-    found = {key: _number(value) for key, value in group.items()}
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: number for key, value in group.items() if (number := _number(value)) is not None}
 
 
 def _number(value: Any) -> Any:
@@ -171,7 +166,7 @@ class ModelFacts:
     """Of one model.
 
     Attributes:
-        layers: modules with parameters of their own.
+        layers: how many modules have parameters of their own.
         dropouts: names of modules that drop elements.
         off_by_sample: those of them that stay off where masks are drawn by sample and layer.
         batch_statistics: names of modules that take statistics of their micro-batch.
@@ -184,10 +179,11 @@ class ModelFacts:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModelFacts:
-        """The facts of ``module``."""
+        named = module.named_modules()
+        recurrent = [name for name, child in named if isinstance(child, nn.RNNBase) and child.dropout > 0]
         return cls(
             layers=sum(1 for one in module.modules() if next(one.parameters(recurse=False), None) is not None),
-            dropouts=list(dict.fromkeys([*dropouts(module), *recurrent_dropouts(module)])),
+            dropouts=list(dict.fromkeys([*dropouts(module), *recurrent])),
             off_by_sample=list(off_by_sample(module)),
             batch_statistics=list(batch_statistics(module)),
         )
@@ -218,8 +214,3 @@ def facts_of(job: Job) -> ModelFacts:
     with SideProcess(work) as process:
         facts = process.next(_PATIENCE)
     return ModelFacts(**facts) if facts else ModelFacts()
-
-
-def recurrent_dropouts(module: nn.Module) -> list[str]:
-    """Names of LSTM, GRU and RNN modules that drop between their layers."""
-    return [name for name, child in module.named_modules() if isinstance(child, nn.RNNBase) and child.dropout > 0]

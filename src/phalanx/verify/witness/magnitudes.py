@@ -46,7 +46,7 @@ class Magnitudes:
 
         Nothing for gradients that are not there, and none at all where backward cannot run once more.
         """
-        grads = {name: _dense(tensor.grad) for name, tensor in parameters.items() if tensor.grad is not None}
+        grads = {name: dense(tensor.grad) for name, tensor in parameters.items() if tensor.grad is not None}
         norms = {name: float(torch.linalg.vector_norm(grad, dtype=torch.float64)) for name, grad in grads.items()}
         total = math.hypot(*norms.values())
         below = math.inf if first and self._half else self._small * total
@@ -61,7 +61,7 @@ class Magnitudes:
                 wanted = [parameters[name] for name in names]
                 found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
                 for name, changed in zip(names, found, strict=True):
-                    moved = grads[name] if changed is None else _dense(changed) - grads[name]
+                    moved = grads[name] if changed is None else dense(changed) - grads[name]
                     squares[name] += float(torch.linalg.vector_norm(moved, dtype=torch.float64)) ** 2
         except RuntimeError:  # such as code that checkpoints in a way that allows no second look
             return {}
@@ -93,7 +93,8 @@ class Magnitudes:
         return self._generators[device]
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def dense(tensor: Tensor) -> Tensor:
+    """A sparse one with its zeros."""
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 

@@ -43,12 +43,10 @@ class KeyedMasks:
     @contextmanager
     def drawing(self, model: nn.Module) -> Iterator[None]:
         """While inside, dropout of any kind in training is drawn so; alpha dropout is off."""
-        nothing = {name: lambda input, *_, **__: input for name in ("alpha_dropout", "feature_alpha_dropout")}
-        whole_channels = {f"dropout{dims}d": self._channels for dims in (1, 2, 3)}
         fused = torch.nn.functional.scaled_dot_product_attention
         replaced = {
-            **nothing,
-            **whole_channels,
+            **{name: lambda input, *_, **__: input for name in ("alpha_dropout", "feature_alpha_dropout")},
+            **{f"dropout{dims}d": self._channels for dims in (1, 2, 3)},
             "dropout": self._elements,
             "scaled_dot_product_attention": lambda *args, **named: self._attention(fused, *args, **named),
         }

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from phalanx.config import Job
 from phalanx.verify.witness import samples
-from phalanx.verify.witness.plain_loop import END, FIRST, START, WHOLE, Witness
+from phalanx.verify.witness.plain_loop import END, FIRST, START, WHOLE, Witness, on_host
 
 _FORM = (
     "a training loop yields the loss of each optimizer step and returns the model, "
@@ -34,11 +34,7 @@ _FORM = (
 
 @dataclass(frozen=True, slots=True)
 class OwnLoop:
-    """A user's loop.
-
-    Attributes:
-        function: called with those of ``steps``, ``model`` and ``samples`` that it names.
-    """
+    """A user's loop: ``function`` is called with those of ``steps``, ``model`` and ``samples`` that it names."""
 
     function: Callable[..., Any]
 
@@ -130,7 +126,7 @@ class _Steps:
     def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         groups = [(tensor, group) for group in optimizer.param_groups for tensor in group["params"]]
         if not self._start:
-            self._start = {id(tensor): _copy(tensor) for tensor, _ in groups}
+            self._start = {id(tensor): on_host(tensor) for tensor, _ in groups}
             hidden = ("params", "lr", "initial_lr")
             self._options = {
                 id(tensor): {key: value for key, value in group.items() if key not in hidden}
@@ -142,13 +138,13 @@ class _Steps:
         self._had |= came
         if self._steps < WHOLE or came:
             wanted = grads if self._steps < WHOLE else came
-            self._used[self._steps] = {tensor: _copy(grads[tensor]) for tensor in wanted}
+            self._used[self._steps] = {tensor: on_host(grads[tensor]) for tensor in wanted}
         self._steps += 1
 
     def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         tensors = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         if not self._first:
-            self._first = {id(tensor): _copy(tensor) for tensor in tensors}
+            self._first = {id(tensor): on_host(tensor) for tensor in tensors}
         self._last = {id(tensor): dict(optimizer.state[tensor]) for tensor in tensors if tensor in optimizer.state}
 
     def witness(self, losses: list[float], model: nn.Module) -> Witness:
@@ -158,23 +154,21 @@ class _Steps:
             raise ValueError("no step of a torch.optim.Optimizer was seen while the loop ran")
         if not any(tensor in names for tensor in self._start):
             raise ValueError(f"the loop's optimizer steps none of the parameters of the model; {_FORM}")
-        end = {name: _copy(tensor) for name, tensor in named.items()}
+        end = {name: on_host(tensor) for name, tensor in named.items()}
         one_each = len(self._rates) == len(losses)  # several optimizers, or some steps left out
         state = {
-            names[tensor]: {key: _copy(value) if isinstance(value, Tensor) else value for key, value in entries.items()}
+            names[tensor]: {
+                key: on_host(value) if isinstance(value, Tensor) else value for key, value in entries.items()
+            }
             for tensor, entries in self._last.items()
             if tensor in names
         }
         return Witness(
             losses=losses,
-            values={
-                START: end | _by_name(self._start, names),
-                FIRST: end | _by_name(self._first, names),
-                END: end,
-            },
+            values={START: end | _by_name(self._start, names), FIRST: end | _by_name(self._first, names), END: end},
             used={step: _by_name(grads, names) for step, grads in self._used.items()} if one_each else {},
             rates=[_by_name(rates, names) for rates in self._rates] if one_each else [],
-            buffers={END: {name: _copy(tensor) for name, tensor in model.named_buffers()}},
+            buffers={END: {name: on_host(tensor) for name, tensor in model.named_buffers()}},
             state={END: state} if one_each else {},
             options=_by_name(self._options, names),
         )
@@ -182,7 +176,3 @@ class _Steps:
 
 def _by_name(found: Mapping[int, Any], names: Mapping[int, str]) -> dict[str, Any]:
     return {names[tensor]: value for tensor, value in found.items() if tensor in names}
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()

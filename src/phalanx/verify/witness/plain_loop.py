@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from phalanx.config import Job, Schedule
 from phalanx.verify.witness import samples
-from phalanx.verify.witness.magnitudes import Magnitudes
+from phalanx.verify.witness.magnitudes import Magnitudes, dense
 from phalanx.verify.witness.masks import KeyedMasks
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 START, FIRST, END = "start", "first", "end"
 WHOLE = 3
@@ -38,20 +37,13 @@ Tensors = dict[str, Tensor]
 class Witness:
     """What a plain loop gave. Tensors are whole, on the host, by the names the model gives them.
 
-    Moments are ``start``, before the first step, ``first``, after its update, and ``end``.
+    Lists are over the steps: ``losses`` (sum over count of the global batch), ``counts`` (what that was divided by; the
+    samples for a loss that is a mean), ``norms`` (of all gradients, before clipping), ``skipped`` updates of fp16, the
+    ``rates`` of each parameter, the numbers of the ``samples``, in order, and ``epochs``. Moments are
+    ``start``, before the first step, ``first``, after its update, and ``end``.
 
     Attributes:
-        losses: of each step: sum over count of the whole global batch.
-        counts: what each step's sum was divided by; the samples for a loss that is a mean.
-        norms: the global norm of the gradients before clipping, in each step.
-        skipped: whether fp16's loss scale left out the update, for each step.
-        rates: the learning rate of each parameter, in each step.
-        samples: the sample numbers of each step, in order.
-        epochs: the epoch of each step.
-        values: moment → parameter → value.
-        buffers: moment → buffer → value.
-        reduced: step → parameter → gradient of the loss, before clipping.
-        used: step → parameter → gradient as the optimizer got it.
+        reduced: step → parameter → gradient of the loss, before clipping; ``used``: as the optimizer got it.
         magnitudes: step → parameter → what the rounding of its reduced gradient is relative to; of small ones alone.
         state: moment (``first``, ``end``) → parameter → what the optimizer keeps of it.
         options: parameter → the options of its group but for the learning rate.
@@ -136,9 +128,7 @@ class _PlainLoop:
         if reason := why_not(job, self.optimizer):
             raise ValueError(reason)
         self.schedule: torch.optim.lr_scheduler.LRScheduler | None = None
-        if (
-            job.schedule != Schedule()
-        ):  # else what a scheduler of the job's own sets, by a hook of its optimizer, stands
+        if job.schedule != Schedule():  # else what a scheduler of the job's own sets, by a hook, stands
             factor = rates(job.schedule, job.batch, self._total())
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
         # On sums, as the loss is one: the scale does not follow what the batch happens to count.
@@ -160,7 +150,7 @@ class _PlainLoop:
                 self.masks.begin(step, ids)
             self._backward(step, _on(batch, self.device), len(ids))
             grads = self._gradients()
-            came = {name for name in self.pending if name in grads and bool(_dense(grads[name]).any())}
+            came = {name for name in self.pending if name in grads and bool(dense(grads[name]).any())}
             self.pending -= came
             if step < WHOLE or came:
                 wanted = grads if step < WHOLE else {name: grads[name] for name in grads if name in came}
@@ -183,14 +173,12 @@ class _PlainLoop:
         witness.buffers[moment] = _copied(self.model.named_buffers())
         if moment == START:
             hidden = ("params", "lr", "initial_lr")  # the last is LambdaLR's own
-            witness.options = {
-                name: {key: value for key, value in group.items() if key not in hidden}
-                for name, group in self._groups().items()
-            }
+            groups = self._groups().items()
+            witness.options = {name: {key: one[key] for key in one if key not in hidden} for name, one in groups}
         else:
             state = self.optimizer.state
             witness.state[moment] = {
-                name: {key: _kept(value) for key, value in state[tensor].items()}
+                name: {key: on_host(one) if isinstance(one, Tensor) else one for key, one in state[tensor].items()}
                 for name, tensor in self.trained.items()
                 if tensor in state
             }
@@ -211,7 +199,8 @@ class _PlainLoop:
 
     def _backward(self, step: int, batch: Any, size: int) -> None:
         """Gradients of the loss of the whole global batch."""
-        _seed_device(self.device, samples.stream_seed(self.job.seed, step, 0, 0))
+        seed = torch.cuda.manual_seed if self.device.type == "cuda" else torch.default_generator.manual_seed
+        seed(samples.stream_seed(self.job.seed, step, 0, 0))
         self.optimizer.zero_grad()
         looked_at = set(self.trained) if step < WHOLE else self.pending
         around = self.magnitudes.forward() if looked_at else nullcontext()
@@ -237,7 +226,7 @@ class _PlainLoop:
         """Clip, step at the schedule's rate, move the schedule on."""
         grads = list(self._gradients().values())
         # In fp64: the fp32 norm of ten million elements is off by 3e-4 on a CPU.
-        each = [torch.linalg.vector_norm(_dense(grad), dtype=torch.float64) for grad in grads]
+        each = [torch.linalg.vector_norm(dense(grad), dtype=torch.float64) for grad in grads]
         norm = torch.linalg.vector_norm(torch.stack(each))
         self.witness.norms.append(float(norm))
         self.witness.skipped.append(self.scales and not math.isfinite(float(norm)))
@@ -276,17 +265,13 @@ class _PlainLoop:
         for part, was in training.items():
             part.training = was
         means = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
-        self.witness.evaluations[step] = {
-            "loss": means.pop("loss"),
-            "samples": seen,
-            "metrics": dict(sorted(means.items())),
-        }
+        told = {"loss": means.pop("loss"), "samples": seen, "metrics": dict(sorted(means.items()))}
+        self.witness.evaluations[step] = told
 
     def _gradients(self) -> dict[str, Tensor]:
         return {name: tensor.grad for name, tensor in self.trained.items() if tensor.grad is not None}
 
     def _groups(self) -> dict[str, dict[str, Any]]:
-        """Parameter → its group."""
         names = {id(tensor): name for name, tensor in self.trained.items()}
         return {names[id(tensor)]: group for group in self.optimizer.param_groups for tensor in group["params"]}
 
@@ -305,7 +290,6 @@ class _Named(list[Tensor]):
         self._pairs = list(named.items())
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, parameter) pairs, in order."""
         return iter(self._pairs)
 
 
@@ -361,20 +345,10 @@ def _on(value: Any, device: torch.device) -> Any:
     return type(value)(_on(item, device) for item in value) if isinstance(value, tuple | list) else value
 
 
-def _seed_device(device: torch.device, seed: int) -> None:
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
-
-
 def _copied(tensors: Any) -> Tensors:
-    return {name: _dense(tensor.detach()).to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    return {name: on_host(dense(tensor)) for name, tensor in tensors}
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor.to_dense() if tensor.is_sparse else tensor
-
-
-def _kept(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True).contiguous() if isinstance(value, Tensor) else value
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy on the host."""
+    return tensor.detach().to("cpu", copy=True).contiguous()

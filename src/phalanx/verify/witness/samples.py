@@ -123,15 +123,12 @@ class Seeded(Dataset[Any]):
         return self._data[sample]
 
 
-def _is_table(data: Any) -> bool:
-    """Whether it is the in-memory table that Phalanx offers users. By name: its module is judged, too."""
-    return (type(data).__module__.partition(".")[0], type(data).__name__) == ("phalanx", "Table")
-
-
 def _draws_nothing(data: Any) -> bool:
     if type(data) is Subset:
         return _draws_nothing(data.dataset)
-    return type(data) in (TensorDataset, list, tuple, range) or _is_table(data)
+    # The in-memory table that Phalanx offers users is told by name: its module is judged, too.
+    is_table = (type(data).__module__.partition(".")[0], type(data).__name__) == ("phalanx", "Table")
+    return is_table or type(data) in (TensorDataset, list, tuple, range)
 
 
 def _reads_many(data: Any) -> bool:
@@ -150,7 +147,11 @@ def epochs_of(data: Any, job: Any) -> Iterator[tuple[int, Iterator[tuple[list[in
     """Epoch after epoch without end: its number, and the (sample numbers, batch) of its steps."""
     epoch = 0
     while True:
-        yield epoch, _streamed(data, job, epoch) if is_stream(data) else _indexed(data, job, epoch)
+        if is_stream(data):
+            yield epoch, _streamed(data, job, epoch)
+        else:
+            order = None if job.shuffle is False else KeyedOrder(len(data), job.seed, epoch)
+            yield epoch, _loaded(data, job, epoch, GlobalBatches(len(data), job.batch, order, job.drop_last))
         epoch += 1
 
 
@@ -168,11 +169,6 @@ def numbers(data: Any, job: Any, steps: int) -> list[list[int]]:
 def steps_of_epoch(length: int, batch: int, drop_last: bool) -> int:
     """Steps in a pass over so many samples."""
     return len(range(0, length, batch)) - bool(drop_last and length % batch)
-
-
-def _indexed(data: Any, job: Any, epoch: int) -> Iterator[tuple[list[int], Any]]:
-    order = None if job.shuffle is False else KeyedOrder(len(data), job.seed, epoch)
-    return _loaded(data, job, epoch, GlobalBatches(len(data), job.batch, order, job.drop_last))
 
 
 def in_order(data: Any, job: Any) -> Iterator[tuple[list[int], Any]]:

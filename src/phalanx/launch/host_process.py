@@ -80,7 +80,6 @@ class Carrier:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
         return not self._under_way
 
     def _take(self, source: int, packet: bytes, now: float) -> None:
@@ -119,7 +118,6 @@ class Brakes:
             threading.Thread(target=self._pump, args=(host,), daemon=True).start()
 
     def release(self) -> None:
-        """Let all of them go on."""
         self._ending = True
         for host in self._factors:
             self._signal(host, signal.SIGCONT)
@@ -165,7 +163,6 @@ class HostProcess:
         self._words = b""
 
     def run(self) -> None:
-        """Serve until the launcher lets go or is gone."""
         wait = _PATIENCE
         while os.getppid() == self._launcher:
             # while packets are under way the senders are looked at in turns: to wake for each packet costs more
@@ -282,7 +279,6 @@ class Quotas:
         (group / "cpu.cfs_quota_us").write_text(str(-1 if share is None else share))
 
     def close(self) -> None:
-        """Remove the groups."""
         deadline = time.monotonic() + 1
         for group in self._groups:
             while group.exists() and time.monotonic() < deadline:  # busy until its last process is reaped

@@ -7,13 +7,11 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self, final
 
-from phalanx.errors import Problem, RunError, SpecError
-from phalanx.launch.hosts.host_process import Quotas
-from phalanx.launch.hosts.link import HostLink, refuse
-from phalanx.launch.hosts.namespaces import HostNetwork, move_into
+from phalanx.errors import RunError, SpecError
+from phalanx.launch.host_network import HostLink, HostNetwork, move_into, refuse
+from phalanx.launch.host_process import Quotas
 
 _DEVICE = "net0"
 _MOST = 200
@@ -43,9 +41,9 @@ class Hosts:
             SpecError: if a word or a number is wrong.
         """
         if not 1 <= count <= _MOST:
-            raise SpecError([Problem(where="hosts", given=str(count), allowed=f"1 to {_MOST}", fix="--hosts 2")])
+            raise SpecError.of(where="hosts", given=str(count), allowed=f"1 to {_MOST}", fix="--hosts 2")
         if per_host < 1:
-            raise SpecError([Problem(where="per_host", given=str(per_host), allowed="1 or more", fix="per_host=1")])
+            raise SpecError.of(where="per_host", given=str(per_host), allowed="1 or more", fix="per_host=1")
         self.count, self.per_host = count, per_host
         self.link = HostLink.parse(rate, delay, loss)
         self._marks = memoryview(mmap.mmap(-1, 8 * _MARKS * count)).cast("q")
@@ -70,9 +68,7 @@ class Hosts:
             self._up = up.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._up.close()
         self._network = self._quotas = None
 
@@ -96,7 +92,6 @@ class Hosts:
         return rank // self.per_host % self.count
 
     def address(self, host: int) -> str:
-        """Of a host."""
         return self._there.address(host)
 
     def enter(self, rank: int) -> str:
@@ -132,7 +127,7 @@ class Hosts:
             SpecError: if the factor is below 1, or a hundred or more.
         """
         if not 1 <= factor < 100:
-            raise SpecError([Problem(where="factor", given=f"{factor:g}", allowed="1 to 99", fix="--slow 1:4x")])
+            raise SpecError.of(where="factor", given=f"{factor:g}", allowed="1 to 99", fix="--slow 1:4x")
         if self._quotas:
             self._quotas.allow(self._known(host), self.per_host / factor if factor > 1 else None)
         else:
@@ -175,7 +170,7 @@ class Hosts:
     def _known(self, host: int) -> int:
         if not 0 <= host < self.count:
             allowed = f"0 to {self.count - 1}"
-            raise SpecError([Problem(where="host", given=str(host), allowed=allowed, fix="--slow 1:4x")])
+            raise SpecError.of(where="host", given=str(host), allowed=allowed, fix="--slow 1:4x")
         return host
 
     @property
