@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import job
+from small import fit, job
 
 import phalanx as px
 from phalanx.errors import RefusedError
@@ -71,8 +71,8 @@ def fits_and_builds(of):
     second = px.fit(job(), "fsdp=2", folder="b")
     between = dist.is_initialized()
     losses = []
-    for _ in range(2):
-        step, loader = px.build(job(), "dp=2")
+    for plan in ("dp=2", None):  # without one: that of as many processes as there are
+        step, loader = px.build(job(), plan)
         losses.append([step(batch).loss for batch in loader])
     third = px.fit(job(), "dp=2", folder="c")
     fits = [run.losses for run in (first, second, third)]
@@ -161,12 +161,14 @@ def test_chosen(said: list[Said], folder: Path) -> None:
 
 
 def test_fits_and_builds(said: list[Said]) -> None:
-    """One after the other, any number of times."""
+    """One after the other, any number of times; in a loop of one's own, too."""
+    alone = fit("single", "one").losses
     for one in said:
         assert (one["between"], one["group"]) == (False, True)
         (first, second, third), builds = one["fits"], one["builds"]
         assert len(first) == 8
         assert first == third == builds[0] == builds[1]
+        assert first == pytest.approx(alone, rel=1e-6)
         assert second == pytest.approx(first, rel=1e-6)
 
 
@@ -181,7 +183,7 @@ def test_replicas(said: list[Said]) -> None:
 
 def test_a_script_that_ends_right_after_a_collective_ends_well(tmp_path: Path) -> None:
     script = """
-step, loader = px.build(job(), "dp=6")
+step, loader = px.build(job(), "dp=3")
 step(next(iter(loader)))
 sys.setswitchinterval(20)  # from here on other threads get the interpreter's lock only while this one waits
 tensors = [torch.ones(1000) for _ in range(20)]
@@ -189,7 +191,7 @@ for tensor in tensors:
     dist.all_reduce(tensor)
 say("end")
 """
-    assert len(torchrun(script, tmp_path, 6)) == 6
+    assert len(torchrun(script, tmp_path, 3)) == 3
 
 
 def test_build_outside_torchrun_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
