@@ -58,8 +58,8 @@ SHORT: dict[str, tuple[str, ...]] = {
         "dp=2 offload=optimizer",
         "fsdp=2 recompute=selective",
     ),
-    "HF GPT-2": ("dp=2", "dp=2 server=2", "fsdp=2 zero=2 micro=3"),
-    "HF BERT, padded": ("dp=4", "fsdp=3 micro=2"),
+    "HF GPT-2": ("dp=2", "dp=2 server=2"),
+    "HF BERT, padded": ("fsdp=2 micro=2",),
 }
 
 # Plans whose replicas are several ranks each. What a model has nothing to split for is refused, with the reason.
@@ -176,7 +176,6 @@ SHORT_SPLIT: dict[str, tuple[str, ...]] = {
         "fsdp=2 tp=2 zero=2",
         "tp=2 sequence=true recompute=selective",
     ),
-    "HF BERT, padded": ("tp=2 recompute=full",),
     "HF T5": ("pp=2 micro=7 schedule=interleaved", "tp=3 sequence=true"),
     "HF ViT": ("tp=2 sequence=true", "pp=2 micro=7 schedule=zero-bubble"),
     "HF Mixtral": ("ep=2", "pp=2 ep=2 micro=7"),
@@ -187,11 +186,21 @@ MORE: dict[str, tuple[str, ...]] = {
     "MLP": ("fsdp=4", "dp=2 fsdp=2"),
     "irregular": ("dp=2 pp=2 micro=2 schedule=dualpipev",),
     "own GPT": ("dp=2 fsdp=2 zero=1", "pp=4 micro=4", "dp=2 tp=2 sequence=true recompute=selective"),
-    "HF GPT-2": ("fsdp=2",),
+    "HF GPT-2": ("fsdp=2", "fsdp=2 zero=2 micro=3"),
+    "HF BERT, padded": ("dp=4", "fsdp=3 micro=2", "tp=2 recompute=full"),
     "HF Llama": ("pp=2 tp=2 sequence=true micro=7",),
     "HF T5": ("tp=2",),
     "HF Mixtral": ("ep=2 tp=2", "cp=2 ep=2"),
 }
+
+# Of ``SHARES`` and ``APART``, what `make long` and `make parity` hold the law for.
+LONGER: tuple[tuple[str, str], ...] = (
+    ("MLP", "dp=2 fsdp=2 shares=3,1"),
+    ("MLP", "dp=2 fsdp=2 zero=2 shares=3,1 micro=2"),
+    ("HF Mixtral", "dp=2 ep=2 shares=3,1 micro=2"),
+    ("MLP", "dp=2 fsdp=2 zero=1 sync=local micro=2"),
+    ("own GPT", "dp=2 tp=2 sync=diloco outer=sgd"),
+)
 
 # With dropout, its masks drawn by sample and layer: every plan kind, and the models that it can split.
 DROPOUT_SHORT: dict[str, tuple[str, ...]] = {
