@@ -183,7 +183,7 @@ def test_replicas(said: list[Said]) -> None:
 
 def test_a_script_that_ends_right_after_a_collective_ends_well(tmp_path: Path) -> None:
     script = """
-step, loader = px.build(job(), "dp=3")
+step, loader = px.build(job(), "dp=6")
 step(next(iter(loader)))
 sys.setswitchinterval(20)  # from here on other threads get the interpreter's lock only while this one waits
 tensors = [torch.ones(1000) for _ in range(20)]
@@ -191,7 +191,7 @@ for tensor in tensors:
     dist.all_reduce(tensor)
 say("end")
 """
-    assert len(torchrun(script, tmp_path, 3)) == 3
+    assert len(torchrun(script, tmp_path, 6)) == 6
 
 
 def test_build_outside_torchrun_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
