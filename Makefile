@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .NOTPARALLEL:
-.PHONY: help demo test check lint types contracts docs suite parity cases mutants recommended bench gpu format clean
+.PHONY: help demo test check lint types contracts docs suite long parity cases mutants recommended bench gpu format clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
@@ -17,6 +17,7 @@ help:
 	@echo 'make demo       install, then train, prove and report a small model on this machine'
 	@echo 'make test       the whole suite: lint, types, contracts, docs, tests'
 	@echo 'make check      style, types, import contracts and the tests that start no process: about a minute'
+	@echo 'make long       further rows of the laws that `make test` holds by some: other models, plans and ranks'
 	@echo 'make parity     every plan x model x ranks against one device -> docs/reference/parity.md'
 	@echo 'make cases      jobs as people write them x plans: equal, named, or refused before they run -> docs/reference/cases.md'
 	@echo 'make mutants    faults put into the code one by one, and what finds each -> docs/reference/mutants.md'
@@ -63,6 +64,10 @@ SIDES ?= $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 2 || echo 1)
 suite: export PYTHONDONTWRITEBYTECODE :=  # workers and commands load hundreds of modules: compiled once
 suite: .venv/.installed-dev
 	@echo "== suite"; $(BIN)/pytest $(if $(filter-out 1,$(SIDES)),-n $(SIDES) --dist loadscope --max-worker-restart 2)
+
+long: export PYTHONDONTWRITEBYTECODE :=
+long: .venv/.installed-dev
+	$(BIN)/pytest -m long $(if $(filter-out 1,$(SIDES)),-n $(SIDES) --dist loadscope --max-worker-restart 2)
 
 gpu: .venv/.installed-dev
 	$(BIN)/pytest -m gpu tests/gpu

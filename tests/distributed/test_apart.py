@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -268,6 +269,13 @@ class TestEvaluation:
 PLANS = ["dp=2 sync=diloco every=3", "dp=2 fsdp=2 sync=diloco every=4 fragments=2", "dp=2 sync=local every=3 after=2"]
 
 
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> px.Run:
+    """A run of replicas that are sharded, to go on from."""
+    folder = tmp_path_factory.mktemp("evaluated") / "run"
+    return fit("dp=2 fsdp=2 sync=diloco every=2", folder, **short(4, evaluate=lambda: table(35, seed=1)))
+
+
 class TestCheckpoints:
     @pytest.mark.parametrize("plan", [*PLANS, "dp=2 sync=local every=3 compress=int8"])
     def test_a_resumed_run_is_the_uninterrupted_one(self, plan: str, tmp_path: Path) -> None:
@@ -279,9 +287,10 @@ class TestCheckpoints:
         assert [one["loss"] for one in half.events("sync")][-2:] == [one["loss"] for one in whole.events("sync")][-2:]
 
     @pytest.mark.parametrize("other", ["single", "fsdp=2", "dp=2", "dp=2 sync=diloco", "pp=2 dp=2 sync=local every=2"])
-    def test_any_plan_goes_on_from_one(self, other: str, tmp_path: Path) -> None:
+    def test_any_plan_goes_on_from_one(self, other: str, evaluated: px.Run, tmp_path: Path) -> None:
         how = {"evaluate": lambda: table(35, seed=1)}
-        first = fit("dp=2 fsdp=2 sync=diloco every=2", tmp_path / "run", **short(4, **how))
+        first = evaluated
+        shutil.copytree(first.folder, tmp_path / "run")
         again = fit(other, tmp_path / "run", resume=True, **short(4, **how))  # no step is left: it evaluates
         assert first.evaluation is not None
         assert again.evaluation is not None

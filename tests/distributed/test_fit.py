@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,35 +130,3 @@ def test_build_leaves_the_loop_to_the_user(caplog: pytest.LogCaptureFixture) -> 
     losses = [step(batch).loss for batch in loader]
     assert len(losses) == 8
     assert losses == pytest.approx(fit("single", "one").losses, rel=1e-6)
-
-
-SCRIPT = """
-import json, sys, torch
-torch.set_num_threads(1)
-import phalanx as px
-from small import job
-step, loader = px.build(job())
-losses = [step(batch).loss for batch in loader]
-if torch.distributed.get_rank() == 0:
-    print(json.dumps(losses))
-"""
-
-
-def test_a_loop_of_ones_own_under_torchrun(tmp_path: Path) -> None:
-    import json
-
-    (tmp_path / "script.py").write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{SCRIPT}")
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--standalone",
-        "script.py",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == pytest.approx(fit("single", "one").losses, rel=1e-6)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import init
 
 import phalanx as px
+from longer import longer
 from phalanx.comm import Place, default_process_group
 from phalanx.errors import DataError
 from phalanx.launch import launch
@@ -345,9 +346,9 @@ BLOCK, LAYERS = 4 * (2 * 1024 * 2048 + 2048 + 1024), 12  # bytes
         ("pp=4 micro=2", LAYERS * BLOCK / 2),
         ("tp=4", LAYERS * BLOCK / 2),
         ("fsdp=4", (LAYERS / 4 + 1) * BLOCK),
-        ("dp=2 fsdp=2", (LAYERS / 2 + 1) * BLOCK),
-        ("fsdp=2 tp=2", (LAYERS / 4 + 2) * BLOCK),  # and what is found out about each layer to cut it
         ("fsdp=4 zero=2", (LAYERS + 1) * BLOCK),
+        *longer(("dp=2 fsdp=2", (LAYERS / 2 + 1) * BLOCK)),
+        *longer(("fsdp=2 tp=2", (LAYERS / 4 + 2) * BLOCK)),  # and what is found out about each layer to cut it
     ],
 )
 def test_no_rank_ever_holds_more_than_its_part_and_one_block(

@@ -13,6 +13,7 @@ from small import fit
 from torch import nn
 
 import phalanx as px
+from longer import longer
 from phalanx.demo.jobs.gpt import GPT, Size
 from phalanx.events import faults
 from phalanx.report.summary import summarise
@@ -148,17 +149,21 @@ def test_a_pipeline_holds_what_its_schedule_has_under_way() -> None:
 
 
 RECOMPUTED = ("cp=2", "tp=2 sequence=true", "fsdp=2")
-PRODUCTS = (
+PRODUCTS = ("cp=2 tp=2 recompute=selective", "pp=2 cp=2 micro=4 recompute=full")
+MORE = (
     "dp=2 cp=2 recompute=full",
-    "cp=2 tp=2 recompute=selective",
     "tp=2 sequence=true fsdp=2 zero=2 recompute=full",
-    "pp=2 cp=2 micro=4 recompute=full",
     "pp=2 tp=2 sequence=true micro=4 recompute=selective",
 )
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("plan", RECOMPUTED)
+@pytest.mark.parametrize(
+    ("plan", "recompute"),
+    [
+        *zip(RECOMPUTED, ("full", "selective", "full"), strict=True),
+        *longer(*zip(RECOMPUTED, ("selective", "full", "selective"), strict=True)),
+    ],
+)
 def test_measuring_changes_nothing(plan: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = f"{plan} recompute={recompute}"
     measured = of_texts(plan)[1]
@@ -166,7 +171,7 @@ def test_measuring_changes_nothing(plan: str, recompute: str, monkeypatch: pytes
     assert found(plan)[1] == measured
 
 
-@pytest.mark.parametrize("plan", PRODUCTS)
+@pytest.mark.parametrize("plan", [*PRODUCTS, *longer(*MORE)])
 def test_products_with_recompute_are_measured_and_train(plan: str) -> None:
     assert of_texts(plan)[1] == pytest.approx(of_texts("single")[1], rel=1e-6)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
+from longer import longer
 from phalanx.config import Plan
 from phalanx.errors import RefusedError
 from phalanx.verify import OneDevice
@@ -226,8 +227,19 @@ def assert_equal(model: str, plan: str) -> None:
     assert proof.equal, f"{proof.first}\n{proof.cause}"
 
 
-@pytest.mark.parametrize("model", [name for name in MODELS if name not in ("centred", "rows", "normed")])
-@pytest.mark.parametrize("plan", ["pp=2", "pp=2 micro=4", "fsdp=2"])
+ALIKE = [name for name in MODELS if name not in ("centred", "rows", "normed")]
+SHARDED = ("dissected", "cells", "distilled")
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        *((model, "pp=2 micro=4") for model in ALIKE),
+        *((model, "fsdp=2") for model in SHARDED),
+        *longer(*((model, "pp=2") for model in ALIKE)),
+        *longer(*((model, "fsdp=2") for model in ALIKE if model not in SHARDED)),
+    ],
+)
 def test_equal(model: str, plan: str) -> None:
     assert_equal(model, plan)
 
@@ -254,21 +266,54 @@ def test_sparse_gradients_that_nothing_cuts_are_refused(plan: str) -> None:
         px.fit(small("rows"), plan)
 
 
-@pytest.mark.parametrize("model", ["frozen and tied", "distilled"])
-@pytest.mark.parametrize("plan", ["pp=2 fsdp=2", "pp=2 dp=2 micro=2", "pp=2 fsdp=2 zero=1 micro=2", "pp=2 tp=2"])
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("distilled", "pp=2 fsdp=2"),
+        ("frozen and tied", "pp=2 tp=2"),
+        ("frozen and tied", "pp=2 fsdp=2 zero=1 micro=2"),
+        *longer(*(("distilled", plan) for plan in ("pp=2 dp=2 micro=2", "pp=2 fsdp=2 zero=1 micro=2", "pp=2 tp=2"))),
+        *longer(*(("frozen and tied", plan) for plan in ("pp=2 fsdp=2", "pp=2 dp=2 micro=2"))),
+    ],
+)
 def test_equal_in_products(model: str, plan: str) -> None:
     assert_equal(model, plan)
 
 
-@pytest.mark.parametrize("plan", ["dp=2 recompute=full", "fsdp=2 recompute=selective", "pp=2 recompute=full micro=4"])
-@pytest.mark.parametrize("model", ["cells", "dissected", "recomputed"])
+RECOMPUTED = {
+    "cells": "dp=2 recompute=full",
+    "dissected": "fsdp=2 recompute=selective",
+    "recomputed": "pp=2 recompute=full micro=4",
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        *RECOMPUTED.items(),
+        *longer(*((one, plan) for one, its in RECOMPUTED.items() for plan in RECOMPUTED.values() if plan != its)),
+    ],
+)
 def test_equal_with_the_plans_recomputation(model: str, plan: str) -> None:
     assert_equal(model, plan)
 
 
 # Micro-batches of 4 make 4 of a batch, fewer than stages and no multiple of ranks with 5; the last batch has one.
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("model", "micro"), [("recomputed", 5), ("distilled", 4), ("cells", 1), ("dissected", 3)])
+MICROS = {"recomputed": 5, "distilled": 4, "cells": 1, "dissected": 3}
+EACH = [  # every schedule, and each model with more than one
+    ("dissected", 3, "gpipe"),
+    ("recomputed", 5, "1f1b"),
+    ("distilled", 4, "interleaved"),
+    ("cells", 1, "zero-bubble"),
+    ("recomputed", 5, "zbv"),
+    ("distilled", 4, "zbv"),
+    ("dissected", 3, "dualpipev"),
+    ("cells", 1, "dualpipev"),
+]
+EVERY = [(model, micro, schedule) for model, micro in MICROS.items() for schedule in SCHEDULES]
+
+
+@pytest.mark.parametrize(("model", "micro", "schedule"), [*EACH, *longer(*(row for row in EVERY if row not in EACH))])
 def test_every_schedule(model: str, micro: int, schedule: str) -> None:
     assert_equal(model, f"pp=2 micro={micro} schedule={schedule}")
 
@@ -294,8 +339,15 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
     return of
 
 
-@pytest.mark.parametrize("other", [PIPELINE, "single", "pp=4", "fsdp=2", "pp=2 schedule=zero-bubble micro=4"])
-@pytest.mark.parametrize("model", ["frozen and tied", "distilled"])
+@pytest.mark.parametrize(
+    ("model", "other"),
+    [
+        *(("frozen and tied", plan) for plan in (PIPELINE, "single", "fsdp=2")),
+        *(("distilled", plan) for plan in (PIPELINE, "pp=4", "pp=2 schedule=zero-bubble micro=4")),
+        *longer(*(("frozen and tied", plan) for plan in ("pp=4", "pp=2 schedule=zero-bubble micro=4"))),
+        *longer(*(("distilled", plan) for plan in ("single", "fsdp=2"))),
+    ],
+)
 def test_a_run_whose_stages_have_nothing_to_train_goes_on(
     model: str, other: str, pipelines: Callable[[str], tuple[list[float], Path]], tmp_path: Path
 ) -> None:

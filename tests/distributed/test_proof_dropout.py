@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import phalanx as px
+from longer import longer
 from phalanx.config import Plan
 from phalanx.errors import RefusedError
 from phalanx.parallel import activation_checkpointing
@@ -142,8 +143,16 @@ def recomputing(*, reentrant: bool) -> OneDevice:
     return OneDevice.run(made, 4, ReferenceRun(dropout=True))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("plan", ["single", "dp=2 micro=3", "fsdp=2", "pp=2 micro=4", "pp=2 micro=4 schedule=gpipe"])
+ITSELF = {False: ("dp=2 micro=3", "pp=2 micro=4"), True: ("single", "fsdp=2", "pp=2 micro=4 schedule=gpipe")}
+
+
+@pytest.mark.parametrize(
+    ("plan", "reentrant"),
+    [
+        *((plan, reentrant) for reentrant, plans in ITSELF.items() for plan in plans),
+        *longer(*((plan, not reentrant) for reentrant, plans in ITSELF.items() for plan in plans)),
+    ],
+)
 def test_a_model_that_recomputes_by_itself(plan: str, reentrant: bool) -> None:
     proof = recomputing(reentrant=reentrant).prove(Plan.parse(plan))
     assert proof.equal, f"{proof.first}\n{proof.cause}"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
+from longer import longer
 from phalanx.comm import Place, default_process_group, local
 from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import Size, gpt_job
@@ -95,17 +96,13 @@ def moe() -> px.Job:
         (rows, "dp=2 fsdp=2"),
         (gpt, "tp=3"),
         (gpt, "tp=2 fsdp=2 zero=1 sequence=true"),
-        (gpt, "tp=2 fsdp=2 zero=2"),
-        (gpt, "cp=2 fsdp=2"),
-        (gpt, "pp=2 fsdp=2 tp=2 micro=2"),
         (gpt, "pp=2 schedule=zbv micro=2"),
         (gpt2, "pp=2"),
-        (gpt2, "pp=2 fsdp=2 zero=1"),
         (gpt2, "tp=3"),
         (moe, "ep=2"),
-        (moe, "ep=3 fsdp=2"),
-        (moe, "ep=2 tp=2 fsdp=2 zero=1"),
         (moe, "pp=2 ep=2"),
+        *longer((gpt, "tp=2 fsdp=2 zero=2"), (gpt, "cp=2 fsdp=2"), (gpt, "pp=2 fsdp=2 tp=2 micro=2")),
+        *longer((gpt2, "pp=2 fsdp=2 zero=1"), (moe, "ep=3 fsdp=2"), (moe, "ep=2 tp=2 fsdp=2 zero=1")),
     ],
 )
 def test_ranks_hold_what_was_said(job: Callable[[], px.Job], plan: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import job
+from small import fit, job
 
 import phalanx as px
 from phalanx.errors import RefusedError
@@ -71,8 +71,8 @@ def fits_and_builds(of):
     second = px.fit(job(), "fsdp=2", folder="b")
     between = dist.is_initialized()
     losses = []
-    for _ in range(2):
-        step, loader = px.build(job(), "dp=2")
+    for plan in ("dp=2", None):  # without one: that of as many processes as there are
+        step, loader = px.build(job(), plan)
         losses.append([step(batch).loss for batch in loader])
     third = px.fit(job(), "dp=2", folder="c")
     fits = [run.losses for run in (first, second, third)]
@@ -161,12 +161,14 @@ def test_chosen(said: list[Said], folder: Path) -> None:
 
 
 def test_fits_and_builds(said: list[Said]) -> None:
-    """One after the other, any number of times."""
+    """One after the other, any number of times; in a loop of one's own, too."""
+    alone = fit("single", "one").losses
     for one in said:
         assert (one["between"], one["group"]) == (False, True)
         (first, second, third), builds = one["fits"], one["builds"]
         assert len(first) == 8
         assert first == third == builds[0] == builds[1]
+        assert first == pytest.approx(alone, rel=1e-6)
         assert second == pytest.approx(first, rel=1e-6)
 
 

@@ -23,6 +23,7 @@ import torch
 from inject import LIMIT, alive, noted, wait_until
 
 import phalanx as px
+from longer import longer
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import RefusedError, RunError, SpecError, WorkerError
 from phalanx.events import read
@@ -174,9 +175,16 @@ def test_stop_leaves_no_process_even_of_workers_that_ignore_signals(name: str, t
     assert alive(noted(tmp_path)) == []
 
 
-def test_workers_end_with_their_launcher(name: str, tmp_path: Path) -> None:
-    """By whatever signal: three that start side by side, and are ended one after the other."""
-    codes = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: -2}
+CODES = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: -2}
+
+
+@pytest.mark.parametrize("every", [False, *longer(True)])
+def test_workers_end_with_their_launcher(name: str, every: bool, tmp_path: Path) -> None:
+    """By whatever signal: as many as start side by side are ended one after the other.
+
+    Each of those that do not fork is three programs that load torch: one signal, but in ``make long``.
+    """
+    codes = dict(list(CODES.items())[: None if every or name == "local" else 1])
     runs = {number: spec(tmp_path / f"{number}", "hang") for number in codes}
     with ExitStack() as up:
         processes: dict[int, subprocess.Popen[bytes]] = {}

@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 from dropping import DROPPING
-from table import BAR, DROPOUT_SHORT, DROPOUT_STEPS
+from table import BAR, DROPOUT_MORE, DROPOUT_SHORT, DROPOUT_STEPS
 
+from longer import longer
 from phalanx.config import Plan
 from phalanx.verify import OneDevice, ReferenceRun
 
@@ -17,10 +18,12 @@ def one_device(model: str) -> OneDevice:
     return OneDevice.run(DROPPING[model](), DROPOUT_STEPS, ReferenceRun(dropout=True))
 
 
-ROWS = [(model, plan) for model, plans in DROPOUT_SHORT.items() for plan in plans]
+ROWS, MORE = (
+    [(model, plan) for model, plans in table.items() for plan in plans] for table in (DROPOUT_SHORT, DROPOUT_MORE)
+)
 
 
-@pytest.mark.parametrize(("model", "plan"), ROWS)
+@pytest.mark.parametrize(("model", "plan"), [*ROWS, *longer(*MORE)])
 def test_a_plan_drops_what_one_device_drops(model: str, plan: str) -> None:
     one = one_device(model)
     assert one.reference == "a plain PyTorch loop"

@@ -13,6 +13,7 @@ from models import MODELS, job, rows
 from torch import nn
 
 import phalanx as px
+from longer import longer
 from phalanx.comm import local
 from phalanx.parallel.parameter_server.update import Shard
 from phalanx.parallel.threads import ThreadsLayout
@@ -60,7 +61,7 @@ def scaled(times: float) -> Callable[[Step], None]:
     return change
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2 fsdp=2", "dp=2 tp=2", "fsdp=2 zero=1"])
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 tp=2", "fsdp=2 zero=1", *longer("dp=2 fsdp=2")])
 def test_a_copy_that_is_changed_after_the_last_step(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     after_update(monkeypatch, scaled(3.0), step=2)
     proof = unequal(plan)
@@ -145,10 +146,11 @@ def too_large(monkeypatch: pytest.MonkeyPatch, times: float, first: int = 0) -> 
     monkeypatch.setattr(GradAccumulation, "correction", correction)
 
 
-HALVES = [*((model, "bf16") for model in MODELS), ("MLP", "fp16"), ("own GPT", "fp16")]
+HALVES = [*((model, "bf16") for model in ("MLP", "own GPT", "HF Mixtral")), ("MLP", "fp16"), ("own GPT", "fp16")]
+OTHERS = [(model, "bf16") for model in MODELS if (model, "bf16") not in HALVES]
 
 
-@pytest.mark.parametrize(("model", "precision"), HALVES)
+@pytest.mark.parametrize(("model", "precision"), [*HALVES, *longer(*OTHERS)])
 def test_two_percent_in_half_precision(model: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     too_large(monkeypatch, 1.02)
     proof = unequal(f"dp=2 precision={precision}", MODELS[model](), steps=2)
@@ -206,15 +208,21 @@ def adapted(lr: float, times: float) -> px.Job:
     )
 
 
-@pytest.mark.parametrize("times", [-1.0, 0.0, 2.0, 1.01])
-@pytest.mark.parametrize("lr", [1e-3, 1e-6, 1e-9])
-def test_a_gradient_that_is_there_from_the_second_step_on_and_wrong(lr: float, times: float) -> None:
+@pytest.mark.parametrize(
+    ("times", "lr"),
+    [
+        *((times, 1e-3) for times in (-1.0, 0.0, 2.0, 1.01)),
+        (1.01, 1e-9),
+        *longer(*((times, 1e-6) for times in (-1.0, 0.0, 2.0, 1.01)), *((times, 1e-9) for times in (-1.0, 0.0, 2.0))),
+    ],
+)
+def test_a_gradient_that_is_there_from_the_second_step_on_and_wrong(times: float, lr: float) -> None:
     proof = unequal("dp=2", adapted(lr, times))
     assert proof.first.startswith("the gradient of a in step 1")
     assert "the gradient of a is there from step 1 on" in proof.cause
 
 
-@pytest.mark.parametrize("lr", [1e-3, 1e-6, 1e-9])
+@pytest.mark.parametrize("lr", [1e-3, 1e-9, *longer(1e-6)])
 def test_a_small_gradient_that_is_right(lr: float) -> None:
     proof = px.prove(adapted(lr, 1.0), "dp=2", steps=3)
     assert proof.equal, proof.first

@@ -12,6 +12,7 @@ from small_size import AXES, MOST_AXES, STEPS, small_config, small_job, small_pl
 from well_known import SETTINGS
 from write_recommended import RESULTS, good, recommended
 
+from longer import longer
 from phalanx.config import Plan
 from phalanx.verify import OneDevice
 
@@ -60,7 +61,7 @@ def one_device(name: str, text: str) -> OneDevice:
     ("name", "plan"),
     [
         ("Llama 70B, 8 servers", "tp=2 pp=2 sequence=true micro=2 recompute=full"),
-        ("Llama 8B, 128k tokens", "tp=2 cp=2 micro=4 recompute=full"),
+        *longer(("Llama 8B, 128k tokens", "tp=2 cp=2 micro=4 recompute=full")),
         ("Mixtral 8x7B, 4 servers", "pp=2 ep=2 schedule=zero-bubble micro=2 recompute=selective"),
     ],
 )

@@ -241,6 +241,7 @@ class TestMeasuring:
         monkeypatch.setattr(calibrate, "busy_share", lambda: 0.9)
         assert calibrate.wait_until_quiet(0.0) == 0.9
 
+    @pytest.mark.usefixtures("_ready_to_fork")  # what it measures are launches
     def test_the_command_writes_a_cluster(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = tmp_path / "machine.toml"
         with pytest.raises(SystemExit) as ended:

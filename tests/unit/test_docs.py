@@ -10,6 +10,7 @@ a process that has imported torch (``forked.py``).
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -160,14 +161,22 @@ def test_links_lead_somewhere(page: Path) -> None:
 GENERATE: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "generate.py"))
 
 
-@pytest.mark.parametrize("table", sorted(GENERATE["TABLES"]))
-def test_generated_tables_are_those_of_the_code(table: str) -> None:
-    path, _ = GENERATE["page"](table)
-    # In a process of its own: click remembers a command's help option as the first test that called it had it.
+@pytest.fixture(scope="module")
+def generated() -> dict[str, str]:
+    """Table → page, from a process of its own: click remembers a help option as the first test to call it had it."""
     script = str(ROOT / "tools" / "generate.py")
-    code = f"import runpy, sys; sys.stdout.write(runpy.run_path({script!r})['page']({table!r})[1])"
-    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert path.read_text() == text, "behind the code\n    try: python tools/generate.py"
+    code = f"""
+import json, runpy
+scope = runpy.run_path({script!r})
+print(json.dumps({{table: scope["page"](table)[1] for table in scope["TABLES"]}}))
+"""
+    return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize("table", sorted(GENERATE["TABLES"]))
+def test_generated_tables_are_those_of_the_code(table: str, generated: dict[str, str]) -> None:
+    path, _ = GENERATE["page"](table)
+    assert path.read_text() == generated[table], "behind the code\n    try: python tools/generate.py"
 
 
 def test_plan_page_names_every_key() -> None:

@@ -60,9 +60,20 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(source: Path, *words: str) -> str:
+SEVERAL = """
+import json, sys
+from click.testing import CliRunner
+from phalanx.cli import main
+done = [CliRunner().invoke(main, words) for words in json.loads(sys.argv[1])]
+assert all(one.exit_code == 0 for one in done), [one.output for one in done]
+print(json.dumps([one.stdout for one in done]))
+"""
+
+
+def run(source: Path, *commands: list[str]) -> list[str]:
+    """What each command prints, one after the other in a process that has the copy."""
     done = subprocess.run(
-        [sys.executable, "-m", "phalanx", *words],
+        [sys.executable, "-c", SEVERAL, json.dumps(commands)],
         env={**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,
@@ -71,21 +82,26 @@ def run(source: Path, *words: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_it_is_proven(source: Path) -> None:
     plan = "pp=2 schedule=eager micro=4"
-    proof = json.loads(run(source, "prove", "examples/gpt.py", "--plan", plan, "--steps", "2", "--json"))
+    (proven,) = run(source, ["prove", "examples/gpt.py", "--plan", plan, "--steps", "2", "--json"])
+    proof = json.loads(proven)
     assert proof["equal"] is True
 
 
 def test_it_is_drawn_and_forecast(source: Path) -> None:
     plan = "pp=4 schedule=eager micro=4"
-    assert "eager" in run(source, "show", "examples/gpt.py", "--plan", plan)
-    one, other = (
-        json.loads(run(source, "forecast", "examples/gpt.py", "--plan", text, "--on", "4xH100", "--json"))
-        for text in (plan, plan.replace("eager", "1f1b"))
+    ask = ["forecast", "examples/gpt.py", "--on", "4xH100", "--json", "--plan"]
+    drawn, *forecasts = run(
+        source,
+        ["show", "examples/gpt.py", "--plan", plan],
+        [*ask, plan],
+        [*ask, plan.replace("eager", "1f1b")],
     )
+    assert "eager" in drawn
+    one, other = (json.loads(text) for text in forecasts)
     held = [found["memory"]["activations"] for found in (one, other)]
     assert held[0] > held[1], "a longer warm-up holds more"

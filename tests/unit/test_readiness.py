@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from longer import longer
+
 TRAIN = """
 import torch
 import torch.distributed as dist
@@ -77,7 +79,7 @@ ASKED = {  # what more than a worker needs is asked by: an attribute, a module, 
 }
 
 
-@pytest.mark.parametrize("plan", ASKED)
+@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2", *longer("tp=2", "pp=2")])
 def test_no_compiler_until_asked_for(as_torch_does: list[list[float]], plan: str) -> None:
     fresh = FRESH.replace("PLAN", f"Plan.parse({plan!r})").replace("ASK", ASKED[plan])
     code = f"NAMES = {NAMES!r}\n{TRAIN}\ntorch.set_num_threads(1)\n{fresh}"
