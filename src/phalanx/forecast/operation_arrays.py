@@ -63,7 +63,7 @@ class OperationArrays:
     convolution: Mask  # a convolution
     attention: Mask  # a fused attention
     memory: Mask  # neither
-    column: Mask  # its weight is cut along its outputs. Likewise ``row``, ``inner``, ``tokens``: see ``profile.Share``.
+    column: Mask  # its weight is cut along its outputs; ``row``, ``inner``, ``tokens``: see ``config.model_costs``
     row: Mask
     inner: Mask
     tokens: Mask

@@ -173,7 +173,7 @@ def convolutions(points: Sequence[Measurement], peak: float, floor: float) -> tu
 
 
 def _attention(points: Sequence[Measurement], found: dict[str, float], floor: float) -> dict[str, float]:
-    """Shares of the peak that causal attention reaches, counted as ``profile.flops`` does."""
+    """Shares of the peak that causal attention reaches, its products counted as forecasts count them."""
 
     def share(one: Measurement) -> float:
         samples, heads, tokens, width = one.sizes

@@ -5,7 +5,7 @@ device. The device then holds 8 bytes a parameter (value and gradient) in place 
 copies over the bus a step (Ren et al. 2021, ZeRO-Offload). Works on whole parameters and on shards alike. On a CPU,
 whose memory is the host's, nothing is gained.
 
-``offload=parameters`` goes further and is part of ``fully_shard`` itself (``shard.py``).
+``offload=parameters`` goes further and is part of ``fully_shard`` itself (``fsdp.py``).
 """
 
 from __future__ import annotations
