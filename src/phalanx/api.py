@@ -233,7 +233,7 @@ def forecast(job: Job, plan: Plan | str, cluster: Cluster | str) -> Forecast:
         ProfileError: if the model's operations or shapes depend on values.
     """
     from phalanx.forecast import forecast as priced
-    from phalanx.preflight import Subject
+    from phalanx.preflight.subject import Subject
 
     chosen, there = _plan(plan, job, None), _cluster(cluster)
     return priced(Subject.of(job).question(there, chosen).work, chosen, there)
@@ -250,7 +250,7 @@ def plan(job: Job, cluster: Cluster | str) -> Advice:
         ProfileError: if the model's operations or shapes depend on values.
     """
     from phalanx.planner import advise
-    from phalanx.preflight import Subject
+    from phalanx.preflight.subject import Subject
 
     there = _cluster(cluster)
     return advise(Subject.of(job).question(there))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from phalanx.hardware.catalog import CatalogEntry
-    from phalanx.preflight import Subject
+    from phalanx.preflight.subject import Subject
 
 _WIDE = 92
 

@@ -15,7 +15,7 @@ from phalanx.config.plan import Precision
 from phalanx.errors import Problem, SpecError
 
 if TYPE_CHECKING:
-    from phalanx.preflight import Subject
+    from phalanx.preflight.subject import Subject
 
 
 class PlanText(click.ParamType):
@@ -109,7 +109,7 @@ def subject(what: str, *, batch: int, seq: int, steps: int, profile: str = "trac
         raise SpecError(problems)
     from phalanx.launch.jobfile import load_job
     from phalanx.planner.advise import config_work, is_config
-    from phalanx.preflight import Subject
+    from phalanx.preflight.subject import Subject
 
     if is_config(what):
         if profile != "trace":

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from traceback import clear_frames
 from typing import Any, final
 
 import numpy as np
@@ -71,18 +72,21 @@ class LoaderWorkers:
                 # A job's collate is often a lambda, which only fork can hand over.
                 "multiprocessing_context": "fork" if sys.platform == "linux" else None,
             }
-        iterator = iter(
-            DataLoader(
-                dataset,
-                batch_size=None,
-                collate_fn=_identity,
-                num_workers=self.count,
-                pin_memory=self._pins,
-                # Its own generator: DataLoader would draw from the training process's otherwise.
-                generator=torch.Generator().manual_seed(self.seed),
-                **options,
-            )
+        loader = DataLoader(
+            dataset,
+            batch_size=None,
+            collate_fn=_identity,
+            num_workers=self.count,
+            pin_memory=self._pins,
+            # Its own generator: DataLoader would draw from the training process's otherwise.
+            generator=torch.Generator().manual_seed(self.seed),
+            **options,
         )
+        try:
+            iterator = iter(loader)
+        except RuntimeError as error:  # one ended while others were being started
+            clear_frames(error.__traceback__)  # which hold those that run
+            raise _explanation(error) from None
         try:
             yield _explained(iterator)
         finally:
@@ -134,13 +138,17 @@ def _explained(results: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from results
     except RuntimeError as error:
-        if "DataLoader worker (pid" not in str(error):
-            raise
-        raise DataError(
-            f"a process that loads data ended: {error}\n"
-            "    usual cause: not enough memory, or a crash in a library that the dataset calls\n"
-            "    try: workers=0 to see its own error, or a smaller prefetch"
-        ) from error
+        raise _explanation(error) from None
+
+
+def _explanation(error: RuntimeError) -> Exception:
+    if "DataLoader worker (pid" not in str(error):
+        return error
+    return DataError(
+        f"a process that loads data ended: {error}\n"
+        "    usual cause: not enough memory, or a crash in a library that the dataset calls\n"
+        "    try: workers=0 to see its own error, or a smaller prefetch"
+    )
 
 
 def _die_with_parent(parent: int, worker: int) -> None:

@@ -300,5 +300,5 @@ class Bucket:
             part[: piece.local.numel()].copy_(piece.local.reshape(-1))
         out = torch.empty(self._ranks * len(flat), dtype=first.dtype, device=first.device)
         all_gather_flat(out, flat, self._group)
-        for piece, columns in zip(self.slices, out.view(self._ranks, -1).split(self._sizes, 1), strict=True):
+        for piece, columns in zip(self.slices, out.view(self._ranks, len(flat)).split(self._sizes, 1), strict=True):
             piece.unpack_whole(columns)

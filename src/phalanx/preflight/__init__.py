@@ -2,12 +2,10 @@
 
 from phalanx.preflight.plan_choice import PlanChoice, choose, cluster_for, forecast_here, plain
 from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
-from phalanx.preflight.subject import Subject
 
 __all__ = [
     "PlanChoice",
     "RunForecaster",
-    "Subject",
     "choose",
     "cluster_for",
     "forecast_after_look",

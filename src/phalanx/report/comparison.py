@@ -8,15 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from rich import box
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from phalanx.planner.explain import PARTS
 from phalanx.units import show_bytes, show_count, show_seconds
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # tables are for who prints them: not for every process that writes a forecast down
+    from rich.console import RenderableType
+
     from phalanx.report.summary import RunSummary
 
 FORECAST = "forecast.json"
@@ -114,6 +110,12 @@ _WORDS = {
 
 def beside_table(summary: RunSummary) -> Iterator[RenderableType]:
     """Forecast and measurement side by side, or why there is no forecast; nothing where nobody asked for one."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from phalanx.planner.explain import PARTS
+
     if summary.forecast is None:
         return
     forecast = summary.forecast.get("forecast")
@@ -182,6 +184,9 @@ class BetweenHosts:
 
 def apart_table(rows: Sequence[BetweenHosts]) -> RenderableType:
     """Plans between hosts, and what is left of their speed here."""
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("plan", overflow="fold")
     here = ("here: time\nper step", "here:\nsamples/s", "kept")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import Plan
-from phalanx.data import audit, records
 from phalanx.errors import DataError
 from phalanx.events import read
 from phalanx.report.comparison import Compared, memory_beside, step_beside, stored
@@ -347,6 +346,8 @@ def samples_seen(folder: Path) -> SamplesSeen:
     Raises:
         DataError: if it holds no run, no ledger, or was written before its log said how many samples there are.
     """
+    from phalanx.data import audit, records  # which load torch
+
     start = events_of(folder)[0]  # of the last part: none may change its data or its batch
     if "samples" not in start:
         raise DataError(

@@ -20,7 +20,7 @@ from phalanx.errors import Problem, RefusedError
 from phalanx.parallel import Example, check, notes, torch_compile
 from phalanx.parallel.survey import survey
 from phalanx.placement.ownership import Survey
-from phalanx.train.assembly import Findings, example_of, known_facts
+from phalanx.train.assembly import Findings, example_of
 from phalanx.train.build_model import begun, build_model, give_needed_values, size_of, without_values
 from phalanx.train.elementwise import half_steps
 from phalanx.train.refusals import model_problems, optimizer_problems, server_problems
@@ -48,7 +48,7 @@ def preview(job: Job, plan: Plan, look: Callable[[], Findings] = Findings) -> tu
     findings, found = look(), notes(module, job, plan)
     if plan.kind != "split":
         return survey(module, plan)[0], [*found, *findings.causes]
-    example = replace(_example(job, module), facts=known_facts(findings, module, plan))
+    example = _example(job, module)
     found += [*unbuilt, *give_needed_values(module, example), *findings.causes]
     return survey(module, plan, example)[0], found
 
