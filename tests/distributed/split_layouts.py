@@ -60,6 +60,10 @@ class Cuttings(Layout):
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None: ...
 
+    def finish(self) -> None: ...
+
+    def stepped(self) -> None: ...
+
 
 def value(name: str, shape: Sequence[int]) -> Tensor:
     """Numbers that depend on nothing but the name."""

@@ -27,7 +27,7 @@ from phalanx.config import Job
 from phalanx.parallel.advice import without_gradient
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.compression import Sender
-from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch, trainable
+from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, drop_gradients, each_micro_batch, trainable
 
 # torch 2.13 renamed the option that copies rank 0's buffers (running statistics) to all ranks before each forward.
 _known = inspect.signature(DistributedDataParallel).parameters
@@ -65,7 +65,7 @@ class DdpLayout(Layout):
 
     def stepped(self) -> None:
         self._statistics.share()
-        super().stepped()
+        drop_gradients(self.parameters.values())
 
 
 def distributed(module: nn.Module, device: torch.device, job: Job) -> DistributedDataParallel:

@@ -41,7 +41,7 @@ from phalanx.config import Plan
 from phalanx.errors import Problem
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.deferred_init import fill, recipes
-from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch, trainable
+from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, drop_gradients, each_micro_batch, trainable
 from phalanx.parallel.mixed_precision import gathered_type
 from phalanx.trace.blocks import blocks
 
@@ -61,9 +61,12 @@ class FsdpLayout(Layout):
         # Every micro-batch scatters its gradient at once: kept for the last one, whole gradients would fill the memory.
         each_micro_batch(self._module, self._device, parts[0], work)
 
+    def finish(self) -> None:
+        """Backward has summed all gradients."""
+
     def stepped(self) -> None:
         self._statistics.share()
-        super().stepped()
+        drop_gradients(self.parameters.values())
 
 
 def scalar_problems(module: nn.Module, plan: Plan) -> list[Problem]:

@@ -93,13 +93,13 @@ class Layout(ABC):
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         """Run ``work`` on every micro-batch of every part this process holds, reducing gradients on the way."""
 
+    @abstractmethod
     def finish(self) -> None:
         """Wait until every parameter has the gradient of the whole global batch, over the divisor."""
-        return
 
+    @abstractmethod
     def stepped(self) -> None:
         """The optimizer has stepped: bring the new values to wherever forward reads them, and drop the gradients."""
-        drop_gradients(self.holdings.parameters.values())
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output without gradients; ``None`` on a rank of a pipeline that does not have it. Collective."""
@@ -132,6 +132,12 @@ class SingleLayout(Layout):
 
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:
         each_micro_batch(self.module, self._device, parts[0], work)
+
+    def finish(self) -> None:
+        """Gradients are complete."""
+
+    def stepped(self) -> None:
+        drop_gradients(self.parameters.values())
 
 
 def each_micro_batch(

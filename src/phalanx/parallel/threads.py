@@ -104,7 +104,7 @@ class ThreadsLayout(Layout):
                 tensor.grad = grad if tensor.grad is None else tensor.grad.add_(grad)
 
     def stepped(self) -> None:
-        super().stepped()
+        drop_gradients(self.parameters.values())
         with torch.no_grad():
             for replica, device in zip(self._replicas[1:], self._devices[1:], strict=True):
                 if device != self._devices[0]:

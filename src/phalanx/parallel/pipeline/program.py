@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from phalanx.errors import Problem, RefusedError
+from phalanx.errors import RefusedError
 from phalanx.parallel.pipeline.stand_in import Flops, Outline, outline, signature
 from phalanx.parallel.pipeline.value_flow import Flow, Key, tensors, told_to
 from phalanx.parallel.survey import Example
@@ -146,13 +146,12 @@ def by_values(error: BaseException, where: str = "") -> RefusedError:
         lines = [frame for frame in frames if others.isdisjoint(Path(frame.filename).parents)]
         where = f"{Path(lines[-1].filename).name}:{lines[-1].lineno} ({lines[-1].line})" if lines else "the model"
     given = "control flow that depends on data across a split:"
-    problem = Problem(
+    return RefusedError.of(
         where="plan.pp",
         given=f"{given} {where} decides by the values of a tensor that another stage computes",
         allowed="models whose own code, outside their blocks, decides by shapes and inputs only",
         fix="torch.where in place of the decision, or the same code inside a block; or fsdp in place of pp",
     )
-    return RefusedError([problem])
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
-from phalanx.errors import Problem, RefusedError
+from phalanx.errors import RefusedError
 from phalanx.parallel.buffer_sync import buffers_kept
 from phalanx.parallel.pipeline.program import Program, UnitCall, by_values, intercepted
 from phalanx.parallel.pipeline.replay import GuardError
@@ -180,13 +180,12 @@ def strip(program: Program, keep: set[str], device: torch.device, dtype: torch.d
 
 def differs(what: str) -> RefusedError:
     """The model has not done what it did when it was looked at."""
-    problem = Problem(
+    return RefusedError.of(
         where="plan.pp",
         given=f"a model that does not run its parts in the same order for every batch: it {what}",
         allowed="models whose own code, outside their blocks, does the same for every batch",
         fix="no skipping of layers by chance (layerdrop=0); or fsdp in place of pp",
     )
-    return RefusedError([problem])
 
 
 _MOST_SHAPES = 4096

@@ -68,15 +68,15 @@ def fixed(table: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Other forwards in place of some modules' own."""
     before = {module: module.__dict__.get("forward") for module in table}
     for module, forward in table.items():
-        module.forward = forward
+        module.__dict__["forward"] = forward  # past setters of the module's own, and quicker than torch's
     try:
         yield
     finally:
         for module, forward in before.items():
             if forward is None:
-                del module.forward
+                del module.__dict__["forward"]
             else:
-                module.forward = forward
+                module.__dict__["forward"] = forward
 
 
 Places = list[tuple[nn.Module, str, tuple[Placed, ...]]]
