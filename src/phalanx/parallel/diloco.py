@@ -8,7 +8,7 @@ converges fast and communicates little", 2019, algorithm 1).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from phalanx.comm import local
 from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.grad_reduce import spread
+from phalanx.placement.stages import balanced
 from phalanx.trace.blocks import blocks
 
 
@@ -78,30 +79,14 @@ def divide(sizes: Mapping[str, int], owners: Mapping[str, int], count: int) -> l
         units = [[name] for name in sizes]
     if problems := fragment_problems(len(units), count):
         raise RefusedError(problems)
-    cuts = _cuts([sum(sizes[name] for name in unit) for unit in units], count)
-    return [[name for unit in units[a:b] for name in unit] for a, b in pairwise(cuts)]
+    first = balanced([sum(sizes[name] for name in unit) for unit in units], count, [True] * len(units)) or []
+    return [[name for unit in units[a:b] for name in unit] for a, b in pairwise([*first, len(units)])]
 
 
 def owners(module: nn.Module) -> dict[str, int]:
     """Name of each parameter inside a repeated block → the number of the block."""
     held = {id(tensor): index for index, block in enumerate(blocks(module)) for tensor in block.parameters()}
     return {name: held[id(tensor)] for name, tensor in module.named_parameters() if id(tensor) in held}
-
-
-def _cuts(costs: Sequence[int], count: int) -> list[int]:
-    """Where each of ``count`` runs of ``costs`` begins, and the end, with the least largest sum."""
-    sums = [0, *accumulate(costs)]
-    # best[end] = (largest, where the last run begins), for runs made of the costs before ``end``
-    rows: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
-    for _ in range(count):
-        before, row = rows[-1], dict[int, tuple[int, int]]()
-        for end in range(len(rows), len(costs) + 1):
-            row[end] = min((max(worst, sums[end] - sums[at]), at) for at, (worst, _) in before.items() if at < end)
-        rows.append(row)
-    cuts = [len(costs)]
-    for row in reversed(rows[1:]):
-        cuts.append(row[cuts[-1]][1])
-    return cuts[::-1]
 
 
 class Fragment:
