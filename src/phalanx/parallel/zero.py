@@ -6,9 +6,9 @@ by name and offset, and norms are global. After the step one all-gather brings e
 
 Both stages sum and scatter gradients while backward runs, bucket by bucket, and drop the whole ones at once. Stage 2
 does so with each micro-batch, so that whole gradients never exist; stage 1 with the last one, and sends no more than
-``replicate`` however many there are (Rajbhandari et al. 2020, section 7). torch's own parts have no such stages: FSDP2
-without resharding keeps a shard beside each whole parameter, and ZeroRedundancyOptimizer adds up whole gradients and
-deals out whole parameters, which one large embedding unbalances.
+plain data parallelism however many there are (Rajbhandari et al. 2020, section 7). torch's own parts have no such
+stages: FSDP2 without resharding keeps a shard beside each whole parameter, and ZeroRedundancyOptimizer adds up whole
+gradients and deals out whole parameters, which one large embedding unbalances.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _example(job: Job, module: nn.Module, *, look_at_lengths: bool) -> tuple[Len
     return lengths, Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
 
 
-_BESIDE_STEP = ("workers", "prefetch", "collate", "clip", "evaluate", "metrics", "evaluate_every")
+_BESIDE_STEP = ("workers", "prefetch", "collate", "evaluate", "metrics", "evaluate_every")
 _LEARNING = ("seed", "shuffle", "drop_last", "schedule", "unused")
 
 
@@ -105,6 +105,8 @@ def _unpriced(job: Job) -> Iterator[str]:
         yield f"Of the job, {found}: not priced; data is taken to be there when a step wants it."
     if found := stated(_LEARNING):
         yield f"Of the job, {found}: changes what is learnt, not what a step takes."
+    if job.clip is not None:
+        yield "Of the job, clip: the sum of the norm over ranks is priced, the passes over gradients are not."
     if job.tensor_parallel:
         yield "Of the job, tensor_parallel: not priced; layers are taken to be cut as they are found."
 
