@@ -41,6 +41,7 @@ def profile() -> Profile:
     [
         "single",
         "single recompute=full",
+        "single recompute=selective",
         "single precision=bf16",
         "dp=2 micro=4",
         "fsdp=2 zero=1 micro=4",
@@ -51,6 +52,7 @@ def profile() -> Profile:
         "fsdp=2 offload=parameters",
         "tp=2",
         "tp=2 sequence=true",
+        "tp=2 recompute=selective",
         "cp=2",
         "pp=2 micro=2",
         "pp=2 micro=2 schedule=gpipe",

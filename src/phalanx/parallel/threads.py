@@ -25,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -36,6 +35,7 @@ from phalanx.config import Plan
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, drop_gradients, each_micro_batch, trainable
 from phalanx.parallel.pipeline.value_flow import RANDOM
+from phalanx.trace.replaced import each_checkpoint, replaced
 
 
 def check(plan: Plan, kind: str) -> list[Problem]:
@@ -130,10 +130,10 @@ def nothing_drawn_twice() -> Iterator[None]:
     Raises:
         RefusedError: where it does.
     """
-    generator, function = checkpointing._checkpoint_without_reentrant_generator, checkpointing.CheckpointFunction
+    function = checkpointing.CheckpointFunction
     forward = function.forward
 
-    def checkpointed(run: Any, preserve: bool = True, *rest: Any, **kwargs: Any) -> Generator[None]:
+    def checkpointed(generator: Any, run: Any, preserve: bool = True, *rest: Any, **kwargs: Any) -> Generator[None]:
         with _Draws() if preserve else nullcontext():
             yield from generator(run, preserve, *rest, **kwargs)
 
@@ -144,10 +144,7 @@ def nothing_drawn_twice() -> Iterator[None]:
 
         return forward(ctx, looked_at if preserve else run, preserve, *args)
 
-    with (
-        patch.object(checkpointing, "_checkpoint_without_reentrant_generator", checkpointed),
-        patch.object(function, "forward", staticmethod(reentrant)),
-    ):
+    with each_checkpoint(checkpointed), replaced(function, forward=staticmethod(reentrant)):
         yield
 
 

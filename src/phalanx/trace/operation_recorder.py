@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -16,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from phalanx.trace.replaced import each_checkpoint, replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,18 +288,16 @@ def recomputation_seen(recorder: OperationRecorder) -> Iterator[None]:
     A reentrant checkpoint runs as the other kind does, which ``torch.autograd.grad`` can follow: it keeps and computes
     the same, and gives nothing a gradient where nothing that it is called with wants one.
     """
-    generator = checkpointing._checkpoint_without_reentrant_generator
 
-    def checkpointed(function: Callable[..., Any], preserve: bool, *rest: Any, **kwargs: Any) -> Generator[None]:
+    def checkpointed(
+        generator: Any, function: Callable[..., Any], preserve: bool, *rest: Any, **kwargs: Any
+    ) -> Generator[None]:
         recorder.keep(leaf for leaf in tree_leaves((rest, kwargs)) if isinstance(leaf, Tensor))
         # Which numbers are drawn changes no cost.
         with recorder.checkpoint():
             yield from generator(partial(_again, recorder, function), False, *rest, **kwargs)
 
-    with (
-        patch.object(checkpointing, "_checkpoint_without_reentrant_generator", checkpointed),
-        patch.object(checkpointing, "CheckpointFunction", _Reentrant),
-    ):
+    with each_checkpoint(checkpointed), replaced(checkpointing, CheckpointFunction=_Reentrant):
         yield
 
 

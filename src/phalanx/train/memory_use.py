@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import graph
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from phalanx.comm import local
 from phalanx.data import StepBatch
 from phalanx.parallel.local_shards.tensor import is_sliced
+from phalanx.trace.replaced import replaced
 from phalanx.train.metrics import Metrics
 from phalanx.train.step import Step, StepObserver
 
 _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
+
+_keeping: Any = getattr(checkpoint, "_CachingTorchDispatchMode", None)  # torch does not promise it
 
 _MEASURED = 2  # steps: the first makes optimizer state and buckets, the second finds them there
 
@@ -106,8 +110,7 @@ class MeasuredStep:
         values = list(self._values())
         parts.parameters = max(parts.parameters, self._bytes(values))
         parts.buffers = self._bytes(module.buffers(), but=values)
-        states = (one for one in tree_leaves(dict(self._step.optimizer.state)) if isinstance(one, Tensor))
-        parts.optimizer = max(parts.optimizer, self._bytes(states, but=values))
+        parts.optimizer = max(parts.optimizer, self._bytes(_tensors(self._step.optimizer.state), but=values))
         return parts
 
     def _see_gradients(self) -> None:
@@ -194,8 +197,10 @@ class SavedActivationsMeter:
         """Around the whole step: sees parameters of ``module`` come and go, and with ``outside`` others' hooks."""
         with ExitStack() as stack:
             if outside:
-                stack.enter_context(_instead(graph.saved_tensors_hooks, "__enter__", self._entering()))
-                stack.enter_context(_instead(graph, "disable_saved_tensors_hooks", self._disabling()))
+                stack.enter_context(replaced(graph.saved_tensors_hooks, __enter__=self._entering()))
+                stack.enter_context(replaced(graph, disable_saved_tensors_hooks=self._disabling()))
+                if _keeping is not None:
+                    stack.enter_context(replaced(_keeping, __exit__=self._keeping_ends(_keeping)))
                 for part in module.modules():
                     if next(part.parameters(recurse=False), None) is not None:
                         stack.callback(part.register_forward_pre_hook(self._see_own).remove)
@@ -286,6 +291,18 @@ class SavedActivationsMeter:
 
         return entering
 
+    def _keeping_ends(self, keeping: Any) -> Callable[..., None]:
+        """Selective recompute keeps results without hooks, those that autograd does not ask for among them."""
+        leave = keeping.__exit__
+
+        def leaving(mode: Any, *error: Any) -> None:
+            leave(mode, *error)
+            for kept in tree_leaves(list(mode.storage.values())):
+                if isinstance(tensor := getattr(kept, "val", None), Tensor):
+                    self._see(tensor)
+
+        return leaving
+
     def _disabling(self) -> Callable[[str], AbstractContextManager[None]]:
         """torch.func refuses to run inside hooks; inside these, which change nothing, it may."""
         disable = graph.disable_saved_tensors_hooks
@@ -323,15 +340,16 @@ class _WatchedHook:
         return self._hook(tensor)
 
 
-@contextmanager
-def _instead(owner: Any, name: str, function: Callable[..., Any]) -> Generator[None]:
-    """Inside, ``owner`` has ``function`` under ``name``: torch has no other way to see which hooks are entered."""
-    before = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
+def _tensors(state: Any) -> Iterator[Tensor]:
+    """Those of an optimizer's state, whatever kinds of mapping and sequence they lie in."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, Sequence | Set) and not isinstance(state, str | bytes):
+        for value in state:
+            yield from _tensors(value)
 
 
 def _storages(tensor: Tensor, uncounted: set[str]) -> list[torch.UntypedStorage]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.parallel.local_shards.tensor import METADATA, is_sliced, name_of
 from phalanx.trace.fake_tensors import fake
+from phalanx.trace.replaced import each_checkpoint, replaced
 
 Recompute = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Gives a call that does the same and computes its activations a second time in backward."""
@@ -34,7 +34,6 @@ Recompute = Callable[[Callable[..., Any]], Callable[..., Any]]
 @contextmanager
 def told_to(run: Flow) -> Iterator[None]:
     """While inside, ``run`` is told of autograd functions outside of units, and of checkpoints."""
-    generator = checkpointing._checkpoint_without_reentrant_generator
 
     def applied(cls: Any, *args: Any) -> Any:
         call = partial(_applied, cls)
@@ -42,7 +41,7 @@ def told_to(run: Flow) -> Iterator[None]:
             return _reentrant(run, call, *args)
         return call(*args) if run.inside else run.function(call, args)
 
-    def checkpointed(function: Any, *args: Any, **kwargs: Any) -> Generator[None]:
+    def checkpointed(generator: Any, function: Any, *args: Any, **kwargs: Any) -> Generator[None]:
         own = run.inside
         settings = dict(zip(_SETTINGS, args, strict=False))  # as ``checkpoint`` gives them, before the arguments
         with run.recomputing(_again(**settings)):
@@ -51,10 +50,7 @@ def told_to(run: Flow) -> Iterator[None]:
             else:
                 yield
 
-    with (
-        patch.object(_SingleLevelFunction, "apply", classmethod(applied), create=True),
-        patch.object(checkpointing, "_checkpoint_without_reentrant_generator", checkpointed),
-    ):
+    with each_checkpoint(checkpointed), replaced(_SingleLevelFunction, apply=classmethod(applied)):
         yield
 
 
