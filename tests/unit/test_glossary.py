@@ -16,7 +16,7 @@ TECHNIQUES, WORDS = (
     for part in PAGE.split("## ")[1:]
 )
 NOT_NAMES = """apart together across own told seen said heard known stated beside alone kept flight deal dealt dealing
-foresight outlook foretell preset joined reach rest served desk servant keeper office part crew member child aside guard
+foresight outlook foretell habits joined reach rest served desk servant keeper office part crew member child aside guard
 sums holding statistics materialise tape sliced products shapes tiles how""".split()
 """Words that a file of this field is not looked for under."""
 

@@ -215,3 +215,42 @@ def test_a_name_stands_once_in_a_file() -> None:
         assert len(names) == len(set(names)), (
             f"{name_of(path)}: {sorted({one for one in names if names.count(one) > 1})}"
         )
+
+
+MUTABLE = {
+    "api.py: _group",  # the process group that build() joins, till the process ends
+    "cli/output.py: _answers",  # what was stdout before it was given to answers alone
+    "comm/mesh.py: _joins",
+    "comm/process_group.py: _joins",
+    "comm/process_group.py: _left",  # groups that outlive whoever used them
+    "comm/process_group.py: _stores",  # as there is one default process group in a process
+    "launch/host_network.py: _numbers",
+    "launch/host_process.py: _numbers",
+    "launch/jobfile.py: _stamps",  # as Python keeps what it has imported
+    "launch/worker.py: _decisions",
+    "parallel/local_shards/tensor.py: RULES",  # filled where operations on shards are defined, while they are loaded
+    "trace/blocks.py: _opened",  # models that are looked into, for as long as they live
+}
+"""What a module keeps and changes; without a comment: a counter, by which names differ."""
+
+
+@pytest.mark.quick
+def test_nothing_else_is_kept_in_modules() -> None:
+    made = {"list", "dict", "set", "deque", "count", "defaultdict", "ExitStack", "WeakSet", "WeakKeyDictionary", "local"}
+    found = set[str]()
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)], name_of(path)
+        for node in tree.body:
+            if not isinstance(node, ast.Assign | ast.AnnAssign):
+                continue
+            match node.value:
+                case ast.List(elts=[]) | ast.Dict(keys=[]):
+                    pass
+                case ast.Call(func=ast.Name(id=name)) | ast.Call(func=ast.Attribute(attr=name)) if name in made:
+                    pass
+                case _:
+                    continue
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            found.add(f"{name_of(path)}: {ast.unparse(target)}")
+    assert found == MUTABLE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -24,15 +25,29 @@ pytestmark = pytest.mark.quick
 
 
 def readers(text: str) -> set[str]:
-    """The keys that a source reads of something called ``plan``."""
+    """The keys that a source reads of something that is a plan: by its name, by its annotation, or made from one."""
+    tree = ast.parse(text)
+    plans = {"plan"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            if re.fullmatch(r"(config\.|px\.)?Plan( \| None)?", ast.unparse(node.annotation).strip("'\"")):
+                plans.add(node.arg if isinstance(node, ast.arg) else _name(node.target))
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            made = ast.unparse(node.value)
+            if re.match(r"(px\.)?Plan(\.parse)?\(|replace\((\w+\.)*_?plan\b|within\(", made):
+                plans.add(_name(node.targets[0]))
     found = set[str]()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Attribute) and node.attr in KEYS:
-            owner = node.value
-            name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
-            if name.strip("_") == "plan":
-                found.add(node.attr)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in KEYS and _name(node.value) in plans:
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and _name(node.args[0]) in plans:
+            found.update(KEYS & {leaf.value for leaf in ast.walk(node.args[1]) if isinstance(leaf, ast.Constant)})
     return found
+
+
+def _name(node: ast.expr) -> str:
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name.strip("_")
 
 
 def table() -> dict[str, list[str]]:
@@ -51,7 +66,16 @@ def test_keys_are_read_where_the_table_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["plan.zero", "self.plan.zero", "self._plan.zero + 1", "def f(plan): return plan.zero"]
+    "text",
+    [
+        "plan.zero",
+        "self.plan.zero",
+        "self._plan.zero + 1",
+        "def f(plan): return plan.zero",
+        "def f(inner: Plan): return inner.zero",
+        "there = replace(self.plan, dp=1)\nthere.zero",
+        "getattr(plan, 'zero')",
+    ],
 )
 def test_a_reader_is_seen(text: str) -> None:
     assert readers(text) == {"zero"}

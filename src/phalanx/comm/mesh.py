@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phalanx.comm.process_group import PATIENCE, Place, from_every_rank, meet
+from phalanx.comm.process_group import PATIENCE, Place, from_every_rank, keep, meet
 from phalanx.config import Plan
 from phalanx.config.sync import outer_defaults
 
@@ -111,7 +111,6 @@ class Mesh:
         return mine
 
 
-_left: list[object] = []
 _joins = count()
 
 
@@ -155,7 +154,7 @@ class Across:
         self.group = ProcessGroup(store, self.index, self.size)
         gloo = ProcessGroupGloo(store, self.index, self.size, timeout=PATIENCE)
         self.group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-        _left.append(self.group)  # its destructor waits for threads that may be waiting for the interpreter's lock
+        keep(self.group)
 
     @property
     def counts(self) -> bool:
@@ -209,5 +208,5 @@ def own_group() -> dist.ProcessGroup:
     """A new group of all ranks of the default one, with its backends. Collective."""
     group = dist.new_group(timeout=PATIENCE)
     assert isinstance(group, dist.ProcessGroup)
-    _left.append(group)  # a gloo group's destructor waits for threads that may be waiting for the interpreter's lock
+    keep(group)
     return group

@@ -119,12 +119,19 @@ def default_process_group(place: Place, device: torch.device, *, timeout: timede
     store = PrefixStore(f"phalanx/group/{next(_joins)}{place.group}", meet(place))
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
-    # torch deadlocks where the last owner of a gloo group is DistributedDataParallel's reducer: its destructor holds
-    # the interpreter's lock and joins gloo's thread, which may be waiting for that lock to let go of a tensor.
-    _left.append(dist.group.WORLD)
+    keep(dist.group.WORLD)
     yield
     # only after a good end: NCCL would wait here for peers that may be gone, and after an error the process ends anyway
     dist.destroy_process_group()
+
+
+def keep(group: object) -> None:
+    """Let ``group`` live as long as the process.
+
+    The destructor of a gloo group holds the interpreter's lock and joins gloo's thread, which may be waiting for that
+    lock to let go of a tensor: torch deadlocks where, say, DistributedDataParallel's reducer is the last owner.
+    """
+    _left.append(group)
 
 
 def _refuse_other_ranks(place: Place) -> None:

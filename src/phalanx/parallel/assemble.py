@@ -1,4 +1,4 @@
-"""Puts a plan together: the one place that knows every technique. A new one adds a line to each table here."""
+"""Puts a plan together: the one place that knows every technique. A new one adds its lines here."""
 
 from __future__ import annotations
 
