@@ -236,7 +236,18 @@ MUTABLE = {
 
 @pytest.mark.quick
 def test_nothing_else_is_kept_in_modules() -> None:
-    made = {"list", "dict", "set", "deque", "count", "defaultdict", "ExitStack", "WeakSet", "WeakKeyDictionary", "local"}
+    made = {
+        "list",
+        "dict",
+        "set",
+        "deque",
+        "count",
+        "defaultdict",
+        "ExitStack",
+        "WeakSet",
+        "WeakKeyDictionary",
+        "local",
+    }
     found = set[str]()
     for path in FILES:
         tree = ast.parse(path.read_text())

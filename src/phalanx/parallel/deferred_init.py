@@ -6,6 +6,7 @@ into memory that is dropped at once, so that small tensors, which are real, get 
 value is what the operations that lead to it give when repeated from those states: bit for bit that of one device, one
 parameter at a time, in any order.
 """
+# Not a run of the model: what is recorded is how its parameters are made.
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Runs a model once on fake tensors, each distinct block alone and the rest around them."""
+# Not the run that cuts are made from: costs are laws of samples and length, so blocks run alone, at several sizes.
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ Experts that can be dealt out are one module that holds the weights of all as te
 weights of these (..., K), and that adds up over the K what each expert makes of the hidden state. That this is so is
 tried: a few rows through all experts must give what they give through some experts at a time.
 """
+# A run of its own, on numbers: that experts can be dealt out shows in what they compute, not in their operations.
 
 from __future__ import annotations
 

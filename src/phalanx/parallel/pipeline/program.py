@@ -1,4 +1,6 @@
 """What a model does, seen in one run on fake parameters: which units it calls, and what passes between them."""
+# A run of its own: a cut needs each value that passes between units, of the model as it is. What records costs runs
+# each distinct block by itself, at several sizes, and knows no value between blocks.
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ is cut by columns, the other by rows, and a block talks once forward and once ba
 heads, fused projections and gated layers need no rule of their own. A vocabulary is cut where the loss can be computed
 of cut classes. What nothing is found for stays whole.
 """
+# Runs of their own: whether two weights pair up shows only in what operations do to slices, so they run on slices.
 
 from __future__ import annotations
 
