@@ -65,10 +65,10 @@ def _sharded(costs: OperationArrays, times: Times, layouts: Layouts, setting: De
     return np.where(several, exposed, whole).max(axis=0)
 
 
-def completed(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, lie: StageCounts, clips: bool) -> Array:
-    """Seconds of what gradients take once a step, when the last of them is there."""
+def completed(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, lie: StageCounts, norm: bool) -> Array:
+    """Seconds of what gradients take once a step, when the last of them is there; ``norm``: theirs, too."""
     wide, counts = widths(setting.preset, setting.precision, layouts.zero), list(np.moveaxis(lie.each, 1, 0))
-    made = once_a_step(costs.profile, counts, layouts.mesh, wide, clips=clips)
+    made = once_a_step(costs.profile, counts, layouts.mesh, wide, norm=norm)
     found = sum((seconds(one, layouts.mesh, setting.fabric) for one in made), np.zeros_like(lie.there))
     return found.max(axis=0)
 
