@@ -22,7 +22,7 @@ from phalanx.forecast import PHALANX
 from phalanx.forecast.kernels import widths
 from phalanx.launch import launch
 from phalanx.placement.collective_bytes import Exchange
-from phalanx.placement.step_traffic import parameters_held, peers, step_traffic
+from phalanx.placement.step_traffic import norm_wanted, parameters_held, peers, step_traffic
 from phalanx.train.assembly import build
 from phalanx.train.traced_job import work_of
 
@@ -57,8 +57,12 @@ def counted(plans: Sequence[str]) -> Callable[..., Any]:
 
 
 def job_for(text: str) -> px.Job:
-    """A small GPT with layers enough for the plan; under some its head shares the embedding's weight."""
-    return small_gpt(layers(text), text in TIED)
+    """A small GPT with layers enough for the plan; under some its head shares the embedding's weight.
+
+    It clips, but for under fp16, which looks at the norm by itself.
+    """
+    job = small_gpt(layers(text), text in TIED)
+    return replace(job, clip=None) if "fp16" in text else job
 
 
 def small_gpt(count: int, tied: bool) -> px.Job:
@@ -145,6 +149,14 @@ PLANS = [
     "pp=2 fsdp=2 micro=2",
     "pp=2 fsdp=2 zero=1 micro=2",
     "cp=2 pp=2 micro=4",
+    "tp=2 recompute=selective",
+    "tp=2 sequence=true recompute=selective",
+    "cp=2 recompute=selective",
+    "cp=2 attention=alltoall recompute=selective",
+    "fsdp=2 precision=fp16",
+    "tp=2 precision=fp16",
+    "pp=2 micro=2 recompute=full",
+    "pp=2 micro=2 schedule=dualpipev",
 ]
 TIED = ["pp=2 micro=8", "pp=2 tp=2 micro=8", "pp=2 fsdp=2 zero=1 micro=8", "pp=4 micro=8", "pp=2 micro=8 schedule=zbv"]
 PLANS += TIED
@@ -154,9 +166,9 @@ PLANS += TIED
 def test_ranks_hold_and_exchange_what_placement_says(text: str) -> None:
     plan, job = Plan.parse(text), job_for(text)
     wide = widths(PHALANX, plan.precision, np.array(float(plan.zero)))  # as forecasts have them
-    known = profile(layers(text), text in TIED)
+    known, norm = profile(layers(text), text in TIED), norm_wanted(plan.precision, clips=job.clip is not None)
     for rank, (held, rows) in enumerate(exchanges(plan.world_size)[text]):
         assert held == parameters_held(known, plan, rank)
-        said = listed(step_traffic(known, plan, job.batch, rank, wide, clips=job.clip is not None), plan, rank)
+        said = listed(step_traffic(known, plan, job.batch, rank, wide, norm=norm), plan, rank)
         real = seen(rows, plan, rank)
         assert said == real, f"rank {rank}: listed alone {said - real}, counted alone {real - said}"

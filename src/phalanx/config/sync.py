@@ -295,5 +295,8 @@ def split_by_weight(total: int, each: Sequence[float]) -> tuple[int, ...]:
     return tuple(counts)
 
 
+FRAGMENT_STEPS = 5
+"""Steps that a fragment's averaging has to be done in, if the next one's turn does not come sooner."""
+
 BUCKET_BYTES = 25 * 2**20
 """Of a bucket of gradients that are reduced in one collective, about; a larger tensor stands alone. As in torch."""

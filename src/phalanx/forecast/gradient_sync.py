@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from phalanx.config.sync import Compression
+from phalanx.config.sync import FRAGMENT_STEPS, Compression
 from phalanx.forecast.kernels import DeviceSetting, Times, widths
 from phalanx.forecast.layouts import DILOCO, NESTEROV, Layouts, Texts
 from phalanx.forecast.network import collective, seconds
@@ -65,10 +65,10 @@ def _sharded(costs: OperationArrays, times: Times, layouts: Layouts, setting: De
     return np.where(several, exposed, whole).max(axis=0)
 
 
-def completed(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, lie: StageCounts, clips: bool) -> Array:
-    """Seconds of what gradients take once a step, when the last of them is there."""
+def completed(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting, lie: StageCounts, norm: bool) -> Array:
+    """Seconds of what gradients take once a step, when the last of them is there; ``norm``: theirs, too."""
     wide, counts = widths(setting.preset, setting.precision, layouts.zero), list(np.moveaxis(lie.each, 1, 0))
-    made = once_a_step(costs.profile, counts, layouts.mesh, wide, clips=clips)
+    made = once_a_step(costs.profile, counts, layouts.mesh, wide, norm=norm)
     found = sum((seconds(one, layouts.mesh, setting.fabric) for one in made), np.zeros_like(lie.there))
     return found.max(axis=0)
 
@@ -184,9 +184,6 @@ begin from it again (16); and to read and write the outer momentum."""
 _ADDED = 12.0
 """Bytes a server moves to add a parameter's gradient to that of the workers before."""
 
-_LATE = 5.0
-"""Steps behind which a fragment's averaging may hide, if the next one's turn does not come sooner."""
-
 
 def averaged(count: Array, computing: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
     """Seconds of a step for averaging ``count`` parameters of a rank over ``dp`` once every so many steps.
@@ -202,7 +199,7 @@ def averaged(count: Array, computing: Array, layouts: Layouts, setting: DeviceSe
     sent, made = averaging(mine, mine, layouts, inner, setting)
     moved = _OUTER + np.where(layouts.outer == NESTEROV, _MOMENTUM, 0.0)
     outer = mine * moved / (setting.rates.bandwidth * setting.rates.kernels.stream)
-    hidden = np.minimum(_LATE, layouts.every // layouts.fragments) * computing
+    hidden = np.minimum(float(FRAGMENT_STEPS), layouts.every // layouts.fragments) * computing
     late = np.where(layouts.fragments > 1, np.maximum(sent - hidden * layouts.fragments, 0.0), sent)
     each = late + made + np.where(layouts.sync == DILOCO, outer, 0.0)
     return np.where(layouts.sync > 0, each / layouts.every, 0.0)

@@ -207,7 +207,9 @@ def compute(costs: OperationArrays, layouts: Layouts, setting: DeviceSetting) ->
     again = _again(costs, priced, layouts, preset, forward)
     anew = np.where(layouts.recompute == 2, 1.0, 0.0) * _blocks(costs)
     sent, sent_again, sent_back = _exchanged(costs, layouts, setting, priced)
-    sent_back = sent_back + anew * (sent_again if preset.stops_early else sent)
+    once = (layouts.recompute == 1) & (preset.selective != "cheap")  # what others keep of a block spares its exchanges
+    repeated = np.where(once, 0.0, layouts.mesh.again) * _blocks(costs)
+    sent_back = sent_back + repeated * (sent_again if preset.stops_early else sent)
     ones = np.ones_like(priced)
     apart = _summed(ones, costs, costs.row & costs.matmul & ~costs.backward)
     apart = rates.wires.far * apart * (layouts.tp > setting.fabric.socket)

@@ -107,7 +107,7 @@ class Layouts:
             **{name: getattr(self, name) for name in same},
             dp=self.alike,
             attention={name: 1.0 * (self.attention == at) for at, name in enumerate(ATTENTIONS)},
-            again=1.0 * (self.recompute == RECOMPUTES.index("full")),
+            again=1.0 * (self.recompute != RECOMPUTES.index("none")),
         )
 
     @property

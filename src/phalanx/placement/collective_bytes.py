@@ -51,7 +51,7 @@ class MeshSizes:
     zero: Number = 0
     sequence: Number = 0  # 1 where tokens are cut over ``tp`` between blocks
     attention: Mapping[str, Number]  # for each way to attend over ``cp``, 1 where it is taken
-    again: Number = 0  # 1 where blocks are computed a second time, in the backward
+    again: Number = 0  # 1 where the backward computes something of blocks again, and so repeats what they exchange
     micros: Number = 1  # micro-batches of a rank in a step
 
     def ranks(self, over: Sequence[str]) -> Number:
@@ -60,14 +60,14 @@ class MeshSizes:
 
     @classmethod
     def of(cls, plan: Plan, batch: int) -> MeshSizes:
-        """That of ``plan`` for a global batch that its replicas share evenly."""
-        share = batch // plan.replicas
+        """That of ``plan``, whose replicas share a global batch evenly: all run as often as the largest share needs."""
+        share = -(-batch // plan.replicas)
         return cls(
             **{axis: getattr(plan, axis) for axis in AXES},
             zero=plan.zero,
             sequence=int(plan.sequence),
             attention={plan.attention: 1},
-            again=int(plan.recompute == "full"),
+            again=int(plan.recompute != "none"),
             micros=-(-share // (plan.micro or share)),
         )
 

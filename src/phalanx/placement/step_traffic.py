@@ -34,10 +34,10 @@ _TOTALS, _NORM = 24, 8
 of gradients' norm."""
 
 
-def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Widths, *, clips: bool) -> list[Exchange]:
+def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Widths, *, norm: bool) -> list[Exchange]:
     """What ``rank`` takes part in, alike exchanges together; empty ones are left out.
 
-    ``clips``: whether gradients' norm is wanted, of what no rank holds whole.
+    ``norm``: whether gradients' norm is wanted, of what no rank holds whole; see ``norm_wanted``.
     """
     mesh, counts = MeshSizes.of(plan, batch), _counts(profile, plan, rank)
     samples = batch / plan.replicas / mesh.micros
@@ -47,10 +47,15 @@ def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Wi
         *_of_parts(profile, counts, mesh, widths, samples),
         replace(handed, times=handed.times * sent * mesh.micros),
         *replicas(_units(profile, counts, mesh), widths, mesh),
-        *once_a_step(profile, counts, mesh, widths, clips=clips),
+        *once_a_step(profile, counts, mesh, widths, norm=norm),
         Exchange(why="the loss and its count", kind="all-reduce", over=AXES, size=_TOTALS),
     ]
     return [one for one in _together(found) if one.times and one.size and mesh.ranks(one.over) > 1]
+
+
+def norm_wanted(precision: str, *, clips: bool) -> bool:
+    """Whether a step takes the norm of the whole gradient: to clip by it, or under fp16 to see what overflowed."""
+    return clips or precision == "fp16"
 
 
 def parameters_held(profile: Profile, plan: Plan, rank: int) -> float:
@@ -84,7 +89,7 @@ def unit_by_unit(profile: Profile, counts: Sequence[Number]) -> Number:
 
 
 def once_a_step(
-    profile: Profile, counts: Sequence[Number], mesh: MeshSizes, widths: Widths, *, clips: bool
+    profile: Profile, counts: Sequence[Number], mesh: MeshSizes, widths: Widths, *, norm: bool
 ) -> Iterator[Exchange]:
     """What gradients take beyond ``replicas``, when the last of them is there.
 
@@ -106,7 +111,7 @@ def once_a_step(
         yield Exchange(
             why="gradients of tied weights", kind="all-reduce", over=("pp",), size=size, times=apart, ends=True
         )
-    if clips:
+    if norm:
         yield from _norms(profile, counts, mesh)
 
 

@@ -14,6 +14,7 @@ from phalanx.comm import active
 from phalanx.config import Job, Plan
 from phalanx.data import StepBatch
 from phalanx.parallel import EveryStep, Layout, Sync, without_gradient
+from phalanx.placement.step_traffic import norm_wanted
 from phalanx.train.grad_accumulation import GradAccumulation
 from phalanx.train.grad_clipping import add_up_rows, clip, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs
@@ -153,7 +154,7 @@ class Step:
         parameters = held.parameters.values()
         lr = self._rates.set(self.progress.step)
         scaling = self.progress.loss_scale
-        norm = global_norm(held) if self.job.clip is not None or scaling else None
+        norm = global_norm(held) if norm_wanted(self.plan.precision, clips=self.job.clip is not None) else None
         progress = self.progress
         numbers, host_norm, ready = towards_host(totals, norm)
         metrics = Metrics(
