@@ -16,6 +16,7 @@ from typing import Any, Literal
 from phalanx.config import Plan
 from phalanx.config.model_costs import ModelPart, SizeLaw, Weights
 from phalanx.config.plan import AXES
+from phalanx.placement.batch_split import micro_batches
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send", "ring"]
 """``ring``: each rank passes on what came to it until every rank has had all: ranks - 1 messages of an equal share."""
@@ -60,15 +61,14 @@ class MeshSizes:
 
     @classmethod
     def of(cls, plan: Plan, batch: int) -> MeshSizes:
-        """That of ``plan`` for a global batch that its replicas share evenly."""
-        share = batch // plan.replicas
+        """That of ``plan`` for a global batch."""
         return cls(
             **{axis: getattr(plan, axis) for axis in AXES},
             zero=plan.zero,
             sequence=int(plan.sequence),
             attention={plan.attention: 1},
             again=int(plan.recompute == "full"),
-            micros=-(-share // (plan.micro or share)),
+            micros=micro_batches(plan, batch),
         )
 
 

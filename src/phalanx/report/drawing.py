@@ -11,7 +11,7 @@ from rich.text import Text
 from phalanx.config import Plan
 from phalanx.config.fields import SYNC_KEYS
 from phalanx.config.sync import weights
-from phalanx.data.batch_split import Lane, cuts, spans
+from phalanx.placement.batch_split import Lane, cuts, spans
 from phalanx.placement.schedules import Timed, holders
 
 MOST = 8  # boxes or ranks drawn; of more, the first and the last
