@@ -117,7 +117,7 @@ def of_job(job: Job, plan: Plan) -> Shown:
         plan=plan,
         batch=job.batch,
         device=device_kind(plan),
-        survey=survey,
+        survey=survey.for_batch(job.batch),
         planned=planned(plan, job.batch, survey),
         notes=tuple(found),
     )
@@ -158,7 +158,7 @@ def of_run(folder: Path, load: Callable[[], Job], foretell: Callable[[Job, Plan]
         plan=plan,
         batch=batch,
         device=start["device"],
-        survey=survey,
+        survey=survey and survey.for_batch(batch),
         planned=planned(plan, batch, survey),
         measured=measured,
         notes=tuple(start["notes"]),
