@@ -18,10 +18,13 @@ import phalanx as px
 from phalanx.comm import Place, default_process_group, local
 from phalanx.config import Plan
 from phalanx.config.model_costs import Profile
-from phalanx.forecast import PHALANX
+from phalanx.forecast import PHALANX, gradient_sync, kernels
 from phalanx.forecast.kernels import widths
+from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.step_time import ForecastInput, on_one_kind
+from phalanx.hardware import cluster
 from phalanx.launch import launch
-from phalanx.placement.collective_bytes import Exchange
+from phalanx.placement.collective_bytes import Exchange, MeshSizes
 from phalanx.placement.step_traffic import norm_wanted, parameters_held, peers, step_traffic
 from phalanx.train.assembly import build
 from phalanx.train.traced_job import work_of
@@ -172,3 +175,41 @@ def test_ranks_hold_and_exchange_what_placement_says(text: str) -> None:
         said = listed(step_traffic(known, plan, job.batch, rank, wide, norm=norm), plan, rank)
         real = seen(rows, plan, rank)
         assert said == real, f"rank {rank}: listed alone {said - real}, counted alone {real - said}"
+
+
+REPLICAS = {"sharded parameters", "gradients", "copies' gradients"}
+ONCE = {"gradients of cut tokens", "gradients of tied weights", "gradients' norm"}
+BETWEEN = {"a stage's outputs", "the loss and its count"}  # what stages hand on is priced as they do; totals are fixed
+
+
+@pytest.mark.parametrize(
+    "text", [*PLANS, "pp=2 fsdp=2 micro=8 schedule=interleaved", "pp=4 fsdp=2 micro=1", "dp=2 fsdp=2 zero=2 micro=1"]
+)
+def test_forecasts_price_what_is_listed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a second for each byte, and nothing hidden, what a step's parts take is what the busiest rank sends."""
+
+    def size_of(one: Exchange, mesh: MeshSizes, fabric: Any) -> Any:
+        return one.size * one.times * (mesh.ranks(one.over) > 1) * np.ones_like(mesh.tp)
+
+    for module in (gradient_sync, kernels):
+        monkeypatch.setattr(module, "seconds", size_of)
+    plan, tied = Plan.parse(text), text in TIED or text.startswith("pp=2 fsdp=2")
+    job, known = job_for(text), profile(layers(text), tied)
+    bare = replace(PHALANX, overlap=0.0, overlap_tensor=0.0, contention=0.0, reach=1.0)
+    work = replace(work_of(small_gpt(layers(text), tied)), profile=known)
+    devices = cluster("8xA100")
+    priced = on_one_kind(
+        ForecastInput(work=work, cluster=devices, precision=plan.precision, preset=bare),
+        Layouts.of([plan], job.batch, known.length),
+        devices.groups[0],
+    )
+    wide = widths(bare, plan.precision, np.array(float(plan.zero)))
+    norm = norm_wanted(plan.precision, clips=job.clip is not None)
+    every = [step_traffic(known, plan, job.batch, rank, wide, norm=norm) for rank in range(plan.world_size)]
+
+    def busiest(counts: Callable[[str], bool]) -> float:
+        return max(float(sum(one.size * one.times for one in found if counts(one.why))) for found in every)
+
+    assert priced.replicas[0] == pytest.approx(busiest(REPLICAS.__contains__) + busiest(ONCE.__contains__))
+    inner = busiest(lambda why: why not in REPLICAS | ONCE | BETWEEN)
+    assert priced.exchange[0] == pytest.approx(inner, rel=1e-3, abs=1.0)  # a ring hides behind attention

@@ -69,7 +69,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "one rank's samples on every rank",
-        "data/batch_split.py",
+        "placement/batch_split.py",
         "cut(*each[part], index, count if even else size)",
         "cut(*each[0], index, count if even else size)",
         ("prove mean dp=2",),

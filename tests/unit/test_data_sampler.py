@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from phalanx.data import GlobalBatchSampler, Lane, share
-from phalanx.data.batch_split import cuts
 from phalanx.data.sampler import Permutation
 from phalanx.errors import SpecError
+from phalanx.placement.batch_split import cuts
 
 pytestmark = pytest.mark.quick
 

@@ -13,7 +13,8 @@ from torch.utils.data import IterableDataset
 
 from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader, StepBatch, Table, evaluation_batches
-from phalanx.data.batch_split import BatchSplitter, cuts, spans
+from phalanx.data.step_batch import BatchSplitter
+from phalanx.placement.batch_split import cuts, spans
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

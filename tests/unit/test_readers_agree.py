@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from phalanx.data.batch_split import cuts
 from small_profiles import transformer
 
 import phalanx as px
 from phalanx.config import Cluster, Plan
 from phalanx.data import Lane
-from phalanx.data.batch_split import cuts
 from phalanx.demo.jobs import gpt
 from phalanx.forecast import PHALANX, Work, forecast
 from phalanx.forecast.kernels import widths

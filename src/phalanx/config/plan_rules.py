@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from phalanx.config.fields import AXES, CHOICES, STAGES, TEXTS, TRUTHS, UNBOUNDED, is_number, is_whole, plan_problem
-from phalanx.config.sync import AUTO, apart_problems, split_by_weight, weights
+from phalanx.config.sync import apart_problems, split_by_weight, weights
 from phalanx.errors import Problem
 
 if TYPE_CHECKING:
@@ -150,23 +150,3 @@ def stage_problems(plan: Plan) -> Iterator[Problem]:
     elif plan.pp > 1 and plan.zero == 2:
         allowed = "zero=1 or zero=3 in a pipeline: gradients of several micro-batches are under way at once"
         yield plan_problem("zero", f"zero=2 with pp={plan.pp}", allowed, str(replace(plan, zero=1)))
-
-
-def unread(plan: Plan, batch: int, tensor_parallel: Mapping[str, object]) -> list[str]:
-    """What is set and makes no difference under ``plan``, one sentence each; empty where everything does."""
-    found: list[str] = []
-    most = largest_share(plan, batch)
-    if plan.micro is not None and plan.micro > most:
-        samples = f"{most} sample{'s' if most > 1 else ''}"
-        found.append(f"micro={plan.micro} splits nothing: a rank's share of the global batch of {batch} is {samples}.")
-    if tensor_parallel and plan.tp == 1:
-        found.append("tensor_parallel, which the job states, says how tp cuts weights; this plan has no tp.")
-    return found
-
-
-def largest_share(plan: Plan, batch: int) -> int:
-    """Samples of a global ``batch`` that one replica has at most."""
-    each, inner = weights(plan.shares), plan.replicas // plan.dp
-    if plan.shares == AUTO:  # any other rank may end with as little as one sample a replica
-        return max(1, -(-(batch - (plan.dp - 1) * inner) // inner))
-    return -(-max(split_by_weight(batch, each)) // inner) if each else -(-batch // plan.replicas)

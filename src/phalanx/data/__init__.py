@@ -1,10 +1,11 @@
 """Data: which samples each step holds on any number of devices, reading them, and the ledger that shows it."""
 
-from phalanx.data.batch_split import Lane, MicroBatch, StepBatch, share
 from phalanx.data.ledger import Ledger, LedgerRecord, audit, read_ledger, records
 from phalanx.data.loader import Loader, evaluation_batches
 from phalanx.data.sampler import GlobalBatchSampler
+from phalanx.data.step_batch import MicroBatch, StepBatch
 from phalanx.data.table import Table
+from phalanx.placement.batch_split import Lane, share
 
 __all__ = [
     "GlobalBatchSampler",

@@ -29,7 +29,7 @@ from typing import Self, final
 
 import numpy as np
 
-from phalanx.data.batch_split import StepBatch
+from phalanx.data.step_batch import StepBatch
 from phalanx.errors import DataError
 
 _MAGIC = b"PHXLEDG1"

@@ -9,12 +9,13 @@ from typing import Any, final
 import numpy as np
 
 from phalanx.config.job import Job
-from phalanx.data.batch_split import BatchSplitter, Lane, MicroBatch, StepBatch, cuts, share, step_batch
 from phalanx.data.map_style import Fetcher, IndexedReader, is_stream, plain
 from phalanx.data.sampler import GlobalBatchSampler
+from phalanx.data.step_batch import BatchSplitter, MicroBatch, StepBatch, step_batch
 from phalanx.data.streams import StreamReader, StreamStep
 from phalanx.data.worker_processes import LoaderWorkers
 from phalanx.errors import Problem, RefusedError, SpecError
+from phalanx.placement.batch_split import Lane, cuts, share
 
 Steps = Generator[StepBatch, None, None]
 """Steps in order. ``close()`` ends the worker processes at once, as dropping the last reference does."""

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset, TensorDataset, default_collate
 
-from phalanx.data.batch_split import BatchSplitter, StepBatch, step_batch
 from phalanx.data.sampler import EpochSeeds, GlobalBatchSampler
+from phalanx.data.step_batch import BatchSplitter, StepBatch, step_batch
 from phalanx.data.table import Table
 from phalanx.errors import Problem, SpecError
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import default_collate
 
-from phalanx.data.batch_split import BatchSplitter
 from phalanx.data.sampler import EpochSeeds
+from phalanx.data.step_batch import BatchSplitter
 from phalanx.errors import DataError
 
 

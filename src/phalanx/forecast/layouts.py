@@ -12,6 +12,7 @@ import numpy.typing as npt
 from phalanx.config import Plan
 from phalanx.config.fields import CHOICES, Schedule
 from phalanx.forecast.operation_arrays import Array
+from phalanx.placement.batch_split import pieces
 from phalanx.placement.collective_bytes import MeshSizes
 from phalanx.placement.limits import returns_freed_memory
 from phalanx.placement.schedules import SCHEDULES as PIPELINE_SCHEDULES
@@ -98,7 +99,7 @@ class Layouts:
     @property
     def micros(self) -> Array:
         """Micro-batches of a rank in one step."""
-        return np.ceil(self.samples / self.micro - 1e-9)
+        return pieces(np.ceil(self.samples - 1e-9), self.micro)
 
     @property
     def mesh(self) -> MeshSizes:

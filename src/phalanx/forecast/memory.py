@@ -17,6 +17,7 @@ from phalanx.forecast.pipeline import held, parameters_held, stages
 from phalanx.forecast.presets import Preset
 from phalanx.forecast.saved_activations import Ranks, SavedActivations, ranks, saved_activations
 from phalanx.placement.collective_bytes import elements, hidden_states
+from phalanx.placement.ownership import keeps_whole_gradients
 from phalanx.placement.step_traffic import unit_by_unit
 from phalanx.trace import ModelPart, Profile
 
@@ -153,8 +154,8 @@ def _fixed(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks, state
     learn, still = _counts(profile, layouts, lie)
     shards = _shards(layouts, preset)
     by = {stage: np.where(layouts.zero >= stage, shards, 1.0) for stage in (1, 2, 3)}
-    once = (layouts.zero == 1) & (layouts.micros == 1) & (layouts.pp == 1) & (not preset.gradients_stay)
-    split = np.where(once, shards, by[2])
+    whole = keeps_whole_gradients(layouts.zero, layouts.micros, layouts.pp) | preset.gradients_stay
+    split = np.where(whole, by[2], by[1])
     half = 0.0 if precision == "fp32" else preset.master
     outer = learn * kept_apart(layouts) / by[1]
     values, sums = (learn + still) * preset.weights / by[3], learn * preset.gradients / split
@@ -247,7 +248,7 @@ def _in_buckets(profile: Profile, layouts: Layouts, preset: Preset, lie: Ranks) 
     full = np.floor(BUCKET_BYTES / np.maximum(largest, 1.0)) * largest
     one = np.minimum(np.maximum(full, largest), whole)
     # Where whole gradients are there before, a bucket takes the place of those that are in it.
-    before = ((layouts.zero == 1) & (layouts.micros > 1)) | (layouts.pp > 1)
+    before = keeps_whole_gradients(layouts.zero, layouts.micros, layouts.pp)
     own = np.where(before, 1.0, preset.buckets)
     copied = _COPIED if preset.one_memory else 0.0
     buckets = np.ceil(whole / np.maximum(one, BUCKET_BYTES))

@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 from phalanx.config import Cluster, Device, Plan
 from phalanx.config.plan import words
-from phalanx.config.plan_rules import unread
 from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.rates import family
+from phalanx.placement.limits import unread
 
 FILE = Path(__file__).with_name("spread.toml")
 """What was measured; see ``HEAD`` for what writes it."""

@@ -1,6 +1,6 @@
 """The techniques that split work over devices, one file each, put together by ``assemble``."""
 
-from phalanx.parallel.advice import advice, batch_statistics, dropouts, micro_batches, notes, without_gradient
+from phalanx.parallel.advice import advice, batch_statistics, dropouts, notes, without_gradient
 from phalanx.parallel.assemble import assemble, check, device_kind
 from phalanx.parallel.grad_reduce import EveryStep, Sync
 from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, TensorShard
@@ -22,7 +22,6 @@ __all__ = [
     "check",
     "device_kind",
     "dropouts",
-    "micro_batches",
     "notes",
     "without_gradient",
 ]

@@ -11,10 +11,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from phalanx.config import Job, Plan
-from phalanx.config.plan_rules import unread
 from phalanx.config.sync import AUTO
-from phalanx.data.batch_split import Lane, cuts, share
 from phalanx.errors import GradientError
+from phalanx.placement.batch_split import largest_even, micro_batches
+from phalanx.placement.limits import unread
 from phalanx.placement.schedules import bubble, order
 from phalanx.units import show_names
 
@@ -30,7 +30,7 @@ def advice(job: Job, plan: Plan, kind: str) -> list[str]:
 
 
 def _bubble(job: Job, plan: Plan) -> list[str]:
-    micros = micro_batches(job, plan)
+    micros = micro_batches(plan, job.batch)
     if plan.pp == 1 or micros >= plan.pp * plan.stages:
         return []
     stages = f"{micros} micro-batch{'es' if micros > 1 else ''} for {plan.pp * plan.stages} stages"
@@ -39,14 +39,8 @@ def _bubble(job: Job, plan: Plan) -> list[str]:
     better = _better(job, plan)
     if better is None:
         return [f"{found}; a larger batch would allow more of them."]
-    many = micro_batches(job, better)
+    many = micro_batches(better, job.batch)
     return [f"{found}; micro={better.micro} would make it {many} micro-batches, idle for {_idle(better, many):.0%}."]
-
-
-def micro_batches(job: Job, plan: Plan) -> int:
-    """Micro-batches of the largest share of a full global batch."""
-    ranks = range(0, plan.world_size, plan.world_size // plan.dp) if plan.shares else (0,)
-    return max(len(cuts(job.batch, Lane.of(plan, rank), plan.micro)[0]) for rank in ranks)
 
 
 def _idle(plan: Plan, micros: int) -> float:
@@ -55,9 +49,8 @@ def _idle(plan: Plan, micros: int) -> float:
 
 def _better(job: Job, plan: Plan) -> Plan | None:
     """The plan with enough micro-batches, or as many as the batch allows; ``None`` where that are no more."""
-    start, stop = share(job.batch, 0, plan.replicas)
-    better = replace(plan, micro=max(1, (stop - start) // (_ENOUGH * plan.pp)))
-    return better if micro_batches(job, better) > micro_batches(job, plan) else None
+    better = replace(plan, micro=max(1, largest_even(job.batch, plan.replicas) // (_ENOUGH * plan.pp)))
+    return better if micro_batches(better, job.batch) > micro_batches(plan, job.batch) else None
 
 
 _ITSELF = "(the model itself)"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.config import Cluster, Plan
 from phalanx.config.fields import plan_problem
 from phalanx.errors import Problem
+from phalanx.placement.batch_split import largest_share
 
 _RUN = {"precision": ("fp32", "bf16", "fp16"), "kind": ("cpu", "cuda", "rocm")}
 
@@ -108,6 +109,18 @@ def not_run_yet(plan: Plan, cluster: Cluster) -> str:
     if len({group.device.kind for group in cluster.groups}) > 1:
         return "devices of several kinds in one run"
     return ""
+
+
+def unread(plan: Plan, batch: int, tensor_parallel: Mapping[str, object]) -> list[str]:
+    """What is set and makes no difference under ``plan``, one sentence each; empty where everything does."""
+    found: list[str] = []
+    most = largest_share(plan, batch)
+    if plan.micro is not None and plan.micro > most:
+        samples = f"{most} sample{'s' if most > 1 else ''}"
+        found.append(f"micro={plan.micro} splits nothing: a rank's share of the global batch of {batch} is {samples}.")
+    if tensor_parallel and plan.tp == 1:
+        found.append("tensor_parallel, which the job states, says how tp cuts weights; this plan has no tp.")
+    return found
 
 
 def returns_freed_memory(fsdp: Any) -> Any:

@@ -7,12 +7,14 @@ over ``fsdp`` are cut as ``torch.chunk`` does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
+from typing import Any
 
 from phalanx.config import Plan
+from phalanx.placement.batch_split import micro_batches
 
 Ranges = tuple[tuple[int, int], ...]
 """Elements [start, stop) of one dimension, in order, none empty."""
@@ -153,6 +155,11 @@ class Survey:
     whole: tuple[str, ...] = ()
     shares: tuple[Mapping[str, DimensionShare], ...] = ()
     recomputes: bool = False  # whether stages compute activations again by the model's own doing
+    micros: int = 1  # micro-batches of a rank in a step
+
+    def for_batch(self, batch: int) -> Survey:
+        """The same where a step has a global batch of so many samples."""
+        return replace(self, micros=micro_batches(self.plan, batch))
 
     @property
     def elements(self) -> int:
@@ -201,14 +208,22 @@ class Survey:
             return ParameterShard(tensor=tensor, parameter=mine, gradient=kept, stepped=kept, shares=shares)
         rows = DimensionShare(axes=("fsdp",), dim=0, ranges=chunks(mine.shape[0], self.plan.fsdp))
         own = mine.part(0, rows.ranges[at["fsdp"]])
-        accumulates = self.plan.micro is not None or self.plan.pp > 1  # several micro-batches, or no time to scatter
+        stays = bool(keeps_whole_gradients(zero, self.micros, self.plan.pp))
         return ParameterShard(
             tensor=tensor,
             parameter=own if zero == 3 else mine,
-            gradient=(mine if zero == 1 and accumulates else own) if learns else None,
+            gradient=(mine if stays else own) if learns else None,
             stepped=own if learns else None,
             shares=(*shares, rows) if zero == 3 or learns else shares,
         )
+
+
+def keeps_whole_gradients(zero: Any, micros: Any, pp: Any) -> Any:
+    """Whether a rank's gradients are whole until its last micro-batch, though it steps only shards: numbers, or arrays.
+
+    With one micro-batch they are scattered as they come, but in a pipeline: its stages run backward at different times.
+    """
+    return (zero == 1) & ((micros > 1) | (pp > 1))
 
 
 def chunks(rows: int, ranks: int) -> tuple[Ranges, ...]:

@@ -11,6 +11,7 @@ from phalanx.config.plan import Recompute
 from phalanx.config.sync import AUTO
 from phalanx.errors import Problem, SpecError
 from phalanx.forecast import Forecast, forecasts
+from phalanx.placement.batch_split import largest_even
 from phalanx.placement.schedules import SCHEDULES
 from phalanx.planner.question import Bill, Question, bill, doublings
 from phalanx.planner.rules import problems
@@ -203,7 +204,7 @@ def _changes(plan: Plan, question: Question) -> Iterator[tuple[str, dict[str, An
                 more, less = getattr(plan, target) * factor, size // factor
                 yield f"{target}={more} {source}={less}", {source: less, target: more}
     yield from ((f"zero={zero}", {"zero": zero}) for zero in (1, 2, 3) if plan.fsdp > 1)
-    share = -(-question.work.batch // plan.replicas)
+    share = largest_even(question.work.batch, plan.replicas)
     micro = plan.micro or share
     yield from ((f"micro={one}", {"micro": one}) for one in (micro * 2, micro // 2) if 1 <= one <= share)
     yield from ((f"recompute={one}", {"recompute": one}) for one in get_args(Recompute))

@@ -17,6 +17,7 @@ from phalanx.forecast.layouts import RECOMPUTES, SCHEDULES, Layouts
 from phalanx.forecast.step_time import ForecastInput
 from phalanx.forecast.uncertainty import SAFE
 from phalanx.forecast.unequal_devices import device_shares, memory_of
+from phalanx.placement.batch_split import largest_even, pieces
 from phalanx.placement.limits import Limits
 from phalanx.placement.schedules import SCHEDULES as PIPELINE_SCHEDULES
 from phalanx.planner.question import Question
@@ -112,7 +113,7 @@ def space(question: Question) -> Space:
     columns = _crossed(columns, ("schedule", "stages"), choices, lambda one: _schedule_fits(one, limits))
     columns["sequence"] = ((columns["tp"] > 1) & (columns["cp"] == 1) & limits.attends).astype(np.int64)
     columns = _crossed(columns, ("shares",), [(0,), (1,)], lambda one: _shares_fit(one, question))
-    share = -(-limits.batch // (columns["dp"] * columns["fsdp"] * columns["ep"]))
+    share = largest_even(limits.batch, columns["dp"] * columns["fsdp"] * columns["ep"])
     most = int(share.max(initial=1))
     powers = [(2**at,) for at in range(most.bit_length() + 1)]
     columns["share"] = share
@@ -190,7 +191,7 @@ def _shares_fit(one: Columns, question: Question) -> Mask:
 
 def _micro_fits(one: Columns) -> Mask:
     """The last one is the whole share; other orders than 1f1b need a micro-batch for every rank to gain."""
-    micros = -(-one["share"] // one["micro"])
+    micros = pieces(one["share"], one["micro"])
     plain = one["schedule"] == SCHEDULES.index("1f1b")
     return (one["micro"] < 2 * one["share"]) & (plain | (micros >= one["pp"]))
 
@@ -291,7 +292,7 @@ def _priced(question: Question, found: Space, reserved: Array, most: int) -> tup
     order = _order(found, seconds, reserved)
     near = order[:_NEAR]
     columns = found.columns
-    micros = -(-found.share // columns["micro"])
+    micros = pieces(found.share, columns["micro"])
     run = (columns["pp"] == 1) | (micros >= _LONG * columns["pp"] * columns["stages"])
     for _ in range(_ROUNDS):
         alike = near[:_ALIKE][seconds[near[:_ALIKE]] < seconds[near[0]] * (1 + _SLACK)]

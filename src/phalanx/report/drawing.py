@@ -11,7 +11,8 @@ from rich.text import Text
 from phalanx.config import Plan
 from phalanx.config.fields import SYNC_KEYS
 from phalanx.config.sync import weights
-from phalanx.data.batch_split import Lane, cuts, spans
+from phalanx.placement.batch_split import Lane, cuts, spans
+from phalanx.placement.ownership import keeps_whole_gradients
 from phalanx.placement.schedules import Timed, holders
 
 MOST = 8  # boxes or ranks drawn; of more, the first and the last
@@ -66,20 +67,21 @@ def _box(plan: Plan, box: int, batch: int) -> Box:
     part = box if plan.kind == "threads" else plan.part(box)
     start, stop = samples_of(plan, batch, part)
     name = f"thread {box}" if plan.kind == "threads" else f"rank {box}"
+    many = len(cuts(batch, Lane.of(plan, 0 if plan.kind == "threads" else box), plan.micro)[0])
     lines: list[str] = []
     if plan.replicas // plan.fsdp > 1:
         lines.append(f"replica {part // plan.fsdp} of {plan.replicas // plan.fsdp}")
     lines += _split(plan, box)
     if plan.fsdp > 1:
         piece = f"shard {part % plan.fsdp} of {plan.fsdp}"
-        for stage, what in ((3, "parameters"), (2, "gradients"), (1, "optimizer")):
-            lines.append(f"{what:<10} {piece if plan.zero >= stage else 'whole'}")
+        summed = not keeps_whole_gradients(plan.zero, many, plan.pp)
+        for cut, what in ((plan.zero == 3, "parameters"), (summed, "gradients"), (True, "optimizer")):
+            lines.append(f"{what:<10} {piece if cut else 'whole'}")
     elif not plan.splits_model:
         lines.append("whole model")
     at_first = " at first" if plan.shares == "auto" else ""
     lines.append(f"{stop - start} samples a piece" if plan.server else f"samples {start}:{stop}{at_first}")
-    lane = Lane.of(plan, 0 if plan.kind == "threads" else box)
-    if plan.micro and (many := len(cuts(batch, lane, plan.micro)[0])) > 1:
+    if many > 1:
         lines.append(f"in {many} micro-batches")
     return name, lines
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import Job, Plan
-from phalanx.data.batch_split import share
 from phalanx.errors import PhalanxError
 from phalanx.launch import look_ahead
 from phalanx.parallel import device_kind
+from phalanx.placement.batch_split import micro_batches
 from phalanx.placement.ownership import ParameterShard, Survey, TensorPiece
 from phalanx.placement.schedules import Action, Timed, order, timed, work
 from phalanx.report.comparison import LATE, stored
@@ -117,7 +117,7 @@ def of_job(job: Job, plan: Plan) -> Shown:
         plan=plan,
         batch=job.batch,
         device=device_kind(plan),
-        survey=survey,
+        survey=survey.for_batch(job.batch),
         planned=planned(plan, job.batch, survey),
         notes=tuple(found),
     )
@@ -158,7 +158,7 @@ def of_run(folder: Path, load: Callable[[], Job], foretell: Callable[[Job, Plan]
         plan=plan,
         batch=batch,
         device=start["device"],
-        survey=survey,
+        survey=survey and survey.for_batch(batch),
         planned=planned(plan, batch, survey),
         measured=measured,
         notes=tuple(start["notes"]),
@@ -170,8 +170,7 @@ def planned(plan: Plan, batch: int, survey: Survey | None) -> Planned | None:
     """The schedule of ``plan`` if messages take no time; with the costs of its stages where a survey tells them."""
     if plan.pp == 1:
         return None
-    largest = share(batch, 0, plan.replicas)[1]
-    micros = -(-largest // (plan.micro or largest))
+    micros = micro_batches(plan, batch)
     laid = order(plan.schedule, plan.pp, plan.stages, micros)
     again = survey is not None and survey.recomputes
     even = _timeline("", timed(laid, lambda action: work(plan, action, recomputes=again)), plan)

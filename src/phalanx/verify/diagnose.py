@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable
 
 from phalanx.config import Job, Plan
-from phalanx.parallel import micro_batches
+from phalanx.placement.batch_split import micro_batches
 from phalanx.units import show_names
 from phalanx.verify import diagnose_split as split
 from phalanx.verify.compare import Tolerance
@@ -113,7 +113,7 @@ def _constant_ratio(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Pl
     left = max(one.residual for one in usable)
     if spread > 1e-2 or abs(ratio - 1) < 10 * max(tolerance.gradient, left):
         return ""
-    micros = micro_batches(job, plan)
+    micros = micro_batches(plan, job.batch)
     names = {
         "the number of replicas": plan.replicas,
         "the number of micro-batches": micros,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from phalanx.config import Job, Plan
-from phalanx.parallel import micro_batches
+from phalanx.placement.batch_split import micro_batches
 from phalanx.placement.schedules import SCHEDULES
 from phalanx.units import show_names
 from phalanx.verify.compare import Tolerance
@@ -210,7 +210,7 @@ def auxiliary_once_per_rank(evidence: Evidence, tolerance: Tolerance, job: Job, 
 
 
 def _counts(job: Job, plan: Plan) -> Iterator[tuple[str, int]]:
-    micros = micro_batches(job, plan)
+    micros = micro_batches(plan, job.batch)
     known = {
         "once per rank that has samples of its own": plan.replicas,
         "once per micro-batch": micros,
