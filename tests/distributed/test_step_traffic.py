@@ -17,11 +17,14 @@ import torch
 import phalanx as px
 from phalanx.comm import Place, default_process_group, local
 from phalanx.config import Plan
-from phalanx.config.model_costs import Profile
-from phalanx.forecast import PHALANX
+from phalanx.config.model_costs import Profile, Weights
+from phalanx.forecast import PHALANX, gradient_sync, kernels
 from phalanx.forecast.kernels import widths
+from phalanx.forecast.layouts import Layouts, Work
+from phalanx.forecast.step_time import ForecastInput, on_one_kind
+from phalanx.hardware import cluster
 from phalanx.launch import launch
-from phalanx.placement.collective_bytes import Exchange
+from phalanx.placement.collective_bytes import Exchange, MeshSizes
 from phalanx.placement.step_traffic import parameters_held, peers, step_traffic
 from phalanx.train.assembly import build
 from phalanx.train.traced_job import work_of
@@ -160,3 +163,51 @@ def test_ranks_hold_and_exchange_what_placement_says(text: str) -> None:
         said = listed(step_traffic(known, plan, job.batch, rank, wide, clips=job.clip is not None), plan, rank)
         real = seen(rows, plan, rank)
         assert said == real, f"rank {rank}: listed alone {said - real}, counted alone {real - said}"
+
+
+REPLICAS = {"sharded parameters", "gradients", "copies' gradients"}
+ONCE = {"gradients of cut tokens", "gradients of tied weights", "gradients' norm"}
+BETWEEN = {"a stage's outputs", "the loss and its count"}  # what stages hand on is priced as they do; totals are fixed
+
+
+@pytest.mark.parametrize("text", [*PLANS, "pp=4 fsdp=2 micro=1", "dp=2 fsdp=2 zero=2 micro=1"])
+def test_forecasts_price_what_is_listed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prices_what_is_listed(text, profile(layers(text), text in TIED), monkeypatch)
+
+
+def test_a_tied_copy_is_priced_under_zero_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "pp=2 fsdp=2 micro=8 schedule=interleaved"
+    known = profile(layers(text), tied=True)
+    last = known.parts[-1]
+    heavy = replace(last, weights=(*last.weights, Weights(elements=10_000)))  # so that the last rank sends most
+    prices_what_is_listed(text, replace(known, parts=(*known.parts[:-1], heavy)), monkeypatch)
+
+
+def prices_what_is_listed(text: str, known: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a second for each byte, and nothing hidden, what a step's parts take is what the busiest rank sends."""
+
+    def size_of(one: Exchange, mesh: MeshSizes, fabric: Any) -> Any:
+        return one.size * one.times * (mesh.ranks(one.over) > 1) * np.ones_like(mesh.tp)
+
+    for module in (gradient_sync, kernels):
+        monkeypatch.setattr(module, "seconds", size_of)
+    plan, job = Plan.parse(text), job_for(text)
+    bare = replace(PHALANX, overlap=0.0, overlap_tensor=0.0, contention=0.0, reach=1.0)
+    work = Work(profile=known, batch=job.batch, clips=job.clip is not None)
+    devices = cluster("8xA100")
+    priced = on_one_kind(
+        ForecastInput(work=work, cluster=devices, precision=plan.precision, preset=bare),
+        Layouts.of([plan], job.batch, known.length),
+        devices.groups[0],
+    )
+    wide = widths(bare, plan.precision, np.array(float(plan.zero)))
+    every = [
+        step_traffic(known, plan, job.batch, rank, wide, clips=job.clip is not None) for rank in range(plan.world_size)
+    ]
+
+    def busiest(counts: Callable[[str], bool]) -> float:
+        return max(float(sum(one.size * one.times for one in found if counts(one.why))) for found in every)
+
+    assert priced.replicas[0] == pytest.approx(busiest(REPLICAS.__contains__) + busiest(ONCE.__contains__))
+    inner = busiest(lambda why: why not in REPLICAS | ONCE | BETWEEN)
+    assert priced.exchange[0] == pytest.approx(inner, rel=1e-3, abs=1.0)  # a ring hides behind attention

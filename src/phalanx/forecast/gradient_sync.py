@@ -12,8 +12,8 @@ from phalanx.forecast.layouts import DILOCO, NESTEROV, Layouts, Texts
 from phalanx.forecast.network import collective, seconds
 from phalanx.forecast.operation_arrays import Array, OperationArrays
 from phalanx.forecast.pipeline import StageCounts, held, parameters_held
-from phalanx.placement.collective_bytes import Elements, add_up, elements, gather, reductions, scatter
-from phalanx.placement.step_traffic import once_a_step, unit_by_unit
+from phalanx.placement.collective_bytes import Elements, add_up, elements, gather, gathers, reductions, scatter
+from phalanx.placement.step_traffic import once_a_step, tied_copy, unit_by_unit
 
 
 def replicas(costs: OperationArrays, times: Times, layouts: Layouts, setting: DeviceSetting, lie: StageCounts) -> Array:
@@ -37,7 +37,8 @@ def _reduced(units: Sequence[Elements], first: Array, last: Array, layouts: Layo
     again, sent = (each.max(axis=0) for each in _there_and_back(units, layouts, setting))
     if preset.gathers_ahead:
         again = _beyond(again, first, preset.overlap)
-    return reductions(layouts.mesh) * _beyond(sent, last, preset.overlap) + again
+    _, _, stepped = gathers(layouts.mesh)
+    return reductions(layouts.mesh) * _beyond(sent, last, preset.overlap) + stepped * again
 
 
 def _compressed(count: Array, thin: Array, last: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
@@ -52,16 +53,23 @@ def _sharded(costs: OperationArrays, times: Times, layouts: Layouts, setting: De
     several blocks all at once, behind nothing."""
     preset, mesh = setting.preset, layouts.mesh
     once = preset.stages_whole & (layouts.pp > 1)  # before and after everything
-    there, back = _there_and_back(held(costs.profile, lie.each, mesh), layouts, setting)
-    whole = np.where(once, there + back, layouts.micros * (2 * there + back))
+    before, behind, _ = gathers(mesh)  # gradients are scattered as often as parameters are gathered for a backward
+    counts = list(np.moveaxis(lie.each, 1, 0))
+
+    def at_once(there: Array, back: Array) -> Array:
+        return np.where(once, there + back, (before + behind) * there + reductions(mesh) * back)
+
+    whole = at_once(*_there_and_back(held(costs.profile, lie.each, mesh), layouts, setting))
     exposed = np.zeros_like(lie.there)
+    for one, count in tied_copy(costs.profile, counts):
+        exposed += count * at_once(*_there_and_back(elements([(one, 1)], mesh), layouts, setting))
     for index, part in enumerate(costs.parts):
         there, back = _there_and_back(elements(((one, 1) for one in part.weights), mesh), layouts, setting)
         ahead = _beyond(there, times.before[index], preset.overlap)
         after = _beyond(there + back, times.back[index], preset.overlap)
         busy = preset.contention * np.minimum(2 * there + back, times.before[index] + times.back[index])
-        exposed += lie.each[:, index] * np.where(once, there + back, layouts.micros * (ahead + after + busy))
-    several = unit_by_unit(costs.profile, list(np.moveaxis(lie.each, 1, 0)))
+        exposed += lie.each[:, index] * np.where(once, there + back, before * ahead + behind * (after + busy))
+    several = unit_by_unit(costs.profile, counts)
     return np.where(several, exposed, whole).max(axis=0)
 
 

@@ -277,14 +277,22 @@ def replicas(units: Sequence[Elements], widths: Widths, mesh: MeshSizes) -> list
     ``zero=3`` gathers each for forward and for backward of every micro-batch; 2 and 3 scatter the gradients of each
     micro-batch as they come, and add them up over copies then.
     """
-    gathers = 1 + (mesh.zero == 3) * (2 * mesh.micros - 1)
-    sums = reductions(mesh)
+    often, sums = sum(gathers(mesh)), reductions(mesh)
     found: list[Exchange] = []
     for held in units:
-        for times, one in ((gathers, gather), (sums, scatter), (sums, add_up)):
+        for times, one in ((often, gather), (sums, scatter), (sums, add_up)):
             made = one(held, widths, mesh)
             found.append(replace(made, times=times * made.times))
     return found
+
+
+def gathers(mesh: MeshSizes) -> tuple[Number, Number, Number]:
+    """How often sharded parameters are gathered in a step: for its forwards, for its backwards, when they were stepped.
+
+    Without ``zero`` there is nothing to gather; see ``gather``.
+    """
+    each = (mesh.zero == 3) * mesh.micros
+    return each, each, 1 * (mesh.zero < 3)
 
 
 def reductions(mesh: MeshSizes) -> Number:

@@ -66,6 +66,11 @@ def weights_held(profile: Profile, counts: Sequence[Number]) -> Iterator[tuple[W
     """
     for part, count in zip(profile.parts, counts, strict=True):
         yield from ((one, count) for one in part.weights)
+    yield from tied_copy(profile, counts)
+
+
+def tied_copy(profile: Profile, counts: Sequence[Number]) -> Iterator[tuple[Weights, Number]]:
+    """What a rank holds beside its parts' own weights: those of the first part that the last one reads."""
     if profile.tied:
         yield _tied(profile), 1 * ((counts[-1] > 0) & (counts[0] == 0))
 
