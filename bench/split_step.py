@@ -22,8 +22,8 @@ PLANS = (
     "pp=2 fsdp=2 tp=2 micro=1",
     "pp=2 fsdp=2 tp=2 zero=1 micro=1",
 )
-"""torch's pipelining keeps the gradients of FSDP whole until the step's last micro-batch, as ``zero=1`` does. Without it
-they are scattered after each micro-batch, which takes less memory and more messages; the last two show both."""
+"""torch's pipelining keeps FSDP's gradients whole until the step's last micro-batch, as ``zero=1`` does. Else they are
+scattered after each micro-batch, which takes less memory and more messages; the last two show both."""
 
 
 def main() -> int:

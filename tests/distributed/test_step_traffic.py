@@ -17,10 +17,10 @@ import torch
 import phalanx as px
 from phalanx.comm import Place, default_process_group, local
 from phalanx.config import Plan
-from phalanx.config.model_costs import Profile
+from phalanx.config.model_costs import Profile, Weights
 from phalanx.forecast import PHALANX, gradient_sync, kernels
 from phalanx.forecast.kernels import widths
-from phalanx.forecast.layouts import Layouts
+from phalanx.forecast.layouts import Layouts, Work
 from phalanx.forecast.step_time import ForecastInput, on_one_kind
 from phalanx.hardware import cluster
 from phalanx.launch import launch
@@ -182,10 +182,20 @@ ONCE = {"gradients of cut tokens", "gradients of tied weights", "gradients' norm
 BETWEEN = {"a stage's outputs", "the loss and its count"}  # what stages hand on is priced as they do; totals are fixed
 
 
-@pytest.mark.parametrize(
-    "text", [*PLANS, "pp=2 fsdp=2 micro=8 schedule=interleaved", "pp=4 fsdp=2 micro=1", "dp=2 fsdp=2 zero=2 micro=1"]
-)
+@pytest.mark.parametrize("text", [*PLANS, "pp=4 fsdp=2 micro=1", "dp=2 fsdp=2 zero=2 micro=1"])
 def test_forecasts_price_what_is_listed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prices_what_is_listed(text, profile(layers(text), text in TIED), monkeypatch)
+
+
+def test_a_tied_copy_is_priced_under_zero_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "pp=2 fsdp=2 micro=8 schedule=interleaved"
+    known = profile(layers(text), tied=True)
+    last = known.parts[-1]
+    heavy = replace(last, weights=(*last.weights, Weights(elements=10_000)))  # so that the last rank sends most
+    prices_what_is_listed(text, replace(known, parts=(*known.parts[:-1], heavy)), monkeypatch)
+
+
+def prices_what_is_listed(text: str, known: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a second for each byte, and nothing hidden, what a step's parts take is what the busiest rank sends."""
 
     def size_of(one: Exchange, mesh: MeshSizes, fabric: Any) -> Any:
@@ -193,10 +203,9 @@ def test_forecasts_price_what_is_listed(text: str, monkeypatch: pytest.MonkeyPat
 
     for module in (gradient_sync, kernels):
         monkeypatch.setattr(module, "seconds", size_of)
-    plan, tied = Plan.parse(text), text in TIED or text.startswith("pp=2 fsdp=2")
-    job, known = job_for(text), profile(layers(text), tied)
+    plan, job = Plan.parse(text), job_for(text)
     bare = replace(PHALANX, overlap=0.0, overlap_tensor=0.0, contention=0.0, reach=1.0)
-    work = replace(work_of(small_gpt(layers(text), tied)), profile=known)
+    work = Work(profile=known, batch=job.batch, clips=job.clip is not None)
     devices = cluster("8xA100")
     priced = on_one_kind(
         ForecastInput(work=work, cluster=devices, precision=plan.precision, preset=bare),

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from phalanx.data.batch_split import cuts
 from small_profiles import transformer
 
 import phalanx as px
@@ -17,6 +16,7 @@ from phalanx.forecast import PHALANX, Work, forecast
 from phalanx.forecast.kernels import widths
 from phalanx.forecast.layouts import Layouts
 from phalanx.hardware import cluster
+from phalanx.placement.batch_split import cuts
 from phalanx.placement.collective_bytes import Exchange, MeshSizes
 from phalanx.placement.step_traffic import norm_wanted, step_traffic
 from phalanx.report.show import planned
