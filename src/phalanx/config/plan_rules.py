@@ -164,6 +164,12 @@ def unread(plan: Plan, batch: int, tensor_parallel: Mapping[str, object]) -> lis
     return found
 
 
+def without_idle_micro(plan: Plan, batch: int) -> Plan:
+    """``plan`` without a ``micro`` that splits no rank's share of ``batch``: ranks then hold what they do without."""
+    idle = plan.micro is not None and plan.micro >= largest_share(plan, batch)
+    return replace(plan, micro=None) if idle else plan
+
+
 def largest_share(plan: Plan, batch: int) -> int:
     """Samples of a global ``batch`` that one replica has at most."""
     each, inner = weights(plan.shares), plan.replicas // plan.dp

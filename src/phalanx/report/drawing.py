@@ -70,17 +70,18 @@ def _box(plan: Plan, box: int, batch: int) -> Box:
     if plan.replicas // plan.fsdp > 1:
         lines.append(f"replica {part // plan.fsdp} of {plan.replicas // plan.fsdp}")
     lines += _split(plan, box)
+    micros = len(cuts(batch, Lane.of(plan, 0 if plan.kind == "threads" else box), plan.micro)[0])
     if plan.fsdp > 1:
         piece = f"shard {part % plan.fsdp} of {plan.fsdp}"
-        for stage, what in ((3, "parameters"), (2, "gradients"), (1, "optimizer")):
+        waits = micros > 1 or plan.pp > 1  # whole until the last micro-batch
+        for stage, what in ((3, "parameters"), (2 if waits else 1, "gradients"), (1, "optimizer")):
             lines.append(f"{what:<10} {piece if plan.zero >= stage else 'whole'}")
     elif not plan.splits_model:
         lines.append("whole model")
     at_first = " at first" if plan.shares == "auto" else ""
     lines.append(f"{stop - start} samples a piece" if plan.server else f"samples {start}:{stop}{at_first}")
-    lane = Lane.of(plan, 0 if plan.kind == "threads" else box)
-    if plan.micro and (many := len(cuts(batch, lane, plan.micro)[0])) > 1:
-        lines.append(f"in {many} micro-batches")
+    if micros > 1:
+        lines.append(f"in {micros} micro-batches")
     return name, lines
 
 

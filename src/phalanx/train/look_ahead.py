@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.config import Job, Plan
+from phalanx.config.plan_rules import without_idle_micro
 from phalanx.data import Lane, Loader
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel import Example, check, notes, torch_compile
@@ -46,6 +47,7 @@ def preview(job: Job, plan: Plan, look: Callable[[], Findings] = Findings) -> tu
     module, unbuilt = begun(job)
     _refuse(job, module, plan)
     findings, found = look(), notes(module, job, plan)
+    plan = without_idle_micro(plan, job.batch)
     if plan.kind != "split":
         return survey(module, plan)[0], [*found, *findings.causes]
     example = _example(job, module)
