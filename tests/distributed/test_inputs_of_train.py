@@ -4,6 +4,8 @@ changed by itself, gives another run, a refusal, or a sentence that names it."""
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import chdir
 from dataclasses import fields, replace
@@ -218,17 +220,30 @@ def test_no_key_of_a_plan_is_ignored(name: str) -> None:
     assert counts(answer(given, before) if _for(after) else base(before), answer(given, after), name)
 
 
-def test_blocks_are_compiled_where_the_plan_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plan", "each"),
+    [
+        ("single", []),
+        ("compile=true", [4]),
+        ("dp=2 compile=true", [4, 4]),
+        ("fsdp=2 compile=true", [4, 4]),
+        ("pp=2 micro=2 compile=true", [2, 2]),
+        ("pp=2 micro=2 schedule=zbv compile=true", [2, 2]),
+    ],
+)
+def test_blocks_are_compiled_where_they_run_and_the_plan_says_so(
+    plan: str, each: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     told = tmp_path / "compiled"
 
     def compiled(self: nn.Module, *args: Any, **how: Any) -> None:
-        told.open("a").write(f"{type(self).__name__} ")
+        with told.open("a") as file:
+            file.write(f"{os.getpid()} {type(self).__name__}\n")
 
     monkeypatch.setattr(nn.Module, "compile", compiled)  # a worker's, too: it is forked
-    answer(job(), "single")
-    assert not told.exists()
-    answer(job(), "compile=true")
-    assert "Block" in told.read_text()
+    answer(job(), plan)
+    lines = [line.split() for line in told.read_text().splitlines()] if told.exists() else []
+    assert sorted(Counter(process for process, name in lines if name == "Block").values()) == each
 
 
 @pytest.mark.parametrize(("name", "before", "after", "words"), NAMED)

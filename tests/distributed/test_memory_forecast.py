@@ -57,6 +57,10 @@ def profile() -> Profile:
         "pp=2 micro=2",
         "pp=2 micro=2 schedule=gpipe",
         "pp=2 micro=2 schedule=interleaved",
+        "pp=2 micro=2 schedule=zbv",
+        "pp=2 micro=2 schedule=dualpipev",
+        "pp=2 micro=2 recompute=full",
+        "tp=2 recompute=full",
     ],
 )
 def test_runs_hold_what_was_forecast(plan: str, profile: Profile, tmp_path: Path) -> None:

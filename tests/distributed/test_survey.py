@@ -92,6 +92,7 @@ def moe() -> px.Job:
         (rows, "fsdp=2 zero=1"),
         (rows, "fsdp=2 zero=1 micro=2"),
         (rows, "fsdp=2 zero=1 micro=8"),  # one micro-batch, which is scattered as it comes
+        (rows, "fsdp=2 zero=1 micro=4"),  # which splits nothing of a batch of 8
         (rows, "fsdp=2 zero=2"),
         (rows, "fsdp=2 zero=3"),
         (rows, "dp=2 fsdp=2"),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
-from small import fit
+import torch
+from small import fit, table
+from torch import nn
 
 from phalanx.events import faults
-from phalanx.placement.schedules import Action, needs, order
+from phalanx.placement.schedules import Action, in_halves, needs, order
 from phalanx.report.summary import summarise
 from phalanx.train.timeline import on_one_clock, only_step
 
@@ -50,6 +55,44 @@ def test_actions_come_in_the_order_of_the_schedule(text: str, ranks: list[int], 
     idle = summarise(run.folder).idle
     assert idle is not None
     assert 0.0 < idle < 1.0
+
+
+class Wide(nn.Module):
+    """Eight layers in which a weight's gradient takes long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(9, 384), nn.Linear(384, 5)
+        self.layers = nn.ModuleList([nn.Linear(384, 384) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("text", "halves"),
+    [
+        ("pp=2 micro=64 schedule=zero-bubble", True),
+        ("pp=2 micro=64 schedule=zbv", True),
+        ("pp=2 fsdp=2 micro=64 zero=1 schedule=zbv", True),
+        ("pp=2 fsdp=2 micro=64 zero=3 schedule=zbv", False),
+        ("pp=2 micro=64 schedule=zbv recompute=full", False),
+    ],
+)
+def test_backward_is_done_in_halves_where_forecasts_say_so(text: str, halves: bool, tmp_path: Path) -> None:
+    """Where it is not, all of it is done with the inputs' half, and nothing is left for that of the weights."""
+    run = fit(text, tmp_path / "run", model=Wide, data=partial(table, 768), batch=256, epochs=1)
+    plan, took = run.plan, defaultdict[str, list[float]](list)
+    for event in run.events("timeline"):
+        for kind, stage, _, begin, end in event["actions"]:
+            if stage:  # the first one's inputs get no gradient
+                took[kind].append(end - begin)
+    assert in_halves(plan.recompute, plan.zero, compiles=plan.compile) == halves
+    inputs, weights = (median(took[kind]) for kind in "IW")  # a process that is held up for once counts for nothing
+    assert (weights > 0.1 * (inputs + weights)) == halves, took
 
 
 def test_plans_without_a_pipeline_have_none(tmp_path: Path) -> None:

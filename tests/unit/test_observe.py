@@ -449,6 +449,7 @@ class TestDrawing:
             ("fsdp=2 zero=1 micro=4", ["gradients  whole", "in 2 micro-batches"]),
             ("fsdp=2 zero=1 pp=2", ["gradients  whole"]),
             ("fsdp=2 zero=2 micro=4", ["parameters whole", "gradients  shard 0 of 2"]),
+            ("fsdp=2 zero=1 micro=2", ["parameters whole", "gradients  whole", "optimizer  shard 0 of 2"]),
             ("dp=2 fsdp=2 zero=1", ["replica 1 of 2", "shard 1 of 2", "between replicas"]),
             ("dp=2 micro=2", ["in 3 micro-batches"]),
             ("dp=2 shares=4,1", ["samples 0:8", "samples 8:10"]),
