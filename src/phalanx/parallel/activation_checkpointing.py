@@ -12,26 +12,12 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from phalanx.config import Plan
 from phalanx.trace.blocks import leave_cache_out, parts
-
-_aten = torch.ops.aten
-_KEPT = [
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten.linear.default,
-    _aten.convolution.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-]
+from phalanx.trace.operations import is_dear
 
 
 def apply(module: nn.Module, plan: Plan, each: Iterable[nn.Module] | None = None) -> nn.Module:
@@ -44,7 +30,13 @@ def apply(module: nn.Module, plan: Plan, each: Iterable[nn.Module] | None = None
     leave_cache_out(module)
     extra: dict[str, Any] = {}
     if plan.recompute == "selective":
-        extra["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
+        extra["context_fn"] = partial(create_selective_checkpoint_contexts, _kept)
     for part in parts(module) if each is None else each:
         part.forward = partial(checkpoint, part.forward, use_reentrant=False, **extra)
     return module
+
+
+def _kept(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    schema = func._schema
+    keeps = is_dear(schema.name.partition("::")[2]) and not schema.is_mutable  # a result written over is gone
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

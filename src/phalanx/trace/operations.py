@@ -46,9 +46,21 @@ def works(step: RecordedOperation) -> list[KernelWork]:
         return [_convolution(step)]
     if step.name == "convolution_backward":
         return _convolution_backward(step)
-    if step.name.startswith("_scaled_dot_product") or step.name.startswith("scaled_dot_product"):
+    if _attends(step.name):
         return [_attention(step)]
     return [KernelWork("memory", step.name, (), _moved(step), (), step, step.outputs)]
+
+
+def is_dear(name: str) -> bool:
+    """Whether an operation of a forward is a matrix product, a convolution or an attention, by its name.
+
+    Selective recompute keeps what these give; all else is computed again.
+    """
+    return name in _PRODUCTS or name == "convolution" or _attends(name)
+
+
+def _attends(name: str) -> bool:
+    return name.removeprefix("_").startswith("scaled_dot_product")
 
 
 def fusible(work: KernelWork) -> bool:
