@@ -120,6 +120,7 @@ def _start(job: Job, spec: RunSpec, how: _Start, watch: Callable[[], None] | Non
     from phalanx.preflight import RunForecaster, forecast_after_look, too_little
     from phalanx.train.assembly import Findings, refuse
     from phalanx.train.loop import train
+    from phalanx.train.lr_schedule import RunStart
 
     plan, folder, hosts, cores = spec.plan, spec.folder, how.hosts, how.cores
     found = Findings()
@@ -138,7 +139,7 @@ def _start(job: Job, spec: RunSpec, how: _Start, watch: Callable[[], None] | Non
         reserves=_RESERVES if plan.server else 0,
     )
     refuse(job, plan, plan.world_size)
-    with LookAhead(job, plan, forecast_after_look(job, spec, cores)) as look:
+    with LookAhead(job, plan, RunStart.of(spec), forecast_after_look(job, spec, cores)) as look:
         how.launcher.prepare(launch)  # loads what workers need, while the job is looked at
         found = look.findings()
         try:

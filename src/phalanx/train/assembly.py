@@ -20,8 +20,8 @@ from phalanx.train.build_model import begun, build_model, give_needed_values
 from phalanx.train.consistency import same_initial_values, same_length
 from phalanx.train.elementwise import Parameters, note_slices, refuse_rows, refuse_slices
 from phalanx.train.inputs import Inputs
-from phalanx.train.lr_schedule import scheduler_notes, scheduler_problems
-from phalanx.train.refusals import closure_problems, model_problems, server_problems
+from phalanx.train.lr_schedule import RunStart, scheduler_notes, scheduler_problems
+from phalanx.train.refusals import closure_problems, model_problems
 from phalanx.train.step import Step, StepPlan
 from phalanx.train.uneven_shares import Sharing
 
@@ -91,8 +91,6 @@ def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> No
         beside = f", and {plan.server} servers beside them" if plan.server else ""
         allowed = f"a mesh that multiplies to the workers: pp × dp × fsdp × ep × cp × tp = {world_size}{beside}"
         problems.append(Problem(where="plan", given=given, allowed=allowed, fix=fix))
-    if plan.server and not problems:
-        problems += server_problems(job, plan)
     if problems:
         raise RefusedError(problems)
 
@@ -133,7 +131,7 @@ def build(
     optimizer = build_optimizer(job, layout)
     refuse_rows(job, optimizer, layout.holdings, own)
     problems = optimizer_problems(optimizer, plan)
-    problems += scheduler_problems(job, plan, optimizer, lr_scale=lr_scale, resumes=first_step > 0)
+    problems += scheduler_problems(job, plan, optimizer, RunStart(lr_scale=lr_scale, resumes=first_step > 0))
     if problems:
         raise RefusedError(problems)
     found += scheduler_notes(optimizer)
