@@ -17,8 +17,9 @@ from test_buffers import Normal
 from torch import nn
 
 import phalanx as px
-from phalanx.comm import Across, Place, default_process_group, place_within, within
+from phalanx.comm import Across, Place, default_process_group, place_within
 from phalanx.config import Plan
+from phalanx.config.sync import within
 from phalanx.errors import LossError, RefusedError, WorkerError
 from phalanx.events import faults
 from phalanx.launch import launch

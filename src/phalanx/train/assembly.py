@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from phalanx.comm import Across, Place, from_every_rank, place_within, within
+from phalanx.comm import Across, Place, from_every_rank, place_within
 from phalanx.config import Job, Plan
+from phalanx.config.sync import within
 from phalanx.data import Lane, Loader
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, check, device_kind, notes

@@ -10,8 +10,9 @@ from typing import Any, final
 
 import torch
 
-from phalanx.comm import Place, default_process_group, device_for, place_within, within
+from phalanx.comm import Place, default_process_group, device_for, place_within
 from phalanx.config import Job, RunSpec
+from phalanx.config.sync import within
 from phalanx.data import Ledger, StepBatch
 from phalanx.events import EventLog
 from phalanx.hardware import peak_memory
