@@ -16,13 +16,12 @@ from phalanx.data import Lane, Loader
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, check, device_kind, notes
 from phalanx.parallel.buffer_sync import buffers_kept
-from phalanx.parallel.compression import optimizer_problems
 from phalanx.train.build_model import begun, build_model, give_needed_values
 from phalanx.train.consistency import same_initial_values, same_length
-from phalanx.train.elementwise import Parameters, note_slices, refuse_rows, refuse_slices
+from phalanx.train.elementwise import Parameters, note_slices
 from phalanx.train.inputs import Inputs
-from phalanx.train.lr_schedule import RunStart, scheduler_notes, scheduler_problems
-from phalanx.train.refusals import closure_problems, model_problems
+from phalanx.train.lr_schedule import RunStart, scheduler_notes
+from phalanx.train.refusals import OptimizerTrial, model_problems
 from phalanx.train.step import Step, StepPlan
 from phalanx.train.uneven_shares import Sharing
 
@@ -114,7 +113,9 @@ def build(
     if plan.server:
         raise RefusedError([_servers_step(plan)])
     own, there = within(plan), place_within(plan, place)
-    module, unbuilt = _module(job, own)
+    module, unbuilt = begun(job) if own.kind in ("split", "shard") else (build_model(job), [])
+    if problems := model_problems(module, plan):
+        raise RefusedError(problems)
     across = Across(plan, place) if plan.sync != "each" else None
     everyone = across.from_every_rank if across else from_every_rank
     same_initial_values(module, everyone)
@@ -127,13 +128,9 @@ def build(
     facts = known_facts(findings, module, own)
     with buffers_kept(module):
         layout = assemble(module, job, own, there, lambda: _look_with(job, module, loader, facts, found))
-    if facts is None:
-        refuse_slices(job, layout.holdings, own)
     optimizer = build_optimizer(job, layout)
-    refuse_rows(job, optimizer, layout.holdings, own)
-    problems = optimizer_problems(optimizer, plan)
-    problems += scheduler_problems(job, plan, optimizer, RunStart(lr_scale=lr_scale, resumes=first_step > 0))
-    if problems:
+    trial = OptimizerTrial.of_rank(optimizer, layout.holdings, tried=facts is not None)
+    if problems := trial.problems(job, plan, RunStart(lr_scale=lr_scale, resumes=first_step > 0)):
         raise RefusedError(problems)
     found += scheduler_notes(optimizer)
     course = StepPlan(
@@ -162,14 +159,6 @@ def _servers_step(plan: Plan) -> Problem:
     given = f"{plan} for a loop of one's own"
     allowed = "phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt"
     return Problem(where="plan.server", given=given, allowed=allowed, fix=f"dp={plan.dp}")
-
-
-def _module(job: Job, plan: Plan) -> tuple[nn.Module, list[str]]:
-    """The model, built piece by piece where it is to be cut; and a note where it cannot be."""
-    module, unbuilt = begun(job) if plan.kind in ("split", "shard") else (build_model(job), [])
-    if problems := model_problems(module, plan):
-        raise RefusedError(problems)
-    return module, unbuilt
 
 
 def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
@@ -231,8 +220,6 @@ def optimizer_over(job: Job, parameters: Mapping[str, torch.Tensor]) -> torch.op
             "that nobody reads.\n    try: optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4), over exactly "
             "the `params` it is called with; for parameters that shall not train: requires_grad=False in the model"
         )
-    if problems := closure_problems(optimizer):
-        raise SpecError(problems)
     return optimizer
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from phalanx.comm import is_dtensor
 from phalanx.config import Job, Plan
 from phalanx.data.loader import stream_problems
 from phalanx.data.map_style import is_stream
 from phalanx.errors import Problem
-from phalanx.parallel import compression
+from phalanx.parallel import RankHoldings, compression
 from phalanx.parallel.diloco import fragment_problems
 from phalanx.parallel.grad_reduce import sparse_problems
 from phalanx.parallel.parameter_server import starved
@@ -64,6 +66,45 @@ def data_problems(job: Job, plan: Plan) -> list[Problem]:
     return [read_ahead(job, plan)] if is_stream(data) else []
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerTrial:
+    """An optimizer that the job has made, and what of it is still to be tried on small parameters.
+
+    Attributes:
+        parameters: that it is to step; of these only names and numbers of dimensions are read.
+        slices: whether they are slices as plain tensors.
+        mesh: that they are rows over, as DTensors; ``None`` where they are not.
+        alone: whether only one rank of ``mesh`` tries.
+    """
+
+    optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, torch.Tensor]
+    slices: bool
+    mesh: DeviceMesh | None = None
+    alone: bool = False
+
+    @classmethod
+    def of_rank(cls, optimizer: torch.optim.Optimizer, held: RankHoldings, *, tried: bool) -> OptimizerTrial:
+        """Of what a rank holds; where a look has ``tried`` the optimizer, slices are not tried again."""
+        parameters = held.parameters
+        slices = not tried and any(one.placed for name, one in held.slices.items() if name in parameters)
+        mesh = next((one.device_mesh for one in parameters.values() if is_dtensor(one)), None)
+        return cls(optimizer=optimizer, parameters=parameters, slices=slices, mesh=mesh)
+
+    def problems(self, job: Job, plan: Plan, start: RunStart = START) -> list[Problem]:
+        """What keeps ``plan`` from the optimizer. Collective over ``mesh`` unless ``alone``."""
+        if problems := closure_problems(self.optimizer):
+            return problems
+        problems += compression.optimizer_problems(self.optimizer, plan)
+        problems += scheduler_problems(job, plan, self.optimizer, start)
+        if self.slices:
+            problems += slice_problems(job, plan, self.parameters)
+        if self.mesh is not None:
+            problem = rows_problem(job, plan, self.optimizer, self.parameters, self.mesh, alone=self.alone)
+            problems += [problem] if problem else []
+        return problems
+
+
 def optimizer_problems(
     job: Job, plan: Plan, parameters: Mapping[str, torch.Tensor], start: RunStart = START
 ) -> list[Problem]:
@@ -71,25 +112,20 @@ def optimizer_problems(
 
     It is made of small parameters and tried on them. Empty where it cannot be: then its own error is what a run tells.
     """
+    slices = max(plan.tp, plan.ep) > 1
     try:
         with torch.random.fork_rng(devices=[]):
             optimizer: Any = job.optimizer(Parameters(learning(small(parameters))))
     except Exception:  # a factory of any make
-        return slice_problems(job, plan, parameters) if max(plan.tp, plan.ep) > 1 else []
+        return slice_problems(job, plan, parameters) if slices else []
     if not isinstance(optimizer, torch.optim.Optimizer):
         return []
-    if problems := closure_problems(optimizer):
-        return problems
-    problems += compression.optimizer_problems(optimizer, plan)
-    problems += scheduler_problems(job, plan, optimizer, start)
-    if max(plan.tp, plan.ep) > 1:
-        problems += slice_problems(job, plan, parameters)
-    if plan.fsdp > 1 and not dist.is_initialized():
-        with rank_0(plan):
-            mesh = dist.device_mesh.init_device_mesh("cpu", (plan.fsdp,))
-            problem = rows_problem(job, plan, optimizer, parameters, mesh, alone=True)
-        problems += [problem] if problem else []
-    return problems
+    trial = OptimizerTrial(optimizer=optimizer, parameters=parameters, slices=slices)
+    if plan.fsdp == 1 or dist.is_initialized():
+        return trial.problems(job, plan, start)
+    with rank_0(plan):
+        mesh = init_device_mesh("cpu", (plan.fsdp,))
+        return replace(trial, mesh=mesh, alone=True).problems(job, plan, start)
 
 
 def server_problems(job: Job, plan: Plan, parameters: Mapping[str, torch.Tensor]) -> list[Problem]:
