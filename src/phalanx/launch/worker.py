@@ -28,6 +28,7 @@ from phalanx.launch.side_process import look_ahead
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
 from phalanx.launch.torchrun import claim
 from phalanx.launch.worker_process import die_with
+from phalanx.parallel import devices_here
 from phalanx.train.assembly import Findings, refuse
 from phalanx.train.look_ahead import refuse_job
 from phalanx.train.loop import train
@@ -85,7 +86,7 @@ def train_as_worker(job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Pa
         SpecError: if the run folder cannot be used.
     """
     place = status.place
-    refuse(job, run.plan, place.world_size, place.workers_here * run.plan.threads)
+    refuse(job, run.plan, place.world_size, devices_here(run.plan, place))
     if run.plan.server:  # what keeps others from a job they find as they build its model together
         refuse_job(job, run.plan)
     make_ready(run.plan)

@@ -51,12 +51,20 @@ def device_kind(plan: Plan, here: int | None = None) -> str:
     return "cuda" if cuda_devices() >= (here or plan.devices) else "cpu"
 
 
+def devices_here(plan: Plan, place: Place) -> int:
+    """How many of the plan's replicas compute on the machine of ``place``; servers need no device."""
+    return min(place.workers_here, plan.world_size) * plan.threads
+
+
 def assemble(
-    module: nn.Module, job: Job, plan: Plan, place: Place, example: Callable[[], Example] | None = None
+    module: nn.Module,
+    job: Job,
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    example: Callable[[], Example] | None = None,
 ) -> Layout:
     """Lay ``module`` out as ``plan`` says, on this rank's device; a plan that splits the model needs an ``example``."""
-    kind = device_kind(plan, place.workers_here * plan.threads)
-    device = torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind)
     seen = example() if example and (plan.kind == "split" or plan.zero == 3 or plan.recompute != "none") else None
     if seen is not None and (plan.zero == 3 or plan.recompute != "none"):
         if seen.facts:
@@ -69,7 +77,7 @@ def assemble(
         from phalanx.parallel.split import SplitLayout
 
         assert seen is not None
-        layout: Layout = SplitLayout(module, device, job, plan, Mesh(plan, place.rank), seen)
+        layout: Layout = SplitLayout(module, device, job, plan, Mesh(plan, rank), seen)
         if not returns_freed_memory(plan.fsdp):
             keep_freed_memory()  # building the model had it returned
     else:

@@ -104,14 +104,16 @@ class RunStart:
     Attributes:
         lr_scale: a factor on every learning rate.
         resumes: whether it goes on from a checkpoint.
+        step: the optimizer step that it takes first; that of the checkpoint, once it has been read.
     """
 
     lr_scale: float = 1.0
     resumes: bool = False
+    step: int = 0
 
     @classmethod
-    def of(cls, run: RunSpec) -> RunStart:
-        return cls(lr_scale=run.lr_scale, resumes=run.resume)
+    def of(cls, run: RunSpec, step: int = 0) -> RunStart:
+        return cls(lr_scale=run.lr_scale, resumes=run.resume, step=step)
 
 
 START = RunStart()
