@@ -113,7 +113,7 @@ def sent(job: px.Job, plan: Plan) -> Callable[..., list[list[Any]]]:
     def work(place: Place, report: Any) -> list[list[Any]]:
         torch.set_num_threads(1)
         with default_process_group(place, torch.device("cpu")):
-            assembly = build(job, plan, place)
+            assembly = build(job, plan, place, torch.device("cpu"))
             batches = iter(assembly.loader)
             assembly.step(next(batches))
             batch = next(batches)

@@ -86,7 +86,7 @@ def worked(job: px.Job, plan: Plan) -> Callable[..., list[list[Work]]]:
     def work(place: Place, report: Any) -> list[list[Work]]:
         torch.set_num_threads(1)
         with default_process_group(place, torch.device("cpu")):
-            assembly = build(job, plan, place)
+            assembly = build(job, plan, place, torch.device("cpu"))
             steps: list[list[Work]] = []
             assembly.layout._stages.runner.on_event = lambda *piece: steps[-1].append(piece)  # pyright: ignore
             for batch in assembly.loader:

@@ -78,7 +78,7 @@ def stepped(given: px.Job, plan: Plan) -> Callable[..., float]:
     def work(place: Place, report: Any) -> float:
         torch.set_num_threads(1)
         with default_process_group(place, torch.device("cpu")):
-            assembly = build(given, plan, place)
+            assembly = build(given, plan, place, torch.device("cpu"))
             ends: list[float] = []
             for batch in assembly.loader:
                 assembly.step(batch)

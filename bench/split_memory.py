@@ -29,7 +29,7 @@ def held(plan: Plan) -> Callable[..., list[int]]:
     def work(place: Place, report: Any) -> list[int]:
         torch.set_num_threads(1)
         with default_process_group(place, torch.device("cpu")):
-            assembly = build(replace(jobs.gpt_100m(), epochs=None, steps=2), plan, place)
+            assembly = build(replace(jobs.gpt_100m(), epochs=None, steps=2), plan, place, torch.device("cpu"))
             batches = iter(assembly.loader)
             assembly.step(next(batches))
             batch = next(batches)

@@ -67,7 +67,7 @@ JOBS: dict[str, tuple[str, Callable[[], px.Job]]] = {
 
 def final_loss(job: px.Job, staleness: int, way: Compensate) -> float:
     """The validation loss after training ``job`` with gradients that are ``staleness`` updates old."""
-    assembly = build(job, px.Plan(), Place())
+    assembly = build(job, px.Plan(), Place(), torch.device("cpu"))
     step, parameters = assembly.step, assembly.layout.parameters
     shard = Shard(parameters, lambda named: job.optimizer(Parameters(named)), Rule(compensate=way))
     history = deque([_copied(shard)], maxlen=staleness + 1)

@@ -120,6 +120,7 @@ def _start(job: Job, spec: RunSpec, how: _Start, watch: Callable[[], None] | Non
     from phalanx.preflight import RunForecaster, forecast_after_look, too_little
     from phalanx.train.assembly import Findings, refuse
     from phalanx.train.loop import train
+    from phalanx.train.lr_schedule import RunStart
 
     plan, folder, hosts, cores = spec.plan, spec.folder, how.hosts, how.cores
     found = Findings()
@@ -138,7 +139,7 @@ def _start(job: Job, spec: RunSpec, how: _Start, watch: Callable[[], None] | Non
         reserves=_RESERVES if plan.server else 0,
     )
     refuse(job, plan, plan.world_size)
-    with LookAhead(job, plan, forecast_after_look(job, spec, cores)) as look:
+    with LookAhead(job, plan, RunStart.of(spec), forecast_after_look(job, spec, cores)) as look:
         how.launcher.prepare(launch)  # loads what workers need, while the job is looked at
         found = look.findings()
         try:
@@ -184,7 +185,7 @@ def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
     """
     from phalanx.comm import Place, default_process_group, device_for, place_within
     from phalanx.launch import place_of_this_process
-    from phalanx.parallel import device_kind
+    from phalanx.parallel import device_kind, devices_here
     from phalanx.train.assembly import build as assemble
     from phalanx.train.assembly import refuse
 
@@ -193,12 +194,13 @@ def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
     if place is None and chosen.world_size > 1:
         raise RefusedError([_alone(chosen)])
     place = place or Place()
-    here = place.workers_here * chosen.threads
+    here = devices_here(chosen, place)
     refuse(job, chosen, place.world_size, here)
-    _group.enter_context(
-        default_process_group(place_within(chosen, place), device_for(place, device_kind(chosen, here)))
-    )
-    assembly = assemble(job, chosen, place)
+    if chosen.server:
+        raise RefusedError([_servers_step(chosen)])
+    device = device_for(place, device_kind(chosen, here))
+    _group.enter_context(default_process_group(place_within(chosen, place), device))
+    assembly = assemble(job, chosen, place, device)
     if place.rank == 0:
         for note in [*(f"differs from one device: {note}" for note in assembly.notes), *assembly.advice]:
             _log.warning("%s", note)
@@ -269,6 +271,12 @@ def _alone(plan: Plan) -> Problem:
         allowed="in phalanx.build, as many processes as the plan has, of torchrun; phalanx.fit starts them itself",
         fix=f"torchrun --nproc-per-node {plan.world_size} script.py",
     )
+
+
+def _servers_step(plan: Plan) -> Problem:
+    given = f"{plan} for a loop of one's own"
+    allowed = "phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt"
+    return Problem(where="plan.server", given=given, allowed=allowed, fix=f"dp={plan.dp}")
 
 
 _log = logging.getLogger("phalanx")

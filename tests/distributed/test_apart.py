@@ -17,8 +17,9 @@ from test_buffers import Normal
 from torch import nn
 
 import phalanx as px
-from phalanx.comm import Across, Place, default_process_group, place_within, within
+from phalanx.comm import Across, Place, default_process_group, place_within
 from phalanx.config import Plan
+from phalanx.config.sync import within
 from phalanx.errors import LossError, RefusedError, WorkerError
 from phalanx.events import faults
 from phalanx.launch import launch
@@ -56,7 +57,7 @@ def stepped(plan: str, steps: int, look: Callable[[Assembly], Any], **how: Any) 
     def work(place: Place, report: Any) -> Any:
         torch.set_num_threads(1)
         with default_process_group(place_within(chosen, place), CPU):
-            assembly = build(job(**short(8, **how)), chosen, place)
+            assembly = build(job(**short(8, **how)), chosen, place, CPU)
             for batch in assembly.loader:
                 assembly.step(batch)
                 if batch.step + 1 == steps:
@@ -348,7 +349,7 @@ class TestRuns:
 
         def work(place: Place, report: Any) -> None:
             with default_process_group(place_within(plan, place), CPU):
-                assembly = build(job(**short(8)), plan, place)
+                assembly = build(job(**short(8)), plan, place, CPU)
                 for batch in assembly.loader:
                     assembly.step(batch)
                     if batch.step == 2 + place.rank:

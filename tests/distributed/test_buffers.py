@@ -41,7 +41,7 @@ def statistics_after_two_steps(plan: Plan) -> Callable[[Place, Any], dict[str, l
         torch.set_num_threads(1)
         with default_process_group(place, torch.device("cpu")):
             torch.manual_seed(0)
-            layout = assemble(Normal(), job(), plan, place)
+            layout = assemble(Normal(), job(), plan, place.rank, torch.device("cpu"))
             generator = torch.Generator().manual_seed(place.rank)
             for _ in range(2):
                 layout.accumulate([[torch.randn(6, 9, generator=generator) for _ in range(2)]], backward)

@@ -83,7 +83,7 @@ def gradients(place: Place, report: Any) -> list[list[float]]:
         for text in ("none", "fp16", "int8", "topk:0.2", "powersgd:1", "powersgd:3"):
             torch.manual_seed(0)
             plan = Plan.parse(f"dp={place.world_size} device=cpu compress={text}")
-            layout = assemble(Net(), job(), plan, place)
+            layout = assemble(Net(), job(), plan, place.rank, torch.device("cpu"))
             work = OfOutput(lambda output: output.square().sum())
             total = torch.zeros(sum(tensor.numel() for tensor in layout.parameters.values()))
             generator = torch.Generator().manual_seed(place.rank)

@@ -75,7 +75,7 @@ def test_a_mixture_of_experts_equals_one_device(one_device: OneDevice, plan: str
 def test_a_rank_holds_its_experts_only(plan: str, held: int) -> None:
     def work(place: Place, report: Any) -> list[int]:
         with default_process_group(place, torch.device("cpu")):
-            layout = build(tiny(), Plan.parse(f"{plan} device=cpu"), place).layout
+            layout = build(tiny(), Plan.parse(f"{plan} device=cpu"), place, torch.device("cpu")).layout
             return [len(layout.parameters["blocks.1.experts.up"]), len(layout.parameters["blocks.1.router.weight"])]
 
     assert launch(work, Plan.parse(plan).world_size)[0] == [held, 8]

@@ -21,17 +21,17 @@ from phalanx.parallel import deferred_init, split, unwrapped_blocks
 from phalanx.parallel.pipeline import StageCuts, cut, cutting
 from phalanx.parallel.split_facts import Facts
 from phalanx.parallel.survey import survey
-from phalanx.train import elementwise
+from phalanx.train import refusals
 from phalanx.train.assembly import example_of
 from phalanx.train.build_model import build_model
 
 PLANS = {
-    "tp=2": "look",
-    "tp=2 sequence=true": "look",
+    "tp=2": "look slice_problems",
+    "tp=2 sequence=true": "look slice_problems",
     "cp=2": "look",
     "pp=2": "look units",
-    "pp=2 micro=2 tp=2 recompute=full": "look look_inside units",
-    "fsdp=2 tp=2": "look look_inside",
+    "pp=2 micro=2 tp=2 recompute=full": "look look_inside slice_problems units",
+    "fsdp=2 tp=2": "look look_inside slice_problems",
     "fsdp=2": "look_inside",
     "dp=2 recompute=full": "look_inside",
 }
@@ -41,7 +41,7 @@ LOOKS: tuple[tuple[Any, str], ...] = (
     (deferred_init, "followed"),
     (unwrapped_blocks, "look_inside"),
     (cutting, "units"),
-    (elementwise, "slice_problems"),  # as a worker tries the optimizer
+    (refusals, "slice_problems"),
 )
 
 

@@ -268,7 +268,7 @@ def test_a_rank_holds_its_slices_of_one_device_s_values(plan: str) -> None:
 
     def work(place: Place, report: Callable[[int], None]) -> list[str]:
         with default_process_group(place, torch.device("cpu")):
-            assembly = build(job(), laid, place)
+            assembly = build(job(), laid, place, torch.device("cpu"))
             wrong = [note for note in assembly.notes if "piece by piece" in note]
             for name, tensor in assembly.layout.holdings.module.named_parameters():
                 holding = assembly.layout.holdings.slices.get(name)
@@ -295,7 +295,7 @@ def test_a_model_that_cannot_be_repeated_is_built_whole_and_said_to_be(plan: str
 
     def work(place: Place, report: Callable[[int], None]) -> list[str]:
         with default_process_group(place, torch.device("cpu")):
-            return build(job(keep=True), laid, place).notes
+            return build(job(keep=True), laid, place, torch.device("cpu")).notes
 
     for notes in launch(work, 2):
         assert any("could not be built piece by piece" in note for note in notes)
@@ -313,7 +313,7 @@ def test_ranks_that_draw_other_values_are_found_before_any_is_made() -> None:
         changed = replace(job(), model=model)
         with default_process_group(place, torch.device("cpu")):
             try:
-                build(changed, laid, place)
+                build(changed, laid, place, torch.device("cpu"))
             except DataError as error:
                 return str(error)
         return ""
@@ -361,10 +361,10 @@ def test_no_rank_ever_holds_more_than_its_part_and_one_block(
 
     def work(place: Place, report: Callable[[int], None]) -> int:
         with default_process_group(place, torch.device("cpu")):
-            build(job(), laid, place)  # what is imported then
+            build(job(), laid, place, torch.device("cpu"))  # what is imported then
             before = _kilobytes("VmRSS")
             _forget_peak()
-            build(big, laid, place)
+            build(big, laid, place, torch.device("cpu"))
             return 1024 * (_kilobytes("VmHWM") - before)
 
     assert max(launch(work, 4)) <= most + small

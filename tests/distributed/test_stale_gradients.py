@@ -47,7 +47,7 @@ def losses(plan: str, spoil: Callable[[Any], None]) -> list[list[float]]:
         with default_process_group(place, torch.device("cpu")):
             found: list[list[float]] = []
             for disturb in (lambda layout: None, spoil):
-                assembly = build(job(model=Net, clip=0.05, epochs=1), chosen, place)
+                assembly = build(job(model=Net, clip=0.05, epochs=1), chosen, place, torch.device("cpu"))
                 found.append([])
                 for batch in assembly.loader:
                     disturb(assembly.layout)
@@ -136,13 +136,13 @@ class Pair:
 def test_two_builds_that_share_a_loss_train_as_a_plain_loop_does(plan: str) -> None:
     pair = Pair()
     chosen = Plan.parse(f"{plan} device=cpu")
-    alone = build(pair.jobs()[0], Plan.parse("single device=cpu"), Place())
+    alone = build(pair.jobs()[0], Plan.parse("single device=cpu"), Place(), torch.device("cpu"))
     expected = pair.plain([step.parts[0][0].batch for step in alone.loader])
 
     def work(place: Place, report: Callable[[int], None]) -> list[list[float]]:
         torch.set_num_threads(1)
         with default_process_group(place, torch.device("cpu")):
-            first, second = (build(one, chosen, place) for one in pair.jobs())
+            first, second = (build(one, chosen, place, torch.device("cpu")) for one in pair.jobs())
             return [[first.step(b).loss, second.step(b).loss] for b in each(first.loader)]
 
     found = launch(work, chosen.world_size)[0]

@@ -45,7 +45,7 @@ def counted(plans: Sequence[str]) -> Callable[..., Any]:
         found: list[list[Any]] = []
         for text in plans:
             with default_process_group(place, torch.device("cpu")):
-                assembly = build(job_for(text), Plan.parse(text), place)
+                assembly = build(job_for(text), Plan.parse(text), place, torch.device("cpu"))
                 batches = iter(assembly.loader)
                 for _ in range(2):
                     assembly.step(next(batches))

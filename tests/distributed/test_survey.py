@@ -128,7 +128,7 @@ def held_by_rank(job: px.Job, plan: Plan) -> Callable[..., dict[str, Any]]:
 
     def work(place: Place, report: Any) -> dict[str, Any]:
         with default_process_group(place, torch.device("cpu")):
-            assembly = build(job, plan, place)
+            assembly = build(job, plan, place, torch.device("cpu"))
             layout, gradients = assembly.layout, dict[str, list[int]]()
             own = {name: local(tensor.detach()) for name, tensor in layout.module.named_parameters()}
             found = {

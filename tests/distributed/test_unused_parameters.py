@@ -37,7 +37,7 @@ def three_steps(plan: Plan, unused: str, left_out: list[bool]) -> Callable[[Plac
         torch.set_num_threads(1)
         with default_process_group(place, torch.device("cpu")):
             torch.manual_seed(0)
-            layout = assemble(Branching(), job(unused=unused), plan, place)
+            layout = assemble(Branching(), job(unused=unused), plan, place.rank, torch.device("cpu"))
             optimizer = torch.optim.SGD(layout.parameters.values(), lr=0.01)
             for step in range(3):
                 report(step)

@@ -300,8 +300,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a decay ends early once it is resumed",
         "train/assembly.py",
-        "total_steps=_total_steps(job, loader), lr_scale",
-        "total_steps=_total_steps(job, loader) - first_step, lr_scale",
+        "first_step=first, total_steps=_total_steps(job, loader),",
+        "first_step=first, total_steps=_total_steps(job, loader) - first,",
         ("again rich dp=2",),
     ),
     Mutation(

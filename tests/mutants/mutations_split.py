@@ -225,9 +225,9 @@ TECHNIQUES: tuple[Mutation, ...] = (
     ),
     Mutation(
         "forecast and plan do not look at the optimizer",
-        "train/look_ahead.py",
-        ", *optimizer_problems(job, plan, _trainable(module))]:",
-        "]:",
+        "train/refusals.py",
+        "    return [*found, *optimizer_problems(job, plan, parameters, start)]",
+        "    return found",
         ("test unit/test_refusals.py",),
     ),
     Mutation(

@@ -69,8 +69,8 @@ def test_clipping_by_a_local_norm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_parameter_that_only_one_rank_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hooked(job: px.Job, plan: px.Plan, place: Place, **how: Any) -> Any:
-        built = build(job, plan, place, **how)
+    def hooked(job: px.Job, plan: px.Plan, place: Place, device: Any, **how: Any) -> Any:
+        built = build(job, plan, place, device, **how)
         if place.rank == 1:
             next(iter(built.layout.parameters.values())).data.mul_(1.001)
         return built

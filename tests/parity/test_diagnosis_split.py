@@ -160,8 +160,8 @@ def test_gradients_that_are_not_reduced_over_dp_beside_tp(monkeypatch: pytest.Mo
 def reborn(monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...]) -> None:
     """These ranks draw their initial values anew, from another seed."""
 
-    def other(job: px.Job, plan: px.Plan, place: Place, **how: Any) -> Any:
-        built = build(job, plan, place, **how)
+    def other(job: px.Job, plan: px.Plan, place: Place, device: Any, **how: Any) -> Any:
+        built = build(job, plan, place, device, **how)
         if place.rank in ranks:
             torch.manual_seed(99)
             for tensor in built.layout.parameters.values():
@@ -183,8 +183,8 @@ def test_a_stage_with_another_seed(plan: str, ranks: tuple[int, ...], monkeypatc
 
 
 def test_a_slice_with_another_seed_is_named_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(job: px.Job, plan: px.Plan, place: Place, **how: Any) -> Any:
-        built = build(job, plan, place, **how)
+    def other(job: px.Job, plan: px.Plan, place: Place, device: Any, **how: Any) -> Any:
+        built = build(job, plan, place, device, **how)
         if place.rank == 1:
             built.layout.parameters["blocks.1.up.weight"].data.mul_(2)
         return built

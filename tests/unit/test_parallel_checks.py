@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.comm import Place
 from phalanx.config import Job, Plan
 from phalanx.errors import GradientError
 from phalanx.parallel import MicroBatchWork, advice, assemble, check, device_kind, notes
@@ -120,7 +119,7 @@ def test_many_parameters_without_gradient_are_not_all_named() -> None:
 
 
 def test_micro_batches_run_in_turn_and_the_last_is_known(job: Job) -> None:
-    layout = assemble(nn.Linear(2, 2), job, Plan(device="cpu"), Place())
+    layout = assemble(nn.Linear(2, 2), job, Plan(device="cpu"), 0, torch.device("cpu"))
     seen: list[tuple[str, bool]] = []
 
     class Seeing(MicroBatchWork):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import IterableDataset
 
 import phalanx as px
 from phalanx.cli import bench
-from phalanx.config import Job, Plan
+from phalanx.config import Job, Plan, RunSpec
 from phalanx.demo.jobs import digits, gpt
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.launch import look_ahead
@@ -31,6 +34,12 @@ JOBS = {
     "adafactor": lambda: small(optimizer=lambda params: torch.optim.Adafactor(params)),
     "closure": lambda: small(optimizer=lambda params: torch.optim.LBFGS(params)),
     "idle scheduler": lambda: small(optimizer=idle),
+    "scheduler": lambda: small(optimizer=stepped_by_hook),
+    "reading": lambda: small(model=Reading),
+    "drawing": lambda: small(model=Drawing),
+    "stream": lambda: small(data=Stream),
+    "stream of workers": lambda: small(data=Stream, workers=1),
+    "evaluates a stream": lambda: small(evaluate=Stream),
     "double": lambda: small(model=lambda: nn.Linear(6, 4, dtype=torch.float64)),
     "rprop": lambda: small(optimizer=lambda params: torch.optim.Rprop(params)),
     "scalar": lambda: small(model=Scaled),
@@ -38,11 +47,17 @@ JOBS = {
 }
 WRONG = {  # whatever is refused by more than what the plan and a mesh say
     "adafactor": ("fsdp=2", "tp=2"),
-    "closure": ("dp=2", "pp=2"),
-    "idle scheduler": ("dp=2",),
-    "rprop": ("dp=2 compress=topk:0.1",),
+    "closure": ("single", "dp=2", "pp=2", "server=1 dp=2"),
+    "drawing": ("threads=2",),
+    "evaluates a stream": ("server=1 dp=2",),
+    "idle scheduler": ("single", "dp=2", "server=1 dp=2"),
+    "reading": ("pp=2 recompute=full", "pp=2 recompute=selective"),
+    "rprop": ("dp=2 compress=topk:0.1", "server=1 dp=2 compress=topk:0.1"),
     "scalar": ("fsdp=2",),
-    "sparse": ("fsdp=2", "fsdp=2 zero=1", "dp=2 compress=int8"),
+    "scheduler": ("server=1 dp=2", "server=2 dp=2"),
+    "sparse": ("fsdp=2", "fsdp=2 zero=1", "dp=2 compress=int8", "server=2 dp=2"),
+    "stream": ("server=1 dp=2",),
+    "stream of workers": ("dp=2 shares=auto",),
 }
 
 
@@ -66,6 +81,55 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(x) * self.scale
+
+
+class Reading(nn.Module):
+    """Blocks of which each but the first reads what the first has left beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: dict[str, torch.Tensor] = {}
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(ReadingBlock(self.left) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.left["first"] = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class ReadingBlock(nn.Module):
+    def __init__(self, left: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.left, self.inner = left, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.inner(x)) + self.left["first"]
+
+
+class Drawing(nn.Module):
+    """Dropout in what it recomputes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dropped: Any = checkpoint(lambda x: F.dropout(self.first(x), 0.1, self.training), x, use_reentrant=False)
+        return self.head(dropped)
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter({"x": torch.ones(6), "y": torch.zeros((), dtype=torch.long)} for _ in range(16))
+
+
+def stepped_by_hook(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
 
 
 def idle(params: Any) -> torch.optim.Optimizer:
@@ -251,6 +315,21 @@ def test_forecast_and_show_refuse_what_a_run_does(
         found = list(error.problems)
     assert bool(found) == refused
     assert of_forecast(name, plan) == of_show(name, plan) == found
+
+
+@pytest.mark.parametrize(("how", "given"), [({"lr_scale": 0.5}, "a factor of 0.5"), ({"resume": True}, "to resume")])
+@pytest.mark.parametrize("text", ["single", "dp=2"])
+def test_how_a_run_begins_is_refused_before_a_worker_starts(
+    how: dict[str, Any], given: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: Any) -> Any:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(LocalLauncher, "start", started)
+    run = RunSpec(job="scheduler", plan=Plan.parse(text), folder=tmp_path / "run", **how)
+    with pytest.raises(RefusedError, match=f"StepLR on the optimizer .*{given}"):
+        px.fit(job("scheduler"), run=run)
+    assert not run.folder.exists()
 
 
 def of_train(name: str, plan: Plan) -> list[Problem]:

@@ -12,6 +12,7 @@ import torch
 import phalanx as px
 from phalanx.comm import Place
 from phalanx.train.assembly import Assembly, build
+from phalanx.train.lr_schedule import RunStart
 from phalanx.train.state import restore, save
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
@@ -24,12 +25,12 @@ def saved_and_restored(folder: Path, before: dict[str, Any], after: dict[str, An
         job(optimizer=lambda params, options=options: torch.optim.AdamW(params, **options))
         for options in (before, after)
     )
-    assembly = build(first, px.Plan(), Place())
+    assembly = build(first, px.Plan(), Place(), torch.device("cpu"))
     batches = iter(assembly.loader)
     for _ in range(2):
         assembly.step(next(batches))
     path = save(folder, first, assembly, keep=1)
-    resumed = build(second, px.Plan(), Place(), first_step=2)
+    resumed = build(second, px.Plan(), Place(), torch.device("cpu"), start=RunStart(resumes=True, step=2))
     restore(path, second, resumed)
     for then, now in zip(assembly.optimizer.state.values(), resumed.optimizer.state.values(), strict=True):
         assert all(torch.equal(then[key], now[key]) for key in ("step", "exp_avg", "exp_avg_sq"))

@@ -20,10 +20,13 @@ from phalanx.train import grad_clipping
 from phalanx.train.assembly import Assembly, build
 from phalanx.train.evaluate import evaluate
 from phalanx.train.loss_scaling import LossScale
+from phalanx.train.lr_schedule import RunStart
 from phalanx.train.metrics import Metrics, towards_host
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from small import Net, job, table
+
+CPU = torch.device("cpu")
 
 
 def one_cycle(params: Any, *, hook: bool = True) -> torch.optim.Optimizer:
@@ -35,7 +38,7 @@ def one_cycle(params: Any, *, hook: bool = True) -> torch.optim.Optimizer:
 
 
 def assembled(*, lr_scale: float = 1.0, **how: Any) -> Assembly:
-    return build(job(**how), px.Plan(), Place(), lr_scale=lr_scale)
+    return build(job(**how), px.Plan(), Place(), CPU, start=RunStart(lr_scale=lr_scale))
 
 
 def steps(assembly: Assembly) -> list[Metrics]:
@@ -94,7 +97,7 @@ class TestRates:
 
     def test_one_is_refused_where_a_run_resumes(self) -> None:
         with pytest.raises(RefusedError, match="of a run to resume"):
-            build(job(optimizer=one_cycle), px.Plan(), Place(), first_step=2)
+            build(job(optimizer=one_cycle), px.Plan(), Place(), CPU, start=RunStart(resumes=True, step=2))
 
     def test_what_a_loop_of_ones_own_sets_stands(self) -> None:
         assembly = assembled(epochs=None, steps=3)
@@ -132,7 +135,9 @@ class TestCounts:
     @pytest.mark.parametrize("count", [0, torch.tensor(0)])
     @pytest.mark.parametrize("plan", ["single", "micro=8"])
     def test_nothing_counted(self, count: Any, plan: str) -> None:
-        assembly = build(job(loss=lambda output, batch: px.Loss(output.sum() * 0, count)), px.Plan.parse(plan), Place())
+        assembly = build(
+            job(loss=lambda output, batch: px.Loss(output.sum() * 0, count)), px.Plan.parse(plan), Place(), CPU
+        )
         before = [tensor.clone() for tensor in assembly.layout.module.parameters()]
         with pytest.raises(LossError, match="nothing was counted in step 0"):
             steps(assembly)
@@ -147,7 +152,9 @@ class TestCounts:
         def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> px.Loss:
             return px.Loss(output.square().sum(), torch.tensor(256.0 if len(output) > 1 else 1.0).bfloat16())
 
-        (metrics,) = steps(build(job(loss=loss, batch=33, epochs=None, steps=1), px.Plan.parse("micro=32"), Place()))
+        (metrics,) = steps(
+            build(job(loss=loss, batch=33, epochs=None, steps=1), px.Plan.parse("micro=32"), Place(), CPU)
+        )
         assert metrics.count == 257  # bf16 has no such number
 
     def test_a_micro_batch_may_count_nothing(self) -> None:
@@ -155,7 +162,7 @@ class TestCounts:
             counted = batch["y"] == 0
             return px.Loss((output.sum(1) * counted).sum(), counted.sum())
 
-        found = build(job(loss=loss), px.Plan.parse("micro=2"), Place())
+        found = build(job(loss=loss), px.Plan.parse("micro=2"), Place(), CPU)
         assert all(math.isfinite(one.loss) for one in steps(found))
 
 
@@ -240,7 +247,7 @@ class TestTrainingMode:
                 seen.update(part.training for part in self.modules())
                 return super().forward(x)
 
-        steps(build(job(model=lambda: Watched().eval()), px.Plan.parse(plan), Place()))
+        steps(build(job(model=lambda: Watched().eval()), px.Plan.parse(plan), Place(), CPU))
         assert seen == {True}
 
 
@@ -367,7 +374,7 @@ def test_the_loss_scale_halves_at_once_and_doubles_after_its_patience() -> None:
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_products_are_computed_in_the_plans_precision(precision: Any, dtype: torch.dtype) -> None:
-    assembly = build(job(), px.Plan(precision=precision), Place())
+    assembly = build(job(), px.Plan(precision=precision), Place(), CPU)
     seen: set[torch.dtype] = set()
     for part in assembly.layout.holdings.module.modules():
         if isinstance(part, torch.nn.Linear):

@@ -1,6 +1,6 @@
 """Process groups, meshes and the few collectives that are Phalanx's own."""
 
-from phalanx.comm.mesh import Across, Mesh, data_mesh, place_within, within
+from phalanx.comm.mesh import Across, Mesh, data_mesh, place_within
 from phalanx.comm.process_group import (
     Place,
     active,
@@ -31,5 +31,4 @@ __all__ = [
     "place_within",
     "reduce_scatter_sum",
     "sum_over_ranks",
-    "within",
 ]

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phalanx.comm.process_group import PATIENCE, Place, from_every_rank, keep, meet
 from phalanx.config import Plan
-from phalanx.config.sync import outer_defaults
 
 
 def data_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
@@ -112,15 +111,6 @@ class Mesh:
 
 
 _joins = count()
-
-
-def within(plan: Plan) -> Plan:
-    """What one replica of ``plan`` is by itself where replicas step by themselves; else ``plan``."""
-    if plan.sync == "each":
-        return plan
-    plain = Plan()
-    keys = ("dp", "sync", "every", "after", "fragments", "compress", "shares")
-    return replace(plan, outer="none", **outer_defaults("none"), **{key: getattr(plain, key) for key in keys})
 
 
 def place_within(plan: Plan, place: Place) -> Place:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from phalanx.config.fields import AXES, UNBOUNDED, plan_problem
+from phalanx.config.fields import AXES, SYNC_KEYS, UNBOUNDED, plan_problem
 from phalanx.errors import Problem
 
 if TYPE_CHECKING:
@@ -21,6 +21,14 @@ _OUTER = {"nesterov": {"outer_lr": 0.7, "outer_momentum": 0.9}}
 def outer_defaults(outer: str) -> dict[str, float]:
     """Learning rate and momentum of an outer optimizer where a plan states none: those of DiLoCo for ``nesterov``."""
     return _OUTER.get(outer, {"outer_lr": 1.0, "outer_momentum": 0.0})
+
+
+def within(plan: Plan) -> Plan:
+    """What one replica of ``plan`` is by itself where replicas step by themselves; else ``plan``."""
+    if plan.sync == "each":
+        return plan
+    plain = type(plan)()
+    return replace(plan, dp=1, **{key: getattr(plain, key) for key in SYNC_KEYS})
 
 
 def bounds(plan: Plan) -> Iterator[str]:

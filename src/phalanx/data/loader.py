@@ -195,6 +195,15 @@ def _of_group(reader: StreamReader, group: StreamStep) -> StepBatch:
     return step_batch(group.step, group.epoch, ids, pieces, lambda *_: next(batches))
 
 
+def stream_problems(dataset: Any, parts: int, *, once: bool = False) -> list[Problem]:
+    """What keeps ``BatchPieces`` from ``dataset``, which with ``once`` is that of an evaluation."""
+    if not is_stream(dataset):
+        return []
+    given = f"a stream ({type(dataset).__name__}) under a plan with servers"
+    allowed = "map-style data (__getitem__ and __len__): whoever is free reads the next piece"
+    return [Problem(where="job.evaluate" if once else "job.data", given=given, allowed=allowed, fix=f"dp={parts}")]
+
+
 @final
 class BatchPieces:
     """Every global batch of a job over map-style data, cut into as many contiguous pieces as there are workers.
@@ -215,11 +224,8 @@ class BatchPieces:
         Raises:
             RefusedError: if the data are a stream.
         """
-        if is_stream(dataset):
-            where = "job.evaluate" if once else "job.data"
-            given = f"a stream ({type(dataset).__name__}) under a plan with servers"
-            allowed = "map-style data (__getitem__ and __len__): whoever is free reads the next piece"
-            raise RefusedError([Problem(where=where, given=given, allowed=allowed, fix=f"dp={parts}")])
+        if problems := stream_problems(dataset, parts, once=once):
+            raise RefusedError(problems)
         self._sampler = _sampler(dataset, job, once=once)
         self._fetcher = Fetcher(dataset, job.collate, job.seed)
         self._parts, self._micro = parts, micro

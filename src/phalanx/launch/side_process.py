@@ -30,6 +30,7 @@ from phalanx.launch.torch_warmup import leave_compiler_out, make_ready_to_look
 from phalanx.launch.worker_process import die_with, renew_autograd
 from phalanx.train.assembly import Findings
 from phalanx.train.look_ahead import look
+from phalanx.train.lr_schedule import START, RunStart
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -134,10 +135,10 @@ _REFUSED_IN_FIRST_STEP = (LossError, GradientError, DataError)
 _PATIENCE = 60.0  # seconds that a run waits for the look; workers look at a model that takes longer to build
 
 
-def look_ahead(job: Job, plan: Plan) -> Findings:
+def look_ahead(job: Job, plan: Plan, start: RunStart = START) -> Findings:
     """What there is to be found of ``job`` under ``plan`` before it runs, such as causes of a difference.
 
-    Nothing where it cannot be looked at, and with servers, who refuse what they cannot do by themselves.
+    Nothing where it cannot be looked at. ``start`` says how the run begins that it is for.
 
     Raises:
         RefusedError: if the model, the optimizer or the data are such that the plan cannot serve the job.
@@ -145,7 +146,7 @@ def look_ahead(job: Job, plan: Plan) -> Findings:
         LossError: if the loss is of a wrong form.
         GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
     """
-    with LookAhead(job, plan) as look:
+    with LookAhead(job, plan, start) as look:
         return look.findings()
 
 
@@ -154,26 +155,22 @@ class LookAhead:
     """``look_ahead`` while this process does something else; leaving the block ends it.
 
     Attributes:
-        side: the process, for what it sends ``afterwards``; ``None`` where there is neither a look nor anything after.
+        side: the process, for what it sends ``afterwards``.
     """
 
-    def __init__(self, job: Job, plan: Plan, afterwards: Afterwards | None = None) -> None:
+    def __init__(self, job: Job, plan: Plan, start: RunStart = START, afterwards: Afterwards | None = None) -> None:
         make_ready_to_look(plan)
-        # with servers pieces are of other sizes: what their sums differ by is for the proof to say
-        self._looks = not plan.server
-        work = partial(_look, job, None if plan.server else plan, afterwards)
-        self.side = SideProcess(work) if self._looks or afterwards else None
+        self.side = SideProcess(partial(_look, partial(look, job, plan, start), afterwards))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.side:
-            self.side.close()
+        self.side.close()
 
     def findings(self) -> Findings:
         """What was found; waits for it. To be called once. Raises what ``look_ahead`` does."""
-        message = self.side.next(_PATIENCE) if self.side and self._looks else None
+        message = self.side.next(_PATIENCE)
         return _findings((message or {}).get("look", {}))
 
 
@@ -188,21 +185,19 @@ def _findings(answer: dict[str, Any]) -> Findings:
     return Findings(causes=tuple(answer.get("causes", ())), facts=answer.get("facts"))
 
 
-def _look(job: Job, plan: Plan | None, afterwards: Afterwards | None, send: Send) -> None:
-    """Look where there is a ``plan`` to look at the job under, and go on."""
+def _look(looking: Callable[[], Findings], afterwards: Afterwards | None, send: Send) -> None:
+    """Look, send what was found, and go on."""
     leave_compiler_out()
-    found = Findings()
-    if plan is not None:
-        answer: dict[str, Any] = {}
-        try:
-            found = look(job, plan)
-            answer = found.to_dict()
-        except SpecError as error:
-            answer = {"kind": type(error).__name__, "problems": [asdict(problem) for problem in error.problems]}
-        except _REFUSED_IN_FIRST_STEP as error:
-            answer = {"kind": type(error).__name__, "message": str(error)}
-        except Exception:  # the job's own error, which a worker shows with its traceback
-            answer = {}
-        send({"look": answer})
+    found, answer = Findings(), dict[str, Any]()
+    try:
+        found = looking()
+        answer = found.to_dict()
+    except SpecError as error:
+        answer = {"kind": type(error).__name__, "problems": [asdict(problem) for problem in error.problems]}
+    except _REFUSED_IN_FIRST_STEP as error:
+        answer = {"kind": type(error).__name__, "message": str(error)}
+    except Exception:  # the job's own error, which a worker shows with its traceback
+        answer = {}
+    send({"look": answer})
     if afterwards:
         afterwards(found, send)

@@ -28,8 +28,11 @@ from phalanx.launch.side_process import look_ahead
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
 from phalanx.launch.torchrun import claim
 from phalanx.launch.worker_process import die_with
+from phalanx.parallel import devices_here
 from phalanx.train.assembly import Findings, refuse
+from phalanx.train.look_ahead import refuse_job
 from phalanx.train.loop import train
+from phalanx.train.lr_schedule import RunStart
 
 _SECOND_THOUGHTS = 0.5  # seconds in which the worker that failed first may say so before one that only lost its peer
 
@@ -83,14 +86,16 @@ def train_as_worker(job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Pa
         SpecError: if the run folder cannot be used.
     """
     place = status.place
-    refuse(job, run.plan, place.world_size, place.workers_here * run.plan.threads)
+    refuse(job, run.plan, place.world_size, devices_here(run.plan, place))
+    if run.plan.server:  # what keeps others from a job they find as they build its model together
+        refuse_job(job, run.plan)
     make_ready(run.plan)
     leave_compiler_out()
     run = enter_folder(run, place, runfile=runfile)
     status.folder, found = run.folder, Findings()
     if place.rank == 0:  # it writes the log; what is refused is refused by all ranks together, as they build
         with suppress(PhalanxError):
-            found = look_ahead(job, run.plan)
+            found = look_ahead(job, run.plan, RunStart.of(run))
     train(job, run, place, report=status.report_step, findings=found)
     return run
 

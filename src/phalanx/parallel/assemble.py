@@ -13,7 +13,7 @@ from phalanx.config import Job, Plan
 from phalanx.config.plan_rules import batch_problems, share_problems, stage_problems
 from phalanx.errors import Problem
 from phalanx.hardware import cuda_devices, keep_freed_memory, return_freed_memory
-from phalanx.parallel import activation_checkpointing, compression, threads, torch_compile
+from phalanx.parallel import activation_checkpointing, compression, parameter_server, threads, torch_compile
 from phalanx.parallel.ddp import DdpLayout
 from phalanx.parallel.layout import Layout, SingleLayout
 from phalanx.parallel.offload import OptimizerOnHost
@@ -36,6 +36,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *torch_compile.check(plan, kind),
         *stage_problems(plan),
         *compression.check(job, plan),
+        *parameter_server.check(plan),
     ]
     if plan.precision in ("tf32", "fp8"):
         given = f"precision={plan.precision}, which can be forecast but not run yet"
@@ -50,12 +51,20 @@ def device_kind(plan: Plan, here: int | None = None) -> str:
     return "cuda" if cuda_devices() >= (here or plan.devices) else "cpu"
 
 
+def devices_here(plan: Plan, place: Place) -> int:
+    """How many of the plan's replicas compute on the machine of ``place``; servers need no device."""
+    return min(place.workers_here, plan.world_size) * plan.threads
+
+
 def assemble(
-    module: nn.Module, job: Job, plan: Plan, place: Place, example: Callable[[], Example] | None = None
+    module: nn.Module,
+    job: Job,
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    example: Callable[[], Example] | None = None,
 ) -> Layout:
     """Lay ``module`` out as ``plan`` says, on this rank's device; a plan that splits the model needs an ``example``."""
-    kind = device_kind(plan, place.workers_here * plan.threads)
-    device = torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind)
     seen = example() if example and (plan.kind == "split" or plan.zero == 3 or plan.recompute != "none") else None
     if seen is not None and (plan.zero == 3 or plan.recompute != "none"):
         if seen.facts:
@@ -68,7 +77,7 @@ def assemble(
         from phalanx.parallel.split import SplitLayout
 
         assert seen is not None
-        layout: Layout = SplitLayout(module, device, job, plan, Mesh(plan, place.rank), seen)
+        layout: Layout = SplitLayout(module, device, job, plan, Mesh(plan, rank), seen)
         if not returns_freed_memory(plan.fsdp):
             keep_freed_memory()  # building the model had it returned
     else:

@@ -47,7 +47,7 @@ class SplitLayout(Layout):
         if plan.zero < 3:
             fill(module, known, cut.slices, device=device)
             module.to(device)
-        activation_checkpointing.apply(module, plan, again if cut.stages is None else cut.stages.recomputed(again))
+        activation_checkpointing.apply(module, plan, again if cut.stages is None else cut.stages.units(again))
         torch_compile.apply(module, plan, None if cut.stages is None else cut.stages.units(again))
         if plan.zero == 3:
             values = lambda part: fill(module, known, cut.slices, within=part)  # noqa: E731

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.comm import within
 from phalanx.config import Plan
+from phalanx.config.sync import within
 from phalanx.parallel.context.regions import Entrance
 from phalanx.parallel.expert.find_experts import Experts
 from phalanx.parallel.local_shards import Cut

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
 
 from phalanx.comm import Mesh, local
 from phalanx.config import Plan
-from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.grad_reduce import add_up
 from phalanx.parallel.layout import TensorShard
 from phalanx.parallel.pipeline import CutPipeline, PipelineRunner, StageCuts, UnitCall, cut
@@ -58,18 +56,6 @@ class OwnedStages:
         units = dict.fromkeys(call.unit for call in self._calls() if call.unit in inside)
         return [unit for unit in units if next(unit.parameters(), None) is not None]
 
-    def recomputed(self, parts: Sequence[nn.Module]) -> list[nn.Module]:
-        """The same, for activation checkpointing: nothing may be recomputed across stages.
-
-        Raises:
-            RefusedError: if a piece reads more than it is called with, which is not there any more in backward.
-        """
-        pipeline, found, calls = self.runner.pipeline, self.units(parts), self._calls()
-        reading = [call.name for call in calls if call.unit in found and call.reads]
-        if reading and pipeline.plan.recompute != "none":
-            raise RefusedError([_reads(pipeline.plan, reading[0])])
-        return found
-
     def _calls(self) -> list[UnitCall]:
         pipeline = self.runner.pipeline
         return [pipeline.program.calls[at] for stage in self.runner.stages_here for at in pipeline.regions[stage]]
@@ -92,15 +78,6 @@ class OwnedStages:
             if group is not None:
                 grads = [parameters[name].grad for name in names if name in parameters]  # frozen ones have none
                 add_up([None if grad is None else local(grad) for grad in grads], group)
-
-
-def _reads(plan: Plan, name: str) -> Problem:
-    return Problem(
-        where="plan.recompute",
-        given=f"recompute={plan.recompute} in a pipeline for {name}, which reads tensors that it is not called with",
-        allowed="blocks that get all they compute with as arguments",
-        fix=str(replace(plan, recompute="none")),
-    )
 
 
 def _elsewhere(module: nn.Module, pipeline: CutPipeline, rank: int) -> list[str]:

@@ -99,6 +99,13 @@ def few_parts(plan: Plan, most: int, names: Sequence[str] = (), because: str = "
     return plan_problem("pp", given, allowed, f"pp={most} schedule=1f1b" if most > 1 else "fsdp=2")
 
 
+def reads_uncalled(plan: Plan, name: str) -> Problem:
+    """``recompute`` in a pipeline for the block ``name``, which cannot be computed again from its arguments alone."""
+    reads = f"{name}, which reads tensors that it is not called with"
+    given, fix = f"recompute={plan.recompute} in a pipeline for {reads}", str(replace(plan, recompute="none"))
+    return plan_problem("recompute", given, "blocks that get all they compute with as arguments", fix)
+
+
 def not_run_yet(plan: Plan, cluster: Cluster) -> str:
     """Why ``train`` does not run ``plan`` on ``cluster``'s kind of devices yet; empty where it does."""
     if plan.precision not in _RUN["precision"]:

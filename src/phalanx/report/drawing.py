@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.text import Text
 
 from phalanx.config import Plan
-from phalanx.config.fields import SYNC_KEYS
-from phalanx.config.sync import weights
+from phalanx.config.sync import weights, within
 from phalanx.placement.batch_split import Lane, cuts, spans
 from phalanx.placement.ownership import keeps_whole_gradients
 from phalanx.placement.schedules import Timed, holders
@@ -148,7 +147,6 @@ def _served(plan: Plan) -> list[str]:
 
 
 def _averaged(plan: Plan) -> list[str]:
-    inner = replace(plan, dp=1, **{name: getattr(Plan(), name) for name in SYNC_KEYS})
     what = "parameters are averaged over replicas"
     if plan.sync == "diloco":
         what = f"what replicas learnt is averaged and stepped ({plan.outer})"
@@ -157,7 +155,7 @@ def _averaged(plan: Plan) -> list[str]:
     before = [f"the first {plan.after} steps: gradients are summed over replicas"] if plan.after else []
     each = "each step: every replica steps by itself" if plan.every > 1 else ""
     every = f"every {plan.every} steps" if plan.every > 1 else "each step"
-    return [*_summed(inner), *before, *filter(None, [each]), f"{every}: {what}", *how]
+    return [*_summed(within(plan)), *before, *filter(None, [each]), f"{every}: {what}", *how]
 
 
 def _summed(plan: Plan) -> list[str]:

@@ -249,7 +249,7 @@ def resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return more[tuple(slice(0, wanted) for wanted in shape)].clone()
 
 
-def fakes(mode: FakeTensorMode, value: Any) -> Any:
+def fakes(mode: Mode, value: Any) -> Any:
     """``value`` with a fake in place of every tensor in it."""
     return tree_map(lambda leaf: fake(mode, leaf) if isinstance(leaf, Tensor) else leaf, value)
 

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from phalanx.comm import Across, Place, from_every_rank, place_within, within
+from phalanx.comm import Across, Place, from_every_rank, place_within
 from phalanx.config import Job, Plan
+from phalanx.config.sync import within
 from phalanx.data import Lane, Loader
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
-from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, check, device_kind, notes
+from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, check, notes
 from phalanx.parallel.buffer_sync import buffers_kept
-from phalanx.parallel.compression import optimizer_problems
 from phalanx.train.build_model import begun, build_model, give_needed_values
 from phalanx.train.consistency import same_initial_values, same_length
-from phalanx.train.elementwise import Parameters, note_slices, refuse_rows, refuse_slices
+from phalanx.train.elementwise import Parameters, note_slices
 from phalanx.train.inputs import Inputs
-from phalanx.train.lr_schedule import scheduler_notes, scheduler_problems
-from phalanx.train.refusals import closure_problems, model_problems, server_problems
+from phalanx.train.lr_schedule import START, RunStart, scheduler_notes
+from phalanx.train.refusals import OptimizerTrial, model_problems
 from phalanx.train.step import Step, StepPlan
 from phalanx.train.uneven_shares import Sharing
 
@@ -91,86 +91,70 @@ def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> No
         beside = f", and {plan.server} servers beside them" if plan.server else ""
         allowed = f"a mesh that multiplies to the workers: pp × dp × fsdp × ep × cp × tp = {world_size}{beside}"
         problems.append(Problem(where="plan", given=given, allowed=allowed, fix=fix))
-    if plan.server and not problems:
-        problems += server_problems(job, plan)
     if problems:
         raise RefusedError(problems)
 
 
 def build(
-    job: Job, plan: Plan, place: Place, *, first_step: int = 0, lr_scale: float = 1.0, findings: Findings | None = None
+    job: Job,
+    plan: Plan,
+    place: Place,
+    device: torch.device,
+    *,
+    start: RunStart = START,
+    findings: Findings | None = None,
 ) -> Assembly:
     """Build model, layout, optimizer, loader and step. Collective where there are several workers.
 
-    ``lr_scale`` is a factor on every learning rate. What ``findings`` do not say is looked for here.
+    What ``refuse`` refuses has been: ``device`` is this worker's. What ``findings`` do not say is looked for here.
 
     Raises:
-        RefusedError: if the plan cannot serve the job here.
+        RefusedError: if the plan cannot serve the job.
         SpecError: if the job's functions give something else than they must, or a decay has no end.
         DataError: if the data or the initial values differ between ranks.
         GradientError: if the optimizer holds other parameters than it was given.
     """
-    here = place.workers_here * plan.threads
-    refuse(job, plan, place.world_size, here)
-    if plan.server:
-        raise RefusedError([_servers_step(plan)])
     own, there = within(plan), place_within(plan, place)
-    module, unbuilt = _module(job, own)
+    module, unbuilt = begun(job) if own.kind in ("split", "shard") else (build_model(job), [])
+    if problems := model_problems(module, plan):
+        raise RefusedError(problems)
     across = Across(plan, place) if plan.sync != "each" else None
     everyone = across.from_every_rank if across else from_every_rank
     same_initial_values(module, everyone)
     found, size = [*notes(module, job, plan), *unbuilt], sum(tensor.numel() for tensor in module.parameters())
     lane = Lane.of(plan, place.rank)
-    kind = device_kind(plan, here)
-    loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first_step, pin_memory=kind == "cuda")
+    first, cuda = start.step, device.type == "cuda"
+    loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first, pin_memory=cuda)
     same_length(loader.length, "job.data", everyone)
 
     facts = known_facts(findings, module, own)
     with buffers_kept(module):
-        layout = assemble(module, job, own, there, lambda: _look_with(job, module, loader, facts, found))
-    if facts is None:
-        refuse_slices(job, layout.holdings, own)
+        layout = assemble(module, job, own, there.rank, device, lambda: _look_with(job, module, loader, facts, found))
     optimizer = build_optimizer(job, layout)
-    refuse_rows(job, optimizer, layout.holdings, own)
-    problems = optimizer_problems(optimizer, plan)
-    problems += scheduler_problems(job, plan, optimizer, lr_scale=lr_scale, resumes=first_step > 0)
-    if problems:
+    trial = OptimizerTrial.of_rank(optimizer, layout.holdings, tried=facts is not None)
+    if problems := trial.problems(job, plan, start):
         raise RefusedError(problems)
     found += scheduler_notes(optimizer)
     course = StepPlan(
-        first_step=first_step, total_steps=_total_steps(job, loader), lr_scale=lr_scale, first_part=lane.first
+        first_step=first, total_steps=_total_steps(job, loader), lr_scale=start.lr_scale, first_part=lane.first
     )
-    apart = LocalSgd(plan, layout, across, first_step, loader.total_steps) if across else None
+    apart = LocalSgd(plan, layout, across, first, loader.total_steps) if across else None
     step = Step(job, own, layout, optimizer, course, apart)
     if plan.shares:
-        step.sharing = Sharing(job, plan, place, loader, first_step, apart.from_every_rank if apart else everyone)
-        step.sharing.watch(layout.holdings, optimizer, cuda=kind == "cuda")
+        step.sharing = Sharing(job, plan, place, loader, first, apart.from_every_rank if apart else everyone)
+        step.sharing.watch(layout.holdings, optimizer, cuda=cuda)
     everyone(None)  # a rank that ended at once would cut connections of groups that others are still making
     return Assembly(
         step=step,
         loader=loader,
         layout=layout,
         optimizer=optimizer,
-        device=kind,
+        device=device.type,
         notes=found,
-        advice=[*advice(job, plan, kind), *layout.holdings.remarks],
+        advice=[*advice(job, plan, device.type), *layout.holdings.remarks],
         parameters=size,
         local_sgd=apart,
     )
-
-
-def _servers_step(plan: Plan) -> Problem:
-    given = f"{plan} for a loop of one's own"
-    allowed = "phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt"
-    return Problem(where="plan.server", given=given, allowed=allowed, fix=f"dp={plan.dp}")
-
-
-def _module(job: Job, plan: Plan) -> tuple[nn.Module, list[str]]:
-    """The model, built piece by piece where it is to be cut; and a note where it cannot be."""
-    module, unbuilt = begun(job) if plan.kind in ("split", "shard") else (build_model(job), [])
-    if problems := model_problems(module, plan):
-        raise RefusedError(problems)
-    return module, unbuilt
 
 
 def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
@@ -232,8 +216,6 @@ def optimizer_over(job: Job, parameters: Mapping[str, torch.Tensor]) -> torch.op
             "that nobody reads.\n    try: optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4), over exactly "
             "the `params` it is called with; for parameters that shall not train: requires_grad=False in the model"
         )
-    if problems := closure_problems(optimizer):
-        raise SpecError(problems)
     return optimizer
 
 

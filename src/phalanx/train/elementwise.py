@@ -23,9 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from phalanx.comm import is_dtensor
 from phalanx.config import Job, Plan
-from phalanx.errors import Problem, RefusedError
+from phalanx.errors import Problem
 from phalanx.parallel import RankHoldings
 
 _STEPS = 3
@@ -50,18 +49,6 @@ def slice_problems(job: Job, plan: Plan, parameters: Values) -> list[Problem]:
     return [_problem(job, plan, parameters, f"it {why}", f"under tp and ep, {_GOOD}")]
 
 
-def refuse_slices(job: Job, held: RankHoldings, plan: Plan) -> None:
-    """Raise if this rank holds slices that are plain tensors, and the job's optimizer looks at more than elements.
-
-    Raises:
-        RefusedError: if so, or if that cannot be found out.
-    """
-    if not any(holding.placed for name, holding in held.slices.items() if name in held.parameters):
-        return
-    if problems := slice_problems(job, plan, held.parameters):
-        raise RefusedError(problems)
-
-
 def elementwise(job: Job, parameters: Values) -> bool:
     """Whether the job's optimizer makes of parts of a parameter what it makes of the whole; false where not known."""
     return not _not_elementwise(job, parameters)
@@ -84,19 +71,6 @@ def _not_elementwise(job: Job, parameters: Values) -> str:
     except Exception as error:  # a factory or a step of any make
         return f"could not be tried on small parameters ({type(error).__name__}: {_line(error)})"
     return ""
-
-
-def refuse_rows(job: Job, optimizer: torch.optim.Optimizer, held: RankHoldings, plan: Plan) -> None:
-    """Raise if this rank holds rows as DTensors, and the job's optimizer does not step them as whole parameters.
-
-    Collective: every rank tries the optimizer on the same small DTensors, on the mesh of the real ones.
-
-    Raises:
-        RefusedError: if it fails on them, or makes something else of them.
-    """
-    mesh = next((one.device_mesh for one in held.parameters.values() if is_dtensor(one)), None)
-    if mesh is not None and (problem := rows_problem(job, plan, optimizer, held.parameters, mesh)):
-        raise RefusedError([problem])
 
 
 def rows_problem(

@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from phalanx.config import Job, Plan
 from phalanx.data import Lane, Loader
 from phalanx.errors import Problem, RefusedError
-from phalanx.parallel import Example, check, notes, torch_compile
+from phalanx.parallel import Example, check, device_kind, notes, threads, torch_compile
 from phalanx.parallel.survey import survey
 from phalanx.placement.ownership import Survey
 from phalanx.train.assembly import Findings, example_of
 from phalanx.train.build_model import begun, build_model, give_needed_values, size_of, without_values
 from phalanx.train.elementwise import half_steps
-from phalanx.train.refusals import model_problems, optimizer_problems, server_problems
+from phalanx.train.lr_schedule import START, RunStart
+from phalanx.train.refusals import job_problems
 from phalanx.train.rehearsal import rehearse
 from phalanx.train.split_causes import LARGEST, causes
 
@@ -39,12 +39,10 @@ def preview(job: Job, plan: Plan, look: Callable[[], Findings] = Findings) -> tu
         SpecError: if the job's functions give something else than they must.
     """
     problems = [problem for problem in check(job, plan) if problem.where != "plan.device"]
-    if plan.server and not problems:
-        problems = server_problems(job, plan)
     if problems:
         raise RefusedError(problems)
     module, unbuilt = begun(job)
-    _refuse(job, module, plan)
+    _refuse(job, plan, module)
     findings, found = look(), notes(module, job, plan)
     if plan.kind != "split":
         return survey(module, plan)[0], [*found, *findings.causes]
@@ -53,13 +51,22 @@ def preview(job: Job, plan: Plan, look: Callable[[], Findings] = Findings) -> tu
     return survey(module, plan, example)[0], found
 
 
-def _refuse(job: Job, module: nn.Module, plan: Plan) -> None:
-    if problems := [*model_problems(module, plan), *optimizer_problems(job, plan, _trainable(module))]:
+def refuse_job(job: Job, plan: Plan) -> None:
+    """Raise what keeps ``plan`` from the model, the data and the optimizer of ``job``, of which none is run.
+
+    Raises:
+        RefusedError: with every problem found.
+        SpecError: if the job's functions give something else than they must.
+    """
+    _refuse(job, plan, begun(without_values(job))[0])
+
+
+def _refuse(job: Job, plan: Plan, module: nn.Module, start: RunStart = START) -> None:
+    problems = job_problems(job, plan, module, start)
+    if not problems and threads.share_a_stream(plan, device_kind(plan)):
+        problems = threads.drawn_twice(module, _example(job, module))
+    if problems:
         raise RefusedError(problems)
-
-
-def _trainable(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: one for name, one in module.named_parameters() if one.requires_grad}
 
 
 def _loader(job: Job) -> Loader:
@@ -89,8 +96,10 @@ def refusals(job: Job, plan: Plan) -> list[Problem]:
     return []
 
 
-def look(job: Job, plan: Plan) -> Findings:
+def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
     """Look at ``job`` under ``plan``; where the model is small enough it runs model and optimizer.
+
+    ``start`` says how the run begins that it is for.
 
     Raises:
         RefusedError: with what keeps the plan from serving the job.
@@ -99,20 +108,23 @@ def look(job: Job, plan: Plan) -> Findings:
         GradientError: if parameters get no gradient, or the optimizer holds others than it was given.
     """
     size = size_of(job)
-    small = (size or 0) <= LARGEST
-    module = rehearse(job, plan) if small and plan.processes > 1 else None
-    tried, found = module is not None and not dist.is_initialized(), list[str]()
-    if small and (module is not None or plan.processes == 1):
-        module = build_model(job) if module is None else module
+    # With servers pieces are of other sizes: what their sums differ by is for the proof to say.
+    small = (size or 0) <= LARGEST and not plan.server
+    rehearsed = rehearse(job, plan, start) if small and plan.processes > 1 else None
+    as_made = small and (rehearsed is not None or plan.processes == 1)
+    module, found = rehearsed, list[str]()
+    if module is None:
+        module = build_model(job) if as_made else begun(without_values(job, size))[0]
+    if rehearsed is None or dist.is_initialized():
+        _refuse(job, plan, module, start)
+    if as_made:
         found += causes(job, plan, module, _loader(job))
-        if plan.devices > 1 and (note := half_steps(job, _trainable(module))):
+        trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        if plan.devices > 1 and (note := half_steps(job, trainable)):
             found.append(note)
     cuts = plan.kind == "split" or plan.zero == 3
     if not cuts and plan.recompute == "none":
         return Findings(causes=tuple(found), module=module, size=size)
-    module = begun(without_values(job, size))[0] if module is None else module
-    if cuts and not tried:
-        _refuse(job, module, plan)
 
     from phalanx.parallel.split_facts import Facts, identity
     from phalanx.parallel.unwrapped_blocks import look_inside

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import gc
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from phalanx.config import Job, Plan, Schedule
+from phalanx.config import Job, Plan, RunSpec, Schedule
 from phalanx.errors import Problem, RefusedError
 from phalanx.events import read
 
@@ -96,8 +97,31 @@ def scheduler_on(optimizer: torch.optim.Optimizer) -> str:
     return next((type(one).__name__ for one in known if one.optimizer is optimizer), "a scheduler of torch's")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStart:
+    """How a run begins.
+
+    Attributes:
+        lr_scale: a factor on every learning rate.
+        resumes: whether it goes on from a checkpoint.
+        step: the optimizer step that it takes first; that of the checkpoint, once it has been read.
+    """
+
+    lr_scale: float = 1.0
+    resumes: bool = False
+    step: int = 0
+
+    @classmethod
+    def of(cls, run: RunSpec, step: int = 0) -> RunStart:
+        return cls(lr_scale=run.lr_scale, resumes=run.resume, step=step)
+
+
+START = RunStart()
+"""From its first step on, with the job's own rates."""
+
+
 def scheduler_problems(
-    job: Job, plan: Plan, optimizer: torch.optim.Optimizer, *, lr_scale: float = 1.0, resumes: bool = False
+    job: Job, plan: Plan, optimizer: torch.optim.Optimizer, start: RunStart = START
 ) -> list[Problem]:
     """What keeps a scheduler on the optimizer, if there is one, from being honoured."""
     if not (name := scheduler_on(optimizer)):
@@ -109,11 +133,11 @@ def scheduler_problems(
 
     if job.schedule != Schedule():
         return wrong(f"and {job.schedule}", "one of the two: both set the learning rate", instead)
-    if lr_scale != 1.0:
-        return wrong(f"and a factor of {lr_scale:g} on every learning rate", "one of the two", instead)
+    if start.lr_scale != 1.0:
+        return wrong(f"and a factor of {start.lr_scale:g} on every learning rate", "one of the two", instead)
     if plan.server:
         return wrong(f"under {plan}", "plans without servers, which step the optimizer slice by slice", instead)
-    if resumes:
+    if start.resumes:
         return wrong("of a run to resume", "runs from their first step on: its state is in no checkpoint", instead)
     if not optimizer._optimizer_step_post_hooks and not optimizer._optimizer_step_pre_hooks:
         allowed = "one that is stepped by a hook of the optimizer: there is no loop of yours that would step it"

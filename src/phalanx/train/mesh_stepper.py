@@ -10,17 +10,18 @@ from typing import Any, final
 
 import torch
 
-from phalanx.comm import Place, default_process_group, device_for, place_within, within
+from phalanx.comm import Place, default_process_group, device_for, place_within
 from phalanx.config import Job, RunSpec
+from phalanx.config.sync import within
 from phalanx.data import Ledger, StepBatch
 from phalanx.events import EventLog
 from phalanx.hardware import peak_memory
-from phalanx.parallel import device_kind
-from phalanx.train.assembly import Assembly, Findings, build, refuse
+from phalanx.parallel import device_kind, devices_here
+from phalanx.train.assembly import Assembly, Findings, build
 from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.loop import Stepper
-from phalanx.train.lr_schedule import resume_notes
+from phalanx.train.lr_schedule import RunStart, resume_notes
 from phalanx.train.memory_use import MeasuredStep
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import AssemblyScene, Observer
@@ -36,14 +37,13 @@ def rank_of_mesh(
     """Within, this process is the rank of the mesh that ``place.rank`` is, restored where the run resumes. Collective.
 
     Raises:
-        RefusedError: if the plan cannot serve the job here.
+        RefusedError: if the plan cannot serve the job.
         CheckpointError: if there is nothing to resume from.
     """
-    here = place.workers_here * run.plan.threads
-    refuse(job, run.plan, place.world_size, here)
-    with default_process_group(place_within(run.plan, place), device_for(place, device_kind(run.plan, here))):
+    device = device_for(place, device_kind(run.plan, devices_here(run.plan, place)))
+    with default_process_group(place_within(run.plan, place), device):
         path, first = newest_checkpoint(run) if run.resume else (None, 0)
-        assembly = build(job, run.plan, place, first_step=first, lr_scale=run.lr_scale, findings=findings)
+        assembly = build(job, run.plan, place, device, start=RunStart.of(run, first), findings=findings)
         assembly.notes.extend(findings.causes)
         loader = assembly.loader
         if path:

@@ -1,25 +1,42 @@
-"""What of a job's model and optimizer keeps a plan from it, on any devices: one list for every verb."""
+"""What of a job's model, data and optimizer keeps a plan from it, on any devices: one list for every verb."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from phalanx.comm import is_dtensor
 from phalanx.config import Job, Plan
+from phalanx.data.loader import stream_problems
+from phalanx.data.map_style import is_stream
 from phalanx.errors import Problem
-from phalanx.parallel import compression
+from phalanx.parallel import RankHoldings, compression
 from phalanx.parallel.diloco import fragment_problems
 from phalanx.parallel.grad_reduce import sparse_problems
 from phalanx.parallel.parameter_server import starved
 from phalanx.train.elementwise import Parameters, elementwise, learning, rows_problem, slice_problems, small
-from phalanx.train.lr_schedule import scheduler_problems
+from phalanx.train.lr_schedule import START, RunStart, scheduler_problems
+from phalanx.train.uneven_shares import moves_what_workers_read, read_ahead
+
+
+def job_problems(job: Job, plan: Plan, module: nn.Module, start: RunStart = START) -> list[Problem]:
+    """What of ``job``, whose model is ``module`` and needs no values, keeps ``plan`` from it.
+
+    Of a run that begins otherwise than with its job's own rates and from its first step on, ``start`` says so.
+    """
+    parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    found = [*model_problems(module, plan), *data_problems(job, plan)]
+    if plan.server:
+        found += server_problems(job, plan, parameters)
+    return [*found, *optimizer_problems(job, plan, parameters, start)]
 
 
 def model_problems(module: nn.Module, plan: Plan) -> list[Problem]:
@@ -34,49 +51,89 @@ def model_problems(module: nn.Module, plan: Plan) -> list[Problem]:
     return problems
 
 
-def optimizer_problems(job: Job, plan: Plan, parameters: Mapping[str, torch.Tensor]) -> list[Problem]:
+def data_problems(job: Job, plan: Plan) -> list[Problem]:
+    """What keeps ``plan`` from the job's data, which are made only for plans that do not go with all."""
+    if not (plan.server or moves_what_workers_read(job, plan)):
+        return []
+    try:
+        data = job.data()
+        evaluation = job.evaluate() if plan.server and job.evaluate is not None else None
+    except Exception:  # the job's own error is what a run tells
+        return []
+    if plan.server:
+        of_evaluation = [] if evaluation is None else stream_problems(evaluation, plan.dp, once=True)
+        return [*stream_problems(data, plan.dp), *of_evaluation]
+    return [read_ahead(job, plan)] if is_stream(data) else []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerTrial:
+    """An optimizer that the job has made, and what of it is still to be tried on small parameters.
+
+    Attributes:
+        parameters: that it is to step; of these only names and numbers of dimensions are read.
+        slices: whether they are slices as plain tensors.
+        mesh: that they are rows over, as DTensors; ``None`` where they are not.
+        alone: whether only one rank of ``mesh`` tries.
+    """
+
+    optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, torch.Tensor]
+    slices: bool
+    mesh: DeviceMesh | None = None
+    alone: bool = False
+
+    @classmethod
+    def of_rank(cls, optimizer: torch.optim.Optimizer, held: RankHoldings, *, tried: bool) -> OptimizerTrial:
+        """Of what a rank holds; where a look has ``tried`` the optimizer, slices are not tried again."""
+        parameters = held.parameters
+        slices = not tried and any(one.placed for name, one in held.slices.items() if name in parameters)
+        mesh = next((one.device_mesh for one in parameters.values() if is_dtensor(one)), None)
+        return cls(optimizer=optimizer, parameters=parameters, slices=slices, mesh=mesh)
+
+    def problems(self, job: Job, plan: Plan, start: RunStart = START) -> list[Problem]:
+        """What keeps ``plan`` from the optimizer. Collective over ``mesh`` unless ``alone``."""
+        if problems := closure_problems(self.optimizer):
+            return problems
+        problems += compression.optimizer_problems(self.optimizer, plan)
+        problems += scheduler_problems(job, plan, self.optimizer, start)
+        if self.slices:
+            problems += slice_problems(job, plan, self.parameters)
+        if self.mesh is not None:
+            problem = rows_problem(job, plan, self.optimizer, self.parameters, self.mesh, alone=self.alone)
+            problems += [problem] if problem else []
+        return problems
+
+
+def optimizer_problems(
+    job: Job, plan: Plan, parameters: Mapping[str, torch.Tensor], start: RunStart = START
+) -> list[Problem]:
     """What of the job's optimizer keeps ``plan`` from ``parameters``; of these only names and shapes are read.
 
     It is made of small parameters and tried on them. Empty where it cannot be: then its own error is what a run tells.
     """
+    slices = max(plan.tp, plan.ep) > 1
     try:
         with torch.random.fork_rng(devices=[]):
             optimizer: Any = job.optimizer(Parameters(learning(small(parameters))))
     except Exception:  # a factory of any make
-        return slice_problems(job, plan, parameters) if max(plan.tp, plan.ep) > 1 else []
+        return slice_problems(job, plan, parameters) if slices else []
     if not isinstance(optimizer, torch.optim.Optimizer):
         return []
-    if problems := closure_problems(optimizer):
-        return problems
-    problems += compression.optimizer_problems(optimizer, plan)
-    problems += scheduler_problems(job, plan, optimizer)
-    if max(plan.tp, plan.ep) > 1:
-        problems += slice_problems(job, plan, parameters)
-    if plan.fsdp > 1 and not dist.is_initialized():
-        with rank_0(plan):
-            mesh = dist.device_mesh.init_device_mesh("cpu", (plan.fsdp,))
-            problem = rows_problem(job, plan, optimizer, parameters, mesh, alone=True)
-        problems += [problem] if problem else []
-    return problems
+    trial = OptimizerTrial(optimizer=optimizer, parameters=parameters, slices=slices)
+    if plan.fsdp == 1 or dist.is_initialized():
+        return trial.problems(job, plan, start)
+    with rank_0(plan):
+        mesh = init_device_mesh("cpu", (plan.fsdp,))
+        return replace(trial, mesh=mesh, alone=True).problems(job, plan, start)
 
 
-def server_problems(job: Job, plan: Plan) -> list[Problem]:
-    """What keeps servers from serving ``job``, as far as it shows before any process starts."""
-    problems: list[Problem] = []
-    if plan.precision == "fp16":
-        given, fix = f"precision=fp16 with server={plan.server}", str(replace(plan, precision="bf16"))
-        why = "which loss scale overflows is known only when gradients of other scales are on their way"
-        problems.append(Problem(where="plan.precision", given=given, allowed=f"fp32 or bf16: {why}", fix=fix))
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            module = job.model()
-        parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
-    except Exception:  # some models need values; then the servers themselves find out
-        return problems
-    problems += sparse_problems(module, plan)
+def server_problems(job: Job, plan: Plan, parameters: Mapping[str, torch.Tensor]) -> list[Problem]:
+    """What keeps servers from holding ``parameters``."""
+    problems = type_problems(parameters, plan)
     if plan.server > 1:
         problems += starved(parameters, plan, cut=elementwise(job, parameters))
-    return [*problems, *type_problems(parameters, plan)]
+    return problems
 
 
 def type_problems(parameters: Mapping[str, torch.Tensor], plan: Plan) -> list[Problem]:

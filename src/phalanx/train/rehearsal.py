@@ -28,13 +28,14 @@ from phalanx.train.evaluate import evaluation_mode, measure
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
-from phalanx.train.refusals import model_problems, optimizer_problems, rank_0
+from phalanx.train.lr_schedule import START, RunStart
+from phalanx.train.refusals import job_problems, rank_0
 
 _HOST = torch.device("cpu")
 _FEW = 2
 
 
-def rehearse(job: Job, plan: Plan) -> nn.Module | None:
+def rehearse(job: Job, plan: Plan, start: RunStart = START) -> nn.Module | None:
     """Take the first samples of ``job`` through model, loss, backward and evaluation, and try its optimizer.
 
     To be called in a process that is thrown away: it draws random numbers. Returns the model, with its initial values;
@@ -52,14 +53,14 @@ def rehearse(job: Job, plan: Plan) -> nn.Module | None:
     try:
         module = build_model(alone)
         before = [one.clone() for one in module.buffers()]
-        _FirstStep(job, plan).run(module, [_few(Loader(job.data(), alone, Lane(), micro=None))])
+        _FirstStep(job, plan, start).run(module, [_few(Loader(job.data(), alone, Lane(), micro=None))])
     except Exception as error:
         if device_kind(plan) != "cpu":  # what cannot be done on the host may well be done there
             if isinstance(error, LossError | SpecError):
                 raise
             return None
         with rank_0(plan):
-            first = _FirstStep(job, plan, final=True)
+            first = _FirstStep(job, plan, start, final=True)
             with first.code_of("job.model"):
                 module = build_model(alone)
             first.run(module, first.of_rank_0(alone))
@@ -74,19 +75,17 @@ def rehearse(job: Job, plan: Plan) -> nn.Module | None:
 class _FirstStep:
     """The first step of a job, as far as one process can take it; a ``final`` one says what its code fails with."""
 
-    def __init__(self, job: Job, plan: Plan, *, final: bool = False) -> None:
-        self._job, self._plan, self._final = job, plan, final
+    def __init__(self, job: Job, plan: Plan, start: RunStart, *, final: bool = False) -> None:
+        self._job, self._plan, self._start, self._final = job, plan, start, final
 
     def run(self, module: nn.Module, micros: Iterable[MicroBatch]) -> None:
         """Forward, loss and backward of these micro-batches; then the first ones of evaluation."""
         job = self._job
         trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
-        if problems := model_problems(module, self._plan):
+        if problems := job_problems(job, self._plan, module, self._start):
             raise RefusedError(problems)
         with self.code_of("job.optimizer"):
             optimizer_over(job, trainable)
-        if problems := optimizer_problems(job, self._plan, trainable):
-            raise RefusedError(problems)
         inputs = Inputs(job, module)
         for micro in micros:
             with compute_context(self._plan, _HOST):

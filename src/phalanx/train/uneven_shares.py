@@ -73,7 +73,7 @@ class Sharing:
         self._balance: Balance | None = None
         if plan.shares == AUTO:
             if not loader.deals_here:
-                raise RefusedError([_read_ahead(job, plan)])
+                raise RefusedError([read_ahead(job, plan)])
             self._balance = Balance(counts, least=min(plan.fsdp * plan.ep, *counts))
         self._watch: Stopwatch | None = None
         self._room = MemoryRoom(cuda=False, workers_here=place.workers_here, bounded=plan.micro is not None)
@@ -152,7 +152,13 @@ def _middle(values: Sequence[float]) -> float:
     return statistics.fmean(ordered[out : len(ordered) - out])
 
 
-def _read_ahead(job: Job, plan: Plan) -> Problem:
+def moves_what_workers_read(job: Job, plan: Plan) -> bool:
+    """Whether shares change that processes of their own deal out where the data are a stream."""
+    return plan.shares == AUTO and job.workers > 0
+
+
+def read_ahead(job: Job, plan: Plan) -> Problem:
+    """``shares=auto`` over a stream that processes of its own read and deal out ahead."""
     given = f"{plan} over a stream that {job.workers} processes read ahead"
     allowed = "shares=auto over map-style data, or over a stream read with workers=0: shares move while it is read"
     return Problem(where="plan.shares", given=given, allowed=allowed, fix="job(workers=0)")

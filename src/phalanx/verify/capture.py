@@ -189,8 +189,9 @@ def read_back(job: Job, path: Path, folder: Path) -> tuple[dict[str, Tensor], di
 
     def work(place: Place, report: Callable[[int], None]) -> Any:
         plan = Plan(device="cpu")
-        with default_process_group(place, device_for(place, "cpu")):
-            assembly = build(job, plan, place)
+        device = device_for(place, "cpu")
+        with default_process_group(place, device):
+            assembly = build(job, plan, place, device)
             restore(path, job, assembly)
             scene = AssemblyScene(assembly)
             found = {f"model.{name}": tensor for name, tensor in {**scene.values(), **scene.buffers()}.items()}

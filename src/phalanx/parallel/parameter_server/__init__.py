@@ -1,6 +1,6 @@
 """Asynchronous data parallelism: servers hold the parameters, deal pieces of global batches out, apply updates."""
 
-from phalanx.parallel.parameter_server.shards import Flat, Form, RowSlice, cut_out, form_of, partition, starved
+from phalanx.parallel.parameter_server.shards import Flat, Form, RowSlice, check, cut_out, form_of, partition, starved
 from phalanx.parallel.parameter_server.update import Pushed, Rule, Shard
 from phalanx.parallel.parameter_server.work_queue import BatchPiece, FrameKind, Report, StalenessBound, WorkQueue
 
@@ -16,6 +16,7 @@ __all__ = [
     "Shard",
     "StalenessBound",
     "WorkQueue",
+    "check",
     "cut_out",
     "form_of",
     "partition",

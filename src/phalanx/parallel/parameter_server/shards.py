@@ -10,7 +10,7 @@ largest tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import final
 
@@ -61,6 +61,15 @@ def partition(tensors: Mapping[str, torch.Tensor], servers: int, *, cut: bool) -
 def cut_out(tensor: torch.Tensor, part: RowSlice) -> torch.Tensor:
     """The rows of ``tensor`` that ``part`` names: a view."""
     return tensor if part.whole else tensor[part.start : part.stop]
+
+
+def check(plan: Plan) -> list[Problem]:
+    """What keeps servers from serving the plan."""
+    if not plan.server or plan.precision != "fp16":
+        return []
+    given, fix = f"precision=fp16 with server={plan.server}", str(replace(plan, precision="bf16"))
+    why = "which loss scale overflows is known only when gradients of other scales are on their way"
+    return [Problem(where="plan.precision", given=given, allowed=f"fp32 or bf16: {why}", fix=fix)]
 
 
 def starved(tensors: Mapping[str, torch.Tensor], plan: Plan, *, cut: bool) -> list[Problem]:

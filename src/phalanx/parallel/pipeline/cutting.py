@@ -16,10 +16,10 @@ from phalanx.parallel.mixed_precision import gathered_type
 from phalanx.parallel.pipeline.program import Program, program
 from phalanx.parallel.pipeline.stage import Stage, UnitOutlines, strip
 from phalanx.parallel.survey import Example
-from phalanx.placement.limits import few_parts
+from phalanx.placement.limits import few_parts, reads_uncalled
 from phalanx.placement.schedules import holders
 from phalanx.placement.stages import balanced
-from phalanx.trace.blocks import blocks, can_be_called
+from phalanx.trace.blocks import blocks, can_be_called, parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +85,8 @@ def cut(module: nn.Module, example: Example, plan: Plan, known: StageCuts | None
         starts = list(known.starts)
     else:
         found, starts = _looked_for(module, example, plan)
+    if plan.recompute != "none" and (reading := _reads_more(found, parts(module))):
+        raise RefusedError([reads_uncalled(plan, reading)])
     regions = tuple(range(a, b) for a, b in pairwise([*starts, len(found.calls)]))
     stage_of = {region: stage for stage, its in enumerate(regions) for region in its}
     stages_of = {
@@ -109,6 +111,12 @@ def _looked_for(module: nn.Module, example: Example, plan: Plan) -> tuple[Progra
         whole = take_apart(module, whole, uncalled)
         found = program(module, whole, example)
     return found, chosen(found, plan)
+
+
+def _reads_more(found: Program, recomputed: Iterable[nn.Module]) -> str:
+    """A call within ``recomputed`` that reads what it is not called with, which in backward is not there any more."""
+    inside = {child for part in recomputed for child in part.modules()}
+    return next((call.name for call in found.calls if call.reads and call.unit in inside), "")
 
 
 def _units(found: Program) -> tuple[str, ...]:

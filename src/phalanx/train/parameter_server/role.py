@@ -12,10 +12,9 @@ from phalanx.config import Job, RunSpec
 from phalanx.data.loader import BatchPieces
 from phalanx.errors import RunError
 from phalanx.events import read
-from phalanx.parallel import advice, device_kind, notes
+from phalanx.parallel import advice, device_kind, devices_here, notes
 from phalanx.parallel.compression import Codec, codec
 from phalanx.parallel.parameter_server import FrameKind, StalenessBound, WorkQueue
-from phalanx.train.assembly import refuse
 from phalanx.train.loop import StepsLostError, TrainingLoop
 from phalanx.train.lr_schedule import resume_notes
 from phalanx.train.observer import Observer
@@ -50,23 +49,17 @@ def take_part(
         RefusedError: if the plan cannot serve the job.
         RunError: if a server or every worker is gone for longer than ``patience.back``.
     """
-    plan, waits = run.plan, patience or Patience()
-    refuse(job, plan, place.world_size, workers_here(run, place))
-    if place.rank < plan.dp:
+    waits = patience or Patience()
+    if place.rank < run.plan.dp:
         _work(job, run, place, report, waits, observer or Observer())
         return {}
     return ServerProcess(job, run, place, waits, observer or Observer()).serve(report, causes)
 
 
-def workers_here(run: RunSpec, place: Place) -> int:
-    """How many of the run's workers share this machine's devices; servers need none."""
-    return min(place.workers_here, run.plan.dp)
-
-
 def _work(
     job: Job, run: RunSpec, place: Place, report: Callable[[int], None], patience: Patience, observer: Observer
 ) -> None:
-    kind = device_kind(run.plan, workers_here(run, place))
+    kind = device_kind(run.plan, devices_here(run.plan, place))
     device = device_for(place, kind)
     data = _data(job, run)
     worker = Worker(job, run.plan, device, divisor_of(job), data)
@@ -171,7 +164,7 @@ class ServerProcess:
 
     def _start(self, coordinator: Coordinator, resumed: Path | None, causes: Sequence[str]) -> None:
         job, run, first, pieces = self._job, self._run, coordinator.taken, coordinator.pieces
-        device = device_kind(run.plan, workers_here(run, self._place))
+        device = device_kind(run.plan, devices_here(run.plan, self._place))
         said = resume_notes(job, run.folder, step=first, total_steps=pieces.total_steps) if resumed else []
         coordinator.recorder.start(
             job,

@@ -22,11 +22,11 @@ from phalanx.checkpoint.folder import checkpoints, is_complete, name_of
 from phalanx.config import Job, Plan
 from phalanx.errors import RefusedError
 from phalanx.parallel.layout import SingleLayout
-from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, Shard, cut_out, form_of, partition, starved
+from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, Shard, cut_out, form_of, partition
 from phalanx.train.assembly import build_optimizer
 from phalanx.train.build_model import build_model
 from phalanx.train.elementwise import Parameters, elementwise
-from phalanx.train.refusals import type_problems
+from phalanx.train.refusals import server_problems
 from phalanx.train.state import identity, model_tensors, restore_values
 
 
@@ -66,9 +66,9 @@ class ShardStore:
         self.layout = SingleLayout(build_model(job), torch.device("cpu"))
         self._whole = build_optimizer(job, self.layout)
         parameters = self.layout.parameters
-        cut = elementwise(job, parameters)
-        if problems := [*starved(parameters, plan, cut=cut), *type_problems(parameters, plan)]:
+        if problems := server_problems(job, plan, parameters):
             raise RefusedError(problems)
+        cut = elementwise(job, parameters)
         self.slices = {one.name: one for one in partition(parameters, plan.server, cut=cut)[index]}
         self.rates = [float(group["lr"]) for group in self._whole.param_groups]
         rule = Rule(compensate=plan.compensate, keeps_each_gradient=plan.backup > 0, ahead=bool(plan.staleness))
