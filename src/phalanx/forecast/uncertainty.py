@@ -232,8 +232,8 @@ def uncut(plan: Plan, heads: int) -> Iterator[str]:
     """A sentence where ``tp`` does not divide the ``heads`` of attention; 0 of a model without."""
     if plan.tp > 1 and heads and heads % plan.tp:
         yield (
-            f"tp={plan.tp} does not divide {heads} heads: attention is priced as cut, and stays whole on each rank "
-            "where queries, keys and values come of one layer; phalanx show tells which."
+            f"tp={plan.tp} does not divide {heads} heads: attention is priced in even shares; ranks have some heads "
+            "more or fewer, or keys and values whole: phalanx show tells which."
         )
 
 

@@ -1,9 +1,10 @@
 """What ranks send one another in an optimizer step: kinds of exchange, over which ranks, how many bytes, how often.
 
 Written once, for numbers and for arrays with one for each of many plans: forecasts price these exchanges, and a test
-counts that these run and no others. Of experts the rows are listed as if tokens were routed evenly, which nothing
-counts. Plans whose replicas step by themselves, compress what they send or use servers send other messages, which they
-count as they run.
+counts that these run and no others. Listed is what even shares exchange: of experts as if tokens were routed evenly,
+which nothing counts; of rows as if ranks divided them; of gradients of one group as if they were one bucket. Not listed
+are running statistics, which rank 0 sends to all, and the question which parameters had a gradient. Plans whose
+replicas step by themselves, compress what they send or use servers send other messages, which they count as they run.
 """
 
 from __future__ import annotations
