@@ -20,7 +20,6 @@ from phalanx.parallel.offload import OptimizerOnHost
 from phalanx.parallel.survey import Example
 from phalanx.parallel.threads import ThreadsLayout
 from phalanx.placement.limits import returns_freed_memory
-from phalanx.trace.blocks import open_up
 
 
 def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
@@ -66,13 +65,10 @@ def assemble(
 ) -> Layout:
     """Lay ``module`` out as ``plan`` says, on this rank's device; a plan that splits the model needs an ``example``."""
     seen = example() if example and (plan.kind == "split" or plan.zero == 3 or plan.recompute != "none") else None
-    if seen is not None and (plan.zero == 3 or plan.recompute != "none"):
-        if seen.facts:
-            open_up(module.get_submodule(name) for name in seen.facts.opened)
-        else:
-            from phalanx.parallel.unwrapped_blocks import look_inside
+    if seen is not None:
+        from phalanx.parallel.unwrapped_blocks import open_unwrapped
 
-            look_inside(module, seen)
+        open_unwrapped(module, plan, seen)
     if plan.kind == "split":
         from phalanx.parallel.split import SplitLayout
 

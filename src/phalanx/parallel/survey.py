@@ -37,7 +37,7 @@ class Example:
 def survey(module: nn.Module, plan: Plan, example: Example | None = None) -> tuple[Survey, SplitParts | None]:
     """Look at ``module``, which needs no values; a plan that splits the model needs an ``example``.
 
-    Gives also all that was found of a model that is split.
+    Gives also all that was found of a model that is split; what the example's ``facts`` say is not looked for again.
 
     Raises:
         RefusedError: if the plan asks for what the model has not.
@@ -46,16 +46,20 @@ def survey(module: nn.Module, plan: Plan, example: Example | None = None) -> tup
     found = Survey(plan=plan, parameters=parameters, buffers=buffers)
     if plan.kind != "split":
         return found, None
+    from phalanx.parallel.expert import by_rows
     from phalanx.parallel.split import look
 
     assert example is not None
-    parts = look(module, plan, example)
+    known = example.facts.parts if example.facts else None
+    if known is not None:
+        by_rows(module, known.experts)
+    parts = known or look(module, plan, example)
     if plan.pp == 1:
         shares = _shares(parts, plan, {tensor.name for tensor in parameters})
         return replace(found, whole=tuple(parts.whole), shares=(shares,)), parts
     from phalanx.parallel.pipeline import cut
 
-    pipeline = cut(module, example, plan)
+    pipeline = cut(module, example, plan, parts.stages)
     return replace(
         found,
         stages=tuple(_stages(pipeline, {tensor.name: tensor.elements for tensor in parameters})),

@@ -19,10 +19,24 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from phalanx.config import Plan
 from phalanx.parallel.local_shards.tensor import METADATA, name_of
 from phalanx.parallel.survey import Example
 from phalanx.trace.blocks import blocks, leave_cache_out, open_up
 from phalanx.trace.fake_tensors import Mode, Values, fake, faked, quiet
+
+
+def open_unwrapped(module: nn.Module, plan: Plan, example: Example) -> tuple[str, ...]:
+    """Open up such blocks of ``module`` where ``plan`` does something around blocks: those of ``example.facts``.
+
+    Gives their names; they are looked for where the example has no facts.
+    """
+    if plan.zero < 3 and plan.recompute == "none":
+        return ()
+    if example.facts is None:
+        return look_inside(module, example)
+    open_up(module.get_submodule(name) for name in example.facts.opened)
+    return example.facts.opened
 
 
 def look_inside(module: nn.Module, example: Example) -> tuple[str, ...]:

@@ -18,8 +18,9 @@ from phalanx.data import Lane, Loader
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel import Example, check, device_kind, notes, threads, torch_compile
 from phalanx.parallel.survey import survey
+from phalanx.parallel.unwrapped_blocks import open_unwrapped
 from phalanx.placement.ownership import Survey
-from phalanx.train.assembly import Findings, example_of
+from phalanx.train.assembly import Findings, example_of, known_facts
 from phalanx.train.build_model import begun, build_model, give_needed_values, size_of, without_values
 from phalanx.train.elementwise import half_steps
 from phalanx.train.lr_schedule import START, RunStart
@@ -46,8 +47,10 @@ def preview(job: Job, plan: Plan, look: Callable[[], Findings] = Findings) -> tu
     findings, found = look(), notes(module, job, plan)
     if plan.kind != "split":
         return survey(module, plan)[0], [*found, *findings.causes]
-    example = _example(job, module)
-    found += [*unbuilt, *give_needed_values(module, example), *findings.causes]
+    facts, example = known_facts(findings, module, plan), _example(job, module)
+    found += [*unbuilt, *([] if facts else give_needed_values(module, example)), *findings.causes]
+    example = replace(example, facts=facts)
+    open_unwrapped(module, plan, example)
     return survey(module, plan, example)[0], found
 
 
@@ -127,11 +130,10 @@ def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
         return Findings(causes=tuple(found), module=module, size=size)
 
     from phalanx.parallel.split_facts import Facts, identity
-    from phalanx.parallel.unwrapped_blocks import look_inside
 
     of, example = identity(module, plan), _example(job, module)  # before the look leaves its marks
     give_needed_values(module, example)
-    opened = look_inside(module, example) if plan.zero == 3 or plan.recompute != "none" else ()
+    opened = open_unwrapped(module, plan, example)
     facts = Facts(of=of, opened=opened, parts=survey(module, plan, example)[1])
     changed = facts.parts is not None and facts.parts.experts
     return Findings(causes=tuple(found), facts=facts.to_dict(), module=None if changed else module, size=size)
