@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+EVERY = 2**30
+"""Ranks: however many there are."""
+
 Share = Literal["whole", "tokens", "inner", "column", "row"]
 """What ranks of ``tp`` can divide.
 
@@ -52,6 +55,7 @@ class Operation:
     # elements that it still reads and writes where a compiler joins it with its neighbours; never above ``traffic``
     fused: SizeLaw = SizeLaw(0.0)
     share: Share = "whole"  # what ``tp`` can divide
+    most: int = EVERY  # ranks of ``tp`` that it is divided over at most; with more it is whole
     weights: bool = False  # it yields gradients of parameters only, so that nothing waits for it before the optimizer
     causal: bool = False  # of ``attention``: queries see earlier keys only, half of the work
     expert: bool = False  # it belongs to experts, of which each token meets some: ``ep`` divides it
@@ -65,6 +69,7 @@ class Saved:
     elements: SizeLaw  # how many
     itemsize: int = 0  # bytes of an element; 0 where it is that of the precision computed in
     share: Share = "whole"  # what ``tp`` can divide: ``whole``, ``tokens`` or ``inner``
+    most: int = EVERY  # ranks of ``tp`` that it is divided over at most; with more it is whole
     cheap: bool = False  # selective recompute drops it (it is neither of a product nor of an attention)
     expert: bool = False  # it belongs to experts
 
@@ -76,6 +81,8 @@ class Weights:
     elements: int  # how many learn
     frozen: int = 0  # how many do not
     share: Share = "whole"  # ``inner`` where ``tp`` cuts them, else ``whole``
+    # ranks of ``tp`` that they are divided over at most, of experts ``ep`` times ``tp``; with more they are whole
+    most: int = EVERY
     expert: bool = False  # ``ep`` deals them out
     tensors: int = 1  # how many tensors they are
     largest: int = 0  # elements of the largest of these; 0 where not known

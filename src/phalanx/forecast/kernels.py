@@ -95,9 +95,14 @@ def _on_a_core(costs: OperationArrays, layouts: Layouts, dims: list[Array], rate
 def _divided(costs: OperationArrays, layouts: Layouts) -> Array:
     """By how many ranks the elements of each operation are divided: shape (operations, N)."""
     by = np.ones((len(costs.part), len(layouts.tp)))
-    by[costs.inner] *= layouts.tp
+    by[costs.inner] *= _cut_over(costs, layouts)[costs.inner]
     by[costs.tokens] *= np.where(layouts.sequence > 0, layouts.tp, 1.0)
     return by * np.where((costs.traffic.length > 0)[:, None], layouts.cp, 1.0)
+
+
+def _cut_over(costs: OperationArrays, layouts: Layouts) -> Array:
+    """Ranks of ``tp`` that each operation is divided over, where it is: shape (operations, N)."""
+    return np.where(layouts.tp[None, :] <= costs.most[:, None], layouts.tp[None, :], 1.0)
 
 
 def _dims(costs: OperationArrays, layouts: Layouts) -> list[Array]:
@@ -108,18 +113,23 @@ def _dims(costs: OperationArrays, layouts: Layouts) -> list[Array]:
         cut = waiting & (laws.length > 0)
         dim[cut] /= layouts.cp
         waiting &= ~cut
+    tp = _cut_over(costs, layouts)
     first, cut_n, cut_k = costs.matmul & ~costs.backward, costs.column, costs.row
-    dims[2][first & cut_n] /= layouts.tp
-    dims[3][first & cut_k] /= layouts.tp
     later = costs.matmul & costs.backward & ~costs.weights
-    dims[3][later & cut_n] /= layouts.tp
-    dims[2][later & cut_k] /= layouts.tp
     last = costs.matmul & costs.weights & (cut_n | cut_k)
-    dims[2][last] /= layouts.tp
-    dims[0][costs.matmul & costs.inner] /= layouts.tp
     heads = costs.attention & costs.inner
-    dims[1][heads] /= layouts.tp
-    dims[2][heads] /= layouts.tp
+    divided = [
+        (2, first & cut_n),
+        (3, first & cut_k),
+        (3, later & cut_n),
+        (2, later & cut_k),
+        (2, last),
+        (0, costs.matmul & costs.inner),
+        (1, heads),
+        (2, heads),
+    ]
+    for at, rows in divided:
+        dims[at][rows] /= tp[rows]
     dims[0][costs.matmul & costs.expert] /= layouts.ep
     dims[1][costs.matmul & costs.expert] *= layouts.ep
     return dims

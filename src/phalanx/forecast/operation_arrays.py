@@ -67,6 +67,7 @@ class OperationArrays:
     row: Mask
     inner: Mask
     tokens: Mask
+    most: Array  # ranks of ``tp`` that it is divided over at most
     weights: Mask  # yields gradients of parameters only
     wide: Mask  # computed in fp32 under any precision: losses and what they need
     half: Array  # 0.5 where attention is causal, else 1
@@ -110,6 +111,7 @@ def table(profile: Profile, balanced: bool = True) -> OperationArrays:
         row=having("share", "row"),
         inner=having("share", "inner"),
         tokens=having("share", "tokens"),
+        most=np.array([float(operation.most) for operation in operations]),
         weights=np.array([operation.weights for operation in operations], dtype=bool),
         wide=np.array([any(word in operation.name for word in _WIDE) for operation in operations], dtype=bool),
         half=np.array([0.5 if operation.causal else 1.0 for operation in operations]),

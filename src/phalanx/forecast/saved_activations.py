@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.config.model_costs import EVERY
 from phalanx.config.plan import Schedule
 from phalanx.forecast.kernels import itemsize
 from phalanx.forecast.layouts import Layouts
@@ -111,7 +112,7 @@ def _bytes(part: ModelPart, micro: _Micro, layouts: Layouts, preset: Preset) -> 
     for one in part.saved:
         plain = micro.count(one.elements) * (one.itemsize or micro.size)
         times = _times(part, one, layouts, preset)
-        whole, saved = whole + plain, saved + plain * times / _divided(one.share, layouts)
+        whole, saved = whole + plain, saved + plain * times / _divided(one.share, layouts, one.most)
     working = micro.count(part.working) * micro.size * np.where(whole > 1, saved / whole, 1.0)
     if part.role == "after" and preset.logits:
         saved = saved - _cut(part, micro) / layouts.tp
@@ -130,7 +131,7 @@ def _bytes(part: ModelPart, micro: _Micro, layouts: Layouts, preset: Preset) -> 
 def _times(part: ModelPart, one: Saved, layouts: Layouts, preset: Preset) -> Array:
     """How often something saved is there: a loss over classes that ``tp`` has cut may keep them once more."""
     twice = preset.logits_twice and part.role == "after" and one.share == "inner"
-    return np.where((layouts.tp > 1) & twice, 2.0, 1.0)
+    return np.where((_divided("inner", layouts, one.most) > 1) & twice, 2.0, 1.0)
 
 
 def _by_norms(part: ModelPart, stream: Array, micro: _Micro, layouts: Layouts, preset: Preset) -> Array:
@@ -152,7 +153,8 @@ def _by_casts(part: ModelPart, micro: _Micro, layouts: Layouts, preset: Preset) 
         found = found + np.where(micro.wider > 0, one.learn * micro.size, 0.0)
     for one in part.saved:
         if part.role == "after" and one.share == "inner" and not one.itemsize:
-            found = found + micro.count(one.elements) * micro.wider * _times(part, one, layouts, preset) / layouts.tp
+            times = _times(part, one, layouts, preset) / _divided("inner", layouts, one.most)
+            found = found + micro.count(one.elements) * micro.wider * times
     return found
 
 
@@ -169,13 +171,13 @@ def _results(part: ModelPart, micro: _Micro, layouts: Layouts, stride: int) -> A
             elements = sizes[0] * sizes[1] * sizes[2] if products % stride == 0 else 0.0
             products += 1
         share = {"column": "inner", "row": "tokens"}.get(operation.share, operation.share)
-        found = found + elements * micro.scale / _divided(share, layouts)
+        found = found + elements * micro.scale / _divided(share, layouts, operation.most)
     return found
 
 
-def _divided(share: str, layouts: Layouts) -> Array:
+def _divided(share: str, layouts: Layouts, most: int = EVERY) -> Array:
     if share == "inner":
-        return layouts.tp
+        return np.where(layouts.tp <= most, layouts.tp, 1.0)
     if share == "tokens":
         return np.where(layouts.sequence > 0, layouts.tp, 1.0)
     return np.ones_like(layouts.tp)
@@ -190,7 +192,7 @@ def _scores(part: ModelPart, micro: _Micro, layouts: Layouts, preset: Preset) ->
         if operation.kind == "attention":
             batch, heads, _, queries, keys, _ = (size.at(micro.samples, micro.tokens) for size in operation.dims)
             elements = batch * heads * queries * keys * layouts.cp * micro.scale
-            found = found + elements / layouts.tp * preset.scores_kept
+            found = found + elements / _divided("inner", layouts, operation.most) * preset.scores_kept
     return found
 
 

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any, Literal
 
 from phalanx.config import Plan
-from phalanx.config.model_costs import ModelPart, SizeLaw, Weights
+from phalanx.config.model_costs import ModelPart, Share, SizeLaw, Weights
 from phalanx.config.plan import AXES
 from phalanx.placement.batch_split import micro_batches
 
@@ -59,6 +59,10 @@ class MeshSizes:
     def ranks(self, over: Sequence[str]) -> Number:
         """In one group of an exchange."""
         return prod(getattr(self, axis) for axis in over)
+
+    def divided(self, share: Share, most: Number) -> Number:
+        """Ranks of ``tp`` that something ``inner`` is divided over; see ``Weights.most``."""
+        return 1 + (self.tp - 1) * (self.tp <= most) if share == "inner" else 1
 
     @classmethod
     def of(cls, plan: Plan, batch: int) -> MeshSizes:
@@ -133,23 +137,29 @@ def tensor(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass) -> list[
     """
     part, some, backward = micro.part, 1 * (mesh.tp > 1), way == "backward"
     here = micro.stream / mesh.cp
-    joins = sum(one.share == "row" and one.kind in _PRODUCTS for one in part.forward)
+    rows = [one for one in part.forward if one.share == "row" and one.kind in _PRODUCTS]
+    joins = sum(1 * (mesh.tp <= one.most) for one in rows)
     width = widths.stream if backward else widths.products
-    found = [*_joined(joins, joins - (way == "again"), here * width, mesh)] if joins else []
-    if part.role == "before" and any(one.share == "inner" and not one.expert for one in part.weights):
+    found = [*_joined(joins, joins - (way == "again") * (joins > 0), here * width, mesh)] if rows else []
+    tables = [one for one in part.weights if one.share == "inner" and not one.expert]
+    if part.role == "before" and tables:
+        cut = 1 * (mesh.tp <= max(one.most for one in tables))
         if backward:
-            found.append(_gathered("tokens' gradients of an embedding", mesh.sequence, here * widths.stream))
+            found.append(_gathered("tokens' gradients of an embedding", mesh.sequence * cut, here * widths.stream))
         else:
-            found.append(Exchange(why="embeddings", kind="all-reduce", over=("tp",), size=micro.stream * widths.stream))
-    if part.role == "after" and any(one.share == "column" and one.kind in _PRODUCTS for one in part.forward):
+            size = micro.stream * widths.stream
+            found.append(Exchange(why="embeddings", kind="all-reduce", over=("tp",), size=size, times=cut))
+    heads = [one for one in part.forward if one.share == "column" and one.kind in _PRODUCTS]
+    if part.role == "after" and heads:
+        cut = 1 * (mesh.tp <= max(one.most for one in heads))
         if backward:
-            ways: dict[Kind, Number] = {"all-reduce": 1 - mesh.sequence, "reduce-scatter": mesh.sequence}
+            ways: dict[Kind, Number] = {"all-reduce": cut * (1 - mesh.sequence), "reduce-scatter": cut * mesh.sequence}
             why, size = "gradients of a head's inputs", here * widths.stream
             found += [Exchange(why=why, kind=kind, over=("tp",), size=size, times=ways[kind]) for kind in ways]
         else:
-            found.append(_gathered("a head's inputs", mesh.sequence, here * widths.stream))
+            found.append(_gathered("a head's inputs", mesh.sequence * cut, here * widths.stream))
             size = micro.samples * micro.length / mesh.cp * _CLASSES
-            found.append(Exchange(why="classes in the loss", kind="all-reduce", over=("tp",), size=size, times=3))
+            found.append(Exchange(why="classes in the loss", kind="all-reduce", over=("tp",), size=size, times=3 * cut))
     return [replace(one, times=one.times * some) for one in found]
 
 
@@ -183,7 +193,7 @@ def context(micro: PartPass, mesh: MeshSizes, widths: Widths, way: Pass) -> list
         if one.kind != "attention":
             continue
         samples, heads, key_heads, queries, keys, width = (dim.at(micro.samples, micro.length) for dim in one.dims)
-        cut = mesh.tp if one.share == "inner" else 1
+        cut = mesh.divided(one.share, one.most)
         asked = samples * heads * queries * width * widths.products / cut
         kept = samples * key_heads * keys * width * widths.products / cut
         ring, gather, turned = (some * mesh.attention.get(name, 0) for name in ("ring", "gather", "alltoall"))
@@ -301,11 +311,16 @@ def reductions(mesh: MeshSizes) -> Number:
     return 1 + (mesh.zero > 1) * (mesh.micros - 1)
 
 
+def cut_over(one: Weights, mesh: MeshSizes) -> Number:
+    """Ranks of ``tp`` that these are cut over: of experts only where there are enough for all of ``ep`` too."""
+    return mesh.divided(one.share, one.most // mesh.ep if one.expert else one.most)
+
+
 def elements(weights: Iterable[tuple[Weights, Number]], mesh: MeshSizes) -> list[Elements]:
     """What a rank holds of these, each with how many alike there are: of the experts, and of the rest."""
     found: dict[bool, Elements] = {}
     for one, count in weights:
-        share = count / ((mesh.tp if one.share == "inner" else 1) * (mesh.ep if one.expert else 1))
+        share = count / cut_over(one, mesh) / (mesh.ep if one.expert else 1)
         had = found.get(one.expert, Elements(expert=one.expert))
         learn, frozen = had.learn + share * one.elements, had.frozen + share * one.frozen
         found[one.expert] = Elements(learn=learn, frozen=frozen, expert=one.expert)

@@ -14,6 +14,25 @@ from phalanx.placement.batch_split import largest_share
 _RUN = {"precision": ("fp32", "bf16", "fp16"), "kind": ("cpu", "cuda", "rocm")}
 
 
+_CLASSES_A_RANK = 16  # below which cutting a head is not worth its three reductions
+_MANY_ROWS = 1000
+
+
+def most_for_classes(rows: int) -> int:
+    """The most ranks of ``tp`` that a head of so many classes is cut over, or a table of so many words; 1: whole.
+
+    What ``tp`` cuts is found twice: by ``parallel.tensor`` for a plan's own ``tp``, by trying each cut on the model,
+    and by ``trace.tp_shares`` once for any, from the operations of a trace, so that thousands of plans can be priced.
+    A test holds the two together.
+    """
+    return max(1, rows // _CLASSES_A_RANK)
+
+
+def is_large_table(rows: int) -> bool:
+    """Whether an embedding is cut also where no head shares its vocabulary."""
+    return rows >= _MANY_ROWS
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """Of one model and batch."""

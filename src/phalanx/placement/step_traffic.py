@@ -11,7 +11,7 @@ from itertools import product
 from math import prod
 
 from phalanx.config import Plan
-from phalanx.config.model_costs import Profile, Weights
+from phalanx.config.model_costs import EVERY, Profile, Weights
 from phalanx.config.plan import AXES
 from phalanx.placement.collective_bytes import (
     Elements,
@@ -21,6 +21,7 @@ from phalanx.placement.collective_bytes import (
     PartPass,
     Pass,
     Widths,
+    cut_over,
     elements,
     hidden_states,
     inside,
@@ -83,8 +84,8 @@ def tied_copy(profile: Profile, counts: Sequence[Number]) -> Iterator[tuple[Weig
 def _tied(profile: Profile) -> Weights:
     among = [one for one in profile.parts[0].weights if max(one.elements, one.frozen) >= profile.tied]
     learns = not among or among[0].elements > 0
-    share = among[0].share if among else "whole"
-    return Weights(elements=profile.tied * learns, frozen=profile.tied * (not learns), share=share)
+    share, most = (among[0].share, among[0].most) if among else ("whole", EVERY)
+    return Weights(elements=profile.tied * learns, frozen=profile.tied * (not learns), share=share, most=most)
 
 
 def unit_by_unit(profile: Profile, counts: Sequence[Number]) -> Number:
@@ -103,10 +104,10 @@ def once_a_step(
     """
     shards = 1 + (mesh.fsdp - 1) * (mesh.zero > 0)
     late = [
-        (one, count)
+        (one, count * (cut_over(one, mesh) == 1))
         for part, count in zip(profile.parts, counts, strict=True)
         for one in part.weights
-        if part.role != "before" and one.share == "whole" and not one.expert
+        if part.role != "before" and not one.expert
     ]
     size = _learn(late, mesh) / shards * widths.sent
     yield Exchange(why="gradients of cut tokens", kind="all-reduce", over=("tp",), size=size, times=mesh.sequence)
@@ -129,8 +130,7 @@ def _norms(profile: Profile, counts: Sequence[Number], mesh: MeshSizes) -> Itera
     here = list(weights_held(profile, counts))
     for cut, dealt in product((False, True), repeat=2):
         alike = sum(
-            count * (((one.share == "inner") & (mesh.tp > 1)) == cut) * ((one.expert & (mesh.ep > 1)) == dealt)
-            for one, count in here
+            count * ((cut_over(one, mesh) > 1) == cut) * ((one.expert & (mesh.ep > 1)) == dealt) for one, count in here
         )
         for axis, over in (("fsdp", mesh.zero > 0), ("tp", cut), ("ep", dealt)):
             times = 1 * (alike > 0) * over

@@ -132,7 +132,7 @@ def _precision(plan: Plan, cluster: Cluster) -> Iterator[Problem]:
 def limits_of(work: Work) -> Limits:
     """The limits of ``work``."""
     profile = work.profile
-    shares = [weights.share for part in profile.parts if part.role == "block" for weights in part.weights]
+    inside = [one for part in profile.parts if part.role == "block" for one in part.weights]
     return Limits(
         batch=work.batch,
         tokens=work.tokens,
@@ -140,5 +140,5 @@ def limits_of(work: Work) -> Limits:
         ends=sum(part.count for part in profile.parts if part.role != "block"),
         heads=profile.heads,
         experts=profile.experts,
-        products="inner" in shares,
+        products=any(one.share == "inner" and not one.expert for one in inside),
     )

@@ -137,19 +137,27 @@ def _operation(ops: Sequence[Op], fit: Sizes) -> Operation:
         causal=first.causal,
         expert=first.expert,
         again=first.again,
+        most=first.most,
     )
 
 
 def _saved(each: Sequence[Sequence[SavedBytes]], fit: Sizes) -> tuple[Saved, ...]:
     """What grows alike and can be divided alike added up."""
-    groups: dict[tuple[float, float, int, Share, bool, bool], float] = {}
+    groups: dict[tuple[float, float, int, Share, bool, bool, int], float] = {}
     for kept in each:
         one, law = kept[0], fit.law([size.elements for size in kept])
-        key = (law.by_samples, law.by_length, one.itemsize, one.share, one.cheap, one.expert)
+        key = (law.by_samples, law.by_length, one.itemsize, one.share, one.cheap, one.expert, one.most)
         groups[key] = groups.get(key, 0.0) + law.factor
     return tuple(
-        Saved(elements=SizeLaw(factor, samples, length), itemsize=itemsize, share=share, cheap=cheap, expert=expert)
-        for (samples, length, itemsize, share, cheap, expert), factor in groups.items()
+        Saved(
+            elements=SizeLaw(factor, samples, length),
+            itemsize=itemsize,
+            share=share,
+            cheap=cheap,
+            expert=expert,
+            most=most,
+        )
+        for (samples, length, itemsize, share, cheap, expert, most), factor in groups.items()
     )
 
 

@@ -8,13 +8,13 @@ from typing import Literal
 
 from torch import nn
 
-from phalanx.config.model_costs import Share, Weights
+from phalanx.config.model_costs import EVERY, Share, Weights
+from phalanx.placement.limits import is_large_table, most_for_classes
 from phalanx.trace.operations import KernelWork, Kind, fusible, works
-from phalanx.trace.tp_shares import Shares, Surroundings, experts_in, of_experts, shares
+from phalanx.trace.tp_shares import Division, Shares, Surroundings, experts_in, of_experts, shares
 from phalanx.trace.tracer import Trace, Traced
 
 Role = Literal["before", "block", "after"]
-_MANY_ROWS = 1000  # rows from which an embedding is cut also where no head shares its vocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,7 @@ class Op:
     expert: bool
     numbers: tuple[float, ...]
     again: bool = False
+    most: int = EVERY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,7 @@ class SavedBytes:
     share: Share
     cheap: bool
     expert: bool
+    most: int = EVERY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,22 +100,23 @@ class ParameterFacts:
         first = {id(one): name for name, one in module.named_parameters()}
         self.first = {name: first[id(one)] for name, one in module.named_parameters(remove_duplicate=False)}
 
-    def weights(self, named: Iterable[tuple[str, bool, bool]]) -> tuple[Weights, ...]:
-        """Of (name, whether cut, whether of experts), summed up by how they can be divided."""
-        groups: dict[tuple[Share, bool, bool], list[int]] = {}
-        for name, cut, expert in named:
-            key: tuple[Share, bool, bool] = ("inner" if cut else "whole", expert, self.learns[name])
+    def weights(self, names: Iterable[str], cut: Mapping[str, int], experts: Mapping[str, int]) -> tuple[Weights, ...]:
+        """Of these names, summed up by how they can be divided: ``cut`` over so many ranks at most, or experts."""
+        groups: dict[tuple[int, bool, bool], list[int]] = {}
+        for name in names:
+            key = (experts.get(name, cut.get(name, 0)), name in experts, self.learns[name])
             groups.setdefault(key, []).append(self.elements[name])
         return tuple(
             Weights(
                 elements=sum(each) if learns else 0,
                 frozen=0 if learns else sum(each),
-                share=share,
+                share="inner" if most else "whole",
                 expert=expert,
                 tensors=len(each),
                 largest=max(each),
+                most=most or EVERY,
             )
-            for (share, expert, learns), each in groups.items()
+            for (most, expert, learns), each in groups.items()
         )
 
 
@@ -133,18 +136,18 @@ def _block(name: str, trace: Trace, outer: _AroundBlocks, units: Units) -> Measu
     found = shares(made, _around(trace, units, to_loss=False))
     experts = experts_in(made, trace.parameters)
     ops = _ops(made, found, trace, experts)
-    cut = {*found.roles, *found.biases}
     first = {one: outer.known.first[f"{name}.{one}" if name else one] for one in trace.parameters.values()}
     own = {whole for whole in first.values() if whole.startswith(f"{name}.") and whole not in outer.names}
     outer.tied += sum(outer.known.elements[whole] for whole in first.values() if whole not in own)
-    mine = [(whole, one in cut, one in experts) for one, whole in first.items() if whole in own]
+    cut = {first[one]: most for one, most in found.cut.items()}
+    dealt = {first[one]: count for one, count in experts.items()}
     saved = [number for number in trace.tape.saved if number not in trace.leaving]
     return MeasuredPart(
         name=name,
         role="block",
         forward=tuple(op for op, work in zip(ops, made, strict=True) if not work.step.backward),
         backward=tuple(op for op, work in zip(ops, made, strict=True) if work.step.backward),
-        weights=outer.known.weights(mine),
+        weights=outer.known.weights((whole for whole in first.values() if whole in own), cut, dealt),
         saved=_kept(saved, trace, made, found, units.itemsize),
         entry=float(trace.entries[0].elements) if trace.entries else 0.0,
         working=_working(trace, {0}, saved, units.itemsize),
@@ -188,16 +191,14 @@ class _AroundBlocks:
         trace, known = self.trace, self.known
         saved = [one for one, at in (trace.tape.saved | trace.saved).items() if at in segments]
         here = [(op, work) for op, work in zip(ops, self.made, strict=True) if work.step.segment in segments]
-        cut = {*self.found.roles, *self.found.biases, *self._tables()}
+        cut = self._tables() | self.found.cut
         entry = trace.entries[-1:] if role == "after" else trace.entries[: 0 if self.turns else 1]
         return MeasuredPart(
             name="(model)" if role == "block" else f"({role})",
             role=role,
             forward=tuple(op for op, work in here if not work.step.backward),
             backward=tuple(op for op, work in here if work.step.backward),
-            weights=known.weights(
-                (name, name in cut, name in self.experts) for name in known.elements if name in names
-            ),
+            weights=known.weights((name for name in known.elements if name in names), cut, self.experts),
             saved=_kept(saved, trace, self.made, self.found, self.units.itemsize),
             entry=float(sum(one.elements for one in entry)),
             working=_working(trace, set(segments), saved, self.units.itemsize),
@@ -206,7 +207,7 @@ class _AroundBlocks:
             experts=min(self.experts.values(), default=0),
         )
 
-    def _tables(self) -> set[str]:
+    def _tables(self) -> dict[str, int]:
         """Tables of embeddings that are cut: large ones, and those of the vocabulary of a head that is."""
         held = self.trace.parameters
         rows = {
@@ -216,7 +217,8 @@ class _AroundBlocks:
             for one in work.step.inputs
             if one.memory in held
         }
-        return {name for name, count in rows.items() if count >= _MANY_ROWS or count in self.found.widths}
+        cut = {name for name, count in rows.items() if is_large_table(count) or count in self.found.widths}
+        return {name: most_for_classes(rows[name]) for name in cut}
 
 
 def _ops(made: Sequence[KernelWork], found: Shares, trace: Trace, experts: Mapping[str, int]) -> list[Op]:
@@ -227,14 +229,15 @@ def _ops(made: Sequence[KernelWork], found: Shares, trace: Trace, experts: Mappi
         Op(
             kind=work.kind,
             name=work.name,
-            share=share,
+            share=division.share,
+            most=division.most,
             weights=work.step.backward and only,
             causal=work.step.causal,
             expert=dealt,
             numbers=(*work.dims, work.traffic, min(less, work.traffic)),
             again=work.step.again,
         )
-        for work, share, only, less, dealt in zip(made, found.works, weights, fused, region, strict=True)
+        for work, division, only, less, dealt in zip(made, found.works, weights, fused, region, strict=True)
     ]
 
 
@@ -310,12 +313,13 @@ def _kept(
         if number in trace.parameters or number in trace.others:
             continue
         memory = trace.tape.memories[number]
-        maker = makers.get(number)
+        maker, division = makers.get(number), found.memories.get(number, Division("whole"))
         kept.append(
             SavedBytes(
                 elements=memory.bytes / memory.itemsize,
                 itemsize=0 if memory.floating and memory.itemsize == itemsize else memory.itemsize,
-                share=found.memories.get(number, "whole"),
+                share=division.share,
+                most=division.most,
                 cheap=maker is None or made[maker].kind == "memory",
                 expert=maker is not None and region[maker],
             )

@@ -11,13 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.config.model_costs import Share
+from phalanx.config.model_costs import EVERY, Share
+from phalanx.placement.limits import most_for_classes
 from phalanx.trace.operation_recorder import TensorUse
 from phalanx.trace.operations import KernelWork
 from phalanx.trace.tracer import Trace
 
-FEWEST_CLASSES = 32
-"""Rows of a head below which dividing its classes is not worth the reductions."""
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How ``tp`` divides something, and over how many ranks at most."""
+
+    share: Share
+    most: int = EVERY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +42,11 @@ class Surroundings:
 class Shares:
     """What can be divided."""
 
-    works: list[Share]  # for each operation
-    memories: dict[int, Share]  # memory → ``inner`` or ``tokens``; others are whole
-    roles: dict[str, Share]  # name of a weight → ``column`` or ``row``
-    biases: set[str]  # names of biases that are cut as the column they are added to
+    works: list[Division]  # for each operation
+    memories: dict[int, Division]  # memory → ``inner`` or ``tokens``; others are whole
+    # names of weights that are divided, and of biases that are cut as the column they are added to → over how many
+    # ranks at most
+    cut: dict[str, int]
     heads: int  # fewest heads of keys in an attention; 0 without
     widths: frozenset[int]  # of the columns
 
@@ -69,7 +76,8 @@ class _ShareWalk:
     spoilt: set[str] = field(default_factory=set[str])
     paired: set[str] = field(default_factory=set[str])
     roles: dict[str, Share] = field(default_factory=dict[str, Share])
-    beside: set[str] = field(default_factory=set[str])
+    beside: dict[str, set[str]] = field(default_factory=dict[str, "set[str]"])  # bias → columns that it is added to
+    most: dict[str, int] = field(default_factory=dict[str, int])
     kept: frozenset[int] = frozenset()
     heads: int = 0
 
@@ -97,10 +105,20 @@ class _ShareWalk:
     def finished(self, works: Sequence[KernelWork]) -> Shares:
         """What is known of the forward, carried through the backward."""
         self.kept = frozenset(self.inner)
-        found: list[Share] = [self._share(work) for work in works]
-        memories: dict[int, Share] = dict.fromkeys(self.stream, "tokens")
-        memories.update(dict.fromkeys(self.inner, "inner"))
-        return Shares(found, memories, self.roles, self.beside, self.heads, frozenset(self.widths.values()))
+        found = [self._share(work) for work in works]
+        memories = dict.fromkeys(self.stream, Division("tokens"))
+        memories.update({one: Division("inner", self._most(columns)) for one, columns in self.inner.items()})
+        cut = {name: self._most((name,)) for name in self.roles}
+        cut |= {name: self._most(columns) for name, columns in self.beside.items()}
+        return Shares(found, memories, cut, self.heads, frozenset(self.widths.values()))
+
+    def _most(self, columns: Iterable[str]) -> int:
+        """Over how many ranks what these columns make is divided: as long as one of them is."""
+        return max((self.most.get(name, EVERY) for name in columns), default=EVERY)
+
+    def _limit(self, columns: Iterable[str], most: float) -> None:
+        for name in columns:
+            self.most[name] = min(int(most), self.most.get(name, EVERY))
 
     def _count_heads(self, work: KernelWork) -> None:
         """Heads of keys: as attention has them, or fewer where they are repeated after their projection."""
@@ -113,6 +131,10 @@ class _ShareWalk:
             return
         keys = [self.widths[name] for name in self._columns_in(work.operands[1:2])]
         found = int(min([heads, *(size / width for size in keys)]))
+        # A rank has a head or more: those of fewer keys stay whole sooner.
+        self._limit(self._columns_in(work.operands[:1]), heads)
+        for name in self._columns_in(work.operands[1:]):
+            self._limit((name,), min(heads, self.widths[name] / width))
         self.heads = min(found, self.heads or found)
 
     def _product(self, work: KernelWork, weight: str, read: frozenset[str]) -> None:
@@ -121,22 +143,25 @@ class _ShareWalk:
         elif read:
             self.roles[weight] = "row"
             self.paired |= read
+            self._limit((weight,), self._most(read))
         if read:
             self._made(work.outputs, frozenset(), work.step.inputs, stream=True)
             return
-        wide = work.dims[2] >= FEWEST_CLASSES or not self.around.to_loss
+        most = most_for_classes(int(work.dims[2])) if self.around.to_loss else EVERY
+        wide = most > 1
         wide &= all(len(one.shape) < 3 for one in work.operands if one.memory in self.around.parameters)
         if weight in self.whole or not wide or self.roles.get(weight) == "row":
             self._made(work.outputs, frozenset(), work.step.inputs)
             return
         self.roles[weight] = "column"
         self.widths[weight] = int(work.dims[2])
-        self.beside |= self._biases(work.step.inputs, int(work.dims[2]), besides=weight)
+        self._limit((weight,), most)
+        self._add_biases(work.step.inputs, (weight,), besides=weight)
         self._made(work.outputs, frozenset((weight,)), ())
 
     def _through(self, work: KernelWork, read: frozenset[str]) -> frozenset[str]:
         widths = {self.widths[name] for name in read}
-        self.beside |= self._biases(work.step.inputs, *widths)
+        self._add_biases(work.step.inputs, read)
         if self.around.to_loss and any(word in work.name for word in ("nll_loss", "softmax", "logsumexp")):
             if "nll_loss" in work.name:
                 self.paired |= read
@@ -152,11 +177,12 @@ class _ShareWalk:
             self.spoilt |= read
         return read
 
-    def _biases(self, inputs: Iterable[TensorUse], *widths: int, besides: str = "") -> set[str]:
-        names = {
-            self.around.parameters.get(one.memory) for one in inputs if one.shape in {(width,) for width in widths}
-        }
-        return {name for name in names if name is not None and name != besides}
+    def _add_biases(self, inputs: Iterable[TensorUse], columns: Iterable[str], besides: str = "") -> None:
+        for one in inputs:
+            name = self.around.parameters.get(one.memory)
+            of = {column for column in columns if one.shape == (self.widths[column],)}
+            if name is not None and name != besides and of:
+                self.beside.setdefault(name, set()).update(of)
 
     def _columns_in(self, inputs: Iterable[TensorUse]) -> frozenset[str]:
         found: frozenset[str] = frozenset()
@@ -175,44 +201,48 @@ class _ShareWalk:
             elif flows:
                 self.stream.add(one.memory)
 
-    def _share(self, work: KernelWork) -> Share:
+    def _share(self, work: KernelWork) -> Division:
         weight = _weight_of(work, self.around.parameters)
         if work.step.again:
             self.forward(work)
         elif work.step.backward:
             return self._backward(work, weight)
         if weight is not None and work.kind in ("matmul", "convolution"):
-            return self.roles.get(weight, "whole")
-        if any(one.memory in self.inner for one in (*work.outputs, *work.step.inputs)):
-            return "inner"
+            return self._role(weight)
+        if columns := self._columns_in((*work.outputs, *work.step.inputs)):
+            return Division("inner", self._most(columns))
         return self._by_stream(work)
 
-    def _backward(self, work: KernelWork, weight: str | None) -> Share:
-        divided = any(one.memory in self.inner for one in work.step.inputs)
+    def _role(self, weight: str) -> Division:
+        return Division(self.roles.get(weight, "whole"), self._most((weight,)))
+
+    def _backward(self, work: KernelWork, weight: str | None) -> Division:
+        divided = self._columns_in(work.step.inputs)
         flows = any(one.memory in self.stream for one in work.step.inputs)
         if work.kind in ("matmul", "convolution"):
             if weight is not None:
-                role = self.roles.get(weight, "whole")
-                self._made(work.outputs, frozenset((weight,)) if role == "row" else frozenset(), (), stream=True)
+                role = self._role(weight)
+                self._made(work.outputs, frozenset((weight,)) if role.share == "row" else frozenset(), (), stream=True)
                 return role
             of = next(
                 (self.around.gradients[one.memory] for one in work.outputs if one.memory in self.around.gradients), ""
             )
             if of:
-                return self.roles.get(of, "whole")
+                return self._role(of)
             pair = [one for one in work.operands if one.memory in self.inner]
             if len(pair) == 1:
                 # Of a gradient and a kept input one is divided: which of the two says how the weight is cut.
-                return "row" if pair[0].memory in self.kept else "column"
+                return Division("row" if pair[0].memory in self.kept else "column", self._most(divided))
         if divided:
-            self._made(work.outputs, frozenset(("",)), ())
-            return "inner"
+            self._made(work.outputs, divided, ())
+            return Division("inner", self._most(divided))
         if flows:
             self._made(work.outputs, frozenset(), (), stream=True)
-        return self._by_stream(work) if work.kind == "memory" else "whole"
+        return self._by_stream(work) if work.kind == "memory" else Division("whole")
 
-    def _by_stream(self, work: KernelWork) -> Share:
-        return "tokens" if any(one.memory in self.stream for one in (*work.step.inputs, *work.outputs)) else "whole"
+    def _by_stream(self, work: KernelWork) -> Division:
+        flows = any(one.memory in self.stream for one in (*work.step.inputs, *work.outputs))
+        return Division("tokens" if flows else "whole")
 
 
 def _weight_of(work: KernelWork, parameters: Mapping[int, str]) -> str | None:

@@ -25,11 +25,9 @@ from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.local_shards import Axis, Cut, Placed, is_sliced
 from phalanx.parallel.survey import Example
 from phalanx.parallel.tensor.trial import Overrides, Trial, WeightCut, fixed, places_of, shown_as_slices, wishes
+from phalanx.placement.limits import is_large_table, most_for_classes
 from phalanx.trace.blocks import blocks, leave_cache_out, parts
 from phalanx.trace.fake_tensors import faked, fakes, quiet
-
-_FEW_ROWS = 16  # classes a rank below which cutting a head is not worth its three reductions
-_MANY_ROWS = 1000  # rows from which an embedding is cut also where no head shares its vocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,7 +254,7 @@ def _vocabulary(model: Model, chosen: dict[int, WeightCut], ranks: int, said: Ov
     heads: set[int] = set()
     tables: list[tuple[WeightCut, Trial]] = []
     for weight in model.module.parameters():
-        few = weight.dim() != 2 or weight.shape[0] < _FEW_ROWS * ranks
+        few = weight.dim() != 2 or ranks > most_for_classes(weight.shape[0])
         if id(weight) in inside or few or 0 not in said.dims(weight):
             continue
         result = _cut(model.module, weight, 0, model.run_around_blocks, ranks, _only_reduces)
@@ -268,7 +266,7 @@ def _vocabulary(model: Model, chosen: dict[int, WeightCut], ranks: int, said: Ov
             found += [choice, *trial.beside]
         else:
             tables.append((choice, trial))
-    found += [one for one, _ in tables if one.weight.shape[0] in heads or one.weight.shape[0] >= _MANY_ROWS]
+    found += [one for one, _ in tables if one.weight.shape[0] in heads or is_large_table(one.weight.shape[0])]
     return found
 
 
