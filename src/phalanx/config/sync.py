@@ -295,5 +295,8 @@ def split_by_weight(total: int, each: Sequence[float]) -> tuple[int, ...]:
     return tuple(counts)
 
 
+MOST_LATE = 5
+"""Steps behind which a fragment's averaging may hide, if the next one's turn does not come sooner."""
+
 BUCKET_BYTES = 25 * 2**20
 """Of a bucket of gradients that are reduced in one collective, about; a larger tensor stands alone. As in torch."""

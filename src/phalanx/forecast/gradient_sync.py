@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from phalanx.config.sync import Compression
+from phalanx.config.sync import MOST_LATE, Compression
 from phalanx.forecast.kernels import DeviceSetting, Times, widths
 from phalanx.forecast.layouts import DILOCO, NESTEROV, Layouts, Texts
 from phalanx.forecast.network import collective, seconds
@@ -192,9 +192,6 @@ begin from it again (16); and to read and write the outer momentum."""
 _ADDED = 12.0
 """Bytes a server moves to add a parameter's gradient to that of the workers before."""
 
-_LATE = 5.0
-"""Steps behind which a fragment's averaging may hide, if the next one's turn does not come sooner."""
-
 
 def averaged(count: Array, computing: Array, layouts: Layouts, setting: DeviceSetting) -> Array:
     """Seconds of a step for averaging ``count`` parameters of a rank over ``dp`` once every so many steps.
@@ -205,12 +202,11 @@ def averaged(count: Array, computing: Array, layouts: Layouts, setting: DeviceSe
     """
     if not layouts.sync.any():
         return np.zeros_like(count)
-    inner = layouts.tp * layouts.cp * layouts.ep * layouts.fsdp
     mine = count / layouts.fsdp
-    sent, made = averaging(mine, mine, layouts, inner, setting)
+    sent, made = averaging(mine, mine, layouts, layouts.inner, setting)
     moved = _OUTER + np.where(layouts.outer == NESTEROV, _MOMENTUM, 0.0)
     outer = mine * moved / (setting.rates.bandwidth * setting.rates.kernels.stream)
-    hidden = np.minimum(_LATE, layouts.every // layouts.fragments) * computing
+    hidden = np.minimum(MOST_LATE, layouts.every // layouts.fragments) * computing
     late = np.where(layouts.fragments > 1, np.maximum(sent - hidden * layouts.fragments, 0.0), sent)
     each = late + made + np.where(layouts.sync == DILOCO, outer, 0.0)
     return np.where(layouts.sync > 0, each / layouts.every, 0.0)

@@ -31,14 +31,13 @@ from torch.futures import Future
 
 from phalanx.comm import Across, local
 from phalanx.config import Plan
+from phalanx.config.sync import MOST_LATE
 from phalanx.errors import DataError, LossError
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.compression import Feedback, Wire, averaged, codec, lane
 from phalanx.parallel.diloco import Fragment, OuterOptimizer, divide, flattened, owners
 from phalanx.parallel.grad_reduce import Sync, spread
 from phalanx.parallel.layout import Layout, RankHoldings
-
-_LATE = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +113,7 @@ class LocalSgd(Sync):
         if done > 0:
             self._totals = tuple(a + b for a, b in zip(self._totals, totals, strict=True))
             self._since = [count + 1 for count in self._since]
-            late = max(1, min(_LATE, plan.every // plan.fragments))
+            late = max(1, min(MOST_LATE, plan.every // plan.fragments))
             if self._sent and steps >= self._sent.tally.steps + late:
                 self._merge(self._sent)
             for index in range(plan.fragments):
