@@ -15,6 +15,7 @@ PhalanxError
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -119,3 +120,13 @@ class WorkerError(RunError):
         super().__init__(message)
         self.rank, self.step, self.kind, self.traceback = rank, step, kind, traceback
         self.exit_code = exit_code
+
+
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|allocate memory|unable to allocate|not enough memory|memory ran out|MemoryError", re.IGNORECASE
+)
+
+
+def is_out_of_memory(kind: str, message: str) -> bool:
+    """Whether an exception of the class ``kind`` says that memory did not suffice, of a device or of the host."""
+    return kind in ("MemoryError", "OutOfMemoryError") or _OUT_OF_MEMORY.search(message) is not None

@@ -110,7 +110,7 @@ def moe() -> px.Job:
 def test_ranks_hold_what_was_said(job: Callable[[], px.Job], plan: str) -> None:
     made, chosen = job(), Plan.parse(f"{plan} device=cpu")
     wholes = {name: tensor.detach() for name, tensor in build_model(made).named_parameters()}
-    found = preview(made, chosen)[0].for_batch(made.batch)
+    found = preview(made, chosen)[0]
     assert {tensor.name: tensor.shape for tensor in found.parameters} == {n: tuple(t.shape) for n, t in wholes.items()}
     for rank, seen in enumerate(launch(held_by_rank(made, chosen), chosen.world_size)):
         held = found.shards_of(rank)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 _EXAMPLES = {"split": 'split=""', "shares": "dp=2 shares=3,1", "compress": "dp=2 compress=int8"}
 
 
+BEGIN_STAGES = "the names of the modules that begin each stage but the first, in the order in which forward calls them"
+"""What ``split`` holds."""
+
+
 def show(value: object) -> str:
     """A value as the text of a plan has it."""
     if value == math.inf:
@@ -142,10 +146,7 @@ def stage_problems(plan: Plan) -> Iterator[Problem]:
     names, wanted = plan.split.split("/") if plan.split else [], plan.pp * plan.stages - 1
     if names and len(names) != wanted:
         given = f"split={plan.split}: {len(names)} names for {wanted + 1} stages"
-        allowed = (
-            "the names of the modules that begin each stage but the first, in the order in which forward calls them; "
-            f"{wanted} of them for {plan.pp} ranks with {plan.stages} each"
-        )
+        allowed = f"{BEGIN_STAGES}; {wanted} of them for {plan.pp} ranks with {plan.stages} each"
         yield plan_problem("split", given, allowed, "no split, for stages balanced by cost")
     elif plan.pp > 1 and plan.zero == 2:
         allowed = "zero=1 or zero=3 in a pipeline: gradients of several micro-batches are under way at once"

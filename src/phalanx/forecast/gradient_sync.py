@@ -202,9 +202,8 @@ def averaged(count: Array, computing: Array, layouts: Layouts, setting: DeviceSe
     """
     if not layouts.sync.any():
         return np.zeros_like(count)
-    inner = layouts.tp * layouts.cp * layouts.ep * layouts.fsdp
     mine = count / layouts.fsdp
-    sent, made = averaging(mine, mine, layouts, inner, setting)
+    sent, made = averaging(mine, mine, layouts, layouts.inner, setting)
     moved = _OUTER + np.where(layouts.outer == NESTEROV, _MOMENTUM, 0.0)
     outer = mine * moved / (setting.rates.bandwidth * setting.rates.kernels.stream)
     hidden = np.minimum(float(FRAGMENT_STEPS), layouts.every // layouts.fragments) * computing

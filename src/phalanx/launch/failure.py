@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
-from phalanx.errors import PhalanxError, Problem, ProfileError, RefusedError, SpecError, WorkerError
+from phalanx.errors import PhalanxError, Problem, ProfileError, RefusedError, SpecError, WorkerError, is_out_of_memory
 from phalanx.events import EventLog
 
 _WRITTEN = (SpecError, RefusedError, ProfileError)
@@ -41,9 +41,6 @@ _LOST_PEER = re.compile(
     r"gloo.*(timed out|timeout)|nccl.*(abort|remote|system error|timeout|unhandled)|remote process exited|"
     r"application timeout caused pair closure|store.*timed out|wait timeout after",
     re.IGNORECASE | re.DOTALL,
-)
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|unable to allocate", re.IGNORECASE
 )
 _LESS_MEMORY = "use less memory: a smaller micro= in the plan, then recompute=full, then fsdp= over more devices"
 
@@ -181,7 +178,7 @@ def advice(failure: Failure, *, memory_kills: int) -> str:
         if memory_kills or "Killed" in failure.message:
             return "a data loading process ran out of memory: fewer workers= in the job, or smaller samples"
         return "a data loading process died: try workers=0 in the job, which shows its own error; or enlarge /dev/shm"
-    if failure.kind in ("MemoryError", "OutOfMemoryError") or _OUT_OF_MEMORY.search(failure.message):
+    if is_out_of_memory(failure.kind, failure.message):
         return _LESS_MEMORY
     if failure.kind in ("ModuleNotFoundError", "ImportError"):
         return (

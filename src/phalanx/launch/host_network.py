@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from phalanx.errors import Problem, RefusedError, RunError, SpecError
+from phalanx.launch.host_process import FIRST_HOST
 from phalanx.units import parse_bit_rate, parse_seconds, parse_share
 
 _SERIAL = 0.0008, 0.1  # seconds, or of the delay, that a packet may take on the link: the larger, the less work
@@ -166,7 +167,6 @@ def _problem(given: str, allowed: str, fix: str = "another machine, or leave out
 
 
 _PROGRAM = Path(__file__).with_name("host_process.py")
-_FIRST_HOST = 10  # last number of the first host's address; the launcher has 1
 _numbers = count()
 
 
@@ -194,7 +194,7 @@ class HostNetwork:
             raise
 
     def address(self, host: int) -> str:
-        return f"{self._subnet}.{_FIRST_HOST + host}"
+        return f"{self._subnet}.{FIRST_HOST + host}"
 
     def namespace(self, host: int) -> str:
         """A path that opens a host's namespace."""
@@ -311,7 +311,7 @@ class HostNetwork:
 
 
 def _hardware(host: int) -> str:
-    return f"02:50:48:58:00:{_FIRST_HOST + host:02x}"
+    return f"02:50:48:58:00:{FIRST_HOST + host:02x}"
 
 
 def _claim_subnet() -> tuple[socket.socket, str]:

@@ -40,7 +40,7 @@ _PATIENCE = 1.0  # seconds between looks at whether the launcher is still there
 _DUTY = 0.04  # seconds in which a slowed process runs once and stands once
 _BATCH = 64  # packets taken from one sender before the others get their turn
 _WINDOW = "4096 131072 67108864"  # bytes that a connection may hold: least, at first, most
-_FIRST_HOST = 10  # last number of the first host's address; the launcher has 1
+FIRST_HOST = 10  # last number of the first host's address; the launcher has 1
 
 
 class Carrier:
@@ -84,7 +84,7 @@ class Carrier:
 
     def _take(self, source: int, packet: bytes, now: float) -> None:
         last = packet[19] if len(packet) >= 20 and packet[0] >> 4 == 4 else 0
-        receiver = _LAUNCHER if last == 1 else last - _FIRST_HOST
+        receiver = _LAUNCHER if last == 1 else last - FIRST_HOST
         if receiver not in self._tuns or source in self.cut or (self._loss and random.random() < self._loss):
             return
         arrival = now if source == _LAUNCHER else now + self._delay

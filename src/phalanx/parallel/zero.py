@@ -30,6 +30,7 @@ from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.parallel.deferred_init import fill, recipes
 from phalanx.parallel.grad_reduce import buckets, found_anywhere
 from phalanx.parallel.layout import Layout, MicroBatchWork, RankHoldings, each_micro_batch
+from phalanx.placement.ownership import chunk_rows, chunks
 
 
 class ShardedRows(Layout):
@@ -198,17 +199,17 @@ class Partition:
 class ParameterSlice:
     """One parameter's rows on this rank, as a view into the whole and as the DTensor the optimizer steps.
 
-    Rows are cut like ``torch.chunk``: ceil(rows / ranks) each, the last ones fewer or none. A parameter without
+    Rows are cut as ``placement.ownership.chunks`` says. A parameter without
     dimensions is held whole by every rank.
     """
 
     def __init__(self, name: str, whole: torch.Tensor, mesh: DeviceMesh) -> None:
         self.name, self.whole = name, whole
         self.ranks = mesh.size()
-        self.rows = -(-whole.shape[0] // self.ranks) if whole.dim() else 1
-        rank = mesh.get_local_rank()
-        self.first = min(rank * self.rows, whole.shape[0]) if whole.dim() else 0
-        self.last = min(self.first + self.rows, whole.shape[0]) if whole.dim() else 1
+        rows = whole.shape[0] if whole.dim() else 0
+        self.rows = chunk_rows(rows, self.ranks) if whole.dim() else 1
+        own = chunks(rows, self.ranks)[mesh.get_local_rank()]
+        self.first, self.last = (own[0] if own else (rows, rows)) if whole.dim() else (0, 1)
         self.padded = self.rows * (whole[0].numel() if whole.dim() and whole.shape[0] else 1)
         self._mesh = mesh
         self._placement = [Shard(0)] if whole.dim() else [Replicate()]

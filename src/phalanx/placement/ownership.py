@@ -226,9 +226,14 @@ def keeps_whole_gradients(zero: Any, micros: Any, pp: Any) -> Any:
     return (zero == 1) & ((micros > 1) | (pp > 1))
 
 
+def chunk_rows(rows: int, ranks: int) -> int:
+    """Rows that the first of so many ranks gets; see ``chunks``."""
+    return -(-rows // ranks)
+
+
 def chunks(rows: int, ranks: int) -> tuple[Ranges, ...]:
     """Rows dealt out as ``torch.chunk`` does: as many to each as the first gets, the last ones fewer or none."""
-    each = -(-rows // ranks)
+    each = chunk_rows(rows, ranks)
     edges = [min(rank * each, rows) for rank in range(ranks + 1)]
     return tuple(((a, b),) if a < b else () for a, b in pairwise(edges))
 

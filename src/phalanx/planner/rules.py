@@ -9,7 +9,7 @@ from math import gcd
 
 from phalanx.config import Cluster, Plan
 from phalanx.config.fields import plan_problem
-from phalanx.config.plan_rules import batch_problems, share_problems, stage_problems
+from phalanx.config.plan_rules import BEGIN_STAGES, batch_problems, share_problems, stage_problems
 from phalanx.config.sync import AUTO, weights
 from phalanx.errors import Problem, RefusedError
 from phalanx.forecast import Work
@@ -108,14 +108,11 @@ def _names(plan: Plan, work: Work) -> Iterator[Problem]:
     unknown = [name for name in plan.split.split("/") if name not in work.modules] if plan.split else []
     if unknown and work.modules:
         near = difflib.get_close_matches(unknown[0], sorted(work.modules), n=1, cutoff=0.0)
-        allowed = (
-            "the names of the modules that begin each stage but the first, in the order in which forward calls them"
-        )
         given, fix = (
             f"split={plan.split}: {unknown[0]!r}, no module of the model",
             plan.split.replace(unknown[0], near[0]),
         )
-        yield plan_problem("split", given, allowed, f"split={fix}")
+        yield plan_problem("split", given, BEGIN_STAGES, f"split={fix}")
 
 
 def _precision(plan: Plan, cluster: Cluster) -> Iterator[Problem]:

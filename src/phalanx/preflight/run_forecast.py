@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from phalanx.config import Job, RunSpec
-from phalanx.errors import Problem, RefusedError, WorkerError
+from phalanx.errors import Problem, RefusedError, WorkerError, is_out_of_memory
 from phalanx.events import EventLog, read
 from phalanx.launch.side_process import Afterwards, SideProcess
 from phalanx.preflight.plan_choice import answer
@@ -153,14 +153,9 @@ def problem(found: dict[str, Any], instead: str) -> Problem:
     )
 
 
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|allocate memory|not enough memory|memory ran out|MemoryError", re.IGNORECASE
-)
-
-
 def too_little(error: WorkerError, folder: Path) -> str | None:
     """What the forecast of the run in ``folder`` says to ``error``; ``None`` where that is not about memory."""
-    if error.kind not in ("MemoryError", "OutOfMemoryError") and not _OUT_OF_MEMORY.search(str(error)):
+    if not is_out_of_memory(error.kind, str(error)):
         return None
     forecast = (stored(folder) or {}).get("forecast")
     if not forecast:

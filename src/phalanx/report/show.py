@@ -117,7 +117,7 @@ def of_job(job: Job, plan: Plan) -> Shown:
         plan=plan,
         batch=job.batch,
         device=device_kind(plan),
-        survey=survey.for_batch(job.batch),
+        survey=survey,
         planned=planned(plan, job.batch, survey),
         notes=tuple(found),
     )

@@ -46,12 +46,12 @@ def preview(job: Job, plan: Plan, look: Callable[[], Findings] = Findings) -> tu
     _refuse(job, plan, module)
     findings, found = look(), notes(module, job, plan)
     if plan.kind != "split":
-        return survey(module, plan)[0], [*found, *findings.causes]
+        return survey(module, plan)[0].for_batch(job.batch), [*found, *findings.causes]
     facts, example = known_facts(findings, module, plan), _example(job, module)
     found += [*unbuilt, *([] if facts else give_needed_values(module, example)), *findings.causes]
     example = replace(example, facts=facts)
     open_unwrapped(module, plan, example)
-    return survey(module, plan, example)[0], found
+    return survey(module, plan, example)[0].for_batch(job.batch), found
 
 
 def refuse_job(job: Job, plan: Plan) -> None:

@@ -8,12 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
-import torch
-
 from phalanx.comm import Place, default_process_group, device_for, place_within
 from phalanx.config import Job, RunSpec
 from phalanx.config.sync import within
 from phalanx.data import Ledger, StepBatch
+from phalanx.errors import is_out_of_memory
 from phalanx.events import EventLog
 from phalanx.hardware import peak_memory
 from phalanx.parallel import device_kind, devices_here
@@ -172,7 +171,7 @@ class MeshStepper(Stepper):
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
+            if is_out_of_memory(type(error).__name__, str(error)):
                 with suppress(Exception), EventLog(self._run.folder / "events.jsonl") as log:
                     held = asdict(self._measured.parts())
                     log.write("memory", rank=self._rank, peak_bytes=peak_memory(), **held)

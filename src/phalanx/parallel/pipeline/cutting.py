@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from phalanx.config import Plan
+from phalanx.config.plan_rules import BEGIN_STAGES
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.mixed_precision import gathered_type
 from phalanx.parallel.pipeline.program import Program, program
@@ -244,11 +245,10 @@ def _named(program: Program, plan: Plan) -> list[int]:
 
 
 def _refused(plan: Plan, given: str, fix: str) -> RefusedError:
-    allowed = "the names of the modules that begin each stage but the first, in the order in which forward calls them"
     problem = Problem(
         where="plan.split",
         given=f"split={plan.split}: {given}",
-        allowed=f"{allowed}; {plan.pp * plan.stages - 1} of them for {plan.pp} ranks with {plan.stages} each",
+        allowed=f"{BEGIN_STAGES}; {plan.pp * plan.stages - 1} of them for {plan.pp} ranks with {plan.stages} each",
         fix=f"split={fix}" if fix else "no split, for stages balanced by cost",
     )
     return RefusedError([problem])
