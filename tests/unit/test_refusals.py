@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import phalanx as px
-from phalanx.cli import bench
+from phalanx.cli import bench, main
 from phalanx.config import Job, Plan
 from phalanx.demo.jobs import digits, gpt
 from phalanx.errors import Problem, RefusedError, SpecError
@@ -251,6 +252,17 @@ def test_forecast_and_show_refuse_what_a_run_does(
         found = list(error.problems)
     assert bool(found) == refused
     assert of_forecast(name, plan) == of_show(name, plan) == found
+
+
+def test_bench_measures_nothing_where_one_of_its_plans_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: Any) -> Any:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(LocalLauncher, "start", started)
+    asked = ["bench", "phalanx.demo.jobs.digits:job", "-n", "1", "--plan", "tp=2", "--steps", "2"]
+    answer = CliRunner().invoke(main, asked)
+    assert answer.exit_code == 2
+    assert "no two layers can share out their weights" in answer.output
 
 
 def of_train(name: str, plan: Plan) -> list[Problem]:
