@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,19 @@ def test_bench_measures_nothing_where_one_of_its_plans_is_refused(monkeypatch: p
     answer = CliRunner().invoke(main, asked)
     assert answer.exit_code == 2
     assert "no two layers can share out their weights" in answer.output
+
+
+def test_plan_says_of_each_plan_it_shows_what_train_would_say() -> None:
+    given = replace(job("gpt"), optimizer=lambda params: torch.optim.Adafactor(params))
+    ranking = px.plan(given, "2xH100").ranking
+    refused = {str(one.plan): [problem.given for problem in refusals(given, one.plan)] for one in ranking.plans}
+    assert any(refused.values())
+    assert not all(refused.values())
+    assert {str(one.plan): [one.unrun] if one.unrun else [] for one in ranking.plans} == {
+        plan: problems[:1] for plan, problems in refused.items()
+    }
+    assert ranking.best is not None
+    assert not ranking.best.unrun
 
 
 def of_train(name: str, plan: Plan) -> list[Problem]:
