@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from small import job
 from torch import nn
 
 from phalanx.comm import Place, default_process_group
 from phalanx.config import Plan
+from phalanx.config.sync import BUCKET_BYTES
 from phalanx.launch import launch
+from phalanx.train.assembly import build
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
@@ -80,3 +83,39 @@ def test_plans_send_what_the_papers_say(text: str) -> None:
     plan = Plan.parse(text)
     due = sum(term.size for term in terms(plan, model, job.batch))
     assert due <= sum(measured(job, plan).values()) <= due + SMALL
+
+
+class Heavy(nn.Module):
+    """Seven layers of 4.8 MiB, of which five fill a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(9, 1120, bias=False), nn.Linear(1120, 5, bias=False)
+        self.layers = nn.ModuleList([nn.Linear(1120, 1120, bias=False) for _ in range(7)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+def scattered(place: Place, report: Any) -> list[tuple[int, int]]:
+    """Bytes of each message in which a step scatters gradients, and how many there are."""
+    torch.set_num_threads(1)
+    with default_process_group(place, torch.device("cpu")):
+        assembly = build(job(model=Heavy, batch=4), Plan.parse("fsdp=2 zero=1"), place)
+        with Sent() as sent:
+            assembly.step(next(iter(assembly.loader)))
+    return [(size, times) for (kind, _, size), times in sent.exchanges.items() if kind == "reduce_scatter"]
+
+
+def test_gradients_go_in_buckets_as_large_as_forecasts_have_them() -> None:
+    found, _ = launch(scattered, 2)
+    whole = 4 * sum(tensor.numel() for tensor in Heavy().parameters())
+    assert sum(size * times for size, times in found) == pytest.approx(whole, rel=0.001)  # rows of five are padded
+    layer = 4 * 1120 * 1120
+    full = BUCKET_BYTES // layer * layer  # as ``forecast.memory`` has them
+    assert max(found)[0] == pytest.approx(full, rel=0.01)
+    assert max(found)[0] <= BUCKET_BYTES
+    assert sum(times for _, times in found) == 2

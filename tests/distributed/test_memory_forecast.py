@@ -61,6 +61,7 @@ def profile() -> Profile:
         "pp=2 micro=2 schedule=dualpipev",
         "pp=2 micro=2 recompute=full",
         "tp=2 recompute=full",
+        "pp=2 fsdp=2 zero=1",
     ],
 )
 def test_runs_hold_what_was_forecast(plan: str, profile: Profile, tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def moe() -> px.Job:
         (gpt, "tp=3"),
         (gpt, "tp=2 fsdp=2 zero=1 sequence=true"),
         (gpt, "pp=2 schedule=zbv micro=2"),
+        (gpt, "pp=2 fsdp=2 zero=1"),
         (gpt2, "pp=2"),
         (gpt2, "tp=3"),
         (moe, "ep=2"),

@@ -79,6 +79,13 @@ class TestDevices:
         assert four.device.memory == memory_bytes() // 4
         assert four.device.peak["fp32"] <= one.device.peak["fp32"] * cores() / 4 + 1
 
+    def test_a_run_on_fewer_cores_is_forecast_to_take_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(choices, "cores", lambda: 8)
+        one, all_of_them = (
+            choices.forecast_of(job(512), Plan(device="cpu"), threads)["forecast"]["step"] for threads in (1, 8)
+        )
+        assert one > 2 * all_of_them
+
     def test_threads_each_count(self) -> None:
         plan = Plan(device="cpu")
         few, more = (cluster_for(plan, threads).groups[0].device.peak["fp32"] for threads in (1, 64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from click.testing import CliRunner
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset
 
 import phalanx as px
-from phalanx.cli import bench
+from phalanx.cli import bench, main
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.demo.jobs import digits, gpt
 from phalanx.errors import Problem, RefusedError, SpecError
@@ -330,6 +332,30 @@ def test_how_a_run_begins_is_refused_before_a_worker_starts(
     with pytest.raises(RefusedError, match=f"StepLR on the optimizer .*{given}"):
         px.fit(job("scheduler"), run=run)
     assert not run.folder.exists()
+
+
+def test_bench_measures_nothing_where_one_of_its_plans_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: Any) -> Any:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(LocalLauncher, "start", started)
+    asked = ["bench", "phalanx.demo.jobs.digits:job", "-n", "1", "--plan", "tp=2", "--steps", "2"]
+    answer = CliRunner().invoke(main, asked)
+    assert answer.exit_code == 2
+    assert "no two layers can share out their weights" in answer.output
+
+
+def test_plan_says_of_each_plan_it_shows_what_train_would_say() -> None:
+    given = replace(job("gpt"), optimizer=lambda params: torch.optim.Adafactor(params))
+    ranking = px.plan(given, "2xH100").ranking
+    refused = {str(one.plan): [problem.given for problem in refusals(given, one.plan)] for one in ranking.plans}
+    assert any(refused.values())
+    assert not all(refused.values())
+    assert {str(one.plan): [one.unrun] if one.unrun else [] for one in ranking.plans} == {
+        plan: problems[:1] for plan, problems in refused.items()
+    }
+    assert ranking.best is not None
+    assert not ranking.best.unrun
 
 
 def of_train(name: str, plan: Plan) -> list[Problem]:
