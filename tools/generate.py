@@ -20,6 +20,7 @@ from phalanx.config import Plan, RunSpec, plan
 from phalanx.events import SCHEMA, SCHEMA_VERSION
 from phalanx.hardware import entry, names
 from phalanx.hardware.catalog import HEADINGS, cells
+from phalanx.placement.schedules import SCHEDULES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -31,7 +32,7 @@ KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("fsdp=4 zero=1",), "optimizer state in shards; `zero=2`: gradients too; `zero=3`: parameters too"),
     (("dp=2 fsdp=4",), "hybrid: two groups of four that share one copy each"),
     (("tp=2", "tp=2 sequence=true"), "each layer's weights over two; activations too"),
-    (("pp=2 micro=4",), "two stages of layers, micro-batches in a pipeline; six schedules"),
+    (("pp=2 micro=4",), f"two stages of layers, micro-batches in a pipeline; {len(SCHEDULES)} schedules"),
     (("cp=2",), "each sample's tokens over two: ring, all-to-all or gathered attention"),
     (("ep=2",), "the experts of a mixture over two"),
     (("dp=2 tp=2 pp=2",), "all of them go together"),
