@@ -80,9 +80,12 @@ def no_layers_to_cut(plan: Plan) -> Problem:
 
 
 def no_attention(key: str, plan: Plan) -> Problem:
-    """``cp`` or ``sequence`` for a model without attention over tokens."""
+    """``cp`` or ``sequence`` for a model without attention over tokens that can be followed."""
     fix = f"tp={plan.tp}" if key == "sequence" else f"dp={plan.cp}"
-    allowed = "models whose repeated blocks attend over a sequence"
+    allowed = (
+        "models whose repeated blocks attend over a sequence, by scaled_dot_product_attention or products of their "
+        "own; what torch.nn.MultiheadAttention does inside is not followed"
+    )
     return plan_problem(key, f"{key} for a model without attention over tokens", allowed, fix)
 
 
