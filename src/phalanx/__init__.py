@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from phalanx.api import Run, build, fit, forecast, plan, prove
     from phalanx.config import Cluster, Job, Loss, Plan, RunSpec, Schedule
     from phalanx.data import Table
+    from phalanx.errors import PhalanxError
     from phalanx.launch.hosts import Hosts
     from phalanx.train.batch_scaling import linear_scaling
     from phalanx.train.loss import accuracy, cross_entropy, load_balancing_loss, mse, next_token_loss, router_z_loss
@@ -25,6 +26,7 @@ _WHERE = {
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
     "Hosts": "phalanx.launch.hosts",
+    "PhalanxError": "phalanx.errors",
     "Table": "phalanx.data",
     "linear_scaling": "phalanx.train.batch_scaling",
 }
@@ -36,6 +38,7 @@ __all__ = [
     "Hosts",
     "Job",
     "Loss",
+    "PhalanxError",
     "Plan",
     "Run",
     "RunSpec",

@@ -17,7 +17,7 @@ from test_buffers import Normal
 from torch import nn
 
 import phalanx as px
-from phalanx.comm import Across, Place, default_process_group, place_within
+from phalanx.comm import Counterparts, Place, default_process_group, place_within
 from phalanx.config import Plan
 from phalanx.config.sync import within
 from phalanx.errors import LossError, RefusedError, WorkerError
@@ -96,7 +96,7 @@ class TestPlaces:
 
         def work(place: Place, report: Any) -> Any:
             with default_process_group(place_within(plan, place), CPU):
-                across = Across(plan, place)
+                across = Counterparts(plan, place)
                 same = torch.full((3,), float(place.rank))
                 across.sum(same)
                 mine = [across.named(rank) for rank in range(4)]

@@ -1,6 +1,6 @@
 """Process groups, meshes and the few collectives that are Phalanx's own."""
 
-from phalanx.comm.mesh import Across, Mesh, data_mesh, place_within
+from phalanx.comm.mesh import Counterparts, Mesh, data_mesh, place_within
 from phalanx.comm.process_group import (
     Place,
     active,
@@ -16,7 +16,7 @@ from phalanx.comm.process_group import (
 )
 
 __all__ = [
-    "Across",
+    "Counterparts",
     "Mesh",
     "Place",
     "active",

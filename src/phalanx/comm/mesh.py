@@ -126,7 +126,7 @@ def place_within(plan: Plan, place: Place) -> Place:
     )
 
 
-class Across:
+class Counterparts:
     """This rank's counterparts in the other replicas: those that hold the same part of the model.
 
     Attributes:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from phalanx.comm import Across, local
+from phalanx.comm import Counterparts, local
 from phalanx.config import Plan
 from phalanx.config.sync import FRAGMENT_STEPS
 from phalanx.errors import DataError, LossError
@@ -68,7 +68,9 @@ class LocalSgd(Sync):
 
     per_replica = True
 
-    def __init__(self, plan: Plan, layout: Layout, across: Across, first_step: int, last_step: int | None) -> None:
+    def __init__(
+        self, plan: Plan, layout: Layout, across: Counterparts, first_step: int, last_step: int | None
+    ) -> None:
         """``last_step``: steps taken at the end, when replicas are brought together; ``None`` where nobody knows."""
         held = layout.holdings
         self.across = across
@@ -260,7 +262,7 @@ class AveragingWeights:
 class Averaging:
     """Over the counterparts of this rank; what a codec leaves out comes with the same fragment's next averaging."""
 
-    def __init__(self, across: Across, compress: str) -> None:
+    def __init__(self, across: Counterparts, compress: str) -> None:
         self._across = across
         self._codec = codec(compress)
         self._wire = Wire(across.group)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from phalanx.comm import Across, Place, from_every_rank, place_within
+from phalanx.comm import Counterparts, Place, from_every_rank, place_within
 from phalanx.config import Job, Plan
 from phalanx.config.sync import within
 from phalanx.data import Lane, Loader
@@ -118,7 +118,7 @@ def build(
     module, unbuilt = begun(job) if own.kind in ("split", "shard") else (build_model(job), [])
     if problems := model_problems(module, plan):
         raise RefusedError(problems)
-    across = Across(plan, place) if plan.sync != "each" else None
+    across = Counterparts(plan, place) if plan.sync != "each" else None
     everyone = across.from_every_rank if across else from_every_rank
     same_initial_values(module, everyone)
     found, size = [*notes(module, job, plan), *unbuilt], sum(tensor.numel() for tensor in module.parameters())
