@@ -8,9 +8,12 @@ from itertools import cycle
 from typing import Any
 
 import pytest
-from models import MODELS, plain
+import torch
+from models import MODELS, own_gpt, plain
 from table import APART, APART_AFTER, BAR, LONGER, MORE, REFUSED, SHARES, SHORT, SHORT_SPLIT, SHORT_STEPS
+from torch import nn
 
+import phalanx as px
 from longer import longer
 from phalanx.config import Plan
 from phalanx.config.plan import Precision
@@ -35,6 +38,55 @@ def test_a_plan_equals_one_device(model: str, plan: str) -> None:
     assert proof.largest["gradient"] <= BAR
     assert len(proof.losses) == SHORT_STEPS
     assert len(proof.gradients) > len(proof.not_compared)
+
+
+class ReadTwice(nn.Module):
+    """A GPT of which the table is also the head, and the last norm the first: read for all tokens, and for each."""
+
+    def __init__(self, gpt: Any) -> None:
+        super().__init__()
+        self.gpt = gpt
+        gpt.head.weight = gpt.token.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.gpt.norm(self.gpt.token(tokens) + self.gpt.position(torch.arange(tokens.shape[1])))
+        for block in self.gpt.blocks:
+            x = block(x)
+        return self.gpt.head(self.gpt.norm(x))
+
+
+def of_whole_logits(logits: torch.Tensor, batch: Any) -> px.Loss:
+    """Smoothed labels, for which nobody can cut the table along the vocabulary."""
+    logs, labels = logits[:, :-1].log_softmax(-1), batch["labels"][:, 1:]
+    counted = labels >= 0
+    of_labels = logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return px.Loss((-(0.9 * of_labels + 0.1 * logs.mean(-1)) * counted).sum(), counted.sum())
+
+
+@cache
+def read_twice() -> OneDevice:
+    job: Any = own_gpt()
+    return OneDevice.run(replace(job, model=lambda: ReadTwice(job.model()), loss=of_whole_logits), SHORT_STEPS)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "tp=2 sequence=true",
+        "cp=2",
+        *longer(
+            "tp=2",
+            "tp=3 micro=5 sequence=true recompute=selective",
+            "fsdp=2 tp=2 sequence=true recompute=full",
+            "pp=2 tp=2 micro=4 sequence=true",
+            "pp=2 cp=2 micro=4",
+        ),
+    ],
+)
+def test_what_is_read_for_all_tokens_and_for_each_counts_once(plan: str) -> None:
+    proof = read_twice().prove(Plan.parse(plan))
+    assert proof.equal, f"{proof.first}\n{proof.cause}"
+    assert max(proof.largest["loss"], proof.largest["gradient"]) <= BAR
 
 
 @pytest.mark.parametrize(("model", "plan", "reason"), REFUSED)

@@ -25,7 +25,7 @@ from phalanx.parallel.local_shards import Axis, Placed
 from phalanx.parallel.replica_group import Replicas, Rows, Sharded, Whole
 from phalanx.parallel.split_facts import SplitParts
 from phalanx.parallel.survey import Example
-from phalanx.parallel.tensor import Places, Split, dry, find, show_slices, split_weights
+from phalanx.parallel.tensor import Places, Split, dry, find, show_added_later, show_slices, split_weights
 from phalanx.parallel.tensor.find_pairs import Model
 from phalanx.placement.limits import no_attention, no_layers_to_cut
 from phalanx.trace.blocks import leave_cache_out, parts
@@ -59,6 +59,7 @@ class SplitLayout(Layout):
         if plan.zero == 3:
             open_for_hooks(module, [*cut.entrances, *cut.dealt.modules])
         show_slices(cut.places)
+        show_added_later(module, cut.own_tokens, cut.tensors)
         parameters = self._replicas.parameters
         self._late = [parameters[name] for name in cut.late if name in parameters]
         self._tp = mesh.group("tp")
@@ -108,7 +109,7 @@ class _SplitModel:
     def __init__(self, module: nn.Module, device: torch.device, plan: Plan, mesh: Mesh, example: Example) -> None:
         self.slices: dict[str, TensorShard] = {}  # what this rank holds of each split parameter, by name
         self.places: Places = []  # which modules read them
-        tensors = Axis("tp", size=plan.tp, rank=mesh.at["tp"], group=mesh.group("tp"), tokens=plan.sequence)
+        self.tensors = Axis("tp", size=plan.tp, rank=mesh.at["tp"], group=mesh.group("tp"), tokens=plan.sequence)
         leave_cache_out(module)
         known = example.facts.parts if example.facts else None
         found = found_by_first(lambda: known or look(module, plan, example))
@@ -127,22 +128,23 @@ class _SplitModel:
             here = {name for name, _ in module.named_parameters()}
             cuts = {name: how for name, how in cuts.items() if name in here}
             experts = [one for one in experts if one.whole_name(one.parameters[0]) in here]
-        over = [tensors] if plan.sequence else []
+        over = [self.tensors] if plan.sequence else []
         if plan.cp > 1:
             at, group = mesh.at["cp"], mesh.group("cp")
             over.append(Axis("cp", size=plan.cp, rank=at, group=group, sums=True, attention=plan.attention))
             share_out_tokens(module, found.over_cp, over[-1])
-        share_out_tokens(module, found.over_tp, tensors)
+        share_out_tokens(module, found.over_tp, self.tensors)
         if cuts:
-            placed = {name: (Placed(tensors, dim, cut),) for name, (dim, cut) in cuts.items()}
+            placed = {name: (Placed(self.tensors, dim, cut),) for name, (dim, cut) in cuts.items()}
             self.slices, self.places = split_weights(module, placed)
-        self.dealt = expert.deal_out(module, experts, plan, mesh, tensors)
+        self.dealt = expert.deal_out(module, experts, plan, mesh, self.tensors)
         self.slices |= self.dealt.slices
         if self.stages is not None:
             self.stages.runner.share_out({axis.name: axis for axis in over})
             self.slices = self.stages.holdings(self.slices)
         # Parameters whose gradients are added up over tp at the end of a step.
-        self.late = [*(name for name in found.late if name not in self.dealt.inside), *self.dealt.late]
+        self.own_tokens = [name for name in found.late if name not in self.dealt.inside]
+        self.late = [*self.own_tokens, *self.dealt.late]
 
 
 def look(module: nn.Module, plan: Plan, example: Example) -> SplitParts:

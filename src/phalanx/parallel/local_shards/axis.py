@@ -133,20 +133,46 @@ def shared(tensor: Tensor, axis: Axis) -> Tensor:
     """A whole tensor, on its way into sliced work: each rank's gradient of it is a part, and they are added up.
 
     Backward: ``tp`` all-reduce, once however many products read the tensor; ``cp`` nothing, the sum comes later. A
-    parameter under sequence parallelism is also left for later, so that all of them are added up at once.
+    parameter under sequence parallelism is also left for later, so that all of them are added up at once
+    (``added_later``).
     """
     if axis.sums or not tensor.requires_grad:
         return tensor
-    if axis.tokens and isinstance(tensor, torch.nn.Parameter):
-        if axis.trial is not None:
-            axis.trial.late.add(id(tensor))
-        return tensor
+    if axis.tokens:
+        parameter = parameter_of(tensor)
+        if parameter is not None:
+            if axis.trial is not None:
+                axis.trial.late.add(id(parameter))
+            return parameter
     if tensor.is_leaf:
         return _Shared.apply(tensor, axis)  # it would be kept alive by what it remembers
     memory = vars(tensor).setdefault("_shared_along", {})  # pyright: ignore
     if axis not in memory:
         memory[axis] = _Shared.apply(tensor, axis)
     return memory[axis]
+
+
+def added_later(parameter: Tensor, axis: Axis) -> Tensor:
+    """``parameter`` as a model reads it whose gradients are added up over ``axis`` at the end of a step.
+
+    What a rank computes of it for its own tokens goes by ``shared``, and is a part of the gradient. All other work is
+    done alike by every rank, such as looking up all tokens in a table that is also the last layer: its gradient is the
+    whole one on each, of which every rank puts in its share.
+    """
+    if not (parameter.requires_grad and torch.is_grad_enabled()):
+        return parameter
+    with torch._C.DisableTorchFunction():  # no operation of the model's own, for those who record these
+        view = _Share.apply(parameter, axis.size)
+    setattr(view, _READ, parameter)
+    return view
+
+
+_READ = "_read_from"
+
+
+def parameter_of(tensor: Tensor) -> Tensor | None:
+    """The parameter that ``tensor`` is, or is read from by ``added_later``."""
+    return tensor if isinstance(tensor, torch.nn.Parameter) else vars(tensor).get(_READ)
 
 
 def total(tensor: Tensor, axis: Axis) -> Tensor:
@@ -200,6 +226,17 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.axis.add_up(grad.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad / ctx.ranks, None
 
 
 class _Total(torch.autograd.Function):

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from phalanx.parallel.local_shards.axis import Axis, Placed, reduce_scattered, total
+from phalanx.parallel.local_shards.axis import Axis, Placed, parameter_of, reduce_scattered, total
 from phalanx.parallel.local_shards.cut import Cut
 from phalanx.parallel.local_shards.tensor import RULES, arguments, brought, gathered, is_sliced, local_of, sliced
 
@@ -169,7 +169,7 @@ def _cut_letter(tensor: Any, letters: str, axis: Axis) -> tuple[str, Cut] | None
 
 
 def _is_weight(tensor: Any) -> bool:
-    return isinstance(local_of(tensor), nn.Parameter)
+    return parameter_of(local_of(tensor)) is not None
 
 
 def _bytes(tensor: Tensor) -> int:

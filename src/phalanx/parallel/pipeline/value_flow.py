@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as checkpointing
 from torch.utils._pytree import tree_leaves, tree_map
 
+from phalanx.parallel.local_shards.axis import parameter_of
 from phalanx.parallel.local_shards.tensor import METADATA, is_sliced, name_of
 from phalanx.trace.fake_tensors import fake
 from phalanx.trace.replaced import each_checkpoint, replaced
@@ -144,9 +145,9 @@ class Flow(TorchFunctionMode):
 
     def depends(self, tensor: Tensor) -> bool:
         """Whether it depends on parameters."""
-        if isinstance(tensor, nn.Parameter) or self.mark_of(tensor) is not None:
+        if self.mark_of(tensor) is not None:
             return True
-        return is_sliced(tensor) and isinstance(tensor.local, nn.Parameter)
+        return parameter_of(tensor.local if is_sliced(tensor) else tensor) is not None
 
     def put(self, tensor: Tensor, key: Key | None) -> TensorMark:
         """From now on ``tensor`` is the value ``key``."""

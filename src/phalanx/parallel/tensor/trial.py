@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,7 +18,7 @@ from phalanx.config.job import Cutting
 from phalanx.errors import Problem, RefusedError
 from phalanx.parallel.layout import TensorShard
 from phalanx.parallel.local_shards import Cut
-from phalanx.parallel.local_shards.axis import Placed, kept
+from phalanx.parallel.local_shards.axis import Axis, Placed, added_later, kept
 from phalanx.parallel.local_shards.tensor import Sliced
 
 
@@ -114,18 +114,28 @@ def _keep_slices(places: Places, copy: Callable[[Tensor], Tensor]) -> None:
 
 def show_slices(places: Places) -> None:
     """Make the model's own code read these parameters as wholes, wherever it reads them."""
-    by_module: dict[nn.Module, dict[str, tuple[Placed, ...]]] = {}
-    for child, name, placed in places:
-        by_module.setdefault(child, {})[name] = placed
-    for child, shown in by_module.items():
-        made = {name: property(partial(_read, name=name, placed=where)) for name, where in shown.items()}
+    _show((child, name, lambda tensor, placed=placed: Sliced(tensor, placed)) for child, name, placed in places)
+
+
+def show_added_later(module: nn.Module, names: Collection[str], axis: Axis) -> None:
+    """Make the model's own code read these whole parameters as what has its gradients added up over ``axis`` later."""
+    later = {id(tensor) for name, tensor in module.named_parameters() if name in names}
+    every = ((child, name, tensor) for child in module.modules() for name, tensor in child._parameters.items())
+    _show((child, name, partial(added_later, axis=axis)) for child, name, tensor in every if id(tensor) in later)
+
+
+def _show(reads: Iterable[tuple[nn.Module, str, Callable[[nn.Parameter], Tensor]]]) -> None:
+    by_module: dict[nn.Module, dict[str, Any]] = {}
+    for child, name, how in reads:
+        by_module.setdefault(child, {})[name] = property(partial(_read, name=name, how=how))
+    for child, made in by_module.items():
         kind = type(child)
         child.__class__ = type(kind.__name__, (kind,), {**made, "__module__": kind.__module__})
 
 
-def _read(module: nn.Module, name: str, placed: tuple[Placed, ...]) -> Any:
+def _read(module: nn.Module, name: str, how: Callable[[nn.Parameter], Tensor]) -> Any:
     tensor = module._parameters[name]
-    return tensor if tensor is None else Sliced(tensor, placed)
+    return tensor if tensor is None else how(tensor)
 
 
 @contextmanager
