@@ -29,7 +29,8 @@ def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan, loo
     if cause := first_of(_OF_A_SPLIT):
         return f"{cause} Also: {of_the_job}" if of_the_job else cause
     if of_the_job:
-        return f"{of_the_job} That is no fault of the split."
+        norm = _batch_norm(evidence, tolerance, job, plan)
+        return f"{of_the_job} Also: {norm}" if norm else f"{of_the_job} That is no fault of the split."
     return first_of(_OF_ANY) or (
         "no known pattern. Likely a random number or a state that depends on the rank or on the order of calls: "
         "look for unseeded randomness in the model, for buffers updated in forward, and for losses that use statistics "
