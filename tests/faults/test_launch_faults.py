@@ -29,6 +29,7 @@ from inject import (
 
 from phalanx.comm import Place, default_process_group, device_for
 from phalanx.errors import DataError, Problem, RefusedError, RunError, WorkerError
+from phalanx.launch.failure import Failure, advice
 from phalanx.launch.local import launch
 
 
@@ -72,7 +73,7 @@ def striking(fault: Fault, folder: Path) -> Callable[..., object]:
 @pytest.mark.parametrize(
     ("how", "kind", "words"),
     [
-        (raise_error, "ValueError", ["ValueError: the injected fault", "in raise_error", "--plan single"]),
+        (raise_error, "ValueError", ["ValueError: the injected fault", "in raise_error"]),
         (be_killed, "signal 9", ["ended in step 3 by SIGKILL", "what to do: "]),
         (crash, "signal 11", ["SIGSEGV", "in crash", "compiled code crashed"]),
         (leave_silently, "exit 0", ["ended without a result", "os._exit"]),
@@ -89,7 +90,30 @@ def test_fault(how: Callable[[], None], kind: str, words: list[str], world_size:
     assert f"rank {rank} of {world_size}" in str(error)
     for word in words:
         assert word in str(error)
+    assert ("--plan single" in str(error)) == (world_size > 1 and how in (raise_error, crash))
     assert len(noted(tmp_path)) == 2 * world_size
+
+
+_KILLED = "DataLoader worker (pid 7) is killed by signal: "
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "world_size", "words"),
+    [
+        ("RuntimeError", _KILLED + "Killed. ", 2, "a data loading process ran out of memory"),
+        ("RuntimeError", _KILLED + "Bus error. It is possible that", 2, "enlarge /dev/shm"),
+        ("RuntimeError", "DataLoader worker (pid(s) 7, 8) exited unexpectedly", 1, "a data loading process died"),
+        ("ValueError", "Caught ValueError in DataLoader worker process 0.\nOriginal ...", 2, "--plan single"),
+        ("ValueError", "Caught ValueError in DataLoader worker process 0.\nOriginal ...", 1, ""),
+        ("RuntimeError", "stack expects each tensor to be equal size, but got", 1, "collate= of the"),
+    ],
+)
+def test_advice(kind: str, message: str, world_size: int, words: str) -> None:
+    failure = Failure(rank=0, step=3, kind=kind, message=message, traceback="", time=0.0)
+    said = advice(failure, world_size, memory_kills=0)
+    assert words in said
+    assert bool(said) == bool(words)
+    assert ("data loading process" in said) == ("(pid" in message)
 
 
 def test_worker_that_ignores_sigterm(tmp_path: Path) -> None:

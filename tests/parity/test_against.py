@@ -68,21 +68,21 @@ def test_one_device_of_phalanx_equals_the_plain_loop(model: str) -> None:
 def test_a_users_own_loop_is_the_measure(loop: Callable[..., Any]) -> None:
     proof = px.prove(classified(), "dp=2", steps=6, against=loop)
     assert proof.equal, proof.first
-    assert proof.reference == f"your own loop {loop.__name__}"
+    assert proof.reference == f"your own {loop.__name__}()"
     kinds = {check.kind for check in proof.checks}
     assert {"loss", "used", "parameter", "state", "copies"} <= kinds
     assert proof.parameters
 
 
 @pytest.mark.parametrize(
-    ("how", "first"),
+    ("how", "first", "cause"),
     [
-        ({"rate": 2e-3}, "the learning rate of"),
-        ({"clip": 0.1}, "that the optimizer was given in step 0"),
+        ({"rate": 2e-3}, "the learning rate of", "the learning rates differ"),
+        ({"clip": 0.1}, "that the optimizer was given in step 0", "changed between backward and the update"),
     ],
     ids=str,
 )
-def test_a_loop_that_does_something_else_is_not_equal(how: dict[str, float], first: str) -> None:
+def test_a_loop_that_does_something_else_is_not_equal(how: dict[str, float], first: str, cause: str) -> None:
     def loop(steps: int, model: nn.Module, samples: Any) -> Any:
         yield from steps_of(model, samples, steps, **how)
         return model
@@ -90,6 +90,8 @@ def test_a_loop_that_does_something_else_is_not_equal(how: dict[str, float], fir
     proof = px.prove(classified(), "single", steps=3, against=loop)
     assert not proof.equal
     assert first in proof.first
+    assert cause in proof.cause
+    assert ("clipping" in proof.cause) == ("clip" in how)
 
 
 def test_a_mean_of_means_is_not_equal() -> None:

@@ -99,7 +99,7 @@ class TestAudit:
 
     def test_a_folder_without_a_run(self, tmp_path: Path) -> None:
         result = invoke("audit", str(tmp_path))
-        assert result.exit_code == 3
+        assert result.exit_code == 2
         assert "holds no log of a run" in result.stderr
 
 

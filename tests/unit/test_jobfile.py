@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.config import Job
 from phalanx.errors import SpecError
-from phalanx.launch.jobfile import Reference, load_job
+from phalanx.launch.jobfile import Reference, load_function, load_job
 
 GOOD = """
 import phalanx.config as px
@@ -153,6 +153,18 @@ def test_file_without_job(tmp_path: Path) -> None:
     text = problem(str(write(tmp_path, "def train(): ...\n")))
     assert "no function job() in it; it has: train" in text
     assert "def job() -> px.Job" in text
+
+
+@pytest.mark.parametrize("name", ["", ":training", ":xyz"])
+def test_a_loop_that_is_not_named_or_not_there(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "def aid():\n    pass\n\n\ndef my_loop(steps, model):\n    pass\n")
+    assert load_function(f"{path}:my_loop").__name__ == "my_loop"
+    with pytest.raises(SpecError) as caught:
+        load_function(f"{path}{name}")
+    (found,) = caught.value.problems
+    assert found.fix == f"{path}:my_loop"
+    assert "it has: aid, my_loop" in found.given
+    assert "job" not in str(caught.value).replace(str(path), "")
 
 
 def test_job_in_place_of_a_function(tmp_path: Path) -> None:

@@ -338,5 +338,5 @@ class TestRun:
     def test_a_log_without_a_start(self, tmp_path: Path) -> None:
         (tmp_path / "events.jsonl").write_text("")
         result = invoke(str(tmp_path))
-        assert result.exit_code == 3
+        assert result.exit_code == 2
         assert "holds no log of a run" in result.stderr

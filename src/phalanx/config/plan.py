@@ -304,7 +304,12 @@ def _build(values: dict[str, Any], problems: list[Problem]) -> Plan:
 
 def _nearest(key: str) -> str:
     names = [field.name for field in fields(Plan)]
-    return next(iter(difflib.get_close_matches(key, names, n=1, cutoff=0.4)), "dp")
+    near = difflib.get_close_matches(key, names, n=len(names), cutoff=0.4)
+
+    def likeness(name: str) -> tuple[float, bool]:
+        return difflib.SequenceMatcher(None, name, key).ratio(), name[:1] == key[:1]
+
+    return max(near, key=likeness, default="dp")
 
 
 def _take(key: str, text: str, values: dict[str, Any], problems: list[Problem]) -> None:

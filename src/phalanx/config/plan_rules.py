@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.config.fields import AXES, CHOICES, STAGES, TEXTS, TRUTHS, UNBOUNDED, is_number, is_whole, plan_problem
 from phalanx.config.sync import apart_problems, split_by_weight, weights
-from phalanx.errors import Problem
+from phalanx.errors import Problem, SpecError
 
 if TYPE_CHECKING:
     from phalanx.config.plan import Plan
@@ -55,7 +55,7 @@ def problems_of(plan: Plan) -> list[Problem]:
 
     if plan.zero and plan.fsdp == 1:
         allowed = "only together with fsdp=2 or more: zero says what fsdp shards"
-        wrong("zero", allowed, f"fsdp={max(2, plan.dp)} zero={plan.zero}")
+        wrong("zero", allowed, _sharded(plan))
     if plan.zero == 0 and plan.fsdp > 1:
         wrong("zero", "1, 2 or 3 with fsdp; ranks that each hold everything are dp", f"dp={plan.dp * plan.fsdp}")
     if plan.threads > 1 and plan.world_size > 1:
@@ -65,6 +65,18 @@ def problems_of(plan: Plan) -> list[Problem]:
         allowed = "parameters only with zero=3, which is what gathers them when needed"
         wrong("offload", allowed, f"fsdp={max(2, plan.fsdp, plan.dp)} zero=3 offload=parameters")
     return found
+
+
+def _sharded(plan: Plan) -> str:
+    """The plan with ``fsdp`` in place of ``dp``, for its ``zero``; with its other keys where they go with that."""
+    fsdp = max(2, plan.dp)
+    try:
+        near = replace(plan, dp=1, fsdp=fsdp)
+    except SpecError:
+        return f"fsdp={fsdp} zero={plan.zero}"
+    if any(stage_problems(near)):
+        return f"fsdp={fsdp} zero={plan.zero}"
+    return f"{near} zero=3" if near.zero == 3 else str(near)  # which goes without saying in a plan's text
 
 
 def _numbers(plan: Plan, wrong: Callable[[str, str, str], None]) -> None:

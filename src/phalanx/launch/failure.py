@@ -42,6 +42,8 @@ _LOST_PEER = re.compile(
     r"application timeout caused pair closure|store.*timed out|wait timeout after",
     re.IGNORECASE | re.DOTALL,
 )
+_LOADER_DIED = re.compile(r"DataLoader worker \(pid.*?\) (is killed|exited)")
+"""Not what torch says of an exception in such a process, which lives on: "Caught ... in DataLoader worker process"."""
 _LESS_MEMORY = "use less memory: a smaller micro= in the plan, then recompute=full, then fsdp= over more devices"
 
 
@@ -153,7 +155,7 @@ def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> Wor
         text = f"{where} failed {when}: {headline.splitlines()[0]}"
     if failure.traceback and not failure.expected:
         text += f"\n\n{failure.traceback.rstrip()}"
-    hint = "" if failure.expected else advice(failure, memory_kills=memory_kills)
+    hint = "" if failure.expected else advice(failure, world_size, memory_kills=memory_kills)
     if hint:
         text += f"\n\nwhat to do: {hint}"
     where_and_how = ("rank", "step", "kind", "traceback", "exit_code")
@@ -170,11 +172,11 @@ def record(error: WorkerError | SpecError, folder: Path) -> None:
         log.write("error", rank=rank, step=step, kind=kind, message=message)
 
 
-def advice(failure: Failure, *, memory_kills: int) -> str:
-    """What to do about a failure that Phalanx did not foresee."""
+def advice(failure: Failure, world_size: int, *, memory_kills: int) -> str:
+    """What to do about a failure that Phalanx did not foresee; empty where its own message says all that is known."""
     if failure.signal:
-        return _advice_for_signal(failure.signal, memory_kills)
-    if "DataLoader worker" in failure.message:
+        return _advice_for_signal(failure.signal, world_size, memory_kills)
+    if _LOADER_DIED.search(failure.message):
         if memory_kills or "Killed" in failure.message:
             return "a data loading process ran out of memory: fewer workers= in the job, or smaller samples"
         return "a data loading process died: try workers=0 in the job, which shows its own error; or enlarge /dev/shm"
@@ -192,10 +194,12 @@ def advice(failure: Failure, *, memory_kills: int) -> str:
         return (
             "a connection between workers broke, though none of them died first: look at the network and its timeouts"
         )
-    return "to see it alone, run the same job on one device: --plan single"
+    if "stack expects each tensor to be equal size" in failure.message:
+        return "samples of unlike sizes make a batch where collate= of the job pads them to one size"
+    return "to see it alone, run the same job on one device: --plan single" if world_size > 1 else ""
 
 
-def _advice_for_signal(number: int, memory_kills: int) -> str:
+def _advice_for_signal(number: int, world_size: int, memory_kills: int) -> str:
     if number == signal.SIGKILL and memory_kills:
         return f"the kernel ended it because memory ran out; {_LESS_MEMORY}"
     if number == signal.SIGKILL:
@@ -206,9 +210,10 @@ def _advice_for_signal(number: int, memory_kills: int) -> str:
     if number == signal.SIGBUS:
         return "shared memory or a memory-mapped file ran out of room: enlarge /dev/shm, or set workers=0 in the job"
     if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
+        several = "Run it on one device (--plan single); if it crashes there too, suspect"
         return (
-            "compiled code crashed, not Python: the traceback shows the last Python line before it. Run it on one "
-            "device (--plan single); if it crashes there too, suspect the extension named in that line, or its version"
+            "compiled code crashed, not Python: the traceback shows the last Python line before it. "
+            f"{several if world_size > 1 else 'Suspect'} the extension named in that line, or its version"
         )
     return "something outside sent this signal; nothing is wrong with the job as far as can be seen here"
 

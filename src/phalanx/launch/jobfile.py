@@ -89,12 +89,36 @@ def load_function(reference: str) -> Callable[..., object]:
     """The function that ``path/to/file.py:name`` or ``package.module:name`` stands for, not called.
 
     Raises:
-        SpecError: there is no such file or function, or the file fails.
+        SpecError: there is no such file or function, none is named, or the file fails.
     """
     where = Reference.parse(reference)
+    named = reference.endswith(f":{where.function}")
     with _cuda_left_alone():
         module = _import_file(where.file, reference) if where.file else _import_module(where.module, reference)
-        return _find(module, where, reference, "a function: a training loop of your own")
+        if named:
+            return _find(
+                module, where, reference, _A_LOOP, f"{reference.removesuffix(where.function)}{_loop_in(module)}"
+            )
+        names = ", ".join(_functions(module))
+        given = f"{reference}, which names no function" + (f"; it has: {names}" if names else "")
+        raise SpecError.of("--against", given, _A_LOOP, f"{reference}:{_loop_in(module)}")
+
+
+_A_LOOP = "a function: a training loop of your own"
+
+
+def _loop_in(module: ModuleType) -> str:
+    """The function of a module whose name is most like that of a training loop."""
+    names = [name for name in _functions(module) if name != "job"]
+    return next(iter(difflib.get_close_matches("loop", names, n=1, cutoff=0.0)), "loop")
+
+
+def _functions(module: ModuleType) -> list[str]:
+    """Names of what can be called in a module and is its own."""
+    own = ((name, value) for name, value in vars(module).items() if not name.startswith("_"))
+    return sorted(
+        name for name, value in own if callable(value) and getattr(value, "__module__", "") == module.__name__
+    )
 
 
 def _split_file(text: str) -> tuple[str, str, str]:
@@ -227,18 +251,16 @@ def _import_module(name: str, reference: str) -> ModuleType:
 _A_JOB = "a function without arguments that returns a phalanx.Job"
 
 
-def _find(module: ModuleType, where: Reference, reference: str, meant: str = _A_JOB) -> Callable[..., object]:
+def _find(
+    module: ModuleType, where: Reference, reference: str, meant: str = _A_JOB, fix: str = ""
+) -> Callable[..., object]:
     function = getattr(module, where.function, None)
-    define = f"def {where.function}() -> px.Job: return px.Job(...)"
+    define = fix or f"def {where.function}() -> px.Job: return px.Job(...)"
     if function is None:
-        names = [
-            name
-            for name, value in vars(module).items()
-            if callable(value) and getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
-        ]
+        names = _functions(module)
         base = reference.removesuffix(f":{where.function}")
         near = difflib.get_close_matches(where.function, names, n=1, cutoff=0.4)
-        given = f"no function {where.function}() in it" + (f"; it has: {', '.join(sorted(names))}" if names else "")
+        given = f"no function {where.function}() in it" + (f"; it has: {', '.join(names)}" if names else "")
         raise SpecError.of(reference, given, meant, f"{base}:{near[0]}" if near else define)
     if not callable(function):
         what = "a Job" if isinstance(function, Job) else f"of type {type(function).__name__}"

@@ -127,7 +127,7 @@ def of_run(folder: Path, load: Callable[[], Job], foretell: Callable[[Job, Plan]
     """The run in ``folder``, whose job ``load`` gives; ``foretell`` makes its forecast where it was too short for one.
 
     Raises:
-        DataError: if it holds no run.
+        SpecError: if it holds no run.
     """
     events = events_of(folder)
     start = events[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import Plan
-from phalanx.errors import DataError
+from phalanx.errors import DataError, SpecError
 from phalanx.events import read
 from phalanx.report.comparison import Compared, memory_beside, step_beside, stored
 from phalanx.report.progress import Event
@@ -178,7 +178,7 @@ def events_of(folder: Path) -> list[Event]:
     """Events of the run in ``folder``, or of its last part where it was resumed; the first is its ``start``.
 
     Raises:
-        DataError: if its log holds none.
+        SpecError: if its log holds none.
     """
     return _last_part(read(folder / "events.jsonl"), folder)
 
@@ -190,7 +190,9 @@ def _last_part(events: Iterable[Event], folder: Path) -> list[Event]:
             part = []
         part.append(event)
     if not part or part[0]["event"] != "start":
-        raise DataError(f"{folder} holds no log of a run\n    try: phalanx train JOB --run {folder}")
+        allowed = "the folder of a run, which holds its events.jsonl"
+        fix = f"phalanx train JOB --run {folder}"
+        raise SpecError.of("run", f"{folder}, which holds no log of a run", allowed, fix)
     return part
 
 
@@ -344,7 +346,8 @@ def samples_seen(folder: Path) -> SamplesSeen:
     """What the ledger of the run in ``folder`` shows, over all its parts where it was resumed.
 
     Raises:
-        DataError: if it holds no run, no ledger, or was written before its log said how many samples there are.
+        SpecError: if it holds no run.
+        DataError: if it holds no ledger, or was written before its log said how many samples there are.
     """
     from phalanx.data import audit, records  # which load torch
 

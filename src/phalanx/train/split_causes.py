@@ -62,6 +62,7 @@ class _CauseSearch:
         self._batch = loader.collate(self._places)
         self._sliced = loader.length is None  # samples of a stream are read once
         self._training = not _draws(module)
+        self._unseen = _always_of_batch(module)
         self._changed: dict[str, torch.Tensor] = {}
 
     def samples(self) -> list[str]:
@@ -118,7 +119,7 @@ class _CauseSearch:
 
     def output(self) -> list[str]:
         """Whether the output for a sample depends on the others of its batch."""
-        if len(self._places) < 2 or batch_statistics(self._module):
+        if len(self._places) < 2 or self._unseen:
             return []
         whole = self._forward(self._batch)
         for index in range(len(self._places)):
@@ -135,7 +136,7 @@ class _CauseSearch:
 
     def loss(self) -> list[str]:
         """Whether the loss of a batch is what the losses of its parts add up to."""
-        if len(self._places) < 3 or batch_statistics(self._module):
+        if len(self._places) < 3 or self._unseen:
             return []
         value = self._values(self._part)
         if value is None or _adds_up(value):
@@ -229,8 +230,8 @@ def _of_weights(values: dict[tuple[int, ...], LossReading], tokens: list[float])
 
 _WEIGHTED = (
     "weighted mean: the loss is a mean in which samples weigh unlike (class weights, say), and weights of a "
-    "micro-batch do not add up as samples do. px.Loss(sum, count) is exact: for cross_entropy(..., weight=w), its sum "
-    'with reduction="sum", and w[labels].sum().'
+    "micro-batch do not add up as samples do. px.Loss(sum, count) is exact where the weights do not depend on the "
+    'model: for cross_entropy(..., weight=w), its sum with reduction="sum", and w[labels].sum().'
 )
 _COUPLED = (
     "the loss couples samples: that of a batch is not what its samples' losses add up to, as where each is compared "
@@ -267,6 +268,13 @@ def _draws(module: nn.Module) -> bool:
     """Whether training draws random numbers that evaluation does not: then the look is taken in evaluation mode."""
     recurrent = any(isinstance(child, nn.RNNBase) and child.dropout for child in module.modules())
     return bool(dropouts(module)) or recurrent or bool(batch_statistics(module))
+
+
+def _always_of_batch(module: nn.Module) -> bool:
+    """Whether the module normalises by the batch in evaluation mode as well: then nothing beside that is seen."""
+    children = dict(module.named_modules())
+    norms = (children.get(name, module) for name in batch_statistics(module))  # the model itself has no name
+    return any(getattr(norm, "running_mean", None) is None for norm in norms)
 
 
 def _cut(batch: Any, rows: Sequence[int], samples: int) -> Any:

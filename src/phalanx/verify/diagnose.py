@@ -23,13 +23,14 @@ def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan, loo
     def first_of(patterns: Iterable[Callable[[Evidence, Tolerance, Job, Plan], str]]) -> str:
         return next(filter(None, (pattern(evidence, tolerance, job, plan) for pattern in patterns)), "")
 
-    if cause := first_of((_not_promised, _skipped)):
+    if cause := first_of((_not_promised, _skipped, _rates)):
         return cause
     of_the_job = " Also: ".join(look())
     if cause := first_of(_OF_A_SPLIT):
         return f"{cause} Also: {of_the_job}" if of_the_job else cause
     if of_the_job:
-        return f"{of_the_job} That is no fault of the split."
+        norm = _batch_norm(evidence, tolerance, job, plan)
+        return f"{of_the_job} Also: {norm}" if norm else f"{of_the_job} That is no fault of the split."
     return first_of(_OF_ANY) or (
         "no known pattern. Likely a random number or a state that depends on the rank or on the order of calls: "
         "look for unseeded randomness in the model, for buffers updated in forward, and for losses that use statistics "
@@ -55,6 +56,17 @@ def _skipped(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> 
     return (
         f"fp16's loss scale skipped the update of step {evidence.skipped} on one side only. "
         "How many samples one backward adds decides whether a borderline sum overflows; bf16 has no such border."
+    )
+
+
+def _rates(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    """The first thing that differs is a learning rate, so that no gradient is to blame."""
+    first = next((check for check in evidence.checks if check.first), None)
+    if first is None or not first.wrong or not first.wrong[0].startswith("the learning rate of"):
+        return ""
+    return (
+        f"the learning rates differ {first.when}, where loss and gradients do not: {first.wrong[0]}. Look at the lr of "
+        "the optimizer, and at the schedule: its warm-up, its shape, and over how many steps it goes."
     )
 
 

@@ -117,7 +117,8 @@ class OneDevice:
         how, asked = how or ReferenceRun(), (steps, most_steps(steps))
         with _folder() as name:
             if how.against is not None:
-                reference = f"your own loop {getattr(how.against.function, '__name__', '')}".rstrip()
+                loop = getattr(how.against.function, "__name__", "")
+                reference = f"your own {loop}()" if loop.isidentifier() else "your own loop"
                 record = how.record(job, asked, Path(name), watch)
             elif reason := why_not(replace(job, steps=steps, epochs=None)):
                 reference = f"Phalanx on one device ({reason})"
