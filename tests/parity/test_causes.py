@@ -16,6 +16,8 @@ import phalanx as px
 from phalanx.config import Plan
 from phalanx.launch import look_ahead
 from phalanx.parallel import ddp
+from phalanx.train.assembly import Findings
+from phalanx.verify import parity
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from small import Net, job, table
@@ -129,6 +131,22 @@ def of_padding(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return F.cross_entropy(output.flatten(0, 1), batch["ids"].flatten())
 
 
+def of_one_size(*lengths: int) -> px.Job:
+    """Samples of these lengths by turns, but for four of one length, padded to one size that the loss skips."""
+
+    def padded_to_nine(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        ids = torch.stack([F.pad(one, (0, 9 - len(one))) for one in samples])
+        return {"ids": ids, "counts": ids != 0}
+
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        labels = torch.where(batch["counts"], batch["ids"], -100)
+        return F.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+    sizes = [lengths[index % len(lengths)] if index % 21 else 4 for index in range(64)]
+    data = [1 + (index + torch.arange(size)) % 15 for index, size in enumerate(sizes)]
+    return over_tokens(data=lambda: data, collate=padded_to_nine, loss=loss)
+
+
 PLANTED: dict[str, tuple[px.Job, str]] = {
     "class weights": (
         job(loss=lambda output, batch: F.cross_entropy(output, batch["y"], weight=WEIGHTS)),
@@ -139,6 +157,7 @@ PLANTED: dict[str, tuple[px.Job, str]] = {
     "batch": (job(model=Mixing), "the model mixes samples"),
     "collate": (job(data=lambda: [table()[i] for i in range(96)], collate=masked), "random collate: .*(x)"),
     "tokens": (over_tokens(loss=of_tokens), "mean over tokens: "),
+    "tokens of some samples": (of_one_size(2, 9, 5, 7, 3), "mean over tokens: "),
     "padding": (over_tokens(loss=of_padding), "padded mean: "),
     "noise": (job(model=Noisy), "random numbers drawn in forward"),
     "dice": (job(loss=with_dice), "the loss couples samples"),
@@ -154,6 +173,7 @@ EXACT = {
         )
     ),
     "tokens, counted": over_tokens(loss=lambda output, batch: px.cross_entropy(output, batch["labels"])),
+    "tokens, as many in each": of_one_size(4),
     "a counter": job(model=Ticking),
     "batch norm": job(model=Normalised),
     "batch norm without running statistics": job(model=lambda: Normalised(track_running_stats=False)),
@@ -230,3 +250,10 @@ def test_a_fault_of_the_split_is_said_before_what_the_job_differs_by(
     assert cause.startswith("ranks of dp have different gradients")
     assert f"Also: {words}" in cause
     assert "no fault of the split" not in cause
+
+
+def test_a_plain_mean_that_differs_at_once_is_suspected_before_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "look_ahead", lambda job, plan: Findings())
+    cause = px.prove(PLANTED["tokens of some samples"][0], "dp=2", steps=2).cause
+    assert "likely it is over something that samples have unlike numbers of (tokens" in cause
+    assert "random" not in cause

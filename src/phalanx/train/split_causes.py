@@ -25,6 +25,8 @@ from phalanx.train.loss import LossReading, read_loss
 from phalanx.units import show_names
 
 _SAMPLES = 4
+_COUNTED_SAMPLES = 64
+"""Samples of which the tokens are counted, where the first ones' losses add up: they may be of one length by chance."""
 LARGEST = 5e7
 """Elements of parameters up to which a model is looked at so: a fraction of a second."""
 _SAME = 1e-4
@@ -139,6 +141,8 @@ class _CauseSearch:
         if len(self._places) < 3 or self._unseen:
             return []
         value = self._values(self._part)
+        if value is not None and _adds_up(value) and self._others(value):
+            value = self._values(self._part)
         if value is None or _adds_up(value):
             return []
         aligned = self._values(self._rows)
@@ -148,6 +152,22 @@ class _CauseSearch:
                 f"micro-batch, whose number depends on how the batch is split. {_COUNTED}"
             ]
         return [_of_weights(aligned or value, self._token_counts())]
+
+    def _others(self, value: dict[tuple[int, ...], LossReading]) -> bool:
+        """Go on with samples of unlike numbers of tokens, where the loss is a plain mean and there are such samples."""
+        tokens = any(_of_tokens(leaf) for leaf in tree_leaves(self._batch))
+        if not tokens or self._sliced or not all(one.mean for one in value.values()):
+            return False
+        sizes = {place: _sizes(sample) for place, sample in self._loader.spread(_COUNTED_SAMPLES)}
+        for column in (0, 1):  # by what is counted; where that is the same in all, by where padding begins
+            firsts: dict[Any, int] = {}
+            for place, size in sizes.items():
+                firsts.setdefault(size[column], place)
+            if len(firsts) > 1:
+                places = [*firsts.values(), *(place for place in sizes if place not in firsts.values())][:_SAMPLES]
+                self._places, self._batch = places, self._loader.collate(places)
+                return True
+        return False
 
     def _values(self, batch_of: Callable[[Sequence[int]], Any]) -> dict[tuple[int, ...], LossReading] | None:
         """The loss of the whole, of halves, pairs and single samples, by their indices."""
@@ -275,6 +295,22 @@ def _always_of_batch(module: nn.Module) -> bool:
     children = dict(module.named_modules())
     norms = (children.get(name, module) for name in batch_statistics(module))  # the model itself has no name
     return any(getattr(norm, "running_mean", None) is None for norm in norms)
+
+
+def _of_tokens(leaf: Any) -> bool:
+    """Whether a tensor of a batch holds whole numbers or truths for each token of a sample."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and not leaf.is_floating_point() and leaf.numel() > 0
+
+
+def _sizes(sample: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of each tensor of tokens: how many a mask or labels of -100 leave in, and how many are unlike the last."""
+    counted: list[int] = []
+    ended: list[int] = []
+    for leaf in filter(_of_tokens, tree_leaves(sample)):
+        mask = int(leaf.min()) >= 0 and int(leaf.max()) <= 1
+        counted.append(int(leaf.sum()) if mask else int((leaf != -100).sum()))
+        ended.append(int((leaf != leaf.flatten()[-1]).sum()))
+    return tuple(counted), tuple(ended)
 
 
 def _cut(batch: Any, rows: Sequence[int], samples: int) -> Any:

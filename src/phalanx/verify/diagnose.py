@@ -31,10 +31,22 @@ def diagnose(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan, loo
     if of_the_job:
         norm = _batch_norm(evidence, tolerance, job, plan)
         return f"{of_the_job} Also: {norm}" if norm else f"{of_the_job} That is no fault of the split."
-    return first_of(_OF_ANY) or (
+    return first_of((*_OF_ANY, _mean_of_others)) or (
         "no known pattern. Likely a random number or a state that depends on the rank or on the order of calls: "
         "look for unseeded randomness in the model, for buffers updated in forward, and for losses that use statistics "
         "of the batch."
+    )
+
+
+def _mean_of_others(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) -> str:
+    """The first loss differs already, and is a plain mean: over what, nobody knows."""
+    step = evidence.one.steps[0]
+    if evidence.losses[0] <= tolerance.loss or step.count is None or step.count != step.samples:
+        return ""
+    return (
+        "no known pattern. The loss differs in the first step, and is a plain mean, which is taken to be over samples: "
+        "likely it is over something that samples have unlike numbers of (tokens, labelled pixels), or uses statistics "
+        "of the batch. px.Loss(sum, count) is exact."
     )
 
 
