@@ -104,7 +104,7 @@ def scattered(place: Place, report: Any) -> list[tuple[int, int]]:
     """Bytes of each message in which a step scatters gradients, and how many there are."""
     torch.set_num_threads(1)
     with default_process_group(place, torch.device("cpu")):
-        assembly = build(job(model=Heavy, batch=4), Plan.parse("fsdp=2 zero=1"), place)
+        assembly = build(job(model=Heavy, batch=4), Plan.parse("fsdp=2 zero=1"), place, torch.device("cpu"))
         with Sent() as sent:
             assembly.step(next(iter(assembly.loader)))
     return [(size, times) for (kind, _, size), times in sent.exchanges.items() if kind == "reduce_scatter"]

@@ -29,8 +29,8 @@ TECHNIQUES: tuple[Mutation, ...] = (
     Mutation(
         "rows of a shard begin one early",
         "parallel/zero.py",
-        "self.first = min(rank * self.rows, whole.shape[0]) if whole.dim() else 0",
-        "self.first = max(0, min(rank * self.rows, whole.shape[0]) - 1) if whole.dim() else 0",
+        "(own[0] if own else (rows, rows)) if whole.dim()",
+        "([at - min(own[0][0], 1) for at in own[0]] if own else (rows, rows)) if whole.dim()",
         ("prove rich fsdp=2 zero=2",),
     ),
     Mutation(

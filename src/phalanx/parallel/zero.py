@@ -199,8 +199,7 @@ class Partition:
 class ParameterSlice:
     """One parameter's rows on this rank, as a view into the whole and as the DTensor the optimizer steps.
 
-    Rows are cut as ``placement.ownership.chunks`` says. A parameter without
-    dimensions is held whole by every rank.
+    Rows are cut as ``placement.ownership.chunks`` says. A parameter without dimensions is held whole by every rank.
     """
 
     def __init__(self, name: str, whole: torch.Tensor, mesh: DeviceMesh) -> None:

@@ -106,7 +106,7 @@ def _unpriced(job: Job) -> Iterator[str]:
     if found := stated(_LEARNING):
         yield f"Of the job, {found}: changes what is learnt, not what a step takes."
     if job.clip is not None:
-        yield "Of the job, clip: the sum of the norm over ranks is priced, the passes over gradients are not."
+        yield "Of the job, clip: the sum of the norm over ranks is priced; the passes over gradients are not priced."
     if job.tensor_parallel:
         yield "Of the job, tensor_parallel: not priced; layers are taken to be cut as they are found."
 

@@ -10,13 +10,13 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from phalanx.trace.replaced import replaced
 from phalanx.verify.witness.samples import stream_seed
 
 Shape = Sequence[int]
@@ -44,14 +44,14 @@ class KeyedMasks:
     def drawing(self, model: nn.Module) -> Iterator[None]:
         """While inside, dropout of any kind in training is drawn so; alpha dropout is off."""
         fused = torch.nn.functional.scaled_dot_product_attention
-        drawn = {
+        replaced = {
             **{name: lambda input, *_, **__: input for name in ("alpha_dropout", "feature_alpha_dropout")},
             **{f"dropout{dims}d": self._channels for dims in (1, 2, 3)},
             "dropout": self._elements,
             "scaled_dot_product_attention": lambda *args, **named: self._attention(fused, *args, **named),
         }
         with ExitStack() as stack:
-            stack.enter_context(replaced(torch.nn.functional, **drawn))
+            stack.enter_context(patch.multiple(torch.nn.functional, **replaced))
             for name, module in model.named_modules():
                 stack.callback(module.register_forward_pre_hook(self._entering(name)).remove)
                 stack.callback(module.register_forward_hook(self._leaving, always_call=True).remove)
