@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -202,3 +203,13 @@ def test_a_proof_leaves_the_callers_random_numbers_alone() -> None:
     before = torch.random.get_rng_state()
     px.prove(job(), "single", steps=1)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_printed_line_leaves_a_worker_whole() -> None:
+    """torchrun starts workers unbuffered: a line and its end must not be two writes, or ranks' lines mix."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    code = "from phalanx.launch.worker import _belong_to_launcher as join; join(); print('a', 'b'); print('c')"
+    with ours, theirs:
+        subprocess.run([sys.executable, "-u", "-c", code], stdout=theirs.fileno(), check=True)
+        ours.setblocking(False)
+        assert [ours.recv(100) for _ in range(2)] == [b"a b\n", b"c\n"]

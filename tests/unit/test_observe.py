@@ -12,7 +12,7 @@ from rich.console import Console
 
 from phalanx.config import Plan
 from phalanx.data import Ledger, MicroBatch, StepBatch
-from phalanx.errors import DataError, MissingExtraError
+from phalanx.errors import DataError, MissingExtraError, SpecError
 from phalanx.events import EventLog, faults
 from phalanx.report import trackers
 from phalanx.report.drawing import draw
@@ -190,7 +190,7 @@ class TestSummary:
         assert "time per step" not in rendered(summary_table(summary))
 
     def test_a_folder_without_a_run_is_an_error(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="holds no log"):
+        with pytest.raises(SpecError, match="holds no log"):
             summarise(tmp_path)
 
     def test_it_is_json(self, tmp_path: Path) -> None:

@@ -130,8 +130,10 @@ def main(runfile: Path, reports: Path | None = None) -> int:
 def _belong_to_launcher() -> None:
     die_with(os.getppid())
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # into a pipe it would write in blocks, the last lost with the process
-            stream.reconfigure(line_buffering=True)
+        # Into a pipe it would write in blocks, the last lost with the process; and under python -u, as torchrun starts
+        # it, a line and its end each by itself, between which another rank's line may come.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _read(runfile: Path) -> RunSpec:
