@@ -1,36 +1,33 @@
 """Checkpoints that know tensors by full name and shard, so that any plan loads what any other saved."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from phalanx.checkpoint.folder import latest, verify
-
-if TYPE_CHECKING:
-    from phalanx.checkpoint.dcp import PartTensor, TensorPart
-    from phalanx.checkpoint.optimizer import optimizer_tensors, restore_optimizer
-    from phalanx.checkpoint.store import load, read_state, save
+from phalanx.checkpoint.background import BackgroundSaver, Saving
+from phalanx.checkpoint.export import Exported, contents, export
+from phalanx.checkpoint.folder import FoundCheckpoint, checkpoints, latest, prune
+from phalanx.checkpoint.optimizer import optimizer_tensors, restore_optimizer
+from phalanx.checkpoint.reading import read_state, verify
+from phalanx.checkpoint.store import SaveRequest, load, resume_newest, save
+from phalanx.checkpoint.survivor import save_as_survivor
+from phalanx.checkpoint.tensor_part import PartTensor, TensorPart
 
 __all__ = [
+    "BackgroundSaver",
+    "Exported",
+    "FoundCheckpoint",
     "PartTensor",
+    "SaveRequest",
+    "Saving",
     "TensorPart",
+    "checkpoints",
+    "contents",
+    "export",
     "latest",
     "load",
     "optimizer_tensors",
+    "prune",
     "read_state",
     "restore_optimizer",
+    "resume_newest",
     "save",
+    "save_as_survivor",
     "verify",
 ]
-
-_WHERE = {
-    **dict.fromkeys(("optimizer_tensors", "restore_optimizer"), "optimizer"),
-    **dict.fromkeys(("PartTensor", "TensorPart"), "dcp"),
-    **dict.fromkeys(("load", "read_state", "save"), "store"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Saving and loading load torch's checkpoint package, which takes as long as torch; asking for the newest does not.
-    if name not in _WHERE:
-        raise AttributeError(f"module 'phalanx.checkpoint' has no attribute {name!r}")
-    return getattr(import_module(f"phalanx.checkpoint.{_WHERE[name]}"), name)

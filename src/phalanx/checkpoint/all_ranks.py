@@ -1,47 +1,110 @@
-"""One outcome on every rank: what fails on one fails on all, with one readable message and no rank left waiting."""
+"""One outcome on every rank: what fails on one fails on all, with one readable message and no rank left waiting.
+
+What ranks tell each other is JSON, so that nothing a rank sends can run code on another.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from threading import Event
+from typing import Any, TypeVar, final
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from phalanx.errors import CheckpointError
+from phalanx.comm.json_messages import gather_json
+from phalanx.comm.lost_peer import LOST
+from phalanx.errors import CheckpointError, DamagedError, PeerLostError
 from phalanx.units import show_names
 
 T = TypeVar("T")
 
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+@contextmanager
+def alone() -> Generator[None]:
+    """Within, in this thread, what is collective is done by this process alone: its peers are lost."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
 
 def grouped() -> bool:
-    """Whether this process belongs to a default process group."""
-    return dist.is_available() and dist.is_initialized()
+    """Whether this process belongs to a default process group, and is not to act alone."""
+    return not _alone.get() and dist.is_available() and dist.is_initialized()
+
+
+def is_first() -> bool:
+    """Whether this process has rank 0 of the default group, or there is none."""
+    return not grouped() or dist.get_rank() == 0
+
+
+def from_all(value: Any) -> list[Any]:
+    """What each rank of the default group gives, by rank; JSON. Collective."""
+    if not grouped() or dist.get_world_size() == 1:
+        return [value]
+    return gather_json(value)
 
 
 def on_all_ranks(action: Callable[[], T]) -> T:
     """The result of ``action``, run by every rank of the default group (by this process where there is none).
 
     Raises:
+        DamagedError: on all ranks if nothing but damage was found on any.
         CheckpointError: on all ranks if it failed on any, with the messages of those on which it failed.
     """
-    result: T | None = None
-    cause: Exception | None = None
-    try:
-        result = action()
-    except Exception as error:
-        cause = error
-    failure = _text(cause) if cause else None
-    failures: list[str | None] = [failure]
-    if grouped():
-        failures = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure)
-    texts = {rank: text for rank, text in enumerate(failures) if text is not None}
-    if texts:
-        raise CheckpointError(by_rank(texts)) from (None if isinstance(cause, CheckpointError) else cause)
-    return result  # type: ignore[return-value]
+    outcome = RankOutcome.of(action)
+    outcome.settle(from_all(outcome.failure))
+    return outcome.result
+
+
+@final
+class RankOutcome:
+    """What an action gave, or how it failed.
+
+    Attributes:
+        failure: JSON for other ranks; ``None`` where it went well.
+    """
+
+    def __init__(self, result: Any, error: BaseException | None) -> None:
+        self.result, self._error, self.failure = result, error, None
+        if error is not None:
+            self.failure = {"text": _text(error)}
+            if isinstance(error, DamagedError):
+                self.failure |= {"checkpoint": error.checkpoint, "file": error.file, "tensor": error.tensor}
+
+    @classmethod
+    def of(cls, action: Callable[[], Any]) -> RankOutcome:
+        """Run ``action``. An interrupt waits till the others know of it, too."""
+        try:
+            return cls(action(), None)
+        except BaseException as error:
+            return cls(None, error)
+
+    def settle(self, failures: Iterable[dict[str, Any] | None]) -> None:
+        """Raise what failed on any rank; ``failures`` by rank."""
+        by = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
+        if not by:
+            return
+        if self._error is not None and not isinstance(self._error, Exception):
+            raise self._error
+        text = by_rank({rank: failure["text"] for rank, failure in by.items()})
+        cause = None if isinstance(self._error, CheckpointError) else self._error
+        if all("checkpoint" in failure for failure in by.values()):
+            first = next(iter(by.values()))
+            raise DamagedError(
+                text, checkpoint=first["checkpoint"], file=first["file"], tensor=first["tensor"]
+            ) from cause
+        raise CheckpointError(text) from cause
 
 
 def distinct(value: T) -> list[T]:
@@ -49,21 +112,94 @@ def distinct(value: T) -> list[T]:
 
     Values are JSON. Each is sent by one rank only: of a thousand ranks, replicas hold the same.
     """
-    if not grouped():
-        return [value]
-    digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
+    return distinct_of(from_all(digest_of(value)), value)
+
+
+def distinct_of(digests: Sequence[str], value: T) -> list[T]:
+    """``distinct``, where it is known already which ranks hold the same: ``digests`` by rank. Collective."""
     if len(set(digests)) == 1:
         return [value]
-    values: list[T | None] = [None] * len(digests)
-    dist.all_gather_object(values, value if digests.index(digest) == dist.get_rank() else None)
-    return [value for value in values if value is not None]
+    sends = digests.index(digests[dist.get_rank()]) == dist.get_rank()
+    return [one for one in from_all(value if sends else None) if one is not None]
 
 
-def readable(error: CheckpointException) -> str:
-    """What went wrong on which rank, without the tracebacks that DCP gathers."""
-    return by_rank({rank: _text(wrapped[0]) for rank, wrapped in error.failures.items()})
+def digest_of(value: Any) -> str:
+    """The same for equal JSON, on any rank."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+Decide = Callable[[list[Any]], Any]
+"""What rank 0 makes of what each rank gave, by rank; what it returns all ranks get."""
+
+
+class Meeting(ABC):
+    """Where ranks give rank 0 what they have, and hear what it made of it; all values are JSON."""
+
+    rank: int
+
+    @abstractmethod
+    def decided(self, given: Any, decide: Decide) -> Any:
+        """What ``decide`` returned on rank 0, on every rank. Every rank calls it, as often as the others."""
+
+
+@final
+class GroupMeeting(Meeting):
+    """By collectives of the default process group; alone where there is none."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank() if grouped() else 0
+
+    def decided(self, given: Any, decide: Decide) -> Any:
+        everything = from_all(given)
+        return from_all(decide(everything) if self.rank == 0 else None)[0]
+
+
+@final
+class StoreMeeting(Meeting):
+    """By keys of a store, so that a thread can take part while the main thread is in collectives.
+
+    Args:
+        store: where the ranks have met; no other thread uses this client of it.
+        prefix: of the keys, never used before.
+        patience: seconds to wait for the others.
+        given_up: set where nobody waits for the result any more.
+    """
+
+    def __init__(
+        self, store: Store, prefix: str, rank: int, world_size: int, *, patience: float, given_up: Event
+    ) -> None:
+        self.rank, self._world_size, self._launchers = rank, world_size, _without_prefixes(store)
+        self._store = PrefixStore(prefix, store)
+        self._patience, self._given_up, self._rounds = patience, given_up, 0
+
+    def decided(self, given: Any, decide: Decide) -> Any:
+        self._rounds += 1
+        if self.rank:
+            self._store.set(f"{self._rounds}/{self.rank}", json.dumps(given))
+            return json.loads(self._heard(f"{self._rounds}/verdict"))
+        others = [f"{self._rounds}/{rank}" for rank in range(1, self._world_size)]
+        everything = [given, *(json.loads(self._heard(key)) for key in others)]
+        for key in others:
+            self._store.delete_key(key)
+        verdict = decide(everything)
+        self._store.set(f"{self._rounds}/verdict", json.dumps(verdict))
+        return verdict
+
+    def _heard(self, key: str) -> bytes:
+        deadline, pause = time.monotonic() + self._patience, 0.002
+        while not self._store.check([key]):
+            if self._given_up.wait(pause):
+                raise CheckpointError("the save was given up: the run ended before all ranks had written")
+            if self._launchers.check([LOST]):
+                raise PeerLostError("the save was given up: a rank that had a part in it is gone")
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"the other ranks were not heard of for {self._patience:g} s")
+            pause = min(2 * pause, 0.2)
+        return self._store.get(key)
+
+
+def _without_prefixes(store: Store) -> Store:
+    return _without_prefixes(store.underlying_store) if isinstance(store, PrefixStore) else store
 
 
 def by_rank(texts: Mapping[int, str]) -> str:

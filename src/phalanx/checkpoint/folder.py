@@ -1,22 +1,40 @@
-"""The folder ``checkpoints``: its entries, how a new one takes its place, and whether one still is what was written."""
+"""The folder ``checkpoints``: its entries, how a new one takes its place, and which of them stay."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
-from phalanx.checkpoint.format import STATE, Manifest, checksum
+from phalanx.checkpoint.format import MANIFEST, STATE, Manifest, step_of
+from phalanx.checkpoint.safe_files import is_folder, is_link, remove, size_of
 from phalanx.errors import CheckpointError
+from phalanx.files import check_writer
 
-_NAME = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"\.step-\d{8,}\.(tmp|old)")
+_LEFTOVER = re.compile(r"\.step-\d{8,18}(?P<survivor>\.rank-\d+)?\.(tmp|old|gone)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundCheckpoint:
+    """An entry of the folder ``checkpoints``.
+
+    Attributes:
+        nbytes: of its files.
+        time: when it was written, seconds since 1970; 0 where it has no manifest.
+        whole: all its files are there in full length; ``verify`` also reads them.
+    """
+
+    path: Path
+    step: int
+    nbytes: int
+    time: float
+    whole: bool
 
 
 def name_of(step: int) -> str:
@@ -27,9 +45,9 @@ def name_of(step: int) -> str:
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint in ``folder``, the one of the highest step; ``None`` where there is none.
 
-    Complete means that all files are there in full length; ``verify`` also reads them. A damaged one is passed over.
+    Complete means that all files are there in full length; ``verify`` also reads them.
     """
-    return next((path for path in reversed(checkpoints(folder)) if is_complete(path)), None)
+    return next((path for path in newest_first(folder) if is_complete(path)), None)
 
 
 def is_complete(path: Path) -> bool:
@@ -41,11 +59,34 @@ def is_complete(path: Path) -> bool:
     return STATE in manifest.files and not manifest.misfits(path)
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints in ``folder``, complete or not, by ascending step."""
-    if not folder.is_dir():
+def newest_first(folder: Path) -> list[Path]:
+    """All checkpoints in ``folder``, complete or not, by descending step.
+
+    Raises:
+        CheckpointError: ``folder`` is a symbolic link.
+    """
+    folder = Path(folder)
+    _refuse_link(folder)
+    if not is_folder(folder):
         return []
-    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=_step)
+    found = [(step, path) for path in folder.iterdir() if (step := step_of(path)) is not None and is_folder(path)]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def checkpoints(folder: Path) -> list[FoundCheckpoint]:
+    """All checkpoints in ``folder``, complete or not, by descending step.
+
+    Raises:
+        CheckpointError: ``folder`` is a symbolic link.
+    """
+    found = list[FoundCheckpoint]()
+    for path in newest_first(folder):
+        sizes = [size for file in path.iterdir() if isinstance(size := size_of(file), int)]
+        manifest = path / MANIFEST
+        time = manifest.lstat().st_mtime if isinstance(size_of(manifest), int) else 0.0
+        step = step_of(path) or 0
+        found.append(FoundCheckpoint(path=path, step=step, nbytes=sum(sizes), time=time, whole=is_complete(path)))
+    return found
 
 
 def temporary(folder: Path, step: int) -> Path:
@@ -53,54 +94,134 @@ def temporary(folder: Path, step: int) -> Path:
     return folder / f".{name_of(step)}.tmp"
 
 
-def begin(folder: Path, step: int) -> None:
-    """Make the empty temporary folder of ``step``, and remove those that crashed saves left behind."""
+def temporary_of(folder: Path, step: int, rank: int) -> Path:
+    """Where ``rank`` writes a checkpoint by itself before it is complete."""
+    return folder / f".{name_of(step)}.rank-{rank}.tmp"
+
+
+@contextmanager
+def turn(folder: Path) -> Generator[None]:
+    """Within, no other process of this host that writes by itself writes into ``folder``: waits for those that do.
+
+    The kernel gives a turn back that ends with its process. Where hosts share no locks they may write both.
+
+    Raises:
+        CheckpointError: ``folder`` is a symbolic link.
+    """
+    _refuse_link(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
-        if _LEFTOVER.fullmatch(path.name):
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _taken(folder: Path) -> bool:
+    """Whether a process writes into ``folder`` by itself just now."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(handle)
+    return False
+
+
+def begin(folder: Path, step: int) -> None:
+    """Make the empty temporary folder of ``step``, and remove those that crashed saves left behind.
+
+    Raises:
+        CheckpointError: ``folder`` is a symbolic link.
+    """
+    _refuse_link(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in list(folder.iterdir()):
+        found = _LEFTOVER.fullmatch(path.name)
+        if found and not (found["survivor"] and _taken(folder)):
             _give_back_or_remove(path)
     temporary(folder, step).mkdir()
 
 
-def publish(folder: Path, step: int) -> Path:
-    """Give the complete temporary folder of ``step`` its final name; an older one of the same step makes way."""
+def publish(folder: Path, step: int, written: Path | None = None) -> Path:
+    """Give the complete temporary folder of ``step`` its final name; an older one of the same step makes way.
+
+    ``written``: where it is, if not at its usual place.
+
+    Raises:
+        RunError: another run has taken the run folder that ``folder`` is in.
+    """
+    check_writer(folder.parent)
     path, old = folder / name_of(step), folder / f".{name_of(step)}.old"
-    sync(temporary(folder, step))
-    if path.exists():
+    written = written or temporary(folder, step)
+    sync(written)
+    if path.exists() or is_link(path):
         path.rename(old)
-    temporary(folder, step).rename(path)
+    written.rename(path)
     sync(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with suppress(OSError):
+        remove(old)
     return path
 
 
-def prune(folder: Path, step: int, keep: int) -> None:
-    """Delete all but the ``keep`` newest checkpoints up to ``step``; those of later steps are not touched."""
-    for path in [path for path in checkpoints(folder) if _step(path) <= step][:-keep]:
-        # What cannot be deleted now is tried again after the next save: the new checkpoint stands all the same.
-        shutil.rmtree(path, ignore_errors=True)
+def give_up(folder: Path, step: int) -> None:
+    """Remove what there is of a checkpoint of ``step`` that cannot be completed."""
+    with suppress(OSError):
+        remove(temporary(folder, step))
+
+
+def prune(folder: Path, *, keep: int, keep_every: int = 0, upto: int | None = None) -> list[Path]:
+    """Delete checkpoints in ``folder``. Returns which.
+
+    Args:
+        keep: the newest that stay; the newest complete one stays in any case.
+        keep_every: those whose step is a multiple of it stay for ever; 0: none.
+        upto: later steps than this are neither counted nor deleted.
+    """
+    steps = {path: step_of(path) or 0 for path in newest_first(folder)}
+    found = [path for path, step in steps.items() if upto is None or step <= upto]
+    stay = {*found[:keep], *(path for path in found if keep_every and steps[path] % keep_every == 0)}
+    stay |= set(next(([path] for path in found if is_complete(path)), []))
+    gone = list[Path]()
+    for path in reversed(found):
+        if path not in stay:
+            # Under another name first: half deleted it would pass for a damaged one. What cannot be deleted now is
+            # tried again by the next save.
+            with suppress(OSError):
+                aside = path.with_name(f".{path.name}.gone")
+                path.rename(aside)
+                gone.append(path)
+                remove(aside)
+    return gone
 
 
 def sync(folder: Path) -> None:
     """Make the names in ``folder`` survive a power failure."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+def _refuse_link(folder: Path) -> None:
+    if is_link(folder):
+        raise CheckpointError(
+            f"{folder} is a symbolic link, and nothing is read or written through one\n"
+            f"    try: the folder that it points to, {folder.resolve().parent}, as the run folder"
+        )
 
 
 def _give_back_or_remove(leftover: Path) -> None:
     # An ".old" without its successor: the save that replaced it died between two renames.
     final = leftover.with_name(leftover.name[1:].removesuffix(".old"))
-    if leftover.suffix == ".old" and not final.exists():
+    if leftover.suffix == ".old" and is_folder(leftover) and not final.exists():
         leftover.rename(final)
     else:
-        shutil.rmtree(leftover)
+        remove(leftover)
 
 
 def to_json(value: Any, what: str) -> bytes:
@@ -130,54 +251,3 @@ def not_json(value: Any, where: str) -> Iterator[tuple[str, str]]:
                 yield from not_json(item, f"{where}.{key}" if where else key)
     else:
         yield where, type(value).__name__
-
-
-def verify(path: Path) -> list[str]:
-    """Everything that is wrong with the checkpoint in folder ``path``; empty if it is whole.
-
-    Reads every file once: missing and cut files, changed bytes (CRC-32), and chunks that are not where the manifest
-    says. Works alone, in any process.
-    """
-    path = Path(path)
-    try:
-        manifest = Manifest.read(path)
-    except CheckpointError as error:
-        return [str(error)]
-    if problems := manifest.misfits(path):
-        return problems
-    if STATE not in manifest.files:
-        problems.append(f"{STATE} is not listed in the manifest")
-    problems += [
-        f"{file.name} has changed since it was written: checksum {now}, was {file.crc32}"
-        for file in manifest.files.values()
-        if (now := checksum(path / file.name)) != file.crc32
-    ]
-    if problems:
-        return problems
-    from phalanx.checkpoint.store import read_state  # loads torch's checkpoint package
-
-    try:
-        read_state(path)
-    except CheckpointError as error:
-        problems.append(str(error))
-    return problems + _misplaced(path, manifest)
-
-
-def _misplaced(path: Path, manifest: Manifest) -> list[str]:
-    wanted: dict[str, list[tuple[str, list[int]]]] = {}
-    for tensor in manifest.tensors.values():
-        for chunk in tensor.chunks:
-            wanted.setdefault(chunk.file, []).append((chunk.key, list(chunk.sizes)))
-    problems = []
-    for name, chunks in wanted.items():
-        try:
-            with safe_open(path / name, framework="pt") as file:
-                there = set(file.keys())
-                problems += [
-                    f"{name} does not hold {key} of shape {sizes}"
-                    for key, sizes in chunks
-                    if key not in there or file.get_slice(key).get_shape() != sizes
-                ]
-        except SafetensorError as error:
-            problems.append(f"{name} is not a safetensors file: {error}")
-    return problems

@@ -1,30 +1,79 @@
-"""What a checkpoint's files hold: ``manifest.json``, and a rank's safetensors, written as a stream.
+"""``manifest.json``: what a checkpoint holds, where each part of it stands, and the checksums of its bytes.
 
-One rank's safetensors file, written as a stream: one tensor at a time is copied to host memory, never all of them. The
-format (https://github.com/huggingface/safetensors#format): eight bytes with the length of the header, a JSON header
-with dtype, shape and byte range of every tensor, then the bytes of all tensors without gaps.
+Nothing in it is believed unchecked. It ends in a checksum of itself; the chunks of a tensor have to fill it exactly; a
+chunk's key says of which tensor it is and where it begins, and the file that holds it repeats its dtype and shape.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
+import re
+import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from phalanx.errors import CheckpointError
+from phalanx.checkpoint.safe_files import damaged, is_link, read_file, size_of
+from phalanx.errors import CheckpointError, DamagedError
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+BLOCK = 1 << 20
+"""Bytes of a file that have a checksum of their own: who reads some rows reads and verifies the blocks they lie in."""
+
 _FORMAT = "phalanx-checkpoint"
-_VERSION = 1
+_VERSIONS = (1, 2)
+_FILE = re.compile(r"rank-\d{5,9}\.safetensors|state\.json")
+_NAME = re.compile(r"step-(\d{8,18})")
+_SEAL = re.compile(rb',\n"checksum": "([0-9a-f]{8})"\}\n\Z')
+_MOST, _MOST_DIMENSIONS = 1 << 63, 64  # torch and the operating system count no further
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.complex64,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint64,
+        torch.uint32,
+        torch.uint16,
+        torch.uint8,
+        torch.bool,
+    )
+}
+"""Every dtype that a checkpoint can hold, by name."""
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""A block of a tensor: where it begins and its size along each dimension."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFile:
+    """A file of a checkpoint.
+
+    Attributes:
+        name: without folders.
+        size: bytes.
+        checksums: CRC-32 of each ``block`` bytes, the last one of what is left.
+    """
+
+    name: str
+    size: int
+    checksums: tuple[int, ...]
+    block: int = BLOCK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,85 +97,184 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The content of a checkpoint of one optimizer step."""
+    """The content of a checkpoint of one optimizer step.
+
+    Attributes:
+        version: of the format. Files of version 1 have one checksum each, and its manifest has none.
+    """
 
     step: int
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, StoredFile]
+    version: int = 2
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
         """The manifest of the checkpoint in folder ``path``.
 
         Raises:
-            CheckpointError: there is none, or it is damaged, or of a later format.
+            DamagedError: there is none, or it is not as it was written.
+            CheckpointError: it is of a later format.
         """
+        if is_link(path):
+            raise damaged(path, f"{path} is a symbolic link, which is not followed")
+        content = read_file(path, MANIFEST)
+        sealed = _SEAL.search(content, max(0, len(content) - 40))
+        if sealed and int(sealed[1], 16) != zlib.crc32(content[: sealed.start()]):
+            raise _no_manifest(path, "it has changed since it was written")
         try:
-            given = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}") from None
-        except ValueError as error:
-            raise CheckpointError(f"{path / MANIFEST} is damaged: {error}") from None
-        return cls.from_json(given, path)
+            given = json.loads(content.decode())
+        except (ValueError, RecursionError) as error:
+            raise _no_manifest(path, error) from None
+        return cls.from_json(given, path, sealed=sealed is not None)
 
     @classmethod
-    def from_json(cls, given: Any, path: Path) -> Manifest:
-        """The manifest that parsed JSON describes; ``path`` is for messages."""
+    def from_json(cls, given: Any, path: Path, *, sealed: bool = True) -> Manifest:
+        """The manifest that parsed JSON describes; ``path`` is for messages. ``sealed``: its checksum was right."""
         if not isinstance(given, dict) or given.get("format") != _FORMAT:
-            raise CheckpointError(f"{path / MANIFEST} does not describe a checkpoint of this kind ({_FORMAT})")
-        if given.get("version") != _VERSION:
+            kind = f"does not describe a checkpoint of this kind ({_FORMAT})"
+            raise damaged(path, f"{path / MANIFEST} {kind}", file=MANIFEST)
+        version = given.get("version")
+        if sealed and isinstance(version, int) and version > _VERSIONS[-1]:
             raise CheckpointError(
-                f"{path} has checkpoint format {given.get('version')}; this Phalanx reads format {_VERSION}\n"
+                f"{path} has checkpoint format {version}; this Phalanx reads formats up to {_VERSIONS[-1]}\n"
                 "    try: the version of Phalanx that wrote it"
             )
         try:
-            files = {name: _file(name, entry) for name, entry in given["files"].items()}
-            tensors = {name: _tensor(entry, files) for name, entry in given["tensors"].items()}
-            return cls(step=int(given["step"]), tensors=tensors, files=files)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path / MANIFEST} is damaged: {type(error).__name__}: {error}") from None
+            if version not in _VERSIONS or (version == 2 and not sealed):
+                raise ValueError(f"of format {version!r}, without a checksum of its own")
+            block = _number(given["block"]) if version == 2 else 0
+            if version == 2 and not 1 << 10 <= block <= 1 << 30:
+                raise ValueError(f"checksums of {block} bytes each")
+            files = {name: _file(name, entry, block) for name, entry in given["files"].items()}
+            tensors = {name: _tensor(name, entry, files, version) for name, entry in given["tensors"].items()}
+            step = _number(given["step"])
+        except (KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
+            raise _no_manifest(path, f"{type(error).__name__}: {error}") from None
+        if (named := step_of(path)) is not None and named != step:
+            raise _no_manifest(path, f"it is of step {step}")
+        return cls(step=step, tensors=tensors, files=files, version=version)
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object from which ``from_json`` makes an equal manifest."""
-        return {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "step": self.step,
-            "files": {file.name: {"size": file.size, "crc32": file.crc32} for file in self.files.values()},
-            "tensors": {
-                name: {
-                    "shape": tensor.shape,
-                    "dtype": dtype_name(tensor.dtype),
-                    "chunks": [
-                        {"offsets": chunk.offsets, "sizes": chunk.sizes, "file": chunk.file, "key": chunk.key}
-                        for chunk in tensor.chunks
-                    ],
-                }
-                for name, tensor in self.tensors.items()
-            },
+    def to_bytes(self) -> bytes:
+        """The content of the file that ``read`` reads: JSON that ends in a checksum of all that is before it."""
+        files = {
+            file.name: {"size": file.size, "crc32": "".join(f"{one:08x}" for one in file.checksums)}
+            for file in self.files.values()
         }
+        tensors = {
+            name: {
+                "shape": tensor.shape,
+                "dtype": dtype_name(tensor.dtype),
+                "chunks": [
+                    {"offsets": chunk.offsets, "sizes": chunk.sizes, "file": chunk.file, "key": chunk.key}
+                    for chunk in tensor.chunks
+                ],
+            }
+            for name, tensor in self.tensors.items()
+        }
+        given = {"format": _FORMAT, "version": 2, "step": self.step, "block": BLOCK, "files": files, "tensors": tensors}
+        return seal(json.dumps(given).encode())
 
     def misfits(self, path: Path) -> list[str]:
-        """The files that are missing from folder ``path`` or have another size than when they were written."""
+        """The files that are missing from folder ``path``, are none, or have another size than was written."""
         problems = []
         for file in self.files.values():
-            try:
-                size = (path / file.name).stat().st_size
-            except OSError:
-                problems.append(f"{file.name} is missing")
-                continue
-            if size != file.size:
+            size = size_of(path / file.name)
+            if isinstance(size, str):
+                problems.append(f"{file.name} {size}")
+            elif size != file.size:
                 problems.append(f"{file.name} has {size} bytes; {file.size} were written")
         return problems
 
+    def checked(self, path: Path) -> Manifest:
+        """This manifest.
 
-def _file(name: str, entry: Mapping[str, Any]) -> StoredFile:
-    if Path(name).name != name:
-        raise ValueError(f"the file name {name!r} points out of the checkpoint")
-    return StoredFile(name=name, size=int(entry["size"]), crc32=str(entry["crc32"]))
+        Raises:
+            DamagedError: files are missing from folder ``path`` or have another size than was written.
+        """
+        if misfits := self.misfits(path):
+            raise damaged(
+                path, f"{path} is not a complete checkpoint: {'; '.join(misfits)}", file=misfits[0].split()[0]
+            )
+        return self
 
 
-def _tensor(entry: Mapping[str, Any], files: Mapping[str, StoredFile]) -> StoredTensor:
+def seal(text: bytes) -> bytes:
+    """``text``, a JSON object, with the checksum of all that is before its last brace as the last of its fields."""
+    body = text[:-1]
+    return body + b',\n"checksum": "%08x"}\n' % zlib.crc32(body)
+
+
+def step_of(path: Path) -> int | None:
+    """The step that the name of a checkpoint's folder says; ``None`` where it is not a checkpoint's name."""
+    named = _NAME.fullmatch(path.name)
+    return int(named[1]) if named else None
+
+
+def key_of(name: str, shape: Sequence[int], box: Box) -> str:
+    """How a chunk is called in its file: by the tensor's name, and by where it begins if it is a part of it."""
+    offsets, sizes = box
+    return name if tuple(sizes) == tuple(shape) else _part_of(name, offsets)
+
+
+def not_filled(shape: Sequence[int], boxes: Iterable[Box]) -> str:
+    """What keeps ``boxes`` from filling ``shape`` exactly, each element once; empty if nothing does."""
+    whole = math.prod(shape)
+    found = list(boxes)
+    for offsets, sizes in found:
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            at + size <= end for at, size, end in zip(offsets, sizes, shape, strict=True)
+        )
+        if not inside:
+            return f"a chunk of {list(sizes)} at {list(offsets)} is not inside the shape {list(shape)}"
+    found = [box for box in found if math.prod(box[1])]
+    if sum(math.prod(sizes) for _, sizes in found) != whole:
+        return f"the chunks do not fill the shape {list(shape)}"
+    return _overlap(found) if len(found) > 1 else ""
+
+
+def _overlap(boxes: list[Box]) -> str:
+    # Swept along the dimension that is cut most often, in which few boxes lie beside each other.
+    dim = max(range(len(boxes[0][0])), key=lambda dim: len({offsets[dim] for offsets, _ in boxes}))
+    reached: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[0][dim]):
+        offsets, sizes = box
+        reached = [other for other in reached if other[0][dim] + other[1][dim] > offsets[dim]]
+        for starts, lengths in reached:
+            apart = any(
+                at + size <= start or start + length <= at
+                for at, size, start, length in zip(offsets, sizes, starts, lengths, strict=True)
+            )
+            if not apart:
+                return f"two chunks, at {list(starts)} and {list(offsets)}, overlap"
+        reached.append(box)
+    return ""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``; what ``DTYPES`` is keyed by."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _no_manifest(path: Path, why: object) -> DamagedError:
+    return damaged(path, f"{path / MANIFEST} is damaged: {why}", file=MANIFEST)
+
+
+def _file(name: str, entry: Mapping[str, Any], block: int) -> StoredFile:
+    if not _FILE.fullmatch(name):
+        raise ValueError(f"the file name {name!r} points out of the checkpoint or is none of its files")
+    size, digits = _number(entry["size"]), entry["crc32"]
+    count = -(-size // block) if block else 1  # version 1 has one checksum for all of the file
+    if len(digits) != 8 * count:
+        raise ValueError(f"{len(digits) // 8} checksums for the {size} bytes of {name}")
+    checksums = struct.unpack(f">{count}I", bytes.fromhex(digits))
+    return StoredFile(name=name, size=size, checksums=checksums, block=block or max(size, 1))
+
+
+def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, StoredFile], version: int) -> StoredTensor:
+    shape, dtype = _numbers(entry["shape"]), DTYPES[entry["dtype"]]
+    if math.prod(size or 1 for size in shape) * dtype.itemsize >= _MOST or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{name} cannot have the shape {list(shape)}")
     chunks = tuple(
         Chunk(
             offsets=_numbers(chunk["offsets"]),
@@ -136,116 +284,27 @@ def _tensor(entry: Mapping[str, Any], files: Mapping[str, StoredFile]) -> Stored
         )
         for chunk in entry["chunks"]
     )
-    tensor = StoredTensor(shape=_numbers(entry["shape"]), dtype=DTYPES[entry["dtype"]], chunks=chunks)
-    # DCP would leave what no chunk covers as it finds it, without a word.
-    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(tensor.shape):
-        raise ValueError(f"the chunks do not fill the shape {tensor.shape}")
-    return tensor
+    boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks]
+    if wrong := not_filled(shape, boxes):
+        raise ValueError(f"{name}: {wrong}")
+    for chunk, box in zip(chunks, boxes, strict=True):
+        # Version 1 called the only part of a tensor in a file by the tensor's name alone.
+        if chunk.key != key_of(name, shape, box) and (version > 1 or chunk.key not in (name, _part_of(name, box[0]))):
+            raise ValueError(f"{name}: the chunk at {list(chunk.offsets)} has the key {chunk.key!r}")
+    return StoredTensor(shape=shape, dtype=dtype, chunks=chunks)
 
 
-def _numbers(values: list[int]) -> tuple[int, ...]:
-    if not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"{values} are not sizes")
-    return tuple(values)
+def _part_of(name: str, offsets: Sequence[int]) -> str:
+    return f"{name}@{','.join(map(str, offsets))}"
 
 
-_CODES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in _CODES}
-"""Every dtype that a checkpoint can hold, by name."""
-
-# Few enough bytes to stay in the cache between the checksum and the write.
-_PIECE = 1 << 20
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise ValueError(f"{str(value)[:40]} is not a size")
+    return value
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredFile:
-    """A file of a checkpoint: its bare name, its size in bytes, and the CRC-32 of its content as eight hex digits."""
-
-    name: str
-    size: int
-    crc32: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
-    """What the header says of one tensor."""
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``; what ``DTYPES`` is keyed by."""
-    return str(dtype).removeprefix("torch.")
-
-
-def write_tensors(path: Path, entries: Iterable[TensorEntry], tensors: Iterable[Tensor]) -> StoredFile:
-    """Write ``tensors``, in the order of ``entries`` and taken one at a time, to a safetensors file; sync it to disk.
-
-    Raises:
-        OSError: the disk is full, or the file cannot be written for another reason.
-    """
-    return write_file(path, _stream(_header(entries), tensors))
-
-
-def write_file(path: Path, pieces: Iterable[memoryview | bytes]) -> StoredFile:
-    """Write ``pieces`` to a new file, sync it to disk, and say what was written."""
-    size, crc = 0, 0
-    with path.open("wb") as file:
-        for piece in pieces:
-            crc = zlib.crc32(piece, crc)
-            file.write(piece)
-            size += len(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    return StoredFile(name=path.name, size=size, crc32=f"{crc:08x}")
-
-
-def checksum(path: Path) -> str:
-    """CRC-32 of a file's content as eight hex digits."""
-    crc = 0
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            crc = zlib.crc32(piece, crc)
-    return f"{crc:08x}"
-
-
-def _header(entries: Iterable[TensorEntry]) -> bytes:
-    header: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for entry in entries:
-        if entry.key in header:
-            raise CheckpointError(f"one rank holds two chunks of the tensor {entry.key!r}; it can write only one")
-        end = start + math.prod(entry.shape) * entry.dtype.itemsize
-        header[entry.key] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # Readers map the file into memory, so the tensors have to begin at a multiple of eight bytes.
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _stream(header: bytes, tensors: Iterable[Tensor]) -> Iterator[memoryview | bytes]:
-    yield header
-    for tensor in tensors:
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(data), _PIECE):
-            yield data[start : start + _PIECE]
+def _numbers(values: Any) -> tuple[int, ...]:
+    if type(values) is not list:
+        raise ValueError(f"{str(values)[:40]} are not sizes")
+    return tuple(_number(value) for value in values)

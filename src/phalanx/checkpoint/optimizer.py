@@ -19,15 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from phalanx.checkpoint.all_ranks import distinct, on_all_ranks, some
-from phalanx.checkpoint.dcp import PartTensor, TensorPart
 from phalanx.checkpoint.folder import not_json
 from phalanx.checkpoint.format import Manifest, StoredTensor
-from phalanx.checkpoint.store import load, read_state
-from phalanx.errors import CheckpointError
+from phalanx.checkpoint.reading import read_state
+from phalanx.checkpoint.store import load
+from phalanx.checkpoint.tensor_part import PartTensor, TensorPart
+from phalanx.comm.process_group import is_dtensor
+from phalanx.errors import CheckpointError, DamagedError
 
 SECTION = "optimizer"
 """The key of ``state.json`` that holds what ``optimizer_tensors`` returns beside the tensors."""
@@ -229,7 +230,7 @@ def _allocated(
     """Room for the tensor ``name`` of the state of ``parameter``, to be filled from the checkpoint."""
     if name not in manifest.tensors:
         what = f"its state names the tensor {name}, which it does not hold"
-        raise CheckpointError(f"the checkpoint is damaged: {what}")
+        raise DamagedError(f"the checkpoint is damaged: {what}", tensor=name)
     made = _empty(parameter, group, part, name, manifest.tensors[name])
     targets[name] = _split_alike(name, made, parameter, part)
     return made
@@ -248,7 +249,9 @@ def _empty(
     if part and part.ranges and prod(stored.shape) > 1:
         raise _unsplittable(name, stored.shape, part)
     values = torch.zeros(stored.shape, dtype=stored.dtype, device=parameter.device)
-    if isinstance(parameter, DTensor) and stored.shape:
+    if is_dtensor(parameter) and stored.shape:
+        from torch.distributed.tensor import DTensor, Replicate
+
         # A factored moment has no shards that follow from the parameter's; whole on every rank is always right.
         mesh = parameter.device_mesh
         return DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -2,41 +2,64 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor, Placement
 
-from phalanx.checkpoint.all_ranks import distinct, grouped, on_all_ranks, readable, some
-from phalanx.checkpoint.dcp import PartLoadPlanner, PartTensor, ShardReader, ShardWriter, Writing
-from phalanx.checkpoint.folder import begin, name_of, prune, publish, temporary, to_json
-from phalanx.checkpoint.format import (
-    DTYPES,
-    MANIFEST,
-    STATE,
-    Manifest,
-    StoredFile,
-    StoredTensor,
-    dtype_name,
-    write_file,
+from phalanx.checkpoint.all_ranks import (
+    GroupMeeting,
+    Meeting,
+    RankOutcome,
+    digest_of,
+    distinct,
+    distinct_of,
+    from_all,
+    grouped,
+    is_first,
+    on_all_ranks,
+    some,
 )
-from phalanx.errors import CheckpointError
+from phalanx.checkpoint.folder import begin, give_up, name_of, newest_first, prune, publish, temporary, to_json
+from phalanx.checkpoint.format import DTYPES, MANIFEST, STATE, Manifest, StoredFile, StoredTensor, dtype_name
+from phalanx.checkpoint.reading import fill, verify_file
+from phalanx.checkpoint.safe_files import is_folder
+from phalanx.checkpoint.shard_file import write_file
+from phalanx.checkpoint.tensor_part import PartTensor
+from phalanx.checkpoint.writing import Deal, FileContent, Tensors, dealt, describe, file_of
+from phalanx.comm.process_group import is_dtensor
+from phalanx.errors import CheckpointError, DamagedError
 
-Tensors = Mapping[str, Tensor | PartTensor]
+T = TypeVar("T")
 
 
-def save(folder: Path, *, step: int, tensors: Tensors, state: Mapping[str, Any], keep: int = 2) -> Path:
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """The arguments of ``save``."""
+
+    folder: Path
+    step: int
+    tensors: Tensors
+    state: Mapping[str, Any]
+    keep: int = 2
+    keep_every: int = 0
+    infinite: Collection[str] = ()
+
+
+def save(
+    folder: Path,
+    *,
+    step: int,
+    tensors: Tensors,
+    state: Mapping[str, Any],
+    keep: int = 2,
+    keep_every: int = 0,
+    infinite: Collection[str] = (),
+) -> Path:
     """Write a checkpoint of optimizer step ``step`` and return its path, ``folder/step-00000100``.
 
     Every rank of the default process group must call it; without a group this process saves alone. It is written
@@ -51,40 +74,129 @@ def save(folder: Path, *, step: int, tensors: Tensors, state: Mapping[str, Any],
             names.
         state: JSON; rank 0's is written.
         keep: checkpoints to keep, at least 1.
+        keep_every: those whose step is a multiple of it are kept as well, for ever; 0: none.
+        infinite: names of tensors that may hold infinities (attention masks). NaN is refused in all, an infinity in all
+            others.
 
     Raises:
         CheckpointError: on all ranks, if it cannot be written on any. The previous checkpoint stands.
     """
-    folder = Path(folder)
-    text = on_all_ranks(lambda: _checked(step, tensors, state, keep))
-    names = _anywhere(tensors)
+    asked = SaveRequest(Path(folder), step, tensors, state, keep, keep_every, infinite)
+    return prepared(asked).write(GroupMeeting())
 
-    def complete(stored: dict[str, StoredTensor], files: dict[str, StoredFile]) -> None:
-        if unsaved := names - stored.keys():
-            why = "held as copies only, each to be saved by a rank that does not have it"
-            raise CheckpointError(f"{why}: {some(unsaved)}")
-        path = temporary(folder, step)
-        files = files | {STATE: write_file(path / STATE, [text])}
-        manifest = Manifest(step=step, tensors=stored, files=files)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """Who writes what, and the digest of what each rank has; of equal digests the same is agreed."""
+
+    digests: list[str]
+    stored: Mapping[str, StoredTensor]
+    deal: Deal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedSave:
+    """What is to be written, agreed between all ranks; nothing is written yet."""
+
+    asked: SaveRequest
+    state: bytes
+    content: FileContent
+    agreement: Agreement
+
+    @property
+    def path(self) -> Path:
+        """Of the checkpoint, once it is written."""
+        return self.asked.folder / name_of(self.asked.step)
+
+    def write(self, meeting: Meeting) -> Path:
+        """Write and publish it. Every rank calls it. Returns the path.
+
+        Raises:
+            CheckpointError: on all ranks, if it cannot be written on any. The previous checkpoint stands.
+        """
+        folder, step = self.asked.folder, self.asked.step
+
+        def begun(_: Sequence[Any]) -> Any:
+            return RankOutcome.of(lambda: begin(folder, step)).failure
+
+        def written() -> dict[str, Any] | None:
+            path = temporary(folder, step)
+            if not is_folder(path):
+                raise CheckpointError(f"{folder} is not on storage that all ranks share")
+            file = self.content.write(path / file_of(meeting.rank))
+            return file and {"name": file.name, "size": file.size, "checksums": file.checksums}
+
+        def published(reports: Sequence[Any]) -> Any:
+            failures = [failure for failure, _ in reports]
+            if not any(failures):
+                files = [StoredFile(**{**file, "checksums": tuple(file["checksums"])}) for _, file in reports if file]
+                failures[0] = RankOutcome.of(lambda: self._publish(files)).failure
+            if any(failures):
+                give_up(folder, step)
+            return failures
+
+        outcome = RankOutcome(None, None)
+        failures = [meeting.decided(None, begun)]
+        if failures == [None]:
+            outcome = RankOutcome.of(written)
+            failures = meeting.decided([outcome.failure, outcome.result], published)
+        try:
+            outcome.settle(failures)
+        except CheckpointError as error:
+            raise _unwritten(self.asked, error) from None
+        return self.path
+
+    def _publish(self, files: Sequence[StoredFile]) -> None:
+        folder, step = self.asked.folder, self.asked.step
+        self.complete(temporary(folder, step), files)
+        publish(folder, step)
+        prune(folder, keep=self.asked.keep, keep_every=self.asked.keep_every, upto=step)
+
+    def complete(self, path: Path, files: Sequence[StoredFile]) -> None:
+        """Write what makes the folder ``path`` a whole checkpoint, with the ``files`` that ranks have written there.
+
+        Raises:
+            CheckpointError: they are not there.
+        """
+        folder, step = self.asked.folder, self.asked.step
+        listed = {file.name: file for file in (*files, write_file(path / STATE, [self.state]))}
+        manifest = Manifest(step=step, tensors=self.agreement.stored, files=listed)
         if misfits := manifest.misfits(path):
             raise CheckpointError(f"{'; '.join(misfits)}: {folder} is not on storage that all ranks share")
-        write_file(path / MANIFEST, [json.dumps(manifest.to_json()).encode()])
-        publish(folder, step)
+        write_file(path / MANIFEST, [manifest.to_bytes()])
 
-    writer = ShardWriter(temporary(folder, step), begin=lambda: begin(folder, step), complete=complete)
-    try:
-        with _dcp_alone():
-            dcp_save(dict(tensors), storage_writer=writer, planner=Writing())
-    except CheckpointException as error:
-        if _is_first():
-            shutil.rmtree(temporary(folder, step), ignore_errors=True)
-        _pass_on_interrupt(error)
-        raise CheckpointError(
-            f"the checkpoint of step {step} could not be written to {folder}; those before it stand\n{readable(error)}"
-        ) from None
-    if _is_first():
-        prune(folder, step, keep)
-    return folder / name_of(step)
+
+def prepared(asked: SaveRequest, before: Agreement | None = None) -> PreparedSave:
+    """Agree on who writes what of a checkpoint. Collective.
+
+    ``before`` is what was agreed on the last time, on all ranks: it stands where all have the same as then.
+
+    Raises:
+        CheckpointError: on all ranks, if what any has cannot be saved.
+    """
+
+    def described() -> tuple[Any, Any, bytes]:
+        text = _checked(asked)
+        return *describe(asked.tensors), text
+
+    said, memory, text = on_all_ranks(described)
+    digests = from_all(digest_of(said))
+    if before is None or before.digests != digests:
+        different = distinct_of(digests, said)
+        places = {digest: index for index, digest in enumerate(dict.fromkeys(digests))}
+        try:  # the same on every rank
+            stored, deal = dealt(different, [places[digest] for digest in digests])
+        except CheckpointError as error:
+            raise _unwritten(asked, error) from None
+        before = Agreement(digests=digests, stored=stored, deal=deal)
+    rank = dist.get_rank() if grouped() else 0
+    content = FileContent.of(rank, before.stored, before.deal, memory, asked.infinite)
+    return PreparedSave(asked=asked, state=text, content=content, agreement=before)
+
+
+def _unwritten(asked: SaveRequest, error: CheckpointError) -> CheckpointError:
+    said = f"the checkpoint of step {asked.step} could not be written to {asked.folder}; those before it stand"
+    return CheckpointError(f"{said}\n{error}")
 
 
 def load(path: Path, tensors: Tensors) -> None:
@@ -94,76 +206,88 @@ def load(path: Path, tensors: Tensors) -> None:
     changed unless every name, global shape and dtype agrees. A tensor that is in the checkpoint only is a mistake if
     ``tensors`` holds others with the same prefix (the part of the name before the first dot): model and optimizer can
     be loaded by one call or by two, or one of them alone. Ranks may ask for other names; a tensor that any asks for is
-    not a mistake.
+    not a mistake. Each rank reads the rows that it needs and compares what it reads with its checksums.
 
     Raises:
-        CheckpointError: on all ranks; names all missing and extra tensors and those of another shape or dtype, or
-            says which files are missing or cut short.
+        DamagedError: on all ranks; what is there is not what was written. ``tensors`` may be filled in part.
+        CheckpointError: on all ranks; names all missing and extra tensors and those of another shape or dtype.
     """
     path = Path(path)
     names = _anywhere(tensors)
     manifest = on_all_ranks(lambda: _fitting(path, tensors, names))
-    targets = {name: held if isinstance(held, PartTensor) else held.detach() for name, held in tensors.items()}
-    try:
-        with _dcp_alone():
-            dcp_load(targets, storage_reader=ShardReader(path, manifest), planner=PartLoadPlanner())
-    except CheckpointException as error:
-        _pass_on_interrupt(error)
-        raise CheckpointError(f"{path} could not be read\n{readable(error)}") from None
+    if manifest.version == 1:
+        on_all_ranks(lambda: _verify_share(path, manifest))
+    on_all_ranks(lambda: fill(path, manifest, tensors))
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """The ``state`` that was saved with the checkpoint in folder ``path``; tuples come back as lists.
+def resume_newest(folder: Path, attempt: Callable[[Path], T]) -> tuple[Path, T, list[str]]:
+    """Go on from the newest checkpoint in ``folder`` that is whole. Collective.
+
+    Args:
+        folder: ``checkpoints`` of the run.
+        attempt: loads a checkpoint; raises the same error on all ranks. Run for the newest, and where that turns out to
+            be damaged for the one before it, and so on.
+
+    Returns:
+        The checkpoint, what ``attempt`` gave, and what is damaged in each that is newer.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: on all ranks: there is none, or none is whole; names each with what is wrong. Whatever else
+            ``attempt`` raises (another model, another job) is no damage, and raised at once.
     """
-    file = Path(path) / STATE
-    try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {STATE}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from None
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{file} is damaged: it holds no JSON object")
-    return state
+    names = from_all(on_all_ranks(lambda: [path.name for path in newest_first(folder)] if is_first() else None))[0]
+    skipped = list[str]()
+    for name in names:
+        try:
+            return folder / name, attempt(folder / name), skipped
+        except DamagedError as error:
+            skipped.append(f"{name} is damaged: {error}")
+    if not skipped:
+        what = f"{folder} holds no complete checkpoint to resume from"
+        raise CheckpointError(f"{what}\n    try: without --resume, a new run")
+    raise CheckpointError("\n    ".join([f"none of the checkpoints in {folder} is whole:", *skipped]))
 
 
 def _anywhere(tensors: Tensors) -> set[str]:
     return set().union(*distinct(sorted(tensors)))
 
 
-def _checked(step: int, tensors: Tensors, state: Mapping[str, Any], keep: int) -> bytes:
-    if step < 0 or keep < 1:
-        raise CheckpointError(f"given step={step}, keep={keep}; allowed: step of at least 0, keep of at least 1")
-
-    def placements(tensor: Tensor) -> Sequence[Placement]:
-        return tensor.placements if isinstance(tensor, DTensor) else ()
+def _checked(asked: SaveRequest) -> bytes:
+    tensors = asked.tensors
+    if asked.step < 0 or asked.keep < 1 or asked.keep_every < 0:
+        given = f"given step={asked.step}, keep={asked.keep}, keep_every={asked.keep_every}"
+        raise CheckpointError(f"{given}; allowed: step and keep_every of at least 0, keep of at least 1")
 
     for said, wrong in {
         "not tensors, so they would have to be pickled; put them in state": lambda t: not isinstance(t, Tensor),
         "on the meta device, so they have no values": lambda t: t.device.type == "meta",
-        "DTensors that wait for a reduction (Partial)": lambda t: any(p.is_partial() for p in placements(t)),
+        "DTensors that wait for a reduction (Partial)": lambda t: (
+            is_dtensor(t) and any(one.is_partial() for one in t.placements)
+        ),
         f"of a dtype that a checkpoint cannot hold ({', '.join(DTYPES)})": lambda t: dtype_name(t.dtype) not in DTYPES,
         "not dense": lambda t: t.layout != torch.strided,
     }.items():
         if names := [name for name, held in tensors.items() if wrong(_local(held))]:
             raise CheckpointError(f"{said}: {some(names)}")
-    return to_json(state, "the state of a checkpoint")
+    return to_json(asked.state, "the state of a checkpoint")
 
 
 def _fitting(path: Path, tensors: Tensors, names: set[str]) -> Manifest:
-    if not path.is_dir():
+    if not path.exists():
         raise CheckpointError(f"there is no checkpoint {path}")
-    manifest = Manifest.read(path)
-    if misfits := manifest.misfits(path):
-        raise CheckpointError(f"{path} is not a complete checkpoint: {'; '.join(misfits)}")
+    manifest = Manifest.read(path).checked(path)
     if meta := [name for name, held in tensors.items() if _local(held).device.type == "meta"]:
         raise CheckpointError(f"on the meta device, so there is nothing to load into: {some(meta)}")
     if different := _different(tensors, names, manifest.tensors):
         raise CheckpointError("\n    ".join([f"{path} does not fit: checkpoint of another model?", *different]))
     return manifest
+
+
+def _verify_share(path: Path, manifest: Manifest) -> None:
+    """Every file of a checkpoint of format 1 has one checksum: each rank reads its share of the files."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped() else (0, 1)
+    for file in [*manifest.files.values()][rank::world_size]:
+        verify_file(path, manifest, file)
 
 
 def _different(tensors: Tensors, names: set[str], stored: Mapping[str, StoredTensor]) -> list[str]:
@@ -190,21 +314,3 @@ def _kind(tensor: Tensor | PartTensor | StoredTensor) -> str:
 
 def _prefix(name: str) -> str:
     return name.partition(".")[0] if "." in name else ""
-
-
-def _is_first() -> bool:
-    return not grouped() or dist.get_rank() == 0
-
-
-def _pass_on_interrupt(error: CheckpointException) -> None:
-    own, _ = error.failures.get(dist.get_rank() if grouped() else 0, (None, None))
-    if own is not None and not isinstance(own, Exception):
-        raise own from None
-
-
-@contextmanager
-def _dcp_alone() -> Iterator[None]:
-    # DCP warns where there is no process group; here that is one of the two normal cases.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-        yield

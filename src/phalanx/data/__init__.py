@@ -1,6 +1,6 @@
 """Data: which samples each step holds on any number of devices, reading them, and the ledger that shows it."""
 
-from phalanx.data.ledger import Ledger, LedgerRecord, audit, read_ledger, records
+from phalanx.data.ledger import Ledger, LedgerRecord, audit, last_steps, read_ledger, records
 from phalanx.data.loader import Loader, evaluation_batches
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.step_batch import MicroBatch, StepBatch
@@ -18,6 +18,7 @@ __all__ = [
     "Table",
     "audit",
     "evaluation_batches",
+    "last_steps",
     "read_ledger",
     "records",
     "share",

@@ -4,24 +4,27 @@ A run folder's ``ledger/`` holds one file a rank and *segment*; a segment begins
 segment's file is named by its first step and its rank, ``00000100-rank00002.bin``, and holds
 
 - a header, 16 bytes: ``b"PHXLEDG1"``, world size (uint32, 0: not known), 4 bytes unused;
-- a record a step, in order: step (uint64), epoch (uint32), count of ids (uint32), bytes of an id (uint32, 4 or 8),
-  CRC-32 of the ids (uint32), then the ids.
+- a record a step, in order: step (uint64), epoch (uint32), count of ids (uint32), bytes of an id (uint32, 4 or 8; 256
+  more where no update was made of the step, 512 more where this rank has begun it and not finished it), CRC-32 of the
+  ids (uint32), then the ids.
 
-All numbers are little-endian. A record that a crash cut off ends the file's content.
+All numbers are little-endian. A record that a crash cut off ends the file's content. On a full disk records wait in
+memory; that a checkpoint's records are there is what ``flush`` answers for.
 
-Where segments overlap, because a run died after its last checkpoint, the later one holds from its first step on.
+Where segments overlap, because a run died after its last checkpoint, the later one holds from its first step on. The
+last step does not count if no rank has finished it; an earlier one does, for a later step goes on from it.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -31,12 +34,15 @@ import numpy as np
 
 from phalanx.data.step_batch import StepBatch
 from phalanx.errors import DataError
+from phalanx.files import open_plain
 
 _MAGIC = b"PHXLEDG1"
 _FILE = struct.Struct("<8sI4x")
 _RECORD = struct.Struct("<QIIII")
 _NAME = re.compile(r"(\d+)-rank(\d+)\.bin")
 _BUFFER = 2**18  # bytes
+_WIDTH_AT = 16  # where in a record the bytes of an id stand
+_LEFT_OUT, _BEGUN = 256, 512
 
 
 @final
@@ -50,53 +56,113 @@ class Ledger:
 
         Raises:
             DataError: if it cannot be written.
+            SpecError: if a link or no plain file stands in its place.
         """
         self.path = folder / f"{first_step:08d}-rank{rank:05d}.bin"
-        with self._writing():
+        self._waiting = bytearray(_FILE.pack(_MAGIC, world_size))
+        self._written = 0  # bytes in the file
+        self._begun: tuple[int, int, int] | None = None  # step, where its record stands, bytes of an id
+        self._failed: OSError | None = None
+        try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._file = open_plain(self.path, os.O_WRONLY | os.O_CREAT, below=2)
+            os.ftruncate(self._file, 0)
             for found in _files(folder):
                 # A run that goes on from before a segment's start takes that segment's place.
                 if found.first_step > first_step:
                     found.path.unlink(missing_ok=True)
-            self.path.write_bytes(_FILE.pack(_MAGIC, world_size))
-            self._file = self.path.open("ab", buffering=_BUFFER)
+        except OSError as error:
+            raise self._unwritten(error) from error
+        self._write()
 
-    def record(self, batch: StepBatch) -> None:
-        """Notes the samples of one step that this process got.
+    def record(self, batch: StepBatch, *, left_out: bool = False) -> None:
+        """Notes the samples of one step that this process got, in memory where they cannot be written just then.
+
+        ``left_out``: no update was made of it.
+        """
+        if self._begun and self._begun[0] == batch.step:
+            _, at, width = self._begun
+            self._begun = None
+            self._patch(at + _WIDTH_AT, struct.pack("<I", width + _LEFT_OUT * left_out))
+            return
+        self._add(batch, _LEFT_OUT * left_out)
+        if len(self._waiting) >= _BUFFER:
+            self._write()
+
+    def begin(self, batch: StepBatch) -> None:
+        """Notes the samples of a step that this process begins, in the file at once: it stays if the process is killed.
+
+        ``record`` then says that it is finished.
+        """
+        at = self._written + len(self._waiting)
+        self._begun = batch.step, at, self._add(batch, _BEGUN)
+        self._write()
+
+    def _add(self, batch: StepBatch, mark: int) -> int:
+        """A record of ``batch`` among what waits. Returns the bytes of an id."""
+        ids = [one for part in batch.parts for micro in part for one in micro.ids]
+        words = _words(ids)
+        payload = words.tobytes()
+        width = words.itemsize + mark
+        self._waiting += _RECORD.pack(batch.step, batch.epoch, len(ids), width, zlib.crc32(payload)) + payload
+        return words.itemsize
+
+    def _patch(self, at: int, data: bytes) -> None:
+        """Put ``data`` in the place of what was recorded ``at`` this many bytes from the file's begin."""
+        self._write()
+        there = data[: max(0, self._written - at)]  # all of it, unless the disk is full
+        if rest := data[len(there) :]:
+            first = at + len(there) - self._written
+            self._waiting[first : first + len(rest)] = rest
+        try:
+            os.pwrite(self._file, there, at)
+        except OSError as error:
+            self._failed = error
+
+    def flush(self) -> None:
+        """Hands everything recorded to the operating system.
 
         Raises:
             DataError: if it cannot be written.
         """
-        ids = [one for part in batch.parts for micro in part for one in micro.ids]
-        words = _words(ids)
-        payload = words.tobytes()
-        head = _RECORD.pack(batch.step, batch.epoch, len(ids), words.itemsize, zlib.crc32(payload))
-        with self._writing():
-            self._file.write(head + payload)
-
-    def flush(self) -> None:
-        """Hands everything recorded to the operating system; raises as ``record`` does."""
-        with self._writing():
-            self._file.flush()
+        self._write()
+        if self._failed:
+            raise self._unwritten(self._failed) from self._failed
 
     def close(self) -> None:
-        """Flushes and closes; a second call does nothing. Raises as ``record`` does."""
-        with self._writing():
-            self._file.close()
+        """Flushes and closes; a second call does nothing. Raises as ``flush`` does."""
+        if self._file < 0:
+            return
+        try:
+            self.flush()
+        finally:
+            os.close(self._file)
+            self._file = -1
+
+    def _write(self) -> None:
+        """Write what waits, as far as that goes: what is left is tried again by the next call."""
+        self._failed = None
+        try:
+            while self._waiting:
+                written = os.write(self._file, self._waiting)
+                self._written += written
+                del self._waiting[:written]
+        except OSError as error:
+            self._failed = error
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @contextmanager
-    def _writing(self) -> Generator[None]:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            yield
-        except OSError as error:
-            what = f"the sample ledger {self.path} cannot be written: {error.strerror}"
-            raise DataError(f"{what}\n    try: free space there, then resume") from error
+            self.close()
+        except DataError:
+            if kind is None:  # else what ends the run is the cause, and stands alone
+                raise
+
+    def _unwritten(self, error: OSError) -> DataError:
+        what = f"the sample ledger {self.path} cannot be written: {error.strerror}"
+        return DataError(f"{what}\n    try: free space there, then go on with --resume")
 
 
 def _words(ids: list[int]) -> array[int]:
@@ -112,12 +178,17 @@ def _words(ids: list[int]) -> array[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerRecord:
-    """What one rank saw in one step; ``ids`` are uint32 or uint64, a view into the file where that is mapped."""
+    """What one rank saw in one step; ``ids`` are uint32 or uint64, a view into the file where that is mapped.
+
+    ``left_out``: no update was made of the step. ``begun``: this rank has begun it, and not said that it is finished.
+    """
 
     step: int
     epoch: int
     rank: int
     ids: np.ndarray
+    left_out: bool = False
+    begun: bool = False
 
 
 def records(folder: Path) -> dict[int, list[LedgerRecord]]:
@@ -135,7 +206,16 @@ def records(folder: Path) -> dict[int, list[LedgerRecord]]:
         for record in _segment([file for file in files if file.first_step == first_step]):
             if end is None or record.step < end:
                 found.setdefault(record.step, []).append(record)
+    last = max(found, default=-1)
+    if found and last >= starts[-1] and all(record.begun for record in found[last]):
+        del found[last]
     return dict(sorted(found.items()))
+
+
+def last_steps(folder: Path, first_step: int) -> dict[int, int]:
+    """Rank → the last step of which its file has the samples, in the segment that begins with ``first_step``."""
+    files = [file for file in _files(folder) if file.first_step == first_step]
+    return {file.rank: max((one.step for one in _parse(_content(file.path), 0)), default=-1) for file in files}
 
 
 def read_ledger(folder: Path) -> dict[int, tuple[int, np.ndarray]]:
@@ -174,13 +254,22 @@ def _segment(files: list[_File]) -> Iterator[LedgerRecord]:
 
 def _content(path: Path) -> mmap.mmap | bytes:
     """The file as mapped bytes; empty where a crash cut off even the header."""
-    if path.stat().st_size < _FILE.size:
-        return b""
-    with path.open("rb") as file:
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        with os.fdopen(open_plain(path, os.O_RDONLY, below=2), "rb") as file:
+            if os.fstat(file.fileno()).st_size < _FILE.size:
+                return b""
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise _no_ledger(f"{path} cannot be read: {error.strerror}") from None
     if content[: len(_MAGIC)] != _MAGIC:
-        raise DataError(f"{path} is no sample ledger: it does not begin with {_MAGIC.decode()}")
+        raise _no_ledger(f"{path} is no sample ledger: it does not begin with {_MAGIC.decode()}")
     return content
+
+
+def _no_ledger(what: str) -> DataError:
+    error = DataError(f"{what}\n    try: phalanx audit RUN with a run folder as training left it")
+    error.exit_code = 2  # what was given is wrong; nothing has run
+    return error
 
 
 def _parse(content: mmap.mmap | bytes, rank: int) -> Iterator[LedgerRecord]:
@@ -188,13 +277,14 @@ def _parse(content: mmap.mmap | bytes, rank: int) -> Iterator[LedgerRecord]:
     while at + _RECORD.size <= len(content):
         step, epoch, count, width, crc = _RECORD.unpack_from(content, at)
         at += _RECORD.size
+        width, left_out, begun = width & ~(_LEFT_OUT | _BEGUN), bool(width & _LEFT_OUT), bool(width & _BEGUN)
         if width not in (4, 8) or at + count * width > len(content):
             return
         ids = np.frombuffer(content, dtype=f"<u{width}", count=count, offset=at)
         if zlib.crc32(ids.tobytes()) != crc:
             return
         at += count * width
-        yield LedgerRecord(step=step, epoch=epoch, rank=rank, ids=ids)
+        yield LedgerRecord(step=step, epoch=epoch, rank=rank, ids=ids, left_out=left_out, begun=begun)
 
 
 _NAMED = 5  # how many samples of a kind are named before "and N more"
@@ -222,7 +312,7 @@ def audit(folder: Path, *, length: int | None, batch: int, drop_last: bool) -> l
         found += _twice(epoch, those)
         if length is not None:
             found += _unknown(epoch, those, length)
-            per_epoch = length // batch if drop_last else -(-length // batch)
+            per_epoch = max(1, length // batch if drop_last else -(-length // batch))
             found += _short(epoch, those, length, batch, per_epoch)
             if last >= (epoch + 1) * per_epoch - 1:
                 found += _unseen(epoch, those, length, per_epoch * batch)
@@ -276,14 +366,16 @@ def _short(epoch: int, those: list[LedgerRecord], length: int, batch: int, per_e
 
 def _unseen(epoch: int, those: list[LedgerRecord], length: int, whole: int) -> Iterator[str]:
     """Samples never seen in a finished epoch, beyond the ``length - whole`` that were dropped on purpose."""
-    seen = np.zeros(length, dtype=bool)
-    for record in those:
-        seen[record.ids[record.ids < length]] = True
-    unseen = np.flatnonzero(~seen)
-    if len(unseen) > max(0, length - whole):
-        names = _more([str(sample) for sample in unseen[:_NAMED].tolist()], len(unseen))
+    ids = np.concatenate([record.ids for record in those]).astype(np.uint64)
+    seen = np.unique(ids[ids < length])
+    unseen = length - len(seen)
+    if unseen > max(0, length - whole):
+        # all numbers below this are seen or among the first so many that are not
+        most = min(length, len(seen) + _NAMED)
+        first = np.setdiff1d(np.arange(most, dtype=np.uint64), seen)[:_NAMED]
+        names = _more([str(sample) for sample in first.tolist()], unseen)
         allowed = f" ({length - whole} are dropped on purpose)" if whole < length else ""
-        yield f"epoch {epoch}: {_counted(len(unseen), 'sample')} never seen{allowed}: {names}"
+        yield f"epoch {epoch}: {_counted(unseen, 'sample')} never seen{allowed}: {names}"
 
 
 def _counted(count: int, noun: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -57,6 +58,7 @@ class Loader:
             SpecError: if data and job do not go together: no sample, all samples dropped, a stream to be shuffled,
                 or neither map-style data nor a stream.
         """
+        self._anew = partial(Loader, dataset, job, lane, micro=micro, total_steps=total_steps, pin_memory=pin_memory)
         self._workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
         self._dealing = BatchSplitter(lane, micro, first_step)
         self._reader: IndexedReader | StreamReader
@@ -115,6 +117,10 @@ class Loader:
         if not self.deals_here:
             raise ValueError("the processes that read this stream deal it out by themselves")
         self._dealing.change(weights, step)
+
+    def starting_at(self, step: int) -> Loader:
+        """Another loader of the same data, parts and length, that starts at ``step``."""
+        return self._anew(first_step=step)
 
     def __iter__(self) -> Steps:
         if isinstance(self._reader, IndexedReader):

@@ -13,6 +13,7 @@ from math import prod
 from phalanx.config import Plan
 from phalanx.config.model_costs import EVERY, Profile, Weights
 from phalanx.config.plan import AXES
+from phalanx.config.run import DRIFT_EVERY
 from phalanx.placement.collective_bytes import (
     Elements,
     Exchange,
@@ -30,15 +31,15 @@ from phalanx.placement.collective_bytes import (
 )
 from phalanx.placement.stages import on_ranks, sends
 
-_TOTALS, _NORM = 24, 8
+_TOTALS, _NORM, _FINGERPRINT = 24, 8, 8
 """Bytes of what a step adds up over ranks to know itself: its loss's sum, its count and how it was divided; the squares
-of gradients' norm."""
+of gradients' norm. And of what a rank tells its replicas of its parameters."""
 
 
-def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Widths, *, norm: bool) -> list[Exchange]:
+def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Widths) -> list[Exchange]:
     """What ``rank`` takes part in, alike exchanges together; empty ones are left out.
 
-    ``norm``: whether gradients' norm is wanted, of what no rank holds whole; see ``norm_wanted``.
+    Gradients' norm is among them, of what no rank holds whole: by it every step tells whether they are finite.
     """
     mesh, counts = MeshSizes.of(plan, batch), _counts(profile, plan, rank)
     samples = batch / plan.replicas / mesh.micros
@@ -48,15 +49,18 @@ def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Wi
         *_of_parts(profile, counts, mesh, widths, samples),
         replace(handed, times=handed.times * sent * mesh.micros),
         *replicas(_units(profile, counts, mesh), widths, mesh),
-        *once_a_step(profile, counts, mesh, widths, norm=norm),
+        *once_a_step(profile, counts, mesh, widths, norm=True),
         Exchange(why="the loss and its count", kind="all-reduce", over=AXES, size=_TOTALS),
+        fingerprints(mesh, DRIFT_EVERY),
     ]
     return [one for one in _together(found) if one.times and one.size and mesh.ranks(one.over) > 1]
 
 
-def norm_wanted(precision: str, *, clips: bool) -> bool:
-    """Whether a step takes the norm of the whole gradient: to clip by it, or under fp16 to see what overflowed."""
-    return clips or precision == "fp16"
+def fingerprints(mesh: MeshSizes, every: int) -> Exchange:
+    """What replicas tell each other ``every`` so many steps of the parameters that they hold, to see if they differ."""
+    over = ("dp", "cp")
+    size = _FINGERPRINT * mesh.ranks(over)
+    return Exchange(why="replicas' fingerprints", kind="all-gather", over=over, size=size, times=1 / every)
 
 
 def parameters_held(profile: Profile, plan: Plan, rank: int) -> float:

@@ -1,0 +1,147 @@
+"""A checkpoint's model as others read it: a folder for ``from_pretrained``, or one safetensors file.
+
+One tensor is in memory at a time, verified as it is read, whatever plan saved it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.checkpoint.format import Manifest, dtype_name
+from phalanx.checkpoint.reading import fill, read_state
+from phalanx.checkpoint.safe_files import remove
+from phalanx.checkpoint.shard_file import TensorEntry, bytes_of, header_of, write_file
+from phalanx.errors import CheckpointError, SpecError
+
+_MODEL = "model."
+SHARD = 5_000_000_000
+"""Bytes of tensors in a file of a folder, at most; what ``save_pretrained`` takes, too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """What was written: the files, the tensors and their bytes, and whether the model's configuration was known."""
+
+    files: tuple[Path, ...]
+    tensors: int
+    nbytes: int
+    configured: bool
+
+
+def export(path: Path, target: Path, *, dtype: torch.dtype | None = None, shard: int = SHARD) -> Exported:
+    """Write the model in the checkpoint ``path`` to ``target``: a new folder, or a new file ``*.safetensors``.
+
+    A folder has ``model.safetensors``, or shards of at most ``shard`` bytes with an index, and the ``config.json`` that
+    a model of transformers had in training. Tensors have the names they have in the model, buffers among them; of tied
+    parameters the first name. Floating point tensors are converted to ``dtype`` where it is given.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the target cannot be written; then there is none.
+        SpecError: the target exists.
+    """
+    path, target = Path(path), Path(target)
+    manifest = Manifest.read(path)
+    config = read_state(path).get("model_config")
+    entries = [
+        TensorEntry(key=name.removeprefix(_MODEL), dtype=_converted(stored.dtype, dtype), shape=stored.shape)
+        for name, stored in manifest.tensors.items()
+        if name.startswith(_MODEL)
+    ]
+    if not entries:
+        raise CheckpointError(f"{path} holds no model")
+    if target.exists() or target.is_symlink():
+        allowed = "a folder or a file that does not exist yet"
+        raise SpecError.of(where="--to", given=f"{target}, which exists", allowed=allowed, fix=f"--to {target}-1")
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        if target.suffix == ".safetensors":
+            write_file(partial, _pieces(path, manifest, entries))
+            files, config = [target], None
+        else:
+            files = [target / name for name in _write_folder(partial, path, manifest, entries, config, shard)]
+        partial.rename(target)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error.strerror or error}") from None
+    finally:
+        if partial.exists():
+            remove(partial)
+    nbytes = sum(entry.nbytes for entry in entries)
+    return Exported(files=tuple(files), tensors=len(entries), nbytes=nbytes, configured=config is not None)
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """What the checkpoint in folder ``path`` says that it holds, as JSON: step, samples, files, bytes, tensors.
+
+    Raises:
+        CheckpointError: it is damaged, as far as its manifest and its state show.
+    """
+    path = Path(path)
+    manifest, state = Manifest.read(path), read_state(path)
+    tensors = {
+        name: {
+            "dtype": dtype_name(stored.dtype),
+            "shape": list(stored.shape),
+            "bytes": math.prod(stored.shape) * stored.dtype.itemsize,
+            "chunks": len(stored.chunks),
+        }
+        for name, stored in sorted(manifest.tensors.items())
+    }
+    told = {"path": str(path), "step": manifest.step, "samples": state.get("samples")}
+    nbytes = sum(file.size for file in manifest.files.values())
+    return {**told, "files": len(manifest.files), "bytes": nbytes, "tensors": tensors}
+
+
+def _converted(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and stored.is_floating_point else stored
+
+
+def _pieces(path: Path, manifest: Manifest, entries: list[TensorEntry]) -> Iterator[memoryview | bytes]:
+    # Large to small keeps every tensor aligned to its own element size behind the header.
+    entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    yield header_of(entries)
+    for entry in entries:
+        name = f"{_MODEL}{entry.key}"
+        whole = torch.empty(entry.shape, dtype=manifest.tensors[name].dtype)
+        fill(path, manifest, {name: whole})
+        yield bytes_of(whole.to(entry.dtype))
+
+
+def _write_folder(
+    folder: Path, path: Path, manifest: Manifest, entries: list[TensorEntry], config: Any, shard: int
+) -> list[str]:
+    """The names of the files written."""
+    folder.mkdir()
+    parts = list(_shards(entries, shard))
+    names = [f"model-{at:05d}-of-{len(parts):05d}.safetensors" for at in range(1, len(parts) + 1)]
+    names = names if len(parts) > 1 else ["model.safetensors"]
+    for name, part in zip(names, parts, strict=True):
+        write_file(folder / name, _pieces(path, manifest, part))
+    texts: dict[str, Any] = {}
+    if len(parts) > 1:
+        places = {entry.key: name for name, part in zip(names, parts, strict=True) for entry in part}
+        total = sum(entry.nbytes for entry in entries)
+        texts["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": places}
+    if config is not None:
+        texts["config.json"] = config
+    for name, value in texts.items():
+        write_file(folder / name, [json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"])
+    return [*names, *texts]
+
+
+def _shards(entries: list[TensorEntry], most: int) -> Iterator[list[TensorEntry]]:
+    part, size = list[TensorEntry](), 0
+    for entry in entries:
+        if part and size + entry.nbytes > most:
+            yield part
+            part, size = [], 0
+        part.append(entry)
+        size += entry.nbytes
+    yield part

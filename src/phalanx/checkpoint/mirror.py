@@ -1,0 +1,200 @@
+"""A copy of a run's checkpoints in an object store, or in any other place that fsspec reaches: S3, GCS, Azure, SSH.
+
+A run writes its checkpoints into its folder, as ever; each is copied once it is whole, by a thread, while training goes
+on. The manifest goes last: a checkpoint is there when its manifest is. A new machine whose folder has none fetches the
+newest, and verifies it as it does those of its own disk.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, final
+from urllib.parse import urlsplit
+
+from phalanx.checkpoint.folder import begin, give_up, latest, name_of, publish, temporary
+from phalanx.checkpoint.format import MANIFEST, Manifest, step_of
+from phalanx.checkpoint.safe_files import create
+from phalanx.errors import CheckpointError, MissingExtraError, SpecError
+
+_PIECE = 8 << 20
+# Elsewhere a folder is there with its first file, and to make one might make a bucket.
+_WITH_FOLDERS = {"file", "local", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs"}
+_EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs")}
+
+
+@final
+class ObjectStore:
+    """The checkpoints of one run under a URL such as ``s3://bucket/runs/digits-1``."""
+
+    def __init__(self, url: str) -> None:
+        """Raises SpecError if it is no URL that fsspec knows, MissingExtraError if the package for it is missing."""
+        import fsspec
+
+        self.url = url.rstrip("/")
+        scheme = urlsplit(url).scheme
+        try:
+            if not scheme:
+                raise ValueError("it has no scheme")
+            self._files, root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True)
+        except ImportError:
+            raise MissingExtraError(*_EXTRAS.get(scheme, (f"fsspec's for {scheme}://", scheme))) from None
+        except ValueError as error:
+            raise SpecError.of(
+                where="--mirror",
+                given=f"{url}: {error}",
+                allowed="a URL of a folder that fsspec reaches: s3://, gs://, abfs://, sftp://, file://",
+                fix="--mirror s3://bucket/runs/digits-1",
+            ) from None
+        self._root = str(root).rstrip("/")
+        self._has_folders = scheme in _WITH_FOLDERS
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that are there whole, the newest first.
+
+        Raises:
+            CheckpointError: the store cannot be asked.
+        """
+        with self._told("asked"):
+            if not self._files.exists(self._root):
+                return []
+            found = [str(entry).rstrip("/") for entry in self._files.ls(self._root, detail=False)]
+            steps = {entry: step_of(Path(entry)) for entry in found}
+            whole = [step for entry, step in steps.items() if step and self._files.exists(f"{entry}/{MANIFEST}")]
+        return sorted(whole, reverse=True)
+
+    def put(self, path: Path) -> int:
+        """Copy the checkpoint in folder ``path``; there is none before the last byte. Returns the bytes copied.
+
+        Raises:
+            CheckpointError: it cannot be copied, or is damaged.
+        """
+        manifest, total = Manifest.read(path), 0
+        with self._told("written to"):
+            target = f"{self._root}/{path.name}"
+            if self._has_folders:
+                self._files.makedirs(target, exist_ok=True)
+            for name in [*manifest.files, MANIFEST]:
+                self._files.put_file(str(path / name), f"{target}/{name}")
+                total += (path / name).stat().st_size
+                if self._files.info(f"{target}/{name}")["size"] != (path / name).stat().st_size:
+                    raise OSError(f"{name} has another size there")
+        return total
+
+    def fetch(self, step: int, folder: Path) -> Path:
+        """Copy the checkpoint of ``step`` into ``folder``, the ``checkpoints`` of a run. It is not verified yet.
+
+        Raises:
+            CheckpointError: it cannot be read or written; nothing of it is left in ``folder``.
+        """
+        source = f"{self._root}/{name_of(step)}"
+        try:
+            begin(folder, step)
+            with self._told("read"):
+                self._copy(f"{source}/{MANIFEST}", temporary(folder, step) / MANIFEST)
+                for name in Manifest.read(temporary(folder, step)).files:
+                    self._copy(f"{source}/{name}", temporary(folder, step) / name)
+            return publish(folder, step)
+        except BaseException:
+            give_up(folder, step)
+            raise
+
+    def prune(self, keep: int, keep_every: int = 0) -> list[int]:
+        """Delete all but the newest ``keep``, and those whose step is a multiple of ``keep_every``. Returns which.
+
+        Raises:
+            CheckpointError: the store cannot be asked or written to.
+        """
+        gone = [step for step in self.steps()[keep:] if not (keep_every and step % keep_every == 0)]
+        with self._told("written to"):
+            for step in gone:
+                # The manifest first: from then on there is none.
+                self._files.rm_file(f"{self._root}/{name_of(step)}/{MANIFEST}")
+                self._files.rm(f"{self._root}/{name_of(step)}", recursive=True)
+        return gone
+
+    def _copy(self, source: str, target: Path) -> None:
+        with self._files.open(source, "rb") as there, open(create(target), "wb") as here:
+            while piece := there.read(_PIECE):
+                here.write(piece)
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # each kind of store has errors of its own
+            first = (str(error).splitlines() or [""])[0]
+            raise CheckpointError(f"{self.url} could not be {what}: {type(error).__name__}: {first}") from None
+
+
+def fetch_newest(url: str, folder: Path) -> Path | None:
+    """The newest checkpoint of the store at ``url`` in ``folder``, if it is newer than all that are there whole.
+
+    ``None`` where there is nothing to fetch.
+
+    Raises:
+        CheckpointError: the store cannot be read.
+    """
+    store, newest = ObjectStore(url), latest(folder)
+    step = next(iter(store.steps()), None)
+    if step is None or (newest is not None and (step_of(newest) or 0) >= step):
+        return None
+    return store.fetch(step, folder)
+
+
+@final
+class Mirror:
+    """Copies checkpoints into an object store, one after the other, in a thread of its own."""
+
+    def __init__(self, url: str, *, keep: int, keep_every: int = 0) -> None:
+        self._url, self._keep, self._keep_every = url, keep, keep_every
+        self._waiting: SimpleQueue[Path | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._news: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._last: tuple[Path, CheckpointError] | None = None
+
+    def add(self, path: Path) -> None:
+        """Have the whole checkpoint in folder ``path`` copied."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="phalanx-mirror", daemon=True)
+            self._thread.start()
+        self._waiting.put(path)
+
+    def news(self) -> Iterator[dict[str, Any]]:
+        """What became of those added: ``path`` and ``bytes``, or ``error``, a text."""
+        while not self._news.empty():
+            yield self._news.get()
+
+    def close(self) -> None:
+        """Wait until all are copied.
+
+        Raises:
+            CheckpointError: the last one could not be, neither when it was added nor now.
+        """
+        if self._thread is None:
+            return
+        self._waiting.put(None)
+        self._thread.join()
+        self._thread = None
+        if self._last:
+            raise self._last[1]
+
+    def _run(self) -> None:
+        store: ObjectStore | None = None
+        while (path := self._waiting.get()) is not None:
+            try:
+                store = store or ObjectStore(self._url)
+                self._news.put({"path": str(path), "bytes": store.put(path)})
+                self._last = None
+                store.prune(self._keep, self._keep_every)
+            except FileNotFoundError:
+                continue  # a later one has taken its place meanwhile
+            except CheckpointError as error:
+                if path.exists():
+                    self._last = (path, error)
+                    self._news.put({"path": str(path), "error": str(error)})

@@ -1,0 +1,137 @@
+"""A batch that a run has left in its folder, to be run again: its tensors as safetensors, the rest as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from phalanx.errors import DataError
+
+_TENSORS, _FACTS = "batch.safetensors", "accident.json"
+_MOST_BYTES = 64 * 2**20  # of a batch's tensors; of a larger one only what they are is written
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedBatch:
+    """One micro-batch of a run that something went wrong with.
+
+    Attributes:
+        folder: where it is.
+        step: the optimizer step that it is of.
+        reason: what went wrong, in words.
+        where: the first module or parameter whose numbers were not finite; empty where none was found.
+        samples: ids of its samples.
+        rank: of the process that had it.
+        micro: its place among that process's micro-batches of the step.
+        seed: of the random stream that its forward began with: ``torch.manual_seed(seed)``.
+    """
+
+    folder: Path
+    step: int
+    reason: str
+    where: str
+    samples: tuple[int, ...]
+    rank: int
+    micro: int
+    seed: int
+
+    @property
+    def batch(self) -> Any:
+        """The batch as the job's ``inputs`` and ``loss`` get it, its tensors on the host.
+
+        What was neither a tensor nor JSON, or too large to be kept, is a text that says what it was.
+
+        Raises:
+            DataError: if it cannot be read.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            tensors = load_file(self.folder / _TENSORS)
+            return _decoded(json.loads((self.folder / _FACTS).read_text(encoding="utf-8"))["batch"], tensors)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+            raise _unreadable(self.folder, error) from error
+
+    @classmethod
+    def read(cls, folder: Path) -> SavedBatch:
+        """The batch in ``folder``.
+
+        Raises:
+            DataError: if there is none, or it cannot be read.
+        """
+        try:
+            facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+            known: dict[str, Any] = {name: int(facts[name]) for name in ("step", "rank", "micro", "seed")}
+            known |= {name: str(facts[name]) for name in ("reason", "where")}
+            return cls(folder=folder, samples=tuple(int(one) for one in facts["samples"]), **known)
+        except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+            raise _unreadable(folder, error) from error
+
+    def write(self, batch: Any) -> None:
+        """Write it, with ``batch``, into its folder, in place of what was there.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        from safetensors.torch import save
+
+        tensors: dict[str, torch.Tensor] = {}
+        described = _encoded(batch, "batch", tensors)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / _TENSORS).write_bytes(save(tensors))
+        facts = {name: getattr(self, name) for name in ("step", "reason", "where", "rank", "micro", "seed")}
+        facts |= {"samples": list(self.samples), "batch": described}
+        (self.folder / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+
+
+def _unreadable(folder: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{folder} holds no batch that can be read: {error}\n    try: phalanx report {folder.parent.parent}"
+    )
+
+
+def _encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """``value`` as JSON; its tensors go into ``tensors`` by names that begin with ``name``."""
+    if isinstance(value, torch.Tensor):
+        stored = sum(one.nbytes for one in tensors.values())
+        if value.layout != torch.strided or stored + value.nbytes > _MOST_BYTES:
+            return {"left_out": f"a tensor of {value.dtype} and shape {tuple(value.shape)}"}
+        tensors[name] = value.detach().cpu().clone().contiguous()
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        items = [[str(key), _encoded(item, f"{name}.{key}", tensors)] for key, item in value.items()]
+        return {"dict": items}
+    if isinstance(value, tuple | list):
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [_encoded(item, f"{name}.{place}", tensors) for place, item in enumerate(value)]}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    return {"left_out": f"a {type(value).__name__}"}
+
+
+def _decoded(found: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    ((kind, content),) = found.items()
+    match kind:
+        case "tensor":
+            return tensors[content]
+        case "dict":
+            return {key: _decoded(item, tensors) for key, item in content}
+        case "list" | "tuple":
+            items = [_decoded(item, tensors) for item in content]
+            return tuple(items) if kind == "tuple" else items
+        case "float":
+            return float(content)
+        case "value" | "left_out":
+            return content
+        case _:
+            raise ValueError(f"unknown kind {kind!r}")

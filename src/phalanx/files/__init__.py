@@ -1,0 +1,23 @@
+"""Files that may be a stranger's: opening, reading and replacing them safely, and who may write a run folder."""
+
+from phalanx.files.documents import json_value, read_json, read_toml, toml_table
+from phalanx.files.plain_files import open_plain, read_text, refuse_links, replace_text
+from phalanx.files.single_writer import Token, check_writer, join, refuse_taken, release, take, token_of
+
+__all__ = [
+    "Token",
+    "check_writer",
+    "join",
+    "json_value",
+    "open_plain",
+    "read_json",
+    "read_text",
+    "read_toml",
+    "refuse_links",
+    "refuse_taken",
+    "release",
+    "replace_text",
+    "take",
+    "token_of",
+    "toml_table",
+]

@@ -1,0 +1,159 @@
+"""Opening what stands in a folder that may be a stranger's: no link is followed, nothing but plain files is opened.
+
+A run folder may itself be a link, since whoever names it knows where it leads; what is in it was not named. A link
+there could have a run overwrite or delete any file of its user; a FIFO would make whoever opens it wait for ever.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from phalanx.errors import SpecError
+
+MOST = 64 * 2**20
+"""Bytes of a document that is read whole: settings, forecasts, placements. Nobody writes one so large."""
+
+_WRITES = os.O_WRONLY | os.O_RDWR
+_KINDS = (
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def open_plain(path: Path, flags: int, *, below: int = 1, mode: int = 0o666) -> int:
+    """A descriptor of the regular file ``path``, opened with ``flags`` of ``os.open`` (without ``O_TRUNC``).
+
+    Args:
+        below: how many of the path's last parts may be no links; 1 is the file alone, 2 the folder it is in, too. 0,
+            for a file that the user has named, lets it be a link.
+
+    Raises:
+        SpecError: it is a link or no regular file, or it is to be written and has a second name (a hard link), under
+            which something else would change with it.
+        OSError: as of ``os.open``, such as ``FileNotFoundError``.
+    """
+    path = Path(path)
+    try:
+        parent = _open_folder(path.parent, below - 1)
+    except NotADirectoryError:
+        if below > 1 and path.parent.is_symlink():
+            raise _unsafe(path.parent, "a symbolic link") from None
+        raise
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (os.O_NOFOLLOW if below > 0 else 0)
+    try:
+        descriptor = os.open(path.name, flags, mode, dir_fd=parent)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV) and (kind := _kind(path)):
+            raise _unsafe(path, kind) from None
+        raise
+    finally:
+        os.close(parent)
+    found = os.fstat(descriptor)
+    kind = next((name for test, name in _KINDS if test(found.st_mode)), "")
+    if not kind and flags & _WRITES and found.st_nlink > 1:
+        kind = "a file with a second name (a hard link)"
+    if kind:
+        os.close(descriptor)
+        raise _unsafe(path, kind)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def read_text(path: Path, *, where: str, fix: str, below: int = 1, most: int = MOST) -> str:
+    """The text of a file that is read whole.
+
+    Args:
+        where: what the file is, for the error.
+        fix: a line to copy that would work.
+
+    Raises:
+        SpecError: it cannot be read, is no plain file, is longer than ``most`` bytes, or no UTF-8.
+    """
+    allowed = "a text file that can be read"
+    try:
+        with os.fdopen(open_plain(path, os.O_RDONLY, below=below), "rb") as file:
+            content = file.read(most + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise SpecError.of(where, f"{path}: {getattr(error, 'strerror', None) or error}", allowed, fix) from None
+    if len(content) > most:
+        raise SpecError.of(where, f"{path}, longer than {most} bytes", allowed, fix)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        given = f"{path}, which is no text: byte {error.start} is 0x{content[error.start]:02x}"
+        raise SpecError.of(where, given, allowed, fix) from None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, in place of what was there.
+
+    Raises:
+        OSError: it cannot be written; what was there stands.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with suppress(FileNotFoundError):
+        partial.unlink()  # of a process of the same number that was killed
+    try:
+        descriptor = open_plain(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def refuse_links(folder: Path, names: Iterable[str]) -> None:
+    """Refuse a run folder in which one of ``names``, which the run reads or writes, is neither plain file nor folder.
+
+    Raises:
+        SpecError: with the first of them.
+    """
+    for name in names:
+        kind = _kind(folder / name)
+        if kind and kind != "a folder":
+            raise _unsafe(folder / name, kind)
+
+
+def _open_folder(folder: Path, below: int) -> int:
+    if below <= 0 or folder.name in ("", ".."):
+        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    parent = _open_folder(folder.parent, below - 1)
+    try:
+        return os.open(folder.name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=parent)
+    finally:
+        os.close(parent)
+
+
+def _kind(path: Path) -> str:
+    """What stands there if it is no regular file; empty where it is one, or nothing is there."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return ""
+    return next((name for test, name in _KINDS if test(mode)), "")
+
+
+def _unsafe(path: Path, kind: str) -> SpecError:
+    allowed = "in a run folder, plain files only: what is elsewhere is neither read nor written through it"
+    name = shlex.quote(str(path))
+    if kind == "a symbolic link":
+        fix = f"cp -rL {name} {name}.copy && rm {name} && mv {name}.copy {name}"
+    elif "hard link" in kind:
+        fix = f"cp {name} {name}.copy && mv {name}.copy {name}"
+    else:
+        fix = f"mv {name} {name}.away"
+    return SpecError.of("file", f"{path}, which is {kind}", allowed, fix)

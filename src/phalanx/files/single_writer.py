@@ -1,0 +1,234 @@
+"""One run folder has one writer: a lock where processes share a kernel, and a token that the next writer replaces.
+
+``writer.json`` in the folder says who writes it: host, process, since when, and a *fencing token*, a number that grows
+with each writer and a random identity. While a run goes on, its launcher and the workers that were forked from it hold
+a ``flock`` on that file, which the kernel frees when the last of them is gone, however that ended. Where two hosts do
+not see each other's locks (NFS, Lustre), the later run takes the folder by writing its own token; whoever publishes
+something checks the token first, so that the earlier run stops instead of writing between the other's files.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import RunError, SpecError
+from phalanx.files.documents import json_value
+from phalanx.files.plain_files import open_plain
+
+NAME = "writer.json"
+"""The file of a run folder that says who writes it. It is never replaced, for the lock is on it."""
+
+_LENGTH = 1024  # bytes of the file, spaces at its end: one write changes all of it
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
+_PATIENCE = 10.0  # seconds for what a killed process had started to end; torch's loaders look every 5 s
+_SOON = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Token:
+    """The right to write a run folder. It holds until another run takes the folder.
+
+    Attributes:
+        number: grows with each run that takes the folder.
+        identity: random; no other run has it.
+    """
+
+    folder: Path
+    number: int
+    identity: str
+
+    def check(self) -> None:
+        """Raise unless this run still is the folder's writer: to be called just before anything is published.
+
+        Raises:
+            RunError: another run has taken the folder, or what says so is gone.
+        """
+        try:
+            found = _read(self.folder)
+        except (OSError, SpecError) as error:
+            what = f"whether this run still may write {self.folder} cannot be told: {error}"
+            raise RunError(f"{what}\n    try: a folder on storage that stays: --run {self.folder}-2") from None
+        if found.get("identity") != self.identity:
+            what = f"the run folder {self.folder} was taken over by {_who(found)}: this run ends without writing there"
+            raise RunError(f"{what}\n    try: one training at a time in a folder; another gets its own, --run FOLDER")
+
+
+_held: dict[
+    Path, tuple[Token, int, int]
+] = {}  # token, descriptor of the lock (-1: someone else's), process that took it
+
+
+def take(folder: Path) -> Token:
+    """Become the one writer of ``folder``, which exists; ``release`` it, or end, to let others.
+
+    Processes that are forked from this one are writers with it. A second call by the same process gives the same token.
+
+    Raises:
+        SpecError: a run that goes on writes it, with its process and host; or it cannot be written.
+    """
+    key = Path(folder).resolve()
+    if key in _held and _held[key][2] == os.getpid():
+        return _held[key][0]
+    try:
+        descriptor = open_plain(folder / NAME, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    try:
+        _lock(folder, descriptor)
+        number = _whole(_parse(os.pread(descriptor, _LENGTH, 0)).get("number")) + 1
+        token = Token(folder=Path(folder), number=number, identity=secrets.token_hex(16))
+        me = {"number": number, "identity": token.identity, "host": socket.gethostname(), "pid": os.getpid()}
+        text = json.dumps({**me, "since": time.time()}).ljust(_LENGTH - 1) + "\n"
+        os.pwrite(descriptor, text.encode(), 0)
+        os.ftruncate(descriptor, _LENGTH)
+        os.fsync(descriptor)
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, OSError):
+            raise _unwritable(folder, error) from None
+        raise
+    _held[key] = token, descriptor, os.getpid()
+    return token
+
+
+def refuse_taken(folder: Path) -> None:
+    """Refuse a folder that a run which goes on writes; nothing is changed in it.
+
+    Raises:
+        SpecError: with the run's process and host.
+    """
+    try:
+        descriptor = open_plain(folder / NAME, os.O_RDONLY)
+    except OSError:
+        return  # nobody has ever taken it
+    try:
+        key = Path(folder).resolve()
+        if not (key in _held and _held[key][2] == os.getpid()):
+            _lock(folder, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def token_of(folder: Path) -> Token | None:
+    """The token that this process, or the one it was forked from, has of ``folder``; ``None`` where it has none."""
+    held = _held.get(Path(folder).resolve())
+    return held[0] if held else None
+
+
+def join(folder: Path, identity: str) -> Token:
+    """In a process that a writer of ``folder`` has started anew: be a writer with it, by its token's ``identity``.
+
+    Raises:
+        RunError: another run has taken the folder since.
+    """
+    token = Token(folder=Path(folder), number=0, identity=identity)
+    token.check()
+    _held[Path(folder).resolve()] = token, -1, os.getpid()
+    return token
+
+
+def release(token: Token) -> None:
+    """Let others write the folder; nothing where this process did not take it itself."""
+    key = token.folder.resolve()
+    held, descriptor, pid = _held.get(key, (None, -1, 0))
+    if held == token and pid == os.getpid():
+        del _held[key]
+        if descriptor >= 0:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # of processes forked from this one, too, that are about to end
+            os.close(descriptor)
+
+
+def check_writer(folder: Path) -> None:
+    """``Token.check`` of the token that this process, or the one it was forked from, has of ``folder``, if it has one.
+
+    What publishes into a run folder (a checkpoint, a snapshot, ``run.toml``) calls it just before the rename.
+
+    Raises:
+        RunError: another run has taken the folder.
+    """
+    if token := token_of(folder):
+        token.check()
+
+
+def _lock(folder: Path, descriptor: int) -> None:
+    until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _parse(os.pread(descriptor, _LENGTH, 0))
+            gone = owner.get("host") == socket.gethostname() and not _lives(_whole(owner.get("pid")))
+            if not gone or time.monotonic() > until:
+                raise _taken(folder, owner, gone) from None
+            time.sleep(_SOON)  # what it had started is about to end, too
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return  # the token alone has to do
+            raise
+        else:
+            return
+
+
+def _taken(folder: Path, owner: dict[str, Any], gone: bool) -> SpecError:
+    left = ", which has ended but left a process that still holds the folder" if gone else ""
+    given = f"{folder}, in which another training goes on: {_who(owner)}{left}"
+    allowed = "one training at a time in a folder"
+    return SpecError.of("run.folder", given, allowed, f"--run {folder}-2, or wait for it, or end it first")
+
+
+def _who(found: dict[str, Any]) -> str:
+    host, pid, since = found.get("host"), found.get("pid"), found.get("since")
+    if not isinstance(host, str) or not isinstance(pid, int):
+        return "a process that does not say which"
+    when = ""
+    if isinstance(since, int | float):
+        with suppress(ValueError, OverflowError, OSError):
+            when = f", since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(since))}"
+    return f"process {pid} on {host}{when}"
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    descriptor = open_plain(folder / NAME, os.O_RDONLY)
+    try:
+        return _parse(os.pread(descriptor, _LENGTH, 0))
+    finally:
+        os.close(descriptor)
+
+
+def _parse(content: bytes) -> dict[str, Any]:
+    with suppress(ValueError):
+        found = json_value(content)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else 0
+
+
+def _lives(pid: int) -> bool:
+    if not pid:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # someone else's
+    return True
+
+
+def _unwritable(folder: Path, error: OSError) -> SpecError:
+    return SpecError.of("run.folder", f"{folder}: {error.strerror}", "a folder that can be written", "--run /tmp/run-1")
