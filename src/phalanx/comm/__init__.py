@@ -1,6 +1,6 @@
 """Process groups, meshes and the few collectives that are Phalanx's own."""
 
-from phalanx.comm.mesh import Counterparts, Mesh, data_mesh, place_within
+from phalanx.comm.mesh import Counterparts, Mesh, data_mesh, group_of_run, place_within
 from phalanx.comm.process_group import (
     Place,
     active,
@@ -12,6 +12,7 @@ from phalanx.comm.process_group import (
     is_dtensor,
     local,
     reduce_scatter_sum,
+    share_timeout,
     sum_over_ranks,
 )
 
@@ -26,9 +27,11 @@ __all__ = [
     "device_for",
     "found_by_first",
     "from_every_rank",
+    "group_of_run",
     "is_dtensor",
     "local",
     "place_within",
     "reduce_scatter_sum",
+    "share_timeout",
     "sum_over_ranks",
 ]

@@ -5,6 +5,9 @@ of tensors one after the other, whose kinds and shapes both sides know. Nothing 
 ``sendmsg`` reads tensors where they are and ``recv_into`` writes them where they belong. Socket calls let go of the
 interpreter's lock, so that one process serves many peers with a thread each.
 
+What may come is announced: of each kind that a peer may send, which fields with which values, how long the JSON may be,
+and whether tensors come along (``FrameForm``). Anything else ends the connection, and nothing but the connection.
+
 A peer's death is seen at once: the connection ends. A peer that is only unreachable may come back: the kernel sends
 again and again, and gives up after ``GIVEN_UP`` seconds.
 """
@@ -17,10 +20,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, field
+from typing import Any, cast, final
 
 import torch
 
@@ -29,13 +32,19 @@ GIVEN_UP = 90
 
 _HEAD = struct.Struct("<HHIQ")  # magic, kind, bytes of JSON, bytes of tensors
 _MAGIC = 0x5058
-_MOST_META = 1 << 26
 _AT_ONCE = 1 << 22  # bytes a system call moves
 _VECTORS = min(1024, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
 
 
 class LostError(ConnectionError):
-    """The peer is gone, or said something that is no frame."""
+    """The peer is gone, or said something that it may not."""
+
+
+class ProtocolError(LostError):
+    """The peer is there and said something that it may not, ``what``; from one of the run, a fault of Phalanx's."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"the peer does not keep to this protocol: {what}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,42 @@ class Frame:
     kind: int
     meta: dict[str, Any]
     size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrameForm:
+    """What a frame of one kind may hold.
+
+    Attributes:
+        fields: name → whether a value may stand there. No others may be there.
+        optional: those that may be absent.
+        tensors: whether bytes of tensors may follow.
+        most: bytes of JSON at most.
+    """
+
+    fields: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict[str, Callable[[Any], bool]])
+    optional: frozenset[str] = frozenset()
+    tensors: bool = False
+    most: int = 4096
+
+    def fault(self, meta: object) -> str:
+        """What in the JSON of a frame departs from this; empty where nothing does."""
+        if not isinstance(meta, dict):
+            return "no object"
+        given = cast("dict[str, Any]", meta)
+        if beyond := given.keys() - self.fields.keys():
+            return f"a field {min(beyond)[:40]!r}"
+        for name, allows in self.fields.items():
+            if name in given:
+                if not allows(given[name]):
+                    return f"{name} = {str(given[name])[:40]}"
+            elif name not in self.optional:
+                return f"no {name}"
+        return ""
+
+
+FrameForms = Mapping[int, FrameForm]
+"""Kind → form, of every kind that a peer may send."""
 
 
 def views(tensors: Iterable[torch.Tensor]) -> list[memoryview]:
@@ -72,8 +117,11 @@ class Connection:
     ``heard`` is when bytes last came, as of ``time.monotonic()``; ``sent`` the bytes of tensors sent so far.
     """
 
-    def __init__(self, plug: socket.socket, *, patience: float = 0.0) -> None:
-        """Takes over ``plug``; ``patience`` is how many seconds a call may wait for the peer, 0 for any time."""
+    def __init__(self, plug: socket.socket, forms: FrameForms, *, patience: float = 0.0) -> None:
+        """Takes over ``plug``; ``forms`` are those of frames that the peer may send.
+
+        ``patience`` is how many seconds a call may wait for the peer, 0 for any time.
+        """
         plug.settimeout(None)
         plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         plug.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -82,21 +130,12 @@ class Connection:
                 plug.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GIVEN_UP * 1000)
-        self._plug, self._sending = plug, threading.Lock()
+        self._plug, self._forms, self._sending = plug, forms, threading.Lock()
         self._head = bytearray(_HEAD.size)
         self.heard = time.monotonic()
         self.sent = 0
         if patience:
             self.wait_at_most(patience)
-
-    @classmethod
-    def to(cls, host: str, port: int, *, patience: float = 0.0, timeout: float = 5.0) -> Connection:
-        """A connection to a listener.
-
-        Raises:
-            OSError: if there is none, or it does not answer within ``timeout`` seconds.
-        """
-        return cls(socket.create_connection((host, port), timeout=timeout), patience=patience)
 
     @property
     def fileno(self) -> int:
@@ -132,28 +171,40 @@ class Connection:
 
         Raises:
             LostError: if the peer is gone, or says nothing for as long as this end waits.
+            ProtocolError: if it sends what it may not.
         """
         self._fill(memoryview(self._head))
         magic, kind, length, size = _HEAD.unpack(self._head)
-        if magic != _MAGIC or length > _MOST_META:
-            self.close()
-            raise LostError("the peer does not speak this protocol")
+        form = self._forms.get(kind) if magic == _MAGIC else None
+        if form is None or length > form.most or (size and not form.tensors):
+            raise self._broken(f"a frame of kind {kind}, {length} + {size} bytes" if magic == _MAGIC else "no frame")
         text = bytearray(length)
         self._fill(memoryview(text))
-        return Frame(kind, json.loads(text) if length else {}, size)
+        try:
+            meta = json.loads(text) if length else {}
+        except (ValueError, RecursionError):
+            raise self._broken("a frame without JSON") from None
+        if fault := form.fault(meta):
+            raise self._broken(f"a frame of kind {kind} with {fault}")
+        return Frame(kind, meta, size)
 
     def fill(self, frame: Frame, payload: Sequence[memoryview]) -> None:
         """Take in the tensors of ``frame``.
 
         Raises:
-            LostError: if the peer is gone before all of it came, or sent other tensors than expected.
+            LostError: if the peer is gone before all of it came.
+            ProtocolError: if it sent other tensors than expected.
         """
         expected = sum(view.nbytes for view in payload)
         if frame.size != expected:
             self.close()
-            raise LostError(f"{frame.size} bytes came where {expected} were expected")
+            raise ProtocolError(f"{frame.size} bytes came where {expected} were expected")
         for view in payload:
             self._fill(view)
+
+    def _broken(self, what: str) -> ProtocolError:
+        self.close()
+        return ProtocolError(f"{what} came")
 
     def close(self) -> None:
         """End the connection, also for a thread that waits in it; safe to call twice."""

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phalanx.comm.process_group import PATIENCE, Place, from_every_rank, keep, meet
+from phalanx.comm.json_messages import gather_json
+from phalanx.comm.process_group import Place, from_every_rank, group_timeout, keep, meet
 from phalanx.config import Plan
 
 
@@ -103,7 +104,7 @@ class Mesh:
         """A process group of each row: the one that this rank is in."""
         mine: dist.ProcessGroup | None = None
         for ranks in rows:
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=group_timeout())
             if self.rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
                 mine = group
@@ -139,12 +140,7 @@ class Counterparts:
         """Collective over all ranks of the run."""
         self.plan, self.size = plan, plan.dp
         self.index, self.rank = _seen(plan, place.rank)
-        store = PrefixStore(f"phalanx/across/{next(_joins)}/{self.rank}", meet(place))
-        store.set_timeout(PATIENCE)
-        self.group = ProcessGroup(store, self.index, self.size)
-        gloo = ProcessGroupGloo(store, self.index, self.size, timeout=PATIENCE)
-        self.group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
-        keep(self.group)
+        self.group = _gloo_group(f"across/{next(_joins)}/{self.rank}", place, self.index, self.size)
 
     @property
     def counts(self) -> bool:
@@ -174,9 +170,7 @@ class Counterparts:
 
     def from_counterparts(self, value: Any) -> list[Any]:
         """One small JSON-like value from each replica, in order. Collective."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_json(value, self.group)
 
     def from_every_rank(self, value: Any) -> list[Any]:
         """One small JSON-like value from each rank of the run, in rank order. Collective."""
@@ -194,9 +188,38 @@ def _seen(plan: Plan, rank: int) -> tuple[int, int]:
     return at["dp"], inner
 
 
+def group_of_run(plan: Plan, place: Place) -> dist.ProcessGroup | None:
+    """A group of all ranks of the run, for host tensors; ``None`` where there is one rank. Collective.
+
+    Where replicas step by themselves the default group is of one replica, and this is another one.
+    """
+    if place.world_size == 1:
+        return None
+    if plan.sync != "each":
+        return _gloo_group(f"run/{next(_joins)}", place, place.rank, place.world_size)
+    default = dist.distributed_c10d._get_default_group()
+    if "gloo" in dist.get_backend_config(default):
+        return default
+    group = dist.new_group(backend="gloo", timeout=group_timeout())  # the default one is the user's own
+    assert isinstance(group, dist.ProcessGroup)
+    keep(group)
+    return group
+
+
+def _gloo_group(name: str, place: Place, rank: int, size: int) -> dist.ProcessGroup:
+    """A group of those that meet under ``name``, beside the default one and what was made of it."""
+    store = PrefixStore(f"phalanx/{name}", meet(place))
+    store.set_timeout(place.patience)
+    group = ProcessGroup(store, rank, size)
+    gloo = ProcessGroupGloo(store, rank, size, timeout=place.patience)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+    keep(group)
+    return group
+
+
 def own_group() -> dist.ProcessGroup:
     """A new group of all ranks of the default one, with its backends. Collective."""
-    group = dist.new_group(timeout=PATIENCE)
+    group = dist.new_group(timeout=group_timeout())
     assert isinstance(group, dist.ProcessGroup)
     keep(group)
     return group

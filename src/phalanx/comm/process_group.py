@@ -7,16 +7,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from phalanx.errors import RunError
+from phalanx.comm.json_messages import as_json, broadcast_json, gather_json
+from phalanx.comm.roll_call import meet_all
+from phalanx.config.run import TIMEOUT
+from phalanx.errors import RunError, error_from_dict, error_to_dict
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -33,7 +36,14 @@ class Place:
             where a launcher such as torchrun serves it.
         host: the address at which other workers reach this one.
         generation: how often the process of this rank has been replaced.
+        attempt: how often all workers have been started again that meet at a store which outlives them; what stands
+            there of an earlier attempt is not of this one.
         group: names the workers among all that meet at the store, where they are not all of them.
+        secret: of the run, by which parameter servers and workers know each other; empty where there are none.
+        timeout: seconds that workers wait for each other: at the store and in every process group.
+        meeting: where torchrun's variables say that the store is, ``host:port``.
+        torchrun: one of its agents has started this process.
+        agent: torchrun's agent serves that store, in all attempts of its workers; else rank 0 does.
     """
 
     rank: int = 0
@@ -43,16 +53,24 @@ class Place:
     store: str = ""
     host: str = "127.0.0.1"
     generation: int = 0
+    attempt: int = 0
     group: str = ""
+    secret: bytes = field(default=b"", repr=False)
+    timeout: float = TIMEOUT
+    meeting: str = ""
+    agent: bool = False
+    torchrun: bool = False
+
+    @property
+    def patience(self) -> timedelta:
+        """The timeout, as torch takes it."""
+        return timedelta(seconds=self.timeout)
 
     @property
     def workers_here(self) -> int:
         """How many of the run's workers share this machine's devices."""
         return self.local_world_size or self.world_size
 
-
-PATIENCE = timedelta(minutes=10)
-"""How long ranks wait for each other."""
 
 _left: list[object] = []
 _stores: dict[str, Store] = {}
@@ -77,20 +95,22 @@ def device_for(place: Place, device: str) -> torch.device:
 def meet(place: Place) -> Store:
     """The key-value store of all workers; the same one however often it is asked for.
 
+    Raises:
+        RunError: if not all workers that torchrun's variables tell of come within the timeout.
+
     What stands in it stays: whoever writes into it does so under a prefix that was never used before.
     """
     if place.store not in _stores:
         if place.store == "env://":
-            found = rendezvous("env://", place.rank, place.world_size, timeout=PATIENCE)
-            _stores[place.store] = next(iter(found))[0]
+            _stores[place.store] = meet_all(place)
         else:
             host, _, port = place.store.removeprefix("tcp://").rpartition(":")
-            _stores[place.store] = TCPStore(host, int(port), is_master=False, timeout=PATIENCE)
+            _stores[place.store] = TCPStore(host, int(port), is_master=False, timeout=place.patience)
     return _stores[place.store]
 
 
 @contextmanager
-def default_process_group(place: Place, device: torch.device, *, timeout: timedelta = PATIENCE) -> Iterator[None]:
+def default_process_group(place: Place, device: torch.device) -> Iterator[None]:
     """The default process group for the length of the block; nothing for a world of one.
 
     CUDA tensors go by NCCL, CPU tensors by gloo; both are there on a CUDA machine, which offload needs. A group that
@@ -117,8 +137,8 @@ def default_process_group(place: Place, device: torch.device, *, timeout: timede
         return
     # torch begins to count its keys anew with each default group, and would find those of an earlier one
     store = PrefixStore(f"phalanx/group/{next(_joins)}{place.group}", meet(place))
-    store.set_timeout(timeout)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    store.set_timeout(place.patience)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=place.patience)
     keep(dist.group.WORLD)
     yield
     # only after a good end: NCCL would wait here for peers that may be gone, and after an error the process ends anyway
@@ -132,6 +152,23 @@ def keep(group: object) -> None:
     lock to let go of a tensor: torch deadlocks where, say, DistributedDataParallel's reducer is the last owner.
     """
     _left.append(group)
+
+
+def group_timeout() -> timedelta:
+    """How long collectives of the default process group wait for every rank; groups within it wait as long.
+
+    ``dist.new_group`` and ``DeviceMesh`` take torch's own 30 minutes where nobody says otherwise.
+    """
+    group = dist.distributed_c10d._get_default_group()
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return options._timeout if options is not None else timedelta(seconds=TIMEOUT)
+
+
+def share_timeout() -> None:
+    """Have every group of this process wait as long as the default one, those included that torch made by itself."""
+    if active() and dist.get_backend() != "fake":
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(group_timeout(), group)
 
 
 def _refuse_other_ranks(place: Place) -> None:
@@ -154,8 +191,6 @@ def _let_threads_finish() -> None:
     """
     time.sleep(0.1)
 
-
-T = TypeVar("T")
 
 # torch 2.13 renamed these two and warns at the old names, which 2.11 and 2.12 have alone.
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -183,32 +218,33 @@ def sum_over_ranks(values: torch.Tensor) -> None:
         dist.all_reduce(values)
 
 
-def from_every_rank(value: Any) -> list[Any]:
-    """One small JSON-like value from each worker, in rank order."""
-    if not active():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def from_every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """One small JSON-like value from each worker, or each rank of ``group``, in rank order; tuples come as lists.
+
+    Raises:
+        TypeError: if it is not JSON; it says where.
+    """
+    return gather_json(value, group) if active() else [as_json(value)]
 
 
-def found_by_first(find: Callable[[], T]) -> T:
-    """What rank 0 finds, on every rank; what it raises is raised on every rank. Collective.
+def found_by_first(find: Callable[[], Any]) -> Any:
+    """What rank 0 finds, on every rank, as JSON; what it raises is raised on every rank. Collective.
 
     For what is the same on every rank and takes long: processes that share cores would look for it in turn.
     """
     if not active():
-        return find()
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = find()
-        except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+        return as_json(find())
+    if dist.get_rank():
+        outcome = broadcast_json(None)
+        if "error" in outcome:
+            raise error_from_dict(outcome["error"])
+        return outcome["found"]
+    try:
+        found = as_json(find())
+    except Exception as error:
+        broadcast_json({"error": error_to_dict(error)})
+        raise
+    return broadcast_json({"found": found})["found"]
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from phalanx.comm import Mesh, Place
+from phalanx.comm import Mesh, Place, share_timeout
 from phalanx.config import Job, Plan
 from phalanx.config.plan_rules import batch_problems, share_problems, stage_problems
 from phalanx.errors import Problem
@@ -80,7 +80,9 @@ def assemble(
         module = activation_checkpointing.apply(module, plan)
         module = torch_compile.apply(module, plan)
         layout = _lay_out(module, job, plan, device)
-    return OptimizerOnHost(layout) if plan.offload == "optimizer" else layout
+    laid_out = OptimizerOnHost(layout) if plan.offload == "optimizer" else layout
+    share_timeout()
+    return laid_out
 
 
 def _lay_out(module: nn.Module, job: Job, plan: Plan, device: torch.device) -> Layout:

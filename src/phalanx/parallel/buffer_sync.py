@@ -1,7 +1,8 @@
 """Running statistics of normalisation layers, the same on every rank after each step.
 
 Every rank sees other samples, so that each one's running means drift apart. Rank 0's go to all, as torch's
-DistributedDataParallel does it before a forward; here after the step, so that evaluation and checkpoints see them too.
+DistributedDataParallel does it before a forward; here after a step's last one, so that evaluation and checkpoints see
+them too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,17 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from phalanx.comm import active
 from phalanx.parallel.grad_reduce import spread
+
+
+def running_statistics(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Name → running mean or variance of each normalisation layer: what is the same on every rank after a step."""
+    return {
+        f"{prefix}.{name}".lstrip("."): buffer
+        for prefix, layer in module.named_modules()
+        if isinstance(layer, _NormBase) and layer.track_running_stats
+        for name in ("running_mean", "running_var")
+        if isinstance(buffer := getattr(layer, name), torch.Tensor) and not buffer.is_meta
+    }
 
 
 class BufferSync:

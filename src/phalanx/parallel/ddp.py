@@ -62,15 +62,15 @@ class DdpLayout(Layout):
             self.holdings.sender.traffic.steps += 1
         if not self._may_be_unused:
             check_reduced(self._ddp, self.parameters)
+        self._statistics.share()  # nothing is exchanged once the update has begun: a survivor of a lost rank is whole
 
     def stepped(self) -> None:
-        self._statistics.share()
         drop_gradients(self.parameters.values())
 
 
 def distributed(module: nn.Module, device: torch.device, job: Job) -> DistributedDataParallel:
     """``module`` in DistributedDataParallel over all ranks, gradients kept in its buckets (no second copy)."""
-    buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # BufferSync does it, after the step
+    buffers: dict[str, Any] = {_SYNC_BUFFERS: False}  # BufferSync does it, after the last backward
     return DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,

@@ -11,6 +11,7 @@ parameter at a time, in any order.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -38,6 +39,8 @@ from phalanx.trace.fake_tensors import fake, quiet
 LARGE = 4096
 """Elements from which a tensor is not made at once."""
 
+_LOOKS, _PAUSE = 10, 0.02  # looks for what is held, and seconds between them
+
 
 class UnrecordedError(Exception):
     """The making of this model cannot be repeated piece by piece."""
@@ -48,6 +51,18 @@ class Recipe:
 
     def __init__(self, tape: OperationTape, place: TensorPlace) -> None:
         self.tape, self.place = tape, place
+
+
+class StoredValue:
+    """A parameter's value that a file holds; kept like a ``Recipe``. ``mark`` says which it is, as ``prints`` does."""
+
+    def __init__(self, read: Callable[[], Tensor], mark: tuple[int, float, float]) -> None:
+        self.read, self.mark = read, mark
+
+
+def store(tensor: Tensor, value: StoredValue) -> None:
+    """Have ``tensor``, a parameter on the meta device, get ``value`` in place of what its making would give it."""
+    vars(tensor)[_RECIPE] = value
 
 
 def recorded(make: Callable[[], Any]) -> Any:
@@ -70,7 +85,7 @@ def recorded(make: Callable[[], Any]) -> Any:
     return module
 
 
-def recipes(module: nn.Module) -> dict[str, Recipe]:
+def recipes(module: nn.Module) -> dict[str, Recipe | StoredValue]:
     """Name → recipe of each parameter that has one."""
     return {
         name: tensor.__dict__[_RECIPE]
@@ -82,19 +97,21 @@ def recipes(module: nn.Module) -> dict[str, Recipe]:
 def prints(tensor: Tensor) -> Iterator[tuple[int, float, float]]:
     """What two ranks' recipes for a parameter can be compared by: elements, and sums as of values."""
     recipe = vars(tensor).get(_RECIPE)
+    if isinstance(recipe, StoredValue):
+        return iter([recipe.mark])
     return recipe.tape.prints(recipe.place) if recipe else iter(())
 
 
 def loaded(module: nn.Module) -> int:
     """Bytes of large values that were there when the model was made: read from a file, say, and not drawn."""
     here = [one for one in module.parameters() if not one.is_meta and one.numel() >= LARGE]
-    tapes = {id(recipe.tape): recipe.tape for recipe in recipes(module).values()}
+    tapes = {id(one.tape): one.tape for one in recipes(module).values() if isinstance(one, Recipe)}
     return sum(one.nbytes for one in here) + sum(tape.given for tape in tapes.values())
 
 
 def fill(
     module: nn.Module,
-    known: Mapping[str, Recipe],
+    known: Mapping[str, Recipe | StoredValue],
     slices: Mapping[str, TensorShard] | None = None,
     *,
     within: nn.Module | None = None,
@@ -120,12 +137,21 @@ def fill(
         local = kept(whole, slices[name].placed) if slices and name in slices else whole
         assert local.shape == before.shape, f"{name}: {tuple(local.shape)} in place of {tuple(before.shape)}"
         partly = local.numel() * local.itemsize < local.untyped_storage().nbytes()
-        local = (local.clone() if partly else local).to(device)
+        local = (local.clone() if partly else local).to(device, before.dtype)
         value = nn.Parameter(local, requires_grad=before.requires_grad)
         vars(value).update({key: one for key, one in vars(before).items() if key != _RECIPE})
         made[id(before)] = value
 
-    known[left[0][0]].tape.replay([known[name].place for name, _ in left], take)
+    drawn: list[tuple[int, Recipe]] = []
+    for index, (name, _) in enumerate(left):
+        recipe = known[name]
+        if isinstance(recipe, StoredValue):
+            take(index, recipe.read())
+        else:
+            drawn.append((index, recipe))
+    if drawn:  # all of one tape: a model is recorded once
+        places = [recipe.place for _, recipe in drawn]
+        drawn[0][1].tape.replay(places, lambda at, whole: take(drawn[at][0], whole))
     _exchange(module, made)
 
 
@@ -207,9 +233,20 @@ class _InitRecorder(TorchDispatchMode):
         self._tape.replay([places[key] for key in keys], take)
         _exchange(module, made)
         parameters, others, tensor = {}, {}, None
-        if self._tape.alive() and gc.collect() and (left := self._tape.alive()):
+        if left := self._left():
             raise UnrecordedError(f"it keeps {left[0]} bytes elsewhere than in parameters and buffers")
         self._tape.close()
+
+    def _left(self) -> list[int]:
+        """Bytes of each fake that is still held; who looks at this thread from another holds its frames a moment."""
+        left = self._tape.alive()
+        for _ in range(_LOOKS):
+            if not left:
+                break
+            gc.collect()
+            if left := self._tape.alive():
+                time.sleep(_PAUSE)
+        return left
 
     def _on_fakes(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = _name(func)

@@ -112,7 +112,7 @@ class _SplitModel:
         self.tensors = Axis("tp", size=plan.tp, rank=mesh.at["tp"], group=mesh.group("tp"), tokens=plan.sequence)
         leave_cache_out(module)
         known = example.facts.parts if example.facts else None
-        found = found_by_first(lambda: known or look(module, plan, example))
+        found = SplitParts.from_dict(found_by_first(lambda: (known or look(module, plan, example)).to_dict()))
         experts, cuts = found.experts, found.weights
         self.remarks: tuple[str, ...] = ()
         if found.whole:

@@ -29,6 +29,27 @@ class SplitParts:
     late: list[str]  # parameters whose gradients are then added up over tp at the end of a step
     stages: StageCuts | None = None  # of a pipeline, where nobody has still to look for them
 
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> SplitParts:
+        """From ``to_dict``, as it is or as JSON gives it back."""
+
+        def entrances(key: str) -> dict[str, Entrance]:
+            return {name: Entrance(**one) for name, one in given[key].items()}
+
+        stages = given["stages"]
+        return cls(
+            experts=[_experts(**one) for one in given["experts"]],
+            weights={name: (dim, _cut(**cut)) for name, (dim, cut) in given["weights"].items()},
+            whole=given["whole"],
+            over_cp=entrances("over_cp"),
+            over_tp=entrances("over_tp"),
+            late=given["late"],
+            stages=stages and StageCuts(units=tuple(stages["units"]), starts=tuple(stages["starts"])),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
@@ -49,23 +70,8 @@ class Facts:
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Facts:
         parts = given["parts"]
-        return cls(of=given["of"], opened=tuple(given["opened"]), parts=None if parts is None else _parts(parts))
-
-
-def _parts(given: Mapping[str, Any]) -> SplitParts:
-    def entrances(key: str) -> dict[str, Entrance]:
-        return {name: Entrance(**one) for name, one in given[key].items()}
-
-    stages = given["stages"]
-    return SplitParts(
-        experts=[_experts(**one) for one in given["experts"]],
-        weights={name: (dim, _cut(**cut)) for name, (dim, cut) in given["weights"].items()},
-        whole=given["whole"],
-        over_cp=entrances("over_cp"),
-        over_tp=entrances("over_tp"),
-        late=given["late"],
-        stages=stages and StageCuts(units=tuple(stages["units"]), starts=tuple(stages["starts"])),
-    )
+        known = None if parts is None else SplitParts.from_dict(parts)
+        return cls(of=given["of"], opened=tuple(given["opened"]), parts=known)
 
 
 def _experts(leaves: list[int], parameters: list[str], numbers: list[str], **rest: Any) -> Experts:

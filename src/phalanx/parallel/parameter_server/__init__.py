@@ -1,8 +1,9 @@
 """Asynchronous data parallelism: servers hold the parameters, deal pieces of global batches out, apply updates."""
 
+from phalanx.parallel.parameter_server.protocol import FrameKind, deal_ticket
 from phalanx.parallel.parameter_server.shards import Flat, Form, RowSlice, check, cut_out, form_of, partition, starved
 from phalanx.parallel.parameter_server.update import Pushed, Rule, Shard
-from phalanx.parallel.parameter_server.work_queue import BatchPiece, FrameKind, Report, StalenessBound, WorkQueue
+from phalanx.parallel.parameter_server.work_queue import BatchPiece, Report, StalenessBound, WorkQueue
 
 __all__ = [
     "BatchPiece",
@@ -18,6 +19,7 @@ __all__ = [
     "WorkQueue",
     "check",
     "cut_out",
+    "deal_ticket",
     "form_of",
     "partition",
     "starved",

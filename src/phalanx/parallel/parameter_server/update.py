@@ -166,7 +166,14 @@ class Shard:
         return self._ready[1].named
 
     def apply(
-        self, step: int, *, scale: float, rate: float = 1.0, oldest: int | None = None, watched: bool = False
+        self,
+        step: int,
+        *,
+        scale: float,
+        rate: float = 1.0,
+        oldest: int | None = None,
+        watched: bool = False,
+        left_out: bool = False,
     ) -> None:
         """Make the update of ``step``, which is prepared.
 
@@ -176,10 +183,16 @@ class Shard:
             rate: factor on every learning rate.
             oldest: version from which gradients may still come; values of older ones are forgotten.
             watched: keep what the optimizer is given, as ``used``.
+            left_out: count the update, and make none: its gradient is not to be used.
         """
         assert self._ready is not None
         assert self._ready[0] == step
         total, self._ready = self._ready[1], None
+        if left_out:
+            self._squares = None  # they may have taken in what is not finite
+            self._make_way()
+            self._publish(step, total, self.version if oldest is None else oldest)
+            return
         total.scale(scale)
         known = self._open[step]
         unused = {place for place, times in known.without.items() if times == len(known.parts)}

@@ -1,4 +1,4 @@
-"""Which worker computes which piece of which global batch, and the kinds of frames in which it is said. No sockets.
+"""Which worker computes which piece of which global batch. No sockets.
 
 Step k's global batch is cut into pieces. They are dealt to whoever asks, the oldest step first; a step is complete when
 all its pieces are in, and applied as one update. So every update is that of a whole global batch and every sample
@@ -7,11 +7,6 @@ counts once, whoever computed it, and a fast worker computes more pieces than a 
 Of step j a piece is dealt only while ``j - version <= staleness``, where ``version`` counts the updates so far; updates
 come in the order of steps, and the first ``after`` steps have a staleness of 0. So a gradient lacks at most
 ``staleness`` updates when it is applied. Without a bound a step is applied as soon as it is complete.
-
-What workers, servers and the coordinator (server 0) say to each other: the kinds of frames. A worker asks the
-coordinator for a piece of a global batch, brings its parameters up to date at every server, computes the sum of the
-piece's gradients, pushes to each server what that one holds of it, and tells the coordinator that it is in when it asks
-for the next. The coordinator tells every server when a step is complete and what its gradient is to be multiplied by.
 """
 
 from __future__ import annotations
@@ -19,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import final
 
 
@@ -77,7 +71,7 @@ class WorkQueue:
         self.version = first  # updates applied, those before ``first`` included
         self.floor = self._next = first  # every step below it has been applied
         self.done: set[int] = set()  # steps above it that have
-        self.limit = limit  # no piece of this step or a later one is dealt; may be raised
+        self.limit = limit  # no piece of this step or a later one is dealt; may change
         self._sizes, self._pace = sizes, pace or StalenessBound()
         self._open: dict[int, _OpenStep] = {}
         self._held: dict[int, tuple[BatchPiece, int]] = {}
@@ -87,6 +81,10 @@ class WorkQueue:
     def at_rest(self) -> bool:
         """Whether every step below the limit has been applied."""
         return self.floor >= self.limit
+
+    def begin_no_more(self) -> None:
+        """Let the limit be the first step of which nothing was dealt yet."""
+        self.limit = min(self.limit, self._next)
 
     @property
     def oldest(self) -> int:
@@ -176,38 +174,3 @@ class WorkQueue:
     def _give(self, worker: int, piece: BatchPiece) -> BatchPiece:
         self._held[worker] = (piece, self.version)
         return piece
-
-
-class FrameKind(IntEnum):
-    """Each frame's kind; in brackets who sends it, and what its JSON holds."""
-
-    HELLO = 1
-    """[worker, coordinator] ``rank`` (-1 for the coordinator), ``length`` of its data."""
-    WELCOME = 2
-    """[server] ``term``, ``snapshots``: versions it could go back to, ``version``."""
-    ASK = 3
-    """[worker] ``done``: what it has computed since it last asked, if anything. To the coordinator."""
-    DEAL = 4
-    """[coordinator] ``what`` (train or evaluate), ``step``, ``part``, ``version`` to be at least at, ``term``."""
-    PULL = 5
-    """[worker] ``version`` it is at and ``least`` to be at."""
-    VALUES = 6
-    """[server] ``version``; the parameters of that version, and from the coordinator buffers; or nothing to change."""
-    PUSH = 7
-    """[worker] ``step``, ``part``, ``version``, ``term``, ``without`` gradient; gradients. Taken in once or dropped."""
-    TAKEN = 8
-    """[server] ``new``: whether it counted."""
-    BEAT = 9
-    """[worker] it lives; [coordinator] so does that."""
-    END = 10
-    """[coordinator] all is done. [worker] what it held in memory."""
-    PREPARE = 11
-    """[coordinator] ``step``, ``parts``: sum them. [server] ``square`` of the sum's norm."""
-    APPLY = 12
-    """[coordinator] ``step``, ``scale``, ``rate``, ``oldest`` version that a gradient may still come of."""
-    SNAPSHOT = 13
-    """[coordinator] write one, of ``version``. [server] done."""
-    RESTORE = 14
-    """[coordinator] go back to ``version``, in a new ``term``. [server] done."""
-    GATHER = 15
-    """[coordinator] ``what``: parameters, gradients of ``step``, or everything. [server] the tensors, with names."""

@@ -15,15 +15,18 @@ from typing import Any, final
 
 import torch
 
+from phalanx.checkpoint import Saving
 from phalanx.config import Job, RunSpec
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.data.loader import BatchPieces
 from phalanx.errors import RunError
 from phalanx.parallel.parameter_server import FrameKind, Report, StalenessBound, WorkQueue
+from phalanx.train.accidents import Accidents
 from phalanx.train.evaluate import Evaluation, Sums, add_up
 from phalanx.train.grad_clipping import clip_factor
+from phalanx.train.interruptions import Interruptions
 from phalanx.train.loop import Stepper, StepsLostError
-from phalanx.train.loss import check_totals
+from phalanx.train.loss import check_count
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.requests import RequestHandler
@@ -33,6 +36,7 @@ from phalanx.train.parameter_server.shard_store import ShardStore, put_together
 from phalanx.train.run_recorder import Lap, RunRecorder
 
 _LOOK = 0.2  # seconds between looks at who is there, while nothing comes in
+_LOSSES = 3  # of one server with no update between, after which it would only be lost again
 
 
 @final
@@ -63,6 +67,9 @@ class Coordinator(Stepper):
     def __post_init__(self) -> None:
         self._queue, self._total, self._divisor = self.requests.queue, self.pieces.total_steps, divisor_of(self.job)
         self._samples = self.samples_before
+        self._refused = set[str]()  # what has been told of connections from outside the run
+        self._losses: dict[int, int] = {}  # of each server since the last update
+        self._accidents = Accidents(self.run, self.recorder.write)
 
     @property
     def taken(self) -> int:
@@ -76,7 +83,7 @@ class Coordinator(Stepper):
     def samples(self) -> int:
         return self._samples - self.samples_before
 
-    def steps(self, pause: int | None) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
+    def steps(self, pause: int | None, interruptions: Interruptions) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
         requests, queue, every = self.requests, self._queue, self.run.snapshots
         with requests.news:
             queue.limit = self._total if pause is None else min(pause, self._total)
@@ -84,10 +91,11 @@ class Coordinator(Stepper):
         for step, reports in self._complete(queue):
             self.report(step)
             batch, metrics = self._update(step, reports)
+            self._losses.clear()
             with requests.news:
                 closed, dropped = queue.applied(step)
                 statistics = requests.statistics.pop(step, None)
-            if statistics is not None:
+            if statistics is not None and not metrics.skipped:
                 self.store.statistics = statistics
             self._samples += metrics.samples
             version = queue.version
@@ -103,6 +111,9 @@ class Coordinator(Stepper):
             if every and version % every == 0 and version < self._total:
                 self.recorder.flush()
                 self.snapshot()
+            if interruptions.reached(self.taken):
+                with requests.news:
+                    queue.begin_no_more()
 
     def _complete(self, queue: WorkQueue) -> Iterator[tuple[int, Mapping[int, Report]]]:
         """Each step of ``queue`` whose pieces are in, with them; until all steps below its limit have been applied."""
@@ -125,6 +136,9 @@ class Coordinator(Stepper):
         """Find out who is gone, and what has gone wrong in other threads."""
         self.requests.look()
         self._record_workers()
+        for text in self.server.listener.refusals().keys() - self._refused:
+            self._refused.add(text)
+            self.recorder.write("warning", message=f"server 0 refused {text}")
         if trouble := self.requests.trouble or self.server.trouble:
             raise trouble
         if self.requests.nobody_for > self.patience.back:
@@ -132,36 +146,46 @@ class Coordinator(Stepper):
         self.group.look()
 
     def _update(self, step: int, reports: Mapping[int, Report]) -> tuple[StepBatch, Metrics]:
-        job, observer, group, scene, parts = self.job, self.observer, self.group, self.scene, list(reports)
+        job, observer, scene, parts = self.job, self.observer, self.scene, list(reports)
         total, count = (sum(report.gradient_sums["loss"][index] for report in reports.values()) for index in range(2))
-        check_totals(step, total, count)
+        check_count(step, count)
         rate = self.run.lr_scale * job.schedule.factor(step=step, batch=job.batch, total_steps=self._total)
-        scale, norm, prepared = self._divisor / count, None, False
-        batch = batch_of(self.pieces, step, parts)
-        if job.clip is not None or observer.listens:
-            squares = group.tell(FrameKind.PREPARE, {"step": step, "parts": parts})
-            prepared, scene.scale, scene.stepped_with = True, scale, False
-            observer.gradients(batch, (total, count))
-            if job.clip is not None:
-                square = sum(answer["square"] for answer in squares)
-                norm = torch.tensor(math.sqrt(square) * scale, dtype=torch.float64)
-                scale *= float(clip_factor(norm, job.clip))
+        scale, batch = self._divisor / count, batch_of(self.pieces, step, parts)
+        squares = self.group.tell(FrameKind.PREPARE, {"step": step, "parts": parts})
+        norm = math.sqrt(sum(answer["square"] for answer in squares)) * scale
+        scene.scale, scene.stepped_with = scale, False
+        observer.gradients(batch, (total, count))
+        why = self._accident(step, total / count, norm, batch)
+        if job.clip is not None:
+            scale *= float(clip_factor(torch.tensor(norm, dtype=torch.float64), job.clip))
         with self.requests.news:
             oldest = self._queue.oldest
         order = {"step": step, "scale": scale, "rate": rate, "oldest": oldest, "watched": observer.listens}
-        group.tell(FrameKind.APPLY, order if prepared else {**order, "parts": parts})
-        scene.stepped_with = True
-        observer.steps(batch)
+        self.group.tell(FrameKind.APPLY, order | {"left_out": bool(why)})
+        if not why:
+            scene.stepped_with = True
+            observer.steps(batch)
         metrics = Metrics(
             step=step,
             epoch=batch.epoch,
             samples=batch.samples,
             lr=self.store.rates[0] * rate,
-            skipped=False,
+            skipped=bool(why),
+            accident=why,
             _totals=(total, count),
-            _norm=norm,
+            _norm=torch.tensor(norm, dtype=torch.float64) if job.clip is not None else None,
         )
         return batch, metrics
+
+    def _accident(self, step: int, loss: float, norm: float, batch: StepBatch) -> str:
+        """Why servers are to make no update of ``step``; empty where nothing is wrong."""
+        accident = self._accidents.judge(step, loss, norm)
+        if accident is None:
+            self._accidents.passed()
+            return ""
+        ids = [one for part in batch.parts for micro in part for one in micro.ids]
+        self._accidents.answer(accident, "", samples=ids)
+        return accident.told
 
     def snapshot(self) -> None:
         """Have every server write one."""
@@ -170,13 +194,14 @@ class Coordinator(Stepper):
         progress = {**queue, "samples": self._samples, "begun": self.samples_before}
         self.group.tell(FrameKind.SNAPSHOT, {"progress": progress})
 
-    def evaluate(self) -> Evaluation | None:
-        data, begun = self.evaluation, time.perf_counter()
+    def evaluate(self, interruptions: Interruptions, *, batches: int | None = None) -> Evaluation | None:
+        data, begun, given_up = self.evaluation, time.perf_counter(), False
         if data is None:
             return None
         sums: Sums = {}
         samples = 0
-        queue = WorkQueue(data.sizes, first=0, limit=data.total_steps, pace=StalenessBound(staleness=math.inf))
+        limit = data.total_steps if batches is None else min(batches, data.total_steps)
+        queue = WorkQueue(data.sizes, first=0, limit=limit, pace=StalenessBound(staleness=math.inf))
         queue.version = self._queue.version
         self.requests.turn_to("evaluate", queue)
         for step, reports in self._complete(queue):
@@ -185,17 +210,32 @@ class Coordinator(Stepper):
                 add_up(sums, report.gradient_sums)
             with self.requests.news:
                 queue.applied(step)
+                if not given_up and interruptions.stopping():
+                    given_up = True
+                    queue.begin_no_more()
         self.requests.turn_to("train", self._queue)
-        return Evaluation.of(sums, samples, begun)
+        return None if given_up else Evaluation.of(sums, samples, begun)
 
-    def save(self, folder: Path, *, keep: int) -> Path:
+    def save(self, folder: Path, *, keep: int, keep_every: int | None) -> Saving:
+        begun = time.perf_counter()
+        if self.run.snapshots:  # before it: servers never go back to before the newest checkpoint
+            self.snapshot()
         tensors, states = put_together(self.group.gather("everything"), self.store.layout.parameters)
         progress = {"step": self.taken, "samples": self._samples, "divisor": self._divisor}
-        return self.store.save(folder, tensors, states, {**progress, "length": self.pieces.length}, keep)
+        kept = {"keep": keep, "keep_every": keep_every or 0}
+        path = self.store.save(folder, tensors, states, {**progress, "length": self.pieces.length}, kept)
+        return Saving.done(self.taken, path, begun)
 
     def recover(self, lost: StepsLostError) -> None:
-        """Bring every server to the newest version that all of them can go back to."""
-        queue = self._queue
+        """Bring every server to the newest version that all of them can go back to.
+
+        Raises:
+            RunError: if there is none, a server is not back in time, or one is lost again and again.
+        """
+        queue, index = self._queue, lost.index
+        self._losses[index] = times = self._losses.get(index, 0) + 1
+        if times >= _LOSSES:
+            raise gone(f"server {index} was lost {times} times with no update between: {lost}")
         self.find_others()
         answers = self.group.tell(FrameKind.HELLO)
         initial = {0} if not self.run.resume else set[int]()
@@ -216,7 +256,7 @@ class Coordinator(Stepper):
         done = (batch_of(pieces, step, parts) for step, parts in taken.items())
         self.recorder.go_back(lambda: segment(self.run, progress["floor"]), done)
         undone = max(0, before - version)
-        self.recorder.write("server", index=lost.index, restarted=True, version=version, lost_updates=undone)
+        self.recorder.write("server", index=index, restarted=True, version=version, lost_updates=undone)
 
     def finish(self) -> list[tuple[str, dict[str, Any]]]:
         requests = self.requests
@@ -226,8 +266,13 @@ class Coordinator(Stepper):
             while requests.present and time.monotonic() < until:
                 requests.news.wait(_LOOK)
         self.directory.finish()
-        servers = [answer["memory"] for answer in self.group.tell(FrameKind.END)]
+        answers = self.group.tell(FrameKind.END)
+        servers = [answer["memory"] for answer in answers]
         self._record_workers()
+        for index, refused in enumerate(answer["refused"] for answer in answers):
+            if refused:
+                said = "; ".join(f"{times} times {text}" for text, times in sorted(refused.items()))
+                self.recorder.write("warning", message=f"server {index} refused connections: {said}")
         workers = sorted(requests.workers.items())
         held = {rank: worker.memory for rank, worker in workers if worker.memory}
         held |= {self.run.plan.dp + index: memory for index, memory in enumerate(servers)}
@@ -247,9 +292,10 @@ class Coordinator(Stepper):
         while missing := self.group.missing:
             for index in missing:
                 address = self.directory.find(index)
-                if address is None or not self.group.connect(index, address):
-                    if time.monotonic() > until:
-                        raise gone(f"server {index} could not be reached for {self.patience.back:g} s")
+                why = self.group.connect(index, address) if address else "it has not said where it is"
+                if why and time.monotonic() > until:
+                    raise gone(f"server {index} could not be reached for {self.patience.back:g} s: {why}")
+                if why:
                     time.sleep(_LOOK / 4)
 
     def _record_workers(self) -> None:

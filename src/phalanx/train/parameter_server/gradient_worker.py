@@ -1,25 +1,20 @@
-"""A worker of parameter servers: asks, pulls, computes, pushes, until all is done; and its connections to servers."""
+"""A worker of parameter servers: asks, pulls, computes, pushes, until all is done."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 
-from phalanx.comm.frames import Connection, Frame, LostError, views
+from phalanx.comm.frames import Frame
 from phalanx.config import Job, Plan
 from phalanx.data.loader import BatchPieces
 from phalanx.hardware import peak_memory
 from phalanx.parallel import activation_checkpointing, torch_compile, without_gradient
-from phalanx.parallel.compression import Codec, Feedback, message
 from phalanx.parallel.layout import Layout, SingleLayout
-from phalanx.parallel.parameter_server import Flat, FrameKind, RowSlice, cut_out
+from phalanx.parallel.parameter_server import Flat, FrameKind
 from phalanx.parallel.rng_streams import reseed, stream
 from phalanx.train.build_model import build_model
 from phalanx.train.evaluate import Sums, add_up, evaluation_mode, measure
@@ -27,10 +22,8 @@ from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
 from phalanx.train.observer import Observer
-from phalanx.train.parameter_server.server_group import Directory, Patience, gone
+from phalanx.train.parameter_server.server_links import LinkLostError, ServerLinks
 from phalanx.train.parameter_server.shard_store import ServerStatistics
-
-T = TypeVar("T")
 
 
 @final
@@ -58,6 +51,7 @@ class Worker:
         """Work until the coordinator says that all is done."""
         done: dict[str, Any] | None = None
         brought: Flat | None = None
+        self._computer.moved = links.moved
         while links.connect():
             try:
                 order = links.ask(done, brought.wire if brought and done else [])
@@ -75,8 +69,10 @@ class Worker:
     def _work(self, links: ServerLinks, order: Frame) -> tuple[dict[str, Any] | None, Flat | None]:
         """Do what the coordinator ordered; returns what it is told, with the statistics if it wants them."""
         begun = time.perf_counter()
-        what, step, part, term = (order.meta[name] for name in ("what", "step", "part", "term"))
+        what, step, part, term, ticket = (order.meta[name] for name in ("what", "step", "part", "term", "ticket"))
+        piece = {"step": step, "part": part, "term": term, "ticket": ticket}
         version, found_term = links.pull(self._host, self._arriving.wire)
+        links.moved()
         if found_term != term:
             return None, None  # servers have gone back meanwhile
         self._land()
@@ -89,10 +85,9 @@ class Worker:
         else:
             sums, samples = self._computer.gradients(self._pieces, step, part)
             count = sums["loss"][1] / self._divisor
-            links.push(self._gradients(), self._host, {"step": step, "part": part, "count": count, "term": term})
+            links.push(self._gradients(), self._host, {**piece, "count": count})
         seconds = time.perf_counter() - begun
-        done = {"version": version, "sums": sums, "samples": samples, "seconds": seconds}
-        done |= {"what": what, "step": step, "part": part, "term": term}
+        done = {**piece, "what": what, "version": version, "sums": sums, "samples": samples, "seconds": seconds}
         brings = what == "train" and part == 0 and self._statistics.tensors
         return done, self._statistics.take() if brings else None
 
@@ -128,6 +123,7 @@ class Computer:
         self._job, self._plan, self._layout, self._device, self._divisor = job, plan, layout, device, divisor
         self._inputs = Inputs(job, layout.module)
         self._checked = False
+        self.moved: Callable[[], None] = lambda: None  # called between micro-batches
 
     def gradients(self, pieces: BatchPieces, step: int, part: int) -> tuple[Sums, int]:
         """Leave in each parameter's ``grad`` the sum over a piece, over the divisor.
@@ -151,6 +147,7 @@ class Computer:
             total += float(read.value.detach()) * read.weight
             count += float(read.count)
             samples += micro.samples
+            self.moved()
         if not self._checked and self._job.unused == "error":
             without = [name for name, tensor in self._layout.parameters.items() if tensor.grad is None]
             if without:
@@ -170,6 +167,7 @@ class Computer:
                     measured = measure(self._job, module(*args, **kwargs), batch, micro.samples)
                 samples += micro.samples
                 add_up(found, measured)
+                self.moved()
         return found, samples
 
     @property
@@ -178,199 +176,3 @@ class Computer:
         size = sum(tensor.nbytes for tensor in self._layout.parameters.values())
         buffers = sum(tensor.nbytes for tensor in self._layout.module.buffers())
         return {"parameters": size, "gradients": size, "optimizer": 0, "buffers": buffers, "activations": 0}
-
-
-class LinkLostError(Exception):
-    """The connection to server ``index`` has ended."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.index = index
-
-
-@dataclass(slots=True)
-class ServerLink:
-    """One server: the ``slices`` it holds, the ``version`` last pulled, what was left out of gradients pushed to it."""
-
-    index: int
-    connection: Connection | None = None
-    slices: tuple[RowSlice, ...] = ()
-    version: int = -1
-    term: int = -1
-    feedback: Feedback | None = None
-
-    def receive(self) -> Frame:
-        """The next frame that is not a sign of life."""
-        assert self.connection is not None
-        while (frame := self.connection.receive()).kind == FrameKind.BEAT:
-            pass
-        return frame
-
-    def expect(self, kind: FrameKind) -> Frame:
-        """The next frame, which must be of this kind."""
-        frame = self.receive()
-        if frame.kind != kind:
-            raise LostError(f"{FrameKind(frame.kind).name} came where {kind.name} was expected")
-        return frame
-
-
-@final
-class ServerLinks:
-    """All servers, seen from a worker."""
-
-    def __init__(
-        self, rank: int, length: int, servers: int, directory: Directory, patience: Patience, codec: Codec | None
-    ) -> None:
-        self._rank, self._length, self._directory, self._patience = rank, length, directory, patience
-        self._links = [ServerLink(index) for index in range(servers)]
-        self._codec = codec
-        self._pool = ThreadPoolExecutor(servers) if servers > 1 else None
-        self._gone = threading.Event()
-        self._beats = threading.Thread(target=self._beat, daemon=True)
-
-    def start(self) -> None:
-        """Begin to send signs of life."""
-        self._beats.start()
-
-    def close(self) -> None:
-        """End every connection."""
-        self._gone.set()
-        for link in self._links:
-            if link.connection:
-                link.connection.close()
-        if self._pool:
-            self._pool.shutdown()
-        if self._beats.is_alive():
-            self._beats.join()
-
-    def connect(self) -> bool:
-        """Connect to every server that there is no connection to. Returns whether the run still goes on.
-
-        Raises:
-            RunError: if a server cannot be found in time.
-        """
-        until = time.monotonic() + self._patience.back
-        for link in self._links:
-            while link.connection is None:
-                if self._directory.over:
-                    return False
-                address = self._directory.find(link.index)
-                if address is not None:
-                    with suppress(OSError):
-                        self._introduce(link, Connection.to(address.host, address.port, patience=self._patience.answer))
-                        break
-                if time.monotonic() > until:
-                    where = f" at {address.host}:{address.port}" if address else ""
-                    raise gone(f"server {link.index}{where} could not be reached for {self._patience.back:g} s")
-                time.sleep(0.05)
-        return True
-
-    def lose(self, index: int) -> None:
-        """Let go of the connection to a server."""
-        link = self._links[index]
-        connection, link.connection = link.connection, None
-        if connection:
-            connection.close()
-        link.version = link.term = -1
-
-    def ask(self, done: dict[str, Any] | None, brought: list[memoryview]) -> Frame:
-        """Tell the coordinator what was computed, and wait for what to do.
-
-        Raises:
-            LinkLostError: if its connection has ended.
-        """
-
-        def asked(link: ServerLink) -> Frame:
-            assert link.connection is not None
-            link.connection.send(FrameKind.ASK, {"done": done} if done else {}, brought)
-            return link.receive()
-
-        return self._guarded(self._links[0], asked)
-
-    def say_goodbye(self, memory: dict[str, Any]) -> None:
-        """Tell the coordinator what was held in memory."""
-        with suppress(LostError):
-            if connection := self._links[0].connection:
-                connection.send(FrameKind.END, {"memory": memory})
-
-    def pull(self, into: Mapping[str, torch.Tensor], statistics: list[memoryview]) -> tuple[int, int]:
-        """Bring ``into`` (name → whole parameter, on the host) up to date. Returns the oldest version and the term.
-
-        Raises:
-            LinkLostError: if a connection has ended.
-        """
-
-        def pulled(link: ServerLink) -> tuple[int, int]:
-            assert link.connection is not None
-            link.connection.send(FrameKind.PULL, {"version": link.version, "term": link.term})
-            frame = link.expect(FrameKind.VALUES)
-            if frame.size:
-                targets = views(cut_out(into[part.name], part) for part in link.slices)
-                link.version = link.term = -1  # until all of it is here
-                link.connection.fill(frame, [*targets, *(statistics if link.index == 0 else [])])
-            link.version, link.term = frame.meta["version"], frame.meta["term"]
-            return link.version, link.term
-
-        found = self._each(pulled)
-        return min(version for version, _ in found), max(term for _, term in found)
-
-    def push(
-        self, gradients: Mapping[str, torch.Tensor | None], like: Mapping[str, torch.Tensor], meta: dict[str, Any]
-    ) -> None:
-        """Give every server its part of ``gradients`` (name → whole, on the host; ``None`` is zeros as of ``like``).
-
-        Raises:
-            LinkLostError: if a connection has ended.
-        """
-        none = [name for name, gradient in gradients.items() if gradient is None]
-        whole = {name: torch.zeros_like(like[name]) if one is None else one for name, one in gradients.items()}
-
-        def pushed(link: ServerLink) -> None:
-            assert link.connection is not None
-            parts = [cut_out(whole[part.name], part) for part in link.slices]
-            without = [place for place, part in enumerate(link.slices) if part.name in none]
-            payload = views(parts) if self._codec is None else views([_encoded(self._codec, link, parts)])
-            link.connection.send(FrameKind.PUSH, {**meta, "version": link.version, "without": without}, payload)
-            link.expect(FrameKind.TAKEN)
-
-        self._each(pushed)
-
-    def _each(self, call: Callable[[ServerLink], T]) -> list[T]:
-        if self._pool is None:
-            return [self._guarded(self._links[0], call)]
-        waiting = [self._pool.submit(self._guarded, link, call) for link in self._links]
-        errors = [one.exception() for one in waiting]
-        for error in errors:
-            if error is not None:
-                raise error
-        return [one.result() for one in waiting]
-
-    def _guarded(self, link: ServerLink, call: Callable[[ServerLink], T]) -> T:
-        if link.connection is None:
-            raise LinkLostError(link.index)
-        try:
-            return call(link)
-        except LostError:
-            raise LinkLostError(link.index) from None
-
-    def _introduce(self, link: ServerLink, connection: Connection) -> None:
-        connection.send(FrameKind.HELLO, {"rank": self._rank, "length": self._length})
-        meta = connection.receive().meta
-        link.slices = tuple(RowSlice(name=one[0], start=one[1], stop=one[2], whole=one[3]) for one in meta["held"])
-        link.version = link.term = -1
-        link.connection = connection
-
-    def _beat(self) -> None:
-        while not self._gone.wait(self._patience.beat):
-            with suppress(LostError):
-                if connection := self._links[0].connection:
-                    connection.send(FrameKind.BEAT)
-
-
-def _encoded(codec: Codec, link: ServerLink, parts: list[torch.Tensor]) -> torch.Tensor:
-    """One message of all ``parts``, with what was left out of those before."""
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    if not codec.facts.feeds_back:
-        return message(codec, flat)
-    link.feedback = link.feedback or Feedback(codec)
-    return link.feedback.message(flat)

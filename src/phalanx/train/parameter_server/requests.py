@@ -11,7 +11,7 @@ from typing import Any, final
 
 from phalanx.comm.frames import Connection, Frame, LostError
 from phalanx.errors import DataError
-from phalanx.parallel.parameter_server import BatchPiece, Flat, Form, FrameKind, Report, WorkQueue
+from phalanx.parallel.parameter_server import BatchPiece, Flat, Form, FrameKind, Report, WorkQueue, deal_ticket
 from phalanx.train.parameter_server.server_group import Patience
 
 
@@ -23,7 +23,9 @@ class WorkerState:
         joined: when it first came, as of ``time.monotonic()``.
         last: when its last piece that counted came in.
         waiting: it has asked and not been answered.
-        silent: it holds a piece, and nothing has been heard of it for long.
+        silent: it holds a piece, and nothing has been heard of it, or it has not come on, for long.
+        progress: how often its main thread has come on, as it says beside its signs of life.
+        moved: when that last changed, or it was dealt its piece.
         away: it was here, and its connection has ended.
         memory: what it held, told as it left.
     """
@@ -33,6 +35,8 @@ class WorkerState:
     last: float = 0.0
     waiting: bool = False
     silent: bool = False
+    progress: int = 0
+    moved: float = 0.0
     away: bool = False
     samples: int = 0
     pieces: int = 0
@@ -51,14 +55,14 @@ class RequestHandler:
         statistics: step → those of normalisation layers that came with its first piece.
     """
 
-    def __init__(self, queue: WorkQueue, length: int, form: Form, patience: Patience) -> None:
+    def __init__(self, queue: WorkQueue, length: int, form: Form, patience: Patience, secret: bytes) -> None:
         self.news = threading.Condition()
         self.queue, self.term = queue, 0
         self.workers: dict[int, WorkerState] = {}
         self.happened: list[dict[str, Any]] = []
         self.statistics: dict[int, Flat] = {}
         self._what, self._length, self._form, self._patience = "train", length, form, patience
-        self._finished = False
+        self._secret, self._finished, self._from = secret, False, queue.version
         self._nobody_since = time.monotonic()
         self._laps: deque[float] = deque(maxlen=64)
         self.trouble: Exception | None = None
@@ -66,7 +70,7 @@ class RequestHandler:
     def turn_to(self, what: str, queue: WorkQueue) -> None:
         """From now on deal pieces of ``queue`` out, for ``train`` or ``evaluate``."""
         with self.news:
-            self._what, self.queue = what, queue
+            self._what, self.queue, self._from = what, queue, queue.version
         self.dispatch()
 
     def dispatch(self) -> None:
@@ -101,23 +105,42 @@ class RequestHandler:
             return 0.0 if self.present else time.monotonic() - self._nobody_since
 
     def look(self) -> None:
-        """Find out who has fallen silent."""
-        piece = statistics.median(self._laps) if self._laps else 0.0
-        limit = self._patience.silent + self._patience.pieces * piece
-        fallen = False
+        """Find out who has fallen silent, who computes and does not come on, and who has done so for too long."""
+        patience, now, fallen = self._patience, time.monotonic(), False
+        limit = patience.silent + patience.pieces * (statistics.median(self._laps) if self._laps else 0.0)
+        slow = limit if self._laps else max(limit, patience.answer)  # nobody knows yet how long a piece takes
+        lost: list[tuple[int, Connection, str]] = []
         with self.news:
             for rank, known in self.workers.items():
-                quiet = time.monotonic() - known.connection.heard if known.connection else 0.0
-                if not known.silent and quiet > limit and self.queue.piece_of(rank):
+                piece = self.queue.piece_of(rank)
+                if known.connection is None or (piece is None and not known.silent):
+                    continue
+                quiet = now - known.connection.heard
+                still = now - max(known.moved, known.joined) if piece else 0.0
+                where = f" with part {piece.part} of step {piece.step}" if piece else ""
+                said = f"nothing heard for {quiet:.1f} s" if quiet > limit else f"no progress for {still:.1f} s{where}"
+                if max(quiet, still) > patience.stuck:
+                    lost.append((rank, known.connection, said))
+                elif not known.silent and (quiet > limit or still > slow):
                     known.silent = fallen = True
                     self.queue.silent(rank)
-                    self._note(rank, "silent", f"nothing heard for {quiet:.1f} s")
-                elif known.silent and quiet < limit and known.connection:
+                    self._note(rank, "silent", said)
+                elif known.silent and quiet < limit and still < slow:
                     known.silent = False
                     self.queue.returned(rank)
                     self._note(rank, "returned", "it is heard of again")
+        for rank, connection, said in lost:
+            self.lost(rank, connection, said)
+            connection.close()
         if fallen:
             self.dispatch()
+
+    def heard(self, rank: int, connection: Connection, progress: int) -> None:
+        """A worker lives, and its main thread has come on so often."""
+        with self.news:
+            known = self.workers[rank]
+            if known.connection is connection and known.progress != progress:
+                known.progress, known.moved = progress, time.monotonic()
 
     def connected(self, rank: int, connection: Connection, length: int) -> None:
         """A worker has connected, or come back."""
@@ -134,6 +157,7 @@ class RequestHandler:
                 self.workers[rank] = WorkerState(connection, time.monotonic())
             else:
                 before.connection, before.waiting, before.silent, before.away = connection, False, False, False
+                before.progress, before.moved = 0, time.monotonic()
                 self.queue.leave(rank)
             self._note(rank, "returned" if before else "joined", "")
             self.news.notify_all()
@@ -146,6 +170,8 @@ class RequestHandler:
             connection.fill(frame, brought.wire)
         with self.news:
             known = self.workers[rank]
+            if known.connection is not connection:
+                return  # it is back by another
             if done := frame.meta.get("done"):
                 self._take_in(rank, known, done, brought)
             self.queue.leave(rank)
@@ -178,6 +204,8 @@ class RequestHandler:
         piece = BatchPiece(done["step"], done["part"])
         if done["term"] != self.term or done["what"] != self._what:
             return
+        if self._what == "evaluate" and done["version"] != self._from:
+            return  # of an earlier evaluation
         sums = {name: (float(total), float(count)) for name, (total, count) in done["sums"].items()}
         facts = {name: done[name] for name in ("version", "samples", "seconds")}
         report = Report(worker=rank, gradient_sums=sums, **facts)
@@ -201,13 +229,15 @@ class RequestHandler:
             piece = None if self._finished else self.queue.ask(rank)
             if piece is None and not self._finished:
                 return
-            known.waiting, connection = False, known.connection
-            deal = {"what": self._what, "version": self.queue.version, "term": self.term}
+            known.waiting, connection, known.moved = False, known.connection, time.monotonic()
+            what, term, version = self._what, self.term, self.queue.version
         try:
             if piece is None:
                 connection.send(FrameKind.END)
             else:
-                connection.send(FrameKind.DEAL, {**deal, "step": piece.step, "part": piece.part})
+                place = {"what": what, "step": piece.step, "part": piece.part, "term": term}
+                ticket = deal_ticket(self._secret, rank, **place)
+                connection.send(FrameKind.DEAL, {**place, "version": version, "ticket": ticket})
         except LostError:
             return  # its own thread hears of it, too
 

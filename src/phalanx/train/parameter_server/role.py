@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from phalanx.checkpoint import resume_newest
 from phalanx.comm import Place, device_for
-from phalanx.comm.frames import Connection, LostError
+from phalanx.comm.handshake import SECRET, Identity, Role
+from phalanx.comm.listener import Caller
 from phalanx.config import Job, RunSpec
 from phalanx.data.loader import BatchPieces
 from phalanx.errors import RunError
 from phalanx.events import read
 from phalanx.parallel import advice, device_kind, devices_here, notes
 from phalanx.parallel.compression import Codec, codec
-from phalanx.parallel.parameter_server import FrameKind, StalenessBound, WorkQueue
+from phalanx.parallel.parameter_server import StalenessBound, WorkQueue
+from phalanx.parallel.parameter_server.protocol import TO_SERVER
+from phalanx.train.assembly import Findings
+from phalanx.train.interruptions import Interruptions, nobody
 from phalanx.train.loop import StepsLostError, TrainingLoop
 from phalanx.train.lr_schedule import resume_notes
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server.coordinator import Coordinator, divisor_of, segment
-from phalanx.train.parameter_server.gradient_worker import ServerLinks, Worker
+from phalanx.train.parameter_server.gradient_worker import Worker
 from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Address, Directory, Patience, ServerGroup, ServerScene, gone
+from phalanx.train.parameter_server.server_links import ServerLinks
 from phalanx.train.parameter_server.shard_store import ShardStore
 from phalanx.train.run_recorder import RunRecorder
-from phalanx.train.state import newest_checkpoint, refuse_other_job
+from phalanx.train.state import refuse_other_job
 
 
 def take_part(
@@ -36,12 +42,14 @@ def take_part(
     *,
     patience: Patience | None = None,
     observer: Observer | None = None,
-    causes: Sequence[str] = (),
+    findings: Findings | None = None,
+    asked: Callable[[], int] = nobody,
 ) -> dict[str, Any]:
     """Be the worker or the server that ``place.rank`` is, to the end of the run.
 
     Ranks 0 to dp - 1 are workers, the next are servers, the first of which coordinates. A process that takes the place
-    of one that was killed has ``place.generation`` above 0. ``causes`` stand among the run's notes.
+    of one that was killed has ``place.generation`` above 0. ``findings`` are of a look at the job before the run;
+    ``asked`` is as in ``train``.
 
     Returns on server 0 the run's summary, as ``train`` does, and nothing elsewhere.
 
@@ -49,11 +57,20 @@ def take_part(
         RefusedError: if the plan cannot serve the job.
         RunError: if a server or every worker is gone for longer than ``patience.back``.
     """
-    waits = patience or Patience()
+    waits = patience or Patience(stuck=run.timeout)
+    if len(place.secret) != SECRET:
+        raise RunError("this process was not given its run's secret, by which servers and workers know each other")
     if place.rank < run.plan.dp:
-        _work(job, run, place, report, waits, observer or Observer())
+        directory = Directory(place)
+
+        def reported(step: int) -> None:
+            report(step)
+            directory.ask_to_stop(asked())
+
+        _work(job, run, place, reported, waits, observer or Observer())
         return {}
-    return ServerProcess(job, run, place, waits, observer or Observer()).serve(report, causes)
+    role = ServerProcess(job, run, place, waits, observer or Observer(), asked)
+    return role.serve(report, findings or Findings())
 
 
 def _work(
@@ -64,7 +81,8 @@ def _work(
     data = _data(job, run)
     worker = Worker(job, run.plan, device, divisor_of(job), data)
     worker.observer = observer
-    links = ServerLinks(place.rank, data[0].length, run.plan.server, Directory(place), patience, _codec(run))
+    caller = Caller(identity=Identity(Role.WORKER, place.rank), secret=place.secret)
+    links = ServerLinks(caller, data[0].length, run.plan.server, Directory(place), patience, _codec(run))
     links.start()
     try:
         worker.run(links, report)
@@ -75,31 +93,40 @@ def _work(
 class ServerProcess:
     """One server's process."""
 
-    def __init__(self, job: Job, run: RunSpec, place: Place, patience: Patience, observer: Observer) -> None:
+    def __init__(
+        self,
+        job: Job,
+        run: RunSpec,
+        place: Place,
+        patience: Patience,
+        observer: Observer,
+        asked: Callable[[], int] = nobody,
+    ) -> None:
         """Refuses to hold what a live server holds already.
 
         Raises:
             RunError: if there is one.
         """
         self._job, self._run, self._place, self._patience, self._observer = job, run, place, patience, observer
-        self._index = place.rank - run.plan.dp
+        self._index, self._asked = place.rank - run.plan.dp, asked
         self._directory = Directory(place)
         self._again = place.generation > 0
         self._refuse_second()
 
-    def serve(self, report: Callable[[int], None], causes: Sequence[str]) -> dict[str, Any]:
+    def serve(self, report: Callable[[int], None], findings: Findings) -> dict[str, Any]:
         """Serve to the end; server 0 has the loop of the run."""
         store = ShardStore(self._job, self._run.plan, self._index, self._run.folder)
-        resumed = newest_checkpoint(self._run)[0] if self._run.resume and not self._again else None
-        state = store.resume(resumed) if resumed else {}
+        resumed, state, damaged = None, dict[str, Any](), list[str]()
+        if self._run.resume and not self._again:
+            resumed, state, damaged = resume_newest(self._run.folder / "checkpoints", store.resume)
         if not self._again:
             store.clear()
         store.settle()
-        server = Server(store, self._place.host, _codec(self._run))
+        server = Server(store, self._place, self._run.plan.dp, _codec(self._run))
         try:
             if self._index == 0:
                 coordinator = self._coordinator(store, server, state, resumed, report)
-                return self._lead(coordinator, resumed, causes)
+                return self._lead(coordinator, resumed, damaged, findings)
             server.start()
             self._publish(server)
             return self._follow(server)
@@ -110,6 +137,7 @@ class ServerProcess:
         while not server.over.wait(0.2):
             if server.trouble:
                 raise server.trouble
+            self._directory.ask_to_stop(self._asked())
             if server.alone_for > self._patience.back + self._patience.parting:
                 back = self._patience.back
                 raise gone(f"server 0, which coordinates the others, has not been there for {back:g} s")
@@ -130,14 +158,15 @@ class ServerProcess:
         first = _last_version(run) if self._again else int(state.get("step", 0))
         pace = StalenessBound(staleness=plan.staleness or 0, backup=plan.backup, after=plan.after)
         queue = WorkQueue(pieces.sizes, first=first, limit=first, pace=pace)
-        group = ServerGroup(server, store, plan.server, patience)
+        secret = self._place.secret
+        group = ServerGroup(server, store, plan.server, patience, secret)
         return Coordinator(
             job=job,
             run=run,
             store=store,
             server=server,
             group=group,
-            requests=RequestHandler(queue, pieces.length, store.statistics.form, patience),
+            requests=RequestHandler(queue, pieces.length, store.statistics.form, patience, secret),
             recorder=RunRecorder(run, ledger=segment(run, first), writes=True, total_steps=pieces.total_steps),
             directory=self._directory,
             pieces=pieces,
@@ -149,33 +178,38 @@ class ServerProcess:
             samples_before=int(state.get("samples", 0)),
         )
 
-    def _lead(self, coordinator: Coordinator, resumed: Path | None, causes: Sequence[str]) -> dict[str, Any]:
+    def _lead(
+        self, coordinator: Coordinator, resumed: Path | None, damaged: list[str], findings: Findings
+    ) -> dict[str, Any]:
         lost = StepsLostError(0, "this server was killed, and is here again") if self._again else None
         with coordinator.recorder:
             try:
                 coordinator.find_others()
                 if not self._again:
-                    self._start(coordinator, resumed, causes)
+                    self._start(coordinator, resumed, damaged, findings)
                 coordinator.server.start(coordinator.requests)
                 self._publish(coordinator.server)
-                return TrainingLoop(self._job, self._run, coordinator, coordinator.recorder, self._observer).run(lost)
+                interruptions = Interruptions(self._run, lambda: self._asked() or self._directory.asked_to_stop())
+                recorder, observer = coordinator.recorder, self._observer
+                return TrainingLoop(self._job, self._run, coordinator, recorder, observer, interruptions).run(lost)
             finally:
                 coordinator.group.close()
 
-    def _start(self, coordinator: Coordinator, resumed: Path | None, causes: Sequence[str]) -> None:
+    def _start(self, coordinator: Coordinator, resumed: Path | None, damaged: list[str], findings: Findings) -> None:
         job, run, first, pieces = self._job, self._run, coordinator.taken, coordinator.pieces
         device = device_kind(run.plan, devices_here(run.plan, self._place))
         said = resume_notes(job, run.folder, step=first, total_steps=pieces.total_steps) if resumed else []
         coordinator.recorder.start(
             job,
-            advice=advice(job, run.plan, device),
+            advice=[*damaged, *advice(job, run.plan, device)],
             resumed=resumed,
+            placement=findings.placement,
             world_size=self._place.world_size,
             device=device,
             samples=pieces.length,
             first_step=first,
             parameters=coordinator.store.elements,
-            notes=[*coordinator.scene.notes, *causes, *said],
+            notes=[*coordinator.scene.notes, *findings.causes, *said],
         )
         if resumed and run.snapshots:
             coordinator.snapshot()
@@ -188,12 +222,13 @@ class ServerProcess:
         address = self._directory.find(self._index)
         if address is None:
             return
+        mine = Identity(Role.SERVER, self._index)
+        caller, where = Caller(identity=mine, secret=self._place.secret), (address.host, address.port)
         try:
-            connection = Connection.to(address.host, address.port, patience=5.0, timeout=2.0)
-            connection.send(FrameKind.HELLO, {"rank": self._place.rank, "probe": True})
+            connection = caller.call(mine, *where, TO_SERVER, patience=5.0, timeout=2.0)
             index = connection.receive().meta["index"]
             connection.close()
-        except (OSError, LostError):
+        except OSError:
             return
         if index == self._index:
             what = f"server {self._index} is running already, at {address.host}:{address.port}"

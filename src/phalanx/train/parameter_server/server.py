@@ -1,27 +1,36 @@
-"""What every server does: listens, takes gradients in, gives values out, obeys the coordinator."""
+"""What every server does: listens, takes gradients in, gives values out, obeys the coordinator.
+
+It answers those that have proved who they are (``comm/listener.py``), one connection of each. What a connection says
+and may not ends that connection; of the coordinator's it ends the run: it would say the same again.
+"""
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from hmac import compare_digest
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from phalanx.comm.frames import Connection, Frame, LostError, views
+from phalanx.comm import Place
+from phalanx.comm.frames import Connection, Frame, LostError, ProtocolError, views
+from phalanx.comm.handshake import Identity, Role
+from phalanx.comm.listener import RunListener
+from phalanx.errors import RunError
 from phalanx.hardware import peak_memory
 from phalanx.parallel.compression import Codec, read
-from phalanx.parallel.parameter_server import FrameKind, Pushed
+from phalanx.parallel.parameter_server import FrameKind, Pushed, deal_ticket
+from phalanx.parallel.parameter_server.protocol import FROM_COORDINATOR, FROM_WORKER
 from phalanx.train.parameter_server.shard_store import ShardStore
 
 if TYPE_CHECKING:
     from phalanx.train.parameter_server.requests import RequestHandler
 
-COORDINATOR = -1
-"""The rank by which the coordinator introduces itself."""
+COORDINATOR = Identity(Role.COORDINATOR, 0)
 
 
 @final
@@ -33,30 +42,33 @@ class Server:
         over: the coordinator has said that all is done.
     """
 
-    def __init__(self, store: ShardStore, host: str, codec: Codec | None = None) -> None:
-        self._store, self._codec = store, codec
-        self._listener = socket.create_server((host, 0), backlog=128)
-        self.port: int = self._listener.getsockname()[1]
+    def __init__(self, store: ShardStore, place: Place, workers: int, codec: Codec | None = None) -> None:
+        """``place`` is this process's; ranks below ``workers`` are the workers."""
+        self._store, self._codec, self._secret = store, codec, place.secret
+        mine = Identity(Role.SERVER, store.index)
+        callers = [COORDINATOR, mine, *(Identity(Role.WORKER, rank) for rank in range(workers))]
+        self.listener = RunListener(place.host, place.secret, mine, callers)
+        self.port = self.listener.port
         self.trouble: BaseException | None = None
         self.over = threading.Event()
         self._leading: set[Connection] = set()
         self._led = time.monotonic()
         self._requests: RequestHandler | None = None
-        self._connections: set[Connection] = set()
+        self._connections: dict[Identity, Connection] = {}
+        self._changing = threading.Lock()
         self._threads: list[threading.Thread] = []
 
     def start(self, requests: RequestHandler | None = None) -> None:
         """Begin to answer; server 0 with what it does for workers."""
         self._requests = requests
-        self._run(self._accept)
+        self._run(self.listener.run, self._welcome)
 
     def close(self) -> None:
         """End every connection and thread."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for connection in tuple(self._connections):
-            connection.close()
+        self.listener.close()
+        with self._changing:
+            for connection in self._connections.values():
+                connection.close()
         for thread in tuple(self._threads):
             thread.join(timeout=5.0)
 
@@ -72,10 +84,8 @@ class Server:
             case FrameKind.PREPARE:
                 return {"square": shard.prepare(meta["step"], meta["parts"])}
             case FrameKind.APPLY:
-                if "parts" in meta:
-                    shard.prepare(meta["step"], meta["parts"])
-                named = {name: meta[name] for name in ("scale", "rate", "oldest")}
-                shard.apply(meta["step"], **named, watched=meta.get("watched", False))
+                named = {name: meta[name] for name in ("scale", "rate", "oldest", "watched", "left_out")}
+                shard.apply(meta["step"], **named)
             case FrameKind.SNAPSHOT:
                 store.snapshot(meta["progress"])
             case FrameKind.RESTORE:
@@ -83,9 +93,10 @@ class Server:
             case FrameKind.HELLO:
                 return self._introduction()
             case FrameKind.END:
-                return {"memory": {"peak_bytes": peak_memory(), **shard.memory, "buffers": 0, "activations": 0}}
+                memory = {"peak_bytes": peak_memory(), **shard.memory, "buffers": 0, "activations": 0}
+                return {"memory": memory, "refused": dict(self.listener.refusals())}
             case _:
-                raise LostError(f"a {kind.name} from the coordinator")
+                raise ProtocolError(f"a {kind.name} from the coordinator")
         return {}
 
     def _introduction(self) -> dict[str, Any]:
@@ -96,7 +107,6 @@ class Server:
             "version": shard.version,
             "snapshots": self._store.snapshots(),
             "held": self._store.held,
-            "forms": [[list(shape), str(dtype)] for shape, dtype in shard.form.values()],
         }
 
     def _run(self, work: Callable[..., None], *arguments: Any) -> None:
@@ -107,35 +117,45 @@ class Server:
                 self.trouble = self.trouble or error
 
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(threading.Thread(target=guarded, daemon=True))
-        self._threads[-1].start()
+        thread = threading.Thread(target=guarded, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                plug, _ = self._listener.accept()
-            except OSError:
-                return
-            self._run(self._attend, Connection(plug))
-
-    def _attend(self, connection: Connection) -> None:
-        self._connections.add(connection)
+    def _welcome(self, caller: Identity, plug: socket.socket) -> None:
+        """Give a caller a thread of its own; a connection that it had before ends."""
+        connection = Connection(plug, FROM_WORKER if caller.role == Role.WORKER else FROM_COORDINATOR)
+        with self._changing:
+            before, self._connections[caller] = self._connections.get(caller), connection
+        if before:
+            before.close()
         try:
+            self._run(self._attend, caller, connection)
+        except RuntimeError:  # no thread to be had: it may come again
+            connection.close()
+
+    def _attend(self, caller: Identity, connection: Connection) -> None:
+        try:
+            if self.trouble:
+                return  # this process is about to end, and whoever is lost to it waits for that
+            if caller.role == Role.SERVER:
+                connection.send(FrameKind.WELCOME, self._introduction())
+                return
             hello = connection.receive()
             if hello.kind != FrameKind.HELLO:
                 return
-            rank = int(hello.meta["rank"])
-            if rank == COORDINATOR:
+            if caller.role == Role.COORDINATOR:
                 self._follow(connection)
-            elif "probe" in hello.meta:
-                connection.send(FrameKind.WELCOME, {"index": self._store.index})
             else:
-                self._serve(rank, connection, int(hello.meta["length"]))
-        except LostError:
-            return
+                self._serve(caller.rank, connection, hello.meta["length"])
+        except LostError as error:
+            if caller.role == Role.COORDINATOR and isinstance(error, ProtocolError):
+                what = f"server {self._store.index} cannot follow its coordinator, which is a fault of Phalanx's"
+                raise RunError(f"{what}: {error}") from error
         finally:
             connection.close()
-            self._connections.discard(connection)
+            with self._changing:
+                if self._connections.get(caller) is connection:
+                    del self._connections[caller]
 
     def _follow(self, connection: Connection) -> None:
         self._leading.add(connection)
@@ -168,10 +188,13 @@ class Server:
                     case FrameKind.PULL:
                         self._pull(connection, frame)
                     case FrameKind.PUSH:
-                        self._push(connection, frame)
-                    case FrameKind.BEAT:
+                        self._push(rank, connection, frame)
+                    case FrameKind.BEAT if requests:
+                        requests.heard(rank, connection, frame.meta["progress"])
                         connection.send(FrameKind.BEAT)
                     case FrameKind.ASK if requests:
+                        if done := frame.meta.get("done"):
+                            self._check_deal(rank, done["what"], done)
                         requests.asked(rank, connection, frame)
                     case FrameKind.END if requests:
                         requests.parted(rank, frame.meta["memory"])
@@ -195,8 +218,12 @@ class Server:
             statistics = [one.clone() for one in self._store.statistics.whole] if self._store.index == 0 else []
             connection.send(FrameKind.VALUES, meta, [*flat.wire, *views(statistics)])
 
-    def _push(self, connection: Connection, frame: Frame) -> None:
-        shard = self._store.shard
+    def _push(self, rank: int, connection: Connection, frame: Frame) -> None:
+        shard, meta = self._store.shard, dict(frame.meta)
+        self._check_deal(rank, "train", meta)
+        del meta["ticket"]
+        if max(meta["without"], default=0) >= len(shard.form):
+            raise LostError("a gradient came without what is not held here")
         flat = shard.blank()
         try:
             if self._codec is None:
@@ -206,10 +233,18 @@ class Server:
                 sent = torch.empty(self._codec.bytes_of(target.numel()), dtype=torch.uint8)
                 connection.fill(frame, views([sent]))
                 read(self._codec, sent, target)
+            if meta["term"] == shard.term and meta["version"] > shard.version:
+                raise LostError("a gradient came of parameters that are still to be")
         except BaseException:
             shard.give_back(flat)
             raise
-        connection.send(FrameKind.TAKEN, {"new": shard.push(Pushed(**frame.meta), flat)})
+        connection.send(FrameKind.TAKEN, {"new": shard.push(Pushed(**meta), flat)})
+
+    def _check_deal(self, rank: int, what: str, piece: dict[str, Any]) -> None:
+        """Raises LostError if the coordinator did not deal this piece to this worker."""
+        expected = deal_ticket(self._secret, rank, what, piece["step"], piece["part"], piece["term"])
+        if not compare_digest(expected, piece["ticket"]):
+            raise LostError(f"it brought part {piece['part']} of step {piece['step']}, which it was not dealt")
 
 
 _NAMES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -225,7 +260,16 @@ def send_tensors(
 
 
 def receive_tensors(connection: Connection, frame: Frame) -> dict[str, torch.Tensor]:
-    """The tensors that came with ``frame``."""
-    found = {name: torch.empty(shape, dtype=_NAMES[dtype]) for name, shape, dtype in frame.meta.get("tensors", [])}
+    """The tensors that came with ``frame``.
+
+    Raises:
+        ProtocolError: if they are not those that it announces.
+    """
+    described = [(name, shape, _NAMES.get(dtype)) for name, shape, dtype in frame.meta.get("tensors", [])]
+    size = sum(dtype.itemsize * math.prod(shape) if dtype else 1 << 62 for _, shape, dtype in described)
+    if size != frame.size:
+        connection.close()
+        raise ProtocolError(f"{frame.size} bytes came where {size} were announced")
+    found = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in described}
     connection.fill(frame, views(found.values()))
     return found

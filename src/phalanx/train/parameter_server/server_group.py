@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import select
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -12,11 +13,14 @@ import torch
 from torch import nn
 
 from phalanx.comm import Place
-from phalanx.comm.frames import Connection, LostError
+from phalanx.comm.frames import Connection, Frame, LostError, ProtocolError
+from phalanx.comm.handshake import Identity, Role
+from phalanx.comm.listener import Caller
 from phalanx.comm.process_group import meet
 from phalanx.errors import RunError
 from phalanx.parallel import TensorShard
 from phalanx.parallel.parameter_server import FrameKind
+from phalanx.parallel.parameter_server.protocol import TO_COORDINATOR
 from phalanx.train.loop import StepsLostError
 from phalanx.train.observer import Scene, State, groups_of
 from phalanx.train.parameter_server.server import COORDINATOR, Server, receive_tensors
@@ -27,9 +31,9 @@ from phalanx.train.parameter_server.shard_store import ServerShare, ShardStore, 
 class ServerGroup:
     """Server 0, which is here, and connections to the others."""
 
-    def __init__(self, server: Server, store: ShardStore, servers: int, patience: Patience) -> None:
+    def __init__(self, server: Server, store: ShardStore, servers: int, patience: Patience, secret: bytes) -> None:
         """``store`` is what server 0 holds."""
-        self._server, self._store, self._patience = server, store, patience
+        self._server, self._store, self._patience, self._secret = server, store, patience, secret
         self._others: dict[int, Connection | None] = dict.fromkeys(range(1, servers))
         self._limit = patience.answer
 
@@ -38,16 +42,17 @@ class ServerGroup:
         """Servers without a connection."""
         return [index for index, connection in self._others.items() if connection is None]
 
-    def connect(self, index: int, address: Address) -> bool:
-        """Whether server ``index`` could be reached at ``address``."""
+    def connect(self, index: int, address: Address) -> str:
+        """Connect to server ``index`` at ``address``. Returns why that could not be; empty if it could."""
+        caller, wanted = Caller(identity=COORDINATOR, secret=self._secret), Identity(Role.SERVER, index)
         try:
-            connection = Connection.to(address.host, address.port, patience=self._patience.answer)
-            connection.send(FrameKind.HELLO, {"rank": COORDINATOR})
+            connection = caller.call(wanted, address.host, address.port, TO_COORDINATOR, patience=self._patience.answer)
+            connection.send(FrameKind.HELLO)
             connection.receive()
-        except OSError:
-            return False
+        except OSError as error:
+            return str(error)
         self._others[index], self._limit = connection, 0.0
-        return True
+        return ""
 
     def lose(self, index: int) -> None:
         """Let go of the connection to server ``index``."""
@@ -78,7 +83,7 @@ class ServerGroup:
         for index in self._others:
             self._of(index, lambda connection: connection.send(kind, meta))
         here = self._server.obey(kind, meta)
-        return [here, *(self._of(index, lambda connection: connection.receive()).meta for index in self._others)]
+        return [here, *(self._of(index, lambda connection: _answer(connection, kind)).meta for index in self._others)]
 
     def gather(self, what: str) -> list[ServerShare]:
         """What every server has; see ``ShardStore.share``.
@@ -88,7 +93,7 @@ class ServerGroup:
         """
 
         def taken(connection: Connection) -> ServerShare:
-            frame = connection.receive()
+            frame = _answer(connection, FrameKind.GATHER)
             return ServerShare(frame.meta["held"], receive_tensors(connection, frame), frame.meta["groups"])
 
         self._wait(self._patience.task)
@@ -118,6 +123,13 @@ class ServerGroup:
         except LostError as error:
             self.lose(index)
             raise StepsLostError(index, str(error)) from None
+
+
+def _answer(connection: Connection, kind: FrameKind) -> Frame:
+    frame = connection.receive()
+    if frame.kind != kind:
+        raise ProtocolError(f"{FrameKind(frame.kind).name} came where {kind.name} was expected")
+    return frame
 
 
 @final
@@ -189,6 +201,7 @@ class Patience:
         beat: between two signs of life of a worker.
         silent: without one, after which a worker's piece is dealt to others, beside ``pieces`` times as long as a
             piece takes in the median.
+        stuck: without progress, or any sign of life, after which a worker counts as lost and its process ends itself.
         answer: for a peer that is connected to say anything at all.
         task: for a server to write a snapshot, go back to one, or send all it has.
         back: for a server that is gone to be there again, and for any worker where there is none.
@@ -198,6 +211,7 @@ class Patience:
     beat: float = 0.5
     silent: float = 5.0
     pieces: float = 4.0
+    stuck: float = 600.0
     answer: float = 60.0
     task: float = 600.0
     back: float = 60.0
@@ -223,6 +237,7 @@ class Directory:
 
     def __init__(self, place: Place) -> None:
         self._store = meet(place)
+        self._looked, self._stop = 0.0, 0
 
     def publish(self, index: int, address: Address) -> None:
         """Say where server ``index`` is from now on."""
@@ -231,7 +246,13 @@ class Directory:
     def find(self, index: int) -> Address | None:
         """Where server ``index`` said last that it is."""
         key = _key(index)
-        return Address(*json.loads(self._store.get(key))) if self._store.check([key]) else None
+        if not self._store.check([key]):
+            return None
+        try:
+            host, port, generation = json.loads(self._store.get(key))
+        except ValueError:
+            return None  # the store takes what anybody writes; who is there proves itself
+        return Address(str(host), port, generation) if type(port) is int and 0 < port < 1 << 16 else None
 
     def finish(self) -> None:
         """Say that the run is over: nobody has to look for servers any more."""
@@ -242,8 +263,23 @@ class Directory:
         """Whether the run is over."""
         return self._store.check([_OVER])
 
+    def ask_to_stop(self, number: int) -> None:
+        """Say that this process was asked to stop, by the signal of that number; 0: it was not."""
+        if number:
+            self._store.set(_STOP, str(number))
+
+    def asked_to_stop(self) -> int:
+        """The signal by which any process was asked to stop, 0 where none was; looked up twice a second at most."""
+        now = time.monotonic()
+        if now - self._looked > _LOOK:
+            self._looked = now
+            self._stop = int(self._store.get(_STOP)) if self._store.check([_STOP]) else 0
+        return self._stop
+
 
 _OVER = "phalanx/server/over"
+_STOP = "phalanx/server/stop"
+_LOOK = 0.5  # seconds
 
 
 def _key(index: int) -> str:

@@ -18,7 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
 from phalanx import checkpoint
-from phalanx.checkpoint.folder import checkpoints, is_complete, name_of
+from phalanx.checkpoint.folder import name_of, newest_first
+from phalanx.checkpoint.format import step_of
 from phalanx.config import Job, Plan
 from phalanx.errors import RefusedError
 from phalanx.parallel.layout import SingleLayout
@@ -27,7 +28,7 @@ from phalanx.train.assembly import build_optimizer
 from phalanx.train.build_model import build_model
 from phalanx.train.elementwise import Parameters, elementwise
 from phalanx.train.refusals import server_problems
-from phalanx.train.state import identity, model_tensors, restore_values
+from phalanx.train.state import buffer_names, identity, model_config, model_tensors, restore_values, training_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class ShardStore:
 
     def resume(self, path: Path) -> dict[str, Any]:
         """Begin with the checkpoint ``path``, whatever the plan that wrote it. Returns its state."""
-        state = checkpoint.read_state(path)
+        state = training_state(path)
         restore_values(path, self.layout, self._whole)
         step = int(state["step"])
         with self.shard.restoring(step, 0, step):
@@ -102,7 +103,7 @@ class ShardStore:
 
     def snapshots(self) -> list[int]:
         """The versions that this server can go back to without anybody else, beside the initial one."""
-        return [int(path.name.removeprefix("step-")) for path in checkpoints(self._folder) if is_complete(path)]
+        return [step_of(path) or 0 for path in newest_first(self._folder) if not checkpoint.verify(path)]
 
     def clear(self) -> None:
         """Forget the snapshots of an earlier run in this folder."""
@@ -126,7 +127,7 @@ class ShardStore:
         """Return to the snapshot of ``version``; to the initial values for 0 where there is none."""
         path, shard = self._folder / name_of(version), self.shard
         with shard.restoring(version, term, int(progress["floor"]), progress["done"]):
-            if version in self.snapshots():
+            if path.exists():
                 model = {f"model.{name}": tensor.data for name, tensor in shard.parameters.items()}
                 statistics = Flat(self.statistics.form)
                 checkpoint.load(path, model | {f"statistics.{name}": one for name, one in statistics.named.items()})
@@ -142,9 +143,8 @@ class ShardStore:
 
     def progress(self, version: int) -> dict[str, Any]:
         """The coordinator's progress at the snapshot of ``version``; empty where there is none."""
-        if version not in self.snapshots():
-            return {}
-        return checkpoint.read_state(self._folder / name_of(version))["progress"]
+        path = self._folder / name_of(version)
+        return checkpoint.read_state(path)["progress"] if path.exists() else {}
 
     def share(self, what: str) -> ServerShare:
         """What this server has: ``parameters``, ``gradients`` prepared or ``used``, or ``everything`` to be saved."""
@@ -165,9 +165,12 @@ class ShardStore:
         tensors: dict[str, torch.Tensor],
         states: dict[str, Any],
         progress: dict[str, Any],
-        keep: int,
+        kept: dict[str, int],
     ) -> Path:
-        """Write an ordinary checkpoint: ``tensors`` put together, and what is not tensors of each state."""
+        """Write an ordinary checkpoint: ``tensors`` put together, and what is not tensors of each state.
+
+        ``kept`` says which are not deleted, as ``checkpoint.save`` takes it.
+        """
         held = self.layout.holdings
         with torch.no_grad():
             for name, parameter in held.parameters.items():
@@ -176,9 +179,14 @@ class ShardStore:
         self._whole.state.clear()
         _, groups = checkpoint.optimizer_tensors(self._whole, held.parameters)
         state = {"identity": identity(self._job, progress.pop("length")), "loss_scale": None}
-        state |= {"optimizer": {**groups, "state": states}, **progress}
+        state |= {
+            "optimizer": {**groups, "state": states},
+            "model_config": model_config(self.layout.module),
+            **progress,
+        }
         everything = {**model_tensors(self.layout), **tensors}
-        return checkpoint.save(folder, step=progress["step"], tensors=everything, state=state, keep=keep)
+        infinite, step = buffer_names(self.layout), progress["step"]
+        return checkpoint.save(folder, step=step, tensors=everything, state=state, infinite=infinite, **kept)
 
     def _cut(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: cut_out(tensors[name].detach(), part) for name, part in self.slices.items()}

@@ -1,0 +1,106 @@
+"""Small values between ranks, as JSON in tensors. Nothing is pickled: what a peer sends is read, never executed.
+
+A value comes back as JSON gives it: tuples as lists, floats with every bit, NaN and infinities included.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_LENGTH = struct.Struct("<q")
+_FIRST = 1024  # bytes of the first message, the length included: most values need no second one
+
+
+def as_json(value: Any) -> Any:
+    """``value`` as the other ranks get it.
+
+    Raises:
+        TypeError: if something in it is not JSON; it says where.
+    """
+    return json.loads(_encoded(value))
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of each rank of ``group``, in rank order; of the default group where not given. Collective.
+
+    Raises:
+        TypeError: if something in it is not JSON; it says where.
+    """
+    data, size = _encoded(value), dist.get_world_size(group)
+    device = _device(group)
+    first = _room(_FIRST, _LENGTH.pack(len(data)) + data[: _FIRST - _LENGTH.size]).to(device)
+    firsts = [torch.empty_like(first) for _ in range(size)]
+    dist.all_gather(firsts, first, group=group)
+    heads = [bytes(one.cpu().numpy()) for one in firsts]
+    lengths = [int(_LENGTH.unpack_from(head)[0]) for head in heads]
+    texts = [head[_LENGTH.size :] for head in heads]
+    beyond = max(lengths) - (_FIRST - _LENGTH.size)
+    if beyond > 0:
+        rest = _room(beyond, data[_FIRST - _LENGTH.size :]).to(device)
+        rests = [torch.empty_like(rest) for _ in range(size)]
+        dist.all_gather(rests, rest, group=group)
+        texts = [text + bytes(one.cpu().numpy()) for text, one in zip(texts, rests, strict=True)]
+    return [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
+
+
+def broadcast_json(value: Any) -> Any:
+    """What rank 0 of the default group gives, on every rank; the others' ``value`` is not looked at. Collective.
+
+    Raises:
+        TypeError: on rank 0, if something in it is not JSON; it says where.
+    """
+    device, here = _device(None), dist.get_rank() == 0
+    data = _encoded(value) if here else b""
+    first = _room(_FIRST, _LENGTH.pack(len(data)) + data[: _FIRST - _LENGTH.size]).to(device)
+    dist.broadcast(first, src=0)
+    head = bytes(first.cpu().numpy())
+    (length,) = _LENGTH.unpack_from(head)
+    text = head[_LENGTH.size :]
+    if (beyond := length - len(text)) > 0:
+        rest = _room(beyond, data[len(text) :]).to(device)
+        dist.broadcast(rest, src=0)
+        text += bytes(rest.cpu().numpy())
+    return json.loads(text[:length])
+
+
+def _room(size: int, data: bytes) -> torch.Tensor:
+    """``data`` in so many bytes, the rest of them zeros."""
+    return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the group's messages are from: host memory where a backend takes it."""
+    kinds = {device.type for device in (group or dist.distributed_c10d._get_default_group())._device_types}
+    return torch.device("cuda", torch.cuda.current_device()) if kinds == {"cuda"} else torch.device("cpu")
+
+
+def _encoded(value: Any) -> bytes:
+    if trouble := _no_json(value, "value"):
+        raise TypeError(f"ranks exchange JSON (None, bool, int, float, str, list, dict with names), and {trouble}")
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
+
+def _no_json(value: Any, where: str) -> str:
+    """What in ``value`` is not JSON, and where; empty where all of it is."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if not isinstance(key, str):
+                return f"{where} has the key {key!r}, of type {type(key).__name__}"
+            if type(one) not in _PLAIN and (trouble := _no_json(one, f"{where}[{key!r}]")):
+                return trouble
+        return ""
+    if isinstance(value, list | tuple):
+        for at, one in enumerate(value):
+            if type(one) not in _PLAIN and (trouble := _no_json(one, f"{where}[{at}]")):
+                return trouble
+        return ""
+    plain = value is None or isinstance(value, bool | int | float | str)  # subclasses such as numpy's float64, too
+    return "" if plain else f"{where} is of type {type(value).__name__}"

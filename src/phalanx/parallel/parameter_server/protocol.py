@@ -1,0 +1,201 @@
+"""What workers, servers and the coordinator (server 0) say to each other: kinds of frames, and what may stand in each.
+
+A worker asks the coordinator for a piece of a global batch, brings its parameters up to date at every server, computes
+the sum of the piece's gradients, pushes to each server what that one holds of it, and tells the coordinator that it is
+in when it asks for the next. The coordinator tells every server when a step is complete and what its gradient is to be
+multiplied by.
+
+The tables at the end, one for each direction, say of each kind which fields it has and which values they may take.
+Nothing else gets past ``Connection.receive``, so whoever handles a frame need not look again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, cast
+
+from phalanx.comm.frames import FrameForm, FrameForms
+from phalanx.comm.handshake import ticket
+
+
+class FrameKind(IntEnum):
+    """Each frame's kind; in brackets who sends it, and what its JSON holds."""
+
+    HELLO = 1
+    """[worker] ``length`` of its data. [coordinator] nothing."""
+    WELCOME = 2
+    """[server] ``term``, ``snapshots``: versions it could go back to, ``version``, what it holds."""
+    ASK = 3
+    """[worker] ``done``: what it has computed since it last asked, if anything. To the coordinator."""
+    DEAL = 4
+    """[coordinator] ``what`` (train or evaluate), ``step``, ``part``, ``term``, ``ticket``: that it dealt this."""
+    PULL = 5
+    """[worker] ``version`` and ``term`` it is at."""
+    VALUES = 6
+    """[server] ``version``; the parameters of that version, and from the coordinator buffers; or nothing to change."""
+    PUSH = 7
+    """[worker] ``step``, ``part``, ``version``, ``term``, ``ticket``, ``without`` gradient; gradients. Taken in once or
+    dropped."""
+    TAKEN = 8
+    """[server] ``new``: whether it counted."""
+    BEAT = 9
+    """[worker] it lives; ``progress``: how often its main thread has come on. [coordinator] so does that."""
+    END = 10
+    """[coordinator] all is done. [worker] what it held in memory."""
+    PREPARE = 11
+    """[coordinator] ``step``, ``parts``: sum them. [server] ``square`` of the sum's norm."""
+    APPLY = 12
+    """[coordinator] ``step``, ``scale``, ``rate``, ``oldest`` version that a gradient may still come of, ``watched``,
+    ``left_out``: it makes no update."""
+    SNAPSHOT = 13
+    """[coordinator] write one, of ``version``. [server] done."""
+    RESTORE = 14
+    """[coordinator] go back to ``version``, in a new ``term``. [server] done."""
+    GATHER = 15
+    """[coordinator] ``what``: parameters, gradients of ``step``, or everything. [server] the tensors, with names."""
+
+
+def deal_ticket(secret: bytes, rank: int, what: str, step: int, part: int, term: int) -> str:
+    """The coordinator's word that worker ``rank`` was dealt this piece in this term."""
+    return ticket(secret, f"{rank} {what} {step} {part} {term}")
+
+
+Allows = Callable[[Any], bool]
+
+_MOST = 1 << 53
+_NAMES = 1 << 26  # bytes of JSON where every tensor may be named
+
+
+def _whole(least: int = 0) -> Allows:
+    return lambda value: type(value) is int and least <= value <= _MOST
+
+
+def _number(value: Any) -> bool:
+    """NaN and infinities are the trainer's business: a loss may be that."""
+    return type(value) in (int, float)
+
+
+def _truth(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _word(*allowed: str) -> Allows:
+    return lambda value: isinstance(value, str) and value in allowed
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _anything(_: Any) -> bool:
+    return True
+
+
+def _each(allows: Allows, count: int | None = None) -> Allows:
+    def allowed(value: Any) -> bool:
+        return isinstance(value, list) and count in (None, len(cast("list[Any]", value))) and all(map(allows, value))
+
+    return allowed
+
+
+def _row(*allow: Allows) -> Allows:
+    def allowed(value: Any) -> bool:
+        return _each(_anything, len(allow))(value) and all(one(at) for one, at in zip(allow, value, strict=True))
+
+    return allowed
+
+
+def _named(allows: Allows) -> Allows:
+    return lambda value: isinstance(value, dict) and all(map(allows, cast("dict[str, Any]", value).values()))
+
+
+def _record(form: FrameForm) -> Allows:
+    return lambda value: not form.fault(value)
+
+
+_COUNT, _ANY_VERSION, _TICKET = _whole(), _whole(-1), lambda value: isinstance(value, str) and len(value) == 64
+_PIECE: dict[str, Allows] = {"step": _COUNT, "part": _COUNT, "term": _COUNT, "ticket": _TICKET}
+_WHAT = _word("train", "evaluate")
+_DONE = FrameForm(
+    fields={
+        **_PIECE,
+        "what": _WHAT,
+        "version": _COUNT,
+        "sums": _named(_row(_number, _number)),
+        "samples": _COUNT,
+        "seconds": _number,
+    }
+)
+_PROGRESS = FrameForm(fields={"floor": _COUNT, "done": _each(_COUNT), "samples": _COUNT, "begun": _COUNT})
+_HELD = _each(_row(_text, _COUNT, _COUNT, _truth))
+_INTRODUCTION: dict[str, Allows] = {
+    "index": _COUNT,
+    "term": _COUNT,
+    "version": _COUNT,
+    "snapshots": _each(_COUNT),
+    "held": _HELD,
+}
+_NOTHING = FrameForm()
+
+FROM_WORKER: FrameForms = {
+    FrameKind.HELLO: FrameForm(fields={"length": _COUNT}),
+    FrameKind.ASK: FrameForm(fields={"done": _record(_DONE)}, optional=frozenset({"done"}), tensors=True, most=1 << 16),
+    FrameKind.PULL: FrameForm(fields={"version": _ANY_VERSION, "term": _ANY_VERSION}),
+    FrameKind.PUSH: FrameForm(
+        fields={**_PIECE, "version": _COUNT, "count": _number, "without": _each(_COUNT)}, tensors=True, most=1 << 20
+    ),
+    FrameKind.BEAT: FrameForm(fields={"progress": _COUNT}),
+    FrameKind.END: FrameForm(fields={"memory": _named(_COUNT)}),
+}
+"""What servers take from workers."""
+
+TO_WORKER: FrameForms = {
+    FrameKind.WELCOME: FrameForm(fields=_INTRODUCTION, most=_NAMES),
+    FrameKind.DEAL: FrameForm(fields={**_PIECE, "what": _WHAT, "version": _COUNT}),
+    FrameKind.VALUES: FrameForm(fields={"version": _COUNT, "term": _COUNT}, tensors=True),
+    FrameKind.TAKEN: FrameForm(fields={"new": _truth}),
+    FrameKind.BEAT: _NOTHING,
+    FrameKind.END: _NOTHING,
+}
+"""What workers take from servers."""
+
+FROM_COORDINATOR: FrameForms = {
+    FrameKind.HELLO: _NOTHING,
+    FrameKind.PREPARE: FrameForm(fields={"step": _COUNT, "parts": _each(_COUNT)}, most=1 << 20),
+    FrameKind.APPLY: FrameForm(
+        fields={
+            "step": _COUNT,
+            "scale": _number,
+            "rate": _number,
+            "oldest": _COUNT,
+            "watched": _truth,
+            "left_out": _truth,
+        }
+    ),
+    FrameKind.SNAPSHOT: FrameForm(fields={"progress": _record(_PROGRESS)}, most=1 << 20),
+    FrameKind.RESTORE: FrameForm(
+        fields={"version": _COUNT, "term": _COUNT, "progress": _record(_PROGRESS)}, most=1 << 20
+    ),
+    FrameKind.GATHER: FrameForm(fields={"what": _word("parameters", "gradients", "used", "everything")}),
+    FrameKind.END: _NOTHING,
+}
+"""What servers take from the coordinator."""
+
+_TENSORS = _each(_row(_text, _each(_COUNT), _text))
+TO_COORDINATOR: FrameForms = {
+    FrameKind.WELCOME: FrameForm(fields=_INTRODUCTION, most=_NAMES),
+    FrameKind.HELLO: FrameForm(fields=_INTRODUCTION, most=_NAMES),
+    FrameKind.PREPARE: FrameForm(fields={"square": _number}),
+    FrameKind.APPLY: _NOTHING,
+    FrameKind.SNAPSHOT: _NOTHING,
+    FrameKind.RESTORE: _NOTHING,
+    FrameKind.GATHER: FrameForm(
+        fields={"held": _HELD, "groups": _anything, "tensors": _TENSORS}, tensors=True, most=_NAMES
+    ),
+    FrameKind.END: FrameForm(fields={"memory": _named(_COUNT), "refused": _named(_COUNT)}),
+}
+"""What the coordinator takes from servers."""
+
+TO_SERVER: FrameForms = {FrameKind.WELCOME: FrameForm(fields=_INTRODUCTION, most=_NAMES)}
+"""What a server takes from another of the same number, which it asks whether it is there."""
