@@ -2,9 +2,22 @@
 
 from phalanx.config.cluster import Cluster, Group
 from phalanx.config.device import Device, Host, Link, Network
-from phalanx.config.job import Job, Loss
+from phalanx.config.job import Job, Loss, Pretrained
 from phalanx.config.plan import Plan
 from phalanx.config.run import RunSpec
 from phalanx.config.schedule import Schedule
 
-__all__ = ["Cluster", "Device", "Group", "Host", "Job", "Link", "Loss", "Network", "Plan", "RunSpec", "Schedule"]
+__all__ = [
+    "Cluster",
+    "Device",
+    "Group",
+    "Host",
+    "Job",
+    "Link",
+    "Loss",
+    "Network",
+    "Plan",
+    "Pretrained",
+    "RunSpec",
+    "Schedule",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, TypeVar, cast
@@ -12,6 +11,7 @@ import tomli_w
 from phalanx.config.device import Device, Host, Link, Network
 from phalanx.config.fields import is_whole
 from phalanx.errors import Problem, SpecError
+from phalanx.files import toml_table
 
 _T = TypeVar("_T")
 _PARTS: dict[str, type] = {"device": Device, "link": Link, "host": Host, "network": Network}
@@ -107,11 +107,7 @@ class Cluster:
         Raises:
             SpecError: with everything that is wrong in it.
         """
-        try:
-            table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            problem = Problem(where="cluster", given=str(error), allowed="a TOML document", fix=_FILE_FIX)
-            raise SpecError([problem]) from None
+        table = toml_table(text, where="cluster", fix=_FILE_FIX)
         return cls.from_table(table)
 
     @classmethod

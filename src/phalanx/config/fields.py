@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -51,7 +52,9 @@ def is_whole(value: object, least: int) -> bool:
 
 def is_number(value: object) -> bool:
     """Whether ``value`` is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < sys.float_info.max
+    return isinstance(value, float) and math.isfinite(value)
 
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]

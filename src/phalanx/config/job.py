@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
@@ -22,6 +23,27 @@ _KINDS = {
     "schedule": FieldKind(types=(Schedule,), allowed="a px.Schedule", fix='schedule=px.Schedule(decay="cosine")'),
     "name": FieldKind(types=(str,), allowed="a text", fix='name="digits"'),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Pretrained:
+    """Initial values from a folder of safetensors as ``save_pretrained`` writes it, or from one such file.
+
+    Attributes:
+        path: the folder (``model.safetensors``, or shards with ``model.safetensors.index.json``), or the file.
+        missing: names of parameters, ``*`` standing for any text, that may be missing there and then keep the values
+            that ``job.model`` gives them, such as those of a new head.
+        unused: names there, ``*`` standing for any text, that the model need not have.
+    """
+
+    path: str | Path
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, given: str | Path | Pretrained) -> Pretrained:
+        """``given``, of which a path alone stands for a folder that fits name by name."""
+        return given if isinstance(given, Pretrained) else cls(given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +75,8 @@ class Job:
         tensor_parallel: how weights are cut under ``tp``, where it shall be otherwise than found: name of a layer or of
             its weight, ``*`` standing for any text → ``colwise``, ``rowwise``, ``whole``, or a dimension, 0 or 1. The
             last that fits counts.
+        initial: where the initial values come from, in place of those that ``model`` draws: a folder that
+            ``save_pretrained`` or ``phalanx checkpoint export`` wrote, a safetensors file, or ``px.Pretrained``.
         name: of the run; the job file's name where not given.
     """
 
@@ -77,6 +101,7 @@ class Job:
     evaluate_every: int = 0
     unused: Unused = "error"
     tensor_parallel: Mapping[str, Cutting] = field(default_factory=dict[str, Cutting])
+    initial: str | Path | Pretrained | None = None
     name: str = "job"
 
     def __post_init__(self) -> None:
@@ -127,10 +152,24 @@ def _problems(job: Job) -> list[Problem]:
     if not hasattr(cuts, "items") or any(type(name) is not str or how not in _CUTTINGS for name, how in cuts.items()):
         allowed = "names of layers → " + ", ".join(map(repr, _CUTTINGS))
         wrong("tensor_parallel", allowed, 'tensor_parallel={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}')
+    if (initial := job.initial) is not None and not _reads_initial(initial):
+        wrong("initial", "a path, px.Pretrained, or None", 'initial="path/to/folder"')
     for name in ("metrics", "evaluate_every"):
         if getattr(job, name) and job.evaluate is None:
             wrong(name, "only together with evaluate, which builds the data for it", "evaluate=lambda: dataset")
     return found + misfits("job", {name: getattr(job, name) for name in _KINDS}, _KINDS)
+
+
+def _reads_initial(given: Any) -> bool:
+    if isinstance(given, Pretrained):
+        path: Any = given.path
+        lists: tuple[Any, ...] = (given.missing, given.unused)
+        return isinstance(path, str | Path) and _reads_initial(path) and all(map(_are_names, lists))
+    return isinstance(given, str | Path) and bool(str(given))
+
+
+def _are_names(given: Any) -> bool:
+    return isinstance(given, tuple | list) and all(isinstance(name, str) for name in given)  # pyright: ignore
 
 
 class Loss(NamedTuple):

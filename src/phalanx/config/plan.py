@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import tomllib
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, Literal
@@ -36,6 +35,7 @@ from phalanx.config.fields import (
 from phalanx.config.plan_rules import problems_of, show
 from phalanx.config.sync import bounds, exactness, outer_defaults
 from phalanx.errors import Problem, SpecError
+from phalanx.files import toml_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,11 +258,7 @@ class Plan:
         Raises:
             SpecError: with everything that is wrong in it.
         """
-        try:
-            table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            allowed = "a TOML document of plan keys"
-            raise SpecError([Problem(where="plan", given=str(error), allowed=allowed, fix="dp = 2")]) from None
+        table = toml_table(text, where="plan", fix="dp = 2", allowed="a TOML document of plan keys")
         values: dict[str, Any] = {}
         problems: list[Problem] = []
         for key, value in table.items():

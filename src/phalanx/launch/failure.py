@@ -18,33 +18,29 @@ import struct
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
+from phalanx.comm.lost_peer import reports_lost_peer
+from phalanx.config import RunSpec
 from phalanx.errors import PhalanxError, Problem, ProfileError, RefusedError, SpecError, WorkerError, is_out_of_memory
 from phalanx.events import EventLog
+from phalanx.files import token_of
+from phalanx.launch.runfile import absolute
 
 _WRITTEN = (SpecError, RefusedError, ProfileError)
 
-_LOST_PEER_KINDS = {
-    "DistNetworkError",
-    "DistStoreError",
-    "DistBackendError",
-    "BrokenPipeError",
-    "ConnectionResetError",
-    "ConnectionAbortedError",
-    "ConnectionRefusedError",
-}
-_LOST_PEER = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|connection was likely closed|broken pipe|socket closed|"
-    r"gloo.*(timed out|timeout)|nccl.*(abort|remote|system error|timeout|unhandled)|remote process exited|"
-    r"application timeout caused pair closure|store.*timed out|wait timeout after",
-    re.IGNORECASE | re.DOTALL,
-)
+_MISMATCH = re.compile(r"Received data size doesn't match expected size")
+_GAVE_UP = re.compile(r"timed out|timeout|doesn't match expected size", re.IGNORECASE)
 _LOADER_DIED = re.compile(r"DataLoader worker \(pid.*?\) (is killed|exited)")
 """Not what torch says of an exception in such a process, which lives on: "Caught ... in DataLoader worker process"."""
 _LESS_MEMORY = "use less memory: a smaller micro= in the plan, then recompute=full, then fsdp= over more devices"
+
+
+HANG = "hang"
+"""The kind of failure that is a rank that did not come, found by whoever watches it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +57,7 @@ class Failure:
         signal: the signal that ended the worker, 0 where none did.
         expected: raised by Phalanx on purpose; its message already says what to do.
         problems: of a SpecError, each as JSON: it is raised again as what it was.
+        hang: where every rank stands, as the ``hang`` event has it, where the run did not go on.
     """
 
     rank: int
@@ -74,6 +71,7 @@ class Failure:
     expected: bool = False
     exit_code: int = 3
     problems: Sequence[Mapping[str, str]] = ()
+    hang: Mapping[str, Any] | None = None
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
@@ -83,7 +81,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         "message": str(error),
         "traceback": "",
         "time": time.monotonic(),
-        "lost_peer": _reports_lost_peer(error),
+        "lost_peer": reports_lost_peer(error),
         "expected": isinstance(error, PhalanxError),
         "exit_code": error.exit_code if isinstance(error, PhalanxError) else 3,
         "problems": [asdict(problem) for problem in error.problems] if isinstance(error, _WRITTEN) else [],
@@ -97,36 +95,35 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     return fields
 
 
-def failure_of_exit(rank: int, step: int | None, code: int, traceback: str = "") -> Failure:
-    """How a worker failed that only its exit code tells of, negative where a signal ended it."""
+def failure_of_exit(rank: int, step: int | None, code: int, traceback: str = "", said: str = "") -> Failure:
+    """How a worker failed that only its exit code tells of, negative where a signal ended it.
+
+    ``said``: what it wrote to stderr last. gloo ends a process that gets more from another than it waits for, which is
+    whichever comes second: it may be in the right exchange, and the other is not.
+    """
+    mismatched = _MISMATCH.search(said) if code == -signal.SIGABRT else None
     return Failure(
         rank=rank,
         step=step,
         kind=f"signal {-code}" if code < 0 else f"exit {code}",
-        message=signal_name(-code) if code < 0 else "the process ended without a result",
+        message=signal_name(-code) + (f": {mismatched[0]}" if mismatched else "")
+        if code < 0
+        else "the process ended without a result",
         traceback=traceback,
         time=time.monotonic(),
+        lost_peer=mismatched is not None,
         signal=max(0, -code),
     )
-
-
-def _reports_lost_peer(error: BaseException) -> bool:
-    """Whether the exception that began the chain only says that a peer is gone."""
-    visited: set[int] = set()
-    while id(error) not in visited:
-        visited.add(id(error))
-        earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        if earlier is None:
-            break
-        error = earlier
-    if type(error).__name__ in _LOST_PEER_KINDS:
-        return True
-    return isinstance(error, RuntimeError | OSError) and bool(_LOST_PEER.search(str(error)))
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure:
     """The failure that caused the others: the earliest that is not merely about a lost peer, else the earliest."""
     return min(failures, key=lambda failure: (failure.lost_peer, failure.time))
+
+
+def gave_up(failure: Failure) -> bool:
+    """Whether a worker failed as another did not come to an exchange, or to another one: no connection broke."""
+    return failure.lost_peer and _GAVE_UP.search(failure.message) is not None
 
 
 def refusal(failure: Failure) -> SpecError | None:
@@ -148,6 +145,8 @@ def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> Wor
         text = failure.message  # what was written is wrong, whichever rank says so
     elif failure.expected:
         text = f"{where} {when}: {failure.message}"
+    elif failure.hang:
+        text = failure.message
     elif failure.signal:
         text = f"{where} was ended {when} by {failure.message}"
     else:
@@ -155,11 +154,13 @@ def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> Wor
         text = f"{where} failed {when}: {headline.splitlines()[0]}"
     if failure.traceback and not failure.expected:
         text += f"\n\n{failure.traceback.rstrip()}"
-    hint = "" if failure.expected else advice(failure, world_size, memory_kills=memory_kills)
+    hint = "" if failure.expected or failure.hang else advice(failure, world_size, memory_kills=memory_kills)
     if hint:
         text += f"\n\nwhat to do: {hint}"
     where_and_how = ("rank", "step", "kind", "traceback", "exit_code")
-    return WorkerError(text, **{name: getattr(failure, name) for name in where_and_how})
+    error = WorkerError(text, **{name: getattr(failure, name) for name in where_and_how})
+    error.hang = failure.hang
+    return error
 
 
 def record(error: WorkerError | SpecError, folder: Path) -> None:
@@ -168,7 +169,9 @@ def record(error: WorkerError | SpecError, folder: Path) -> None:
     rank, step, kind = 0, None, type(error).__name__
     if isinstance(error, WorkerError):
         rank, step, kind = error.rank, error.step, error.kind
-    with EventLog(folder / "events.jsonl") as log:
+    with EventLog(folder / "events.jsonl", warns=False) as log:
+        if isinstance(error, WorkerError) and error.hang:
+            log.write("hang", step=step, **error.hang)
         log.write("error", rank=rank, step=step, kind=kind, message=message)
 
 
@@ -262,9 +265,26 @@ class WorkerReports:
 
     def write_step(self, rank: int, step: int | None) -> None:
         """In the worker ``rank``: the optimizer step that begins, ``None`` as long as none has. About a microsecond."""
-        if rank not in self._progress:
-            self._progress[rank] = os.open(self._progress_file(rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.pwrite(self._progress[rank], _PROGRESS.pack(os.getpid(), _NO_STEP if step is None else step), 0)
+        with suppress(OSError):  # a full disk under the launcher's folder ends no run
+            if rank not in self._progress:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+                self._progress[rank] = os.open(self._progress_file(rank), flags, 0o600)
+            os.pwrite(self._progress[rank], _PROGRESS.pack(os.getpid(), _NO_STEP if step is None else step), 0)
+
+    def write_run(self, run: RunSpec) -> Path:
+        """In the launcher: the run file that workers are started with, and the token by which they write its folder.
+
+        The run folder's own ``run.toml`` is written once the run has begun.
+        """
+        runfile, token = self.folder / "run.toml", token_of(run.folder)
+        runfile.write_text(absolute(run).to_toml(), encoding="utf-8")
+        (self.folder / "token").write_text(token.identity if token else "", encoding="utf-8")
+        return runfile
+
+    def token(self) -> str:
+        """In a worker: the identity of the token of its launcher; empty where that has none."""
+        file = self.folder / "token"
+        return file.read_text(encoding="utf-8") if file.exists() else ""
 
     def write_failure(self, failure: Failure) -> None:
         """In a worker: how it failed. Whole or not at all: the launcher looks at any time."""
@@ -272,6 +292,14 @@ class WorkerReports:
         partial = file.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
         partial.replace(file)
+
+    def write_stopped(self, number: int) -> None:
+        """In a worker: the run has stopped, with a checkpoint, for the signal of that number."""
+        (self.folder / f"stopped-{number}").touch()
+
+    def stopped(self) -> int:
+        """In the launcher: the signal that the run has stopped for, 0 where it has not."""
+        return max((int(file.name.partition("-")[2]) for file in self.folder.glob("stopped-*")), default=0)
 
     def failures(self) -> list[Failure]:
         """In the launcher: what workers have reported so far."""
@@ -285,6 +313,14 @@ class WorkerReports:
     def processes(self) -> list[int]:
         """In the launcher: the process ids of the workers that have begun."""
         return [pid for file in self.folder.glob("progress-*") for pid, _ in _read(file)]
+
+    def process(self, rank: int) -> int | None:
+        """In the launcher: the process id of the worker ``rank``, ``None`` before it has begun."""
+        return next((pid for pid, _ in _read(self._progress_file(rank))), None)
+
+    def probe_file(self, rank: int, name: str) -> Path:
+        """Where the worker ``rank`` writes down how it stands."""
+        return self.folder / f"{name}-{rank}"
 
     def _progress_file(self, rank: int) -> Path:
         return self.folder / f"progress-{rank}"

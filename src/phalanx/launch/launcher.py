@@ -8,26 +8,47 @@ follows and stops. A new one is a file with these two classes and a line in ``LA
 from __future__ import annotations
 
 import difflib
+import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 from phalanx.comm import Place
 from phalanx.config import RunSpec
+from phalanx.config.run import TIMEOUT
 from phalanx.errors import Problem, SpecError
-from phalanx.launch.failure import Failure, memory_kills, refusal, worker_error
+from phalanx.launch.failure import Failure, memory_kills, refusal, signal_name, worker_error
+from phalanx.launch.hang_watch import HangWatch, WatchedRank
 from phalanx.launch.jobfile import load_job
-from phalanx.launch.reaper import Interrupts
+from phalanx.launch.reaper import RESIZE, Interrupts
+from phalanx.launch.restarts import Restarts
+from phalanx.launch.straggler_watch import StragglerWatch
+from phalanx.train.interruptions import Unsaved
 
 # A text each, so that what one launcher needs is imported only where that one is asked for.
 LAUNCHERS = {"local": "phalanx.launch.local:LocalLauncher", "torchrun": "phalanx.launch.torchrun:TorchrunLauncher"}
 """Every launcher: what users call it, and its class."""
 
-WorkerFunction = Callable[[Place, Callable[[int], None]], Any]
-"""What a forked worker runs: given its place, and what takes the number of each optimizer step that it begins."""
+
+class StepReport(Protocol):
+    """What a forked worker calls with the number of each optimizer step that it begins."""
+
+    def __call__(self, step: int, /) -> None: ...
+
+    def asked(self) -> int:
+        """What the launcher asks for: the number of a signal by which to stop, 0 for nothing, ``ENDING``."""
+        ...
+
+    def unsaved(self, unsaved: Unsaved, /) -> None:
+        """Called with what the worker would save by itself if others were lost: it is given time for that."""
+        ...
+
+
+WorkerFunction = Callable[[Place, StepReport], Any]
+"""What a forked worker runs: given its place, and what it reports its steps to."""
 
 _TICK = 0.05  # seconds that workers are followed for at a time
 _WATCH = 0.1  # seconds between calls of watch
@@ -52,13 +73,14 @@ class Launch:
 
     Attributes:
         function: what each runs, for a launcher that forks them. Its result must be JSON.
-        run: the same as a run file has it, for a launcher whose workers read ``run.toml`` in the run's folder, which is
-            there when it starts. ``None`` where the function is no run.
+        run: the same as a run file has it, for a launcher whose workers read one (``WorkerReports.write_run``).
+            ``None`` where the function is no run.
         loadable: whether a process that is not forked from this one finds the job by ``run.job``.
         threads: that each worker computes with; its share of its machine's cores where not given.
         hosts: where workers are put; all on this machine's own network where not given.
         reserves: how many killed workers may be replaced by a process that begins anew, with the same rank; a launcher
             that cannot replace one ends the run at the first.
+        timeout: seconds that workers wait for each other.
     """
 
     world_size: int
@@ -68,6 +90,7 @@ class Launch:
     threads: int | None = None
     hosts: WorkerHosts | None = None
     reserves: int = 0
+    timeout: float = TIMEOUT
 
 
 class Workers(ABC):
@@ -79,11 +102,25 @@ class Workers(ABC):
 
         Returns:
             Whether there is more to come: False once all have ended, or one has failed and so has every other that
-            failed at the same time, as far as a second or so tells.
+            failed at the same time, as far as a second or so tells; and those have saved that hold what would be lost.
 
         Raises:
             RunError: what starts and watches the workers failed, rather than a worker.
         """
+
+    def request_stop(self, number: int) -> bool:
+        """Have the run stop after the step that is under way, with a checkpoint, for the signal of that number.
+
+        Returns:
+            Whether that is asked for: not of workers that have begun no step, or that are no run's. They go on to be
+            followed; those of a launcher that gives False here are ended at once.
+        """
+        return False
+
+    @property
+    def stopped(self) -> int:
+        """The signal that the run has stopped for, with a checkpoint; 0 where it came to its end. After ``stop``."""
+        return 0
 
     @abstractmethod
     def stop(self) -> None:
@@ -97,8 +134,19 @@ class Workers(ABC):
     def failure(self) -> Failure | None:
         """The first failure of a worker up to ``stop``; ``None`` where each did what it was to do.
 
-        Called after ``stop``; what failed because it was being ended does not count.
+        Called before ``stop``, too, once ``follow`` has said no. What failed because it was being ended does not count.
         """
+
+    def known_failures(self) -> Sequence[Failure]:
+        """Every failure that is known so far; may be left out by a launcher whose workers nobody watches."""
+        return ()
+
+    def watched(self) -> Mapping[int, WatchedRank]:
+        """Rank → its process, of workers on this machine that write down where they stand (``rank_probe.py``).
+
+        A launcher that leaves this out has no report of hangs.
+        """
+        return {}
 
 
 class Launcher(ABC):
@@ -118,7 +166,8 @@ class Launcher(ABC):
     def prepare(self, launch: Launch) -> None:
         """Refuse what cannot be started from here, and load what workers share with this process.
 
-        Called before the run folder is made and before any process is started; leaves nothing that has to be undone.
+        Called before the run folder is made and before any process is started, and again before lost workers are
+        started anew; leaves nothing that has to be undone.
 
         Raises:
             SpecError: with everything in ``launch`` that this launcher cannot do.
@@ -184,11 +233,23 @@ def refuse_what_needs_a_fork(launch: Launch, launcher: str) -> None:
 _Started = TypeVar("_Started", bound=Workers)
 
 
-def supervise(start: Callable[[], _Started], world_size: int, watch: Callable[[], None] | None = None) -> _Started:
+def supervise(
+    start: Callable[[Launch], _Started],
+    wanted: Callable[[], Launch],
+    watch: Callable[[], None] | None = None,
+    *,
+    grace: float = 0.0,
+    restarts: Restarts | None = None,
+) -> _Started:
     """Start workers, follow them to their end, and stop whatever is left of them.
 
-    The first failure ends all workers within 3 s. So do Ctrl-C and SIGTERM, which then go on as ``KeyboardInterrupt``
-    and ``SystemExit``. ``watch`` is called in this process about ten times a second, and once more when all are done.
+    ``wanted()`` says before each start what is to be started. The first failure ends all workers within 3 s, or within
+    the run's ``grace`` where some first save what would be lost. Ctrl-C, SIGTERM and SIGUSR1 have a run save within
+    ``grace`` seconds and stop; without that they, and a second Ctrl-C or SIGTERM, end all workers at once. Either goes
+    on as ``KeyboardInterrupt`` or ``SystemExit``. ``watch`` is called in this process about ten times a second, and
+    once more when all are done. A rank that does not come to where others wait for it, within the timeout of what was
+    started, is the one that failed. Workers that were lost are started again as often as ``restarts`` says, and workers
+    of a run that is to have more devices once they have saved.
 
     Returns:
         The workers, all of which did what they were to do and are gone.
@@ -198,25 +259,119 @@ def supervise(start: Callable[[], _Started], world_size: int, watch: Callable[[]
         WorkerError: a worker failed; the first that did is named, with its own traceback.
         RunError: workers could not be started or watched.
     """
-    kills_before = memory_kills()
     with Interrupts() as interrupts:
-        interrupts.held = True
-        workers = start()
-        try:
-            interrupts.held = False
-            next_watch, more = 0.0, True
-            while more:
-                more = workers.follow(_TICK)
+        while True:
+            kills_before, launch = memory_kills(), wanted()
+            watches = _Watches(launch, interrupts, watch, restarts)
+            workers, hung = _follow(start, launch, grace, watches)
+            failure, kills = hung or workers.failure(), memory_kills() - kills_before
+            if failure is None and not (watches.growing and workers.stopped and not interrupts.caught):
+                break
+            if failure is None:
+                assert restarts
+                restarts.grow()
+                continue
+            error = refusal(failure) or worker_error(failure, launch.world_size, memory_kills=kills)
+            if interrupts.caught:
+                print(error, file=sys.stderr)  # what goes on is the signal
                 interrupts.check()
-                if watch and time.monotonic() >= next_watch:
-                    watch()
-                    next_watch = time.monotonic() + _WATCH
-        finally:
-            interrupts.held = True
-            workers.stop()
-            interrupts.held = False
-        if failure := workers.failure():
-            raise refusal(failure) or worker_error(failure, world_size, memory_kills=memory_kills() - kills_before)
+            begun = max((one.step for one in workers.known_failures() if one.step is not None), default=None)
+            if restarts is None or not restarts.allow(failure, memory_kills=kills, begun=begun):
+                raise error
+            until = time.monotonic() + restarts.pause
+            while time.monotonic() < until:
+                time.sleep(_TICK)
+                interrupts.check()
+        interrupts.caught, interrupts.saved = interrupts.caught or workers.stopped, True
+        interrupts.check()
         if watch:
             watch()
         return workers
+
+
+class _Watches:
+    """Who looks at how workers of one start go on: whether any hangs, keeps others waiting, or there could be more.
+
+    Attributes:
+        growing: the workers have been asked to stop, for the run to go on with more devices.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        interrupts: Interrupts,
+        watch: Callable[[], None] | None,
+        restarts: Restarts | None,
+    ) -> None:
+        self.interrupts, self.growing = interrupts, False
+        self._launch, self._watch, self._restarts = launch, watch, restarts
+        self._hangs = HangWatch(dict, TIMEOUT)
+        self._stragglers: StragglerWatch | None = None
+        self._next_watch = 0.0
+
+    def begin(self, workers: Workers) -> None:
+        """``workers`` have been started."""
+        launch, run = self._launch, self._launch.run
+        self._hangs = HangWatch(workers.watched, launch.timeout, run.plan if run else None)
+        # workers of servers take their steps each at its own pace
+        if run and launch.world_size > 1 and not run.plan.server:
+            self._stragglers = StragglerWatch(workers.watched, run.plan, run.folder)
+        if self._restarts:
+            self._restarts.started()
+
+    def look(self) -> Failure | None:
+        """Take in how workers go on. Returns how the run failed where it has to be ended from here."""
+        if self._stragglers:
+            self._stragglers.look()
+        return self._hangs.look()
+
+    def tell(self, workers: Workers) -> None:
+        """About ten times a second: call who watches, and ask workers to stop where there are to be more."""
+        if time.monotonic() < self._next_watch:
+            return
+        if self._watch:
+            self._watch()
+        size = self._restarts.size if self._restarts else None
+        if size and not self.growing:
+            size.reached(max((at.step for at in workers.watched().values() if at.step is not None), default=None))
+            self.growing = not self.interrupts.caught and size.grows() and workers.request_stop(RESIZE)
+        self._next_watch = time.monotonic() + _WATCH
+
+    def blamed(self, workers: Workers) -> Failure | None:
+        """How the run failed, where a worker only says that another did not come; not yet ended are those that hang."""
+        first = workers.failure()
+        if first is None or not first.lost_peer:
+            return None
+        self._hangs.last_look()
+        return self._hangs.blamed(first, workers.known_failures())
+
+
+def _follow(
+    start: Callable[[Launch], _Started], launch: Launch, grace: float, watches: _Watches
+) -> tuple[_Started, Failure | None]:
+    """Start workers, follow them to their end, and stop them. Gives, too, how the run failed if the watches say so."""
+    interrupts = watches.interrupts
+    interrupts.held = True
+    workers, hung = start(launch), None
+    try:
+        watches.begin(workers)
+        interrupts.held = False
+        more, deadline = True, 0.0
+        while more and not hung:
+            more = workers.follow(_TICK)
+            if interrupts.caught and not deadline and grace and workers.request_stop(interrupts.caught):
+                deadline = time.monotonic() + grace
+                print(_STOPPING.format(signal_name(interrupts.caught), grace), file=sys.stderr)
+            if interrupts.caught and time.monotonic() >= deadline:
+                interrupts.check()
+            hung = watches.look() if more else None
+            watches.tell(workers)
+        hung = hung or watches.blamed(workers)
+    finally:
+        interrupts.held = True
+        workers.stop()
+        interrupts.held = False
+    return workers, hung
+
+
+_STOPPING = "{}: saving after this step, {:g} s at most; the same once more ends the run at once"

@@ -6,11 +6,13 @@ worker from itself. ``worker_pool.py`` says what makes that safe.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, final
 
 import torch
 
+from phalanx.config.run import TIMEOUT
 from phalanx.errors import RunError
 from phalanx.launch.launcher import Launch, Launcher, WorkerFunction, WorkerHosts, supervise
 from phalanx.launch.torch_warmup import make_ready
@@ -35,6 +37,8 @@ class LocalLauncher(Launcher):
             )
         if launch.run:
             make_ready(launch.run.plan)
+            if launch.run.resume is True:
+                importlib.import_module("phalanx.checkpoint.store")  # takes as long as torch, in each worker
 
     def start(self, launch: Launch) -> WorkerPool:
         pool = WorkerPool(launch)
@@ -53,6 +57,7 @@ def launch(
     watch: Callable[[], None] | None = None,
     hosts: WorkerHosts | None = None,
     reserves: int = 0,
+    timeout: float = TIMEOUT,
 ) -> list[Any]:
     """Run ``function(place, report_step)`` in ``world_size`` forked workers and return their results in rank order.
 
@@ -63,6 +68,6 @@ def launch(
         RunError: workers cannot be forked from this process.
     """
     launcher = LocalLauncher()
-    wanted = Launch(world_size=world_size, function=function, hosts=hosts, reserves=reserves)
+    wanted = Launch(world_size=world_size, function=function, hosts=hosts, reserves=reserves, timeout=timeout)
     launcher.prepare(wanted)
-    return supervise(lambda: launcher.start(wanted), world_size, watch).results
+    return supervise(launcher.start, lambda: wanted, watch).results

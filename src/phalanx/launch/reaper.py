@@ -6,7 +6,9 @@ import os
 import signal
 import struct
 import threading
+import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn, Self, final
@@ -46,29 +48,39 @@ def is_running(pid: int) -> bool:
     return True
 
 
+SAVED = 75
+"""Exit code of a run that was asked to stop and has saved: ``EX_TEMPFAIL``, which schedulers take for "try again"."""
+
+RESIZE = signal.SIGURG
+"""By which a launcher asks workers to save and stop, to start them again in another number. Nobody else's to send."""
+
+_SAME = 0.2  # seconds within which a second signal is the first once more, passed on by a program around this one
+
+
 @final
 class Interrupts:
-    """Ctrl-C and SIGTERM, remembered for the length of the block rather than raised in the middle of something.
+    """Ctrl-C, SIGTERM and SIGUSR1, remembered for the length of the block, not raised in the middle of something.
 
-    ``check`` raises them where that is safe. A second signal raises at once (the launcher may be stuck in a callback),
-    except while ``held`` is set: nothing may cut a start or the clean-up short.
+    ``check`` raises them where that is safe. A second Ctrl-C or SIGTERM raises at once (the launcher may be stuck in a
+    callback), except while ``held`` is set: nothing may cut a start or the clean-up short.
+
+    Attributes:
+        caught: the number of the first signal, 0 as long as there is none.
+        saved: what was asked to stop has done so, with a checkpoint.
     """
 
     def __init__(self) -> None:
-        self.held = False
-        self._caught = 0
+        self.held = self.saved = False
+        self.caught = 0
+        self._when = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and the like stay in force
-                    self._before[number] = signal.signal(number, self._handle)
+        self._before = _catch(self._handle)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _restore(self._before)
         if error is None or isinstance(error, Exception):
             self.check()
 
@@ -77,18 +89,101 @@ class Interrupts:
 
         Raises:
             KeyboardInterrupt: after Ctrl-C.
-            SystemExit: after SIGTERM, with the code a shell expects.
+            SystemExit: after another, with ``SAVED`` or the code a shell expects.
         """
-        if self._caught == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self._caught:
-            raise SystemExit(128 + self._caught)
+        raise_stopped(self.caught, saved=self.saved)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = self._caught != 0
-        self._caught = self._caught or number
+        now = time.monotonic()
+        again = self.caught != 0 and number in (self.caught, signal.SIGINT) and number != signal.SIGUSR1
+        again = again and now - self._when > _SAME
+        self.caught, self._when = self.caught or number, self._when or now
         if again and not self.held:
             self.check()
+
+
+def raise_stopped(number: int, *, saved: bool) -> None:
+    """End this process as who was asked to by that signal; nothing for 0.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C.
+        SystemExit: after another, with ``SAVED`` or the code a shell expects.
+    """
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if number:
+        raise SystemExit(SAVED if saved else 128 + number)
+
+
+@final
+class StopSignals:
+    """In a worker: signals that ask the run to stop, remembered for the length of the block.
+
+    A worker that a launcher started leaves Ctrl-C and what comes twice to it. One that was started by itself ends at
+    once by the second, or when the time for the last checkpoint is over.
+    """
+
+    def __init__(self, word: Callable[[], int] | None = None, *, alone: float | None = None) -> None:
+        """``word()`` is what the launcher asks for: a signal's number, 0 for nothing, ``ENDING`` if it ends workers.
+
+        ``alone``: seconds for the last checkpoint, where nobody else looks at the time.
+        """
+        self._word, self._alone = word, alone
+        self._pid, self._number, self._when, self._over = os.getpid(), 0, 0.0, False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = _catch(self._handle, *([] if self._alone is not None else [RESIZE]))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over = True
+        _restore(self._before)
+
+    def asked(self) -> int:
+        """The number of the signal that asks this worker to stop, 0 where none does."""
+        return self._number or (max(0, self._word()) if self._word else 0)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now, alone = time.monotonic(), self._alone is not None
+        again = alone and self._number != 0 and number != signal.SIGUSR1 and now - self._when > _SAME
+        ending = self._word is not None and self._word() == ENDING
+        if os.getpid() != self._pid or ending or again:
+            signal.signal(number, signal.SIG_DFL)  # a process that the job has forked has this handler, too
+            os.kill(os.getpid(), number)
+        elif not self._number and not (self._word and number == signal.SIGINT):
+            self._number, self._when = number, now
+            if self._alone is not None:
+                threading.Thread(target=self._end_after, args=(self._alone,), daemon=True).start()
+
+    def _end_after(self, seconds: float) -> None:
+        time.sleep(seconds)
+        if not self._over:
+            os._exit(128 + self._number)
+
+
+ENDING = -1
+"""In place of a signal's number: workers are not to stop, but to be gone."""
+
+
+def _catch(handler: Callable[[int, FrameType | None], None], *more: signal.Signals) -> dict[int, Any]:
+    """Have signals that ask to stop handled, those aside that nobody heeds or the program around us uses itself.
+
+    Returns the handlers before; only the main thread can do it.
+    """
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *more):
+            found = signal.getsignal(number)
+            usual = number in (signal.SIGINT, signal.SIGTERM)
+            if found is not signal.SIG_IGN and (usual or found is signal.SIG_DFL):
+                before[number] = signal.signal(number, handler)
+    return before
+
+
+def _restore(before: dict[int, Any]) -> None:
+    for number, handler in before.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @final

@@ -1,114 +1,266 @@
-"""The run folder, from before the first worker: ``run.toml`` and ``plan.toml``."""
+"""The run folder, from before the first worker to the run's end: what it may hold, and who writes it."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
+import shlex
+import stat
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Self, final
 
-from phalanx.config import RunSpec
-from phalanx.errors import SpecError
+from phalanx.config import Job, RunSpec
+from phalanx.errors import CheckpointError, Problem, SpecError
+from phalanx.files import read_text, refuse_links, refuse_taken, release, take, token_of
 from phalanx.launch.jobfile import Reference
 
 _STEP = re.compile(r"step-(\d+)")
+_LONGEST = 200  # bytes of a folder's name, of 255 that most file systems allow
+ENTRIES = (
+    *("run.toml", "plan.toml", "placement.json", "forecast.json", "events.jsonl", "writer.json"),
+    *("checkpoints", "ledger", "servers", "tensorboard"),
+)
+"""What a run reads and writes in its folder."""
 
 
-def prepare_run(run: RunSpec, *, given: Path | None = None) -> Path:
-    """Create the run folder, or take the one to resume, and write ``run.toml`` and ``plan.toml`` into it.
+@final
+class RunFolder:
+    """The folder of a run that is about to begin. As a context: entering refuses it, leaving lets others write it.
 
-    Job and folder are written with their absolute paths, so that workers find them from any working directory.
+    ``run.toml``, ``plan.toml`` and ``placement.json`` are written by the run itself once it has begun: until then those
+    of an earlier part of it stand, since this one may yet be refused.
+    """
 
-    Args:
-        given: the file that ``run`` was read from, if any. The folder's own ``run.toml`` is no reason to refuse the
-            folder as long as nothing has happened in it.
+    def __init__(self, run: RunSpec, *, job: Job | None = None, given: Path | None = None) -> None:
+        """
+        Args:
+            job: what the run trains, with the run's overrides; without it a checkpoint is not held against it.
+            given: the file that ``run`` was read from, if any. The folder's own ``run.toml`` is no reason to refuse the
+                folder as long as nothing has happened in it.
+        """
+        self.folder, self.run = run.folder, run
+        self._job, self._given = job, given
 
-    Returns:
-        The path of ``run.toml``.
+    def __enter__(self) -> Self:
+        """
+        Raises:
+            SpecError: another training goes on in the folder; it holds a run and this is none to resume, holds nothing
+                to resume from, holds another job, holds links, or cannot be written.
+        """
+        check_folder(self.run, job=self._job, given=self._given)
+        if self.run.folder.is_dir():
+            take(self.run.folder)
+        return self
+
+    def prepare(self) -> RunSpec:
+        """Create the folder where it is missing, and be its one writer from now on. Raises as entering does.
+
+        Returns the run as it begins: it goes on, or does not, and later checkpoints than the one it goes on from have
+        been set aside.
+        """
+        folder = self.run.folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            raise _unusable(folder, error) from None
+        take(folder)
+        check_folder(self.run, job=self._job, given=self._given)  # another may have come and gone in it meanwhile
+        fetch(self.run)
+        set_aside(self.run)
+        return replace(settled(self.run), from_step=None)
+
+    def again(self) -> RunSpec:
+        """From now on the run is one whose workers are started again. Returns it as it begins."""
+        self.run = replace(self.run, resume="auto", from_step=None)
+        return settled(self.run)
+
+    def __exit__(self, *_: object) -> None:
+        if token := token_of(self.folder):
+            release(token)
+
+
+def absolute(run: RunSpec) -> RunSpec:
+    """The run as ``run.toml`` has it: job and folder by their absolute paths, for workers in any working directory."""
+    return replace(run, job=str(Reference.parse(run.job)), folder=run.folder.absolute())
+
+
+def check_folder(run: RunSpec, *, job: Job | None = None, given: Path | None = None) -> None:
+    """Refuse the folder of ``run`` if the run cannot begin in it; nothing is written. As of ``RunFolder``.
 
     Raises:
-        SpecError: the folder holds a run and this is none to resume, holds nothing to resume from, holds another job,
-            or cannot be written.
+        SpecError: as of entering a ``RunFolder``.
     """
-    runfile = run.folder / "run.toml"
-    if run.folder.exists() and not run.folder.is_dir():
-        raise _wrong(f"{run.folder}, which is a file", "a folder", f"--run {run.folder}-1")
-    if runfile.exists() and Reference.parse(earlier := _job_in(runfile)) != Reference.parse(run.job):
+    folder, runfile = run.folder, run.folder / "run.toml"
+    try:
+        if not stat.S_ISDIR(folder.stat().st_mode):
+            raise _wrong(f"{folder}, which is a file", "a folder", f"--run {folder}-1")
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # it will be made, or that will be said then
+    except (OSError, ValueError) as error:
+        raise _unusable(folder, error) from None
+    if folder.is_dir():
+        refuse_links(folder, ENTRIES)
+        refuse_taken(folder)
+    holds = os.path.exists(runfile)
+    if holds and Reference.parse(earlier := _job_in(runfile)) != Reference.parse(run.job):
         raise _wrong(
-            f"{run.folder}, which holds a run of {earlier}, for the job {run.job}",
+            f"{folder}, which holds a run of {earlier}, for the job {run.job}",
             "a folder of the same job, or a new one",
-            f"--run {default_folder(Reference.parse(run.job).stem, run.folder.parent)}",
+            f"--run {default_folder(Reference.parse(run.job).stem, folder.parent)}",
         )
-    step = _last_step(run.folder)
-    events = run.folder / "events.jsonl"
+    newest = _newest(folder)
+    step = newest_step(folder)
+    events = folder / "events.jsonl"
     unused = step is None and not (events.exists() and events.stat().st_size)
-    own = given is not None and runfile.exists() and runfile.samefile(given)
-    if runfile.exists() and not run.resume and not (own and unused):
+    own = given is not None and holds and runfile.samefile(given)
+    if holds and not run.resume and not (own and unused):  # "auto" goes on, or begins anew
         at = f"at step {step}" if step is not None else "without a checkpoint"
         raise _wrong(
-            f"{run.folder}, which holds a run of {_job_in(runfile)} {at}",
+            f"{folder}, which holds a run of {_job_in(runfile)} {at}",
             "a new folder, or --resume to go on (in a run file: resume = true)",
-            "--resume" if step is not None else f"--run {_next_free(run.folder)}",
+            "--resume" if step is not None else f"--run {_next_free(folder)}",
         )
-    if run.resume and step is None:
-        holds = "holds no checkpoint" if run.folder.exists() else "does not exist"
+    if run.resume is True and newest is None and not (run.mirror and _mirrored(run.mirror)):
+        there = "holds no checkpoint" if folder.is_dir() else "does not exist"
         raise _wrong(
-            f"--resume with {run.folder}, which {holds}",
+            f"--resume with {folder}, which {there}",
             "a run folder with a whole checkpoint in checkpoints/",
-            f"--run {run.folder} without --resume",
+            f"--run {folder} without --resume",
         )
+    if run.resume and job and newest:
+        _refuse_another_job(run, job, newest)
+
+
+def _refuse_another_job(run: RunSpec, job: Job, newest: Path) -> None:
+    """Refuse a job whose steps would mean other samples than those of the checkpoint ``newest`` did."""
+    from phalanx.checkpoint import read_state
+    from phalanx.train.state import identity
+
     try:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        _write(run.folder / "plan.toml", run.plan.to_toml())
-        absolute = dataclasses.replace(run, job=str(Reference.parse(run.job)), folder=run.folder.absolute())
-        _write(runfile, absolute.to_toml())
-    except OSError as error:
-        raise _wrong(f"{run.folder}: {error.strerror}", "a folder that can be written", "--run /tmp/run-1") from None
-    return runfile
+        saved: Any = read_state(newest).get("identity")
+    except CheckpointError:
+        return  # the workers go on from the one before it
+    if not isinstance(saved, dict):
+        return  # the workers say what is wrong with it
+    now = {name: value for name, value in identity(job, None).items() if name != "samples"}
+    other = [name for name in now if name in saved and saved[name] != now[name]]
+    if not other:
+        return
+    command = ["phalanx", "train", run.job, "--run", str(run.folder), "--resume"]
+    if other == ["batch"]:
+        fix = shlex.join([*command, "--batch", str(saved["batch"])])
+    else:
+        as_it_was = ", ".join(f"{name}={saved[name]!r}" for name in other)
+        fix = f"{as_it_was} in the job; or {shlex.join(command[:3])}, a run of its own"
+    differs = "; ".join(f"{name}: {saved[name]} there, {now[name]} now" for name in other)
+    raise SpecError(
+        [
+            Problem(
+                where="--resume",
+                given=f"{newest}, which belongs to another job ({differs})",
+                allowed="the job as it was: else a step would mean other samples",
+                fix=fix,
+            )
+        ]
+    )
+
+
+def fetch(run: RunSpec) -> None:
+    """Where ``run`` goes on: fetch the newest checkpoint from its mirror, if none in its folder is as new.
+
+    Raises:
+        SpecError: the mirror is none.
+        CheckpointError: it cannot be read.
+    """
+    if run.mirror and run.resume and run.from_step is None:
+        from phalanx.checkpoint.mirror import fetch_newest
+
+        fetch_newest(run.mirror, run.folder / "checkpoints")
+
+
+def settled(run: RunSpec) -> RunSpec:
+    """``run`` with ``resume`` true or false where it was ``auto``: whether its folder holds a whole checkpoint."""
+    if run.resume != "auto":
+        return run
+    return replace(run, resume=_newest(run.folder) is not None)
+
+
+def set_aside(run: RunSpec) -> None:
+    """Where ``run`` goes on from an earlier checkpoint: those of later steps are of a course that is given up.
+
+    They go to a folder ``set-aside-N`` beside it, so that no later resume takes them for the newest.
+
+    Raises:
+        SpecError: there is no whole checkpoint of that step.
+    """
+    if run.from_step is None:
+        return
+    from phalanx.checkpoint.folder import is_complete
+
+    folder = run.folder / "checkpoints"
+    steps = {int(path.name.removeprefix("step-")): path for path in folder.glob("step-*") if _STEP.fullmatch(path.name)}
+    whole = [step for step, path in sorted(steps.items()) if is_complete(path)]
+    if run.from_step not in whole:
+        raise SpecError.of(
+            where="--from",
+            given=f"{run.from_step}, of which {run.folder} holds no whole checkpoint",
+            allowed=f"one of {', '.join(map(str, whole))}" if whole else "a step of which there is one",
+            fix=f"--from {whole[-1]}" if whole else "a new run, without --from",
+        )
+    if later := [path for step, path in sorted(steps.items()) if step > run.from_step]:
+        aside = _next_free(folder / "set-aside-0")
+        aside.mkdir()
+        for path in later:
+            path.rename(aside / path.name)
 
 
 def default_folder(job_name: str, base: Path = Path("runs")) -> Path:
     """``runs/NAME-N`` with the first free N, counted from 1. Nothing is created."""
     name = re.sub(r"[^\w.-]+", "-", job_name).strip("-.") or "job"
+    name = name.encode()[:_LONGEST].decode(errors="ignore")
     return _next_free(base / f"{name}-0")
 
 
 def _next_free(folder: Path) -> Path:
     stem = re.sub(r"-\d+$", "", folder.name)
     number = 1
-    while (candidate := folder.with_name(f"{stem}-{number}")).exists():
+    while os.path.lexists(candidate := folder.with_name(f"{stem}-{number}")):
         number += 1
     return candidate
 
 
 def _job_in(runfile: Path) -> str:
-    return RunSpec.from_toml(runfile.read_text(encoding="utf-8")).job
+    fix = f"mv {shlex.quote(str(runfile))} {shlex.quote(str(runfile))}.away"
+    return RunSpec.from_toml(read_text(runfile, where="run.toml", fix=fix)).job
 
 
-def _last_step(folder: Path) -> int | None:
-    """The step of the newest whole checkpoint."""
+def _newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint."""
     if not (folder / "checkpoints").is_dir():
         return None
     from phalanx.checkpoint import latest  # needs torch
 
-    newest = latest(folder / "checkpoints")
+    return latest(folder / "checkpoints")
+
+
+def newest_step(folder: Path) -> int | None:
+    """Steps taken in the newest whole checkpoint of the run in ``folder``; ``None`` where it has none."""
+    newest = _newest(folder)
     number = _STEP.fullmatch(newest.name) if newest else None
     return int(number[1]) if number else None
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+def _mirrored(url: str) -> bool:
+    from phalanx.checkpoint.mirror import ObjectStore
+
+    return bool(ObjectStore(url).steps())
 
 
 def _wrong(given: str, allowed: str, fix: str) -> SpecError:
     return SpecError.of(where="run.folder", given=given, allowed=allowed, fix=fix)
+
+
+def _unusable(folder: Path, error: OSError | ValueError) -> SpecError:
+    said = getattr(error, "strerror", None) or error
+    return _wrong(f"{folder}: {said}", "a folder that can be written", "--run /tmp/run-1")

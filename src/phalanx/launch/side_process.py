@@ -182,7 +182,8 @@ def _findings(answer: dict[str, Any]) -> Findings:
         error = next(kind for kind in _REFUSED_IN_FIRST_STEP if kind.__name__ == answer["kind"])(answer["message"])
         error.exit_code = RefusedError.exit_code  # nothing has run
         raise error
-    return Findings(causes=tuple(answer.get("causes", ())), facts=answer.get("facts"))
+    known = {name: answer.get(name) for name in ("facts", "placement")}
+    return Findings(causes=tuple(answer.get("causes", ())), **known)
 
 
 def _look(looking: Callable[[], Findings], afterwards: Afterwards | None, send: Send) -> None:

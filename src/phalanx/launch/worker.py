@@ -6,9 +6,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from io import TextIOWrapper
 from itertools import count
 from pathlib import Path
@@ -17,22 +18,30 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from phalanx.comm import Place
 from phalanx.comm.process_group import meet
-from phalanx.config import Job, RunSpec
+from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run import override
 from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecError, WorkerError
+from phalanx.files import join, read_text, token_of
+from phalanx.launch.elastic_size import devices_before, fitted, record_resize
 from phalanx.launch.failure import Failure, WorkerReports, describe_error, record, worker_error
+from phalanx.launch.hang_watch import blamed
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.launcher import place_of_this_process
-from phalanx.launch.runfile import prepare_run
+from phalanx.launch.rank_probe import PROBE_FILES, ProbeFiles, RankProbe
+from phalanx.launch.reaper import SAVED, StopSignals
+from phalanx.launch.run_secret import share_secret
+from phalanx.launch.runfile import RunFolder, absolute, settled
 from phalanx.launch.side_process import look_ahead
 from phalanx.launch.torch_warmup import leave_compiler_out, make_ready
-from phalanx.launch.torchrun import claim
-from phalanx.launch.worker_process import die_with
+from phalanx.launch.torchrun import SharedStands, agent_serves, begun_before, claim, note_begun, started_by_agent
+from phalanx.launch.worker_process import die_with, show_rank
 from phalanx.parallel import devices_here
 from phalanx.train.assembly import Findings, refuse
+from phalanx.train.interruptions import nobody
 from phalanx.train.look_ahead import refuse_job
 from phalanx.train.loop import train
 from phalanx.train.lr_schedule import RunStart
+from phalanx.units import visible
 
 _SECOND_THOUGHTS = 0.5  # seconds in which the worker that failed first may say so before one that only lost its peer
 
@@ -42,31 +51,84 @@ class WorkerStatus:
 
     Attributes:
         folder: the run folder, once it is this run's; ``None`` before.
+        stopped: the signal by which the run was asked to stop, once it has, with a checkpoint; 0 where it was not.
     """
 
     def __init__(self, place: Place, reports: WorkerReports | None = None) -> None:
         """``reports``: where a launcher that started this worker looks; ``None`` where none does."""
         self.place = place
         self.folder: Path | None = None
+        self.stopped = 0
         self._step: int | None = None
         self._reports = reports
+        self._probe: RankProbe | None = None
+        self._plan: Plan | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody but this process looks at how long it takes to stop."""
+        return self._reports is None and self.place.store != "env://"
+
+    def enter(self, entered: RunFolder, again: bool) -> RunSpec:
+        """On rank 0: be the writer of the run folder, unless a launcher is, which then has refused what is to be.
+
+        ``again``: workers before this one have begun the run. Returns the run as it begins.
+        """
+        token = self._reports.token() if self._reports else ""
+        if token:
+            join(entered.folder, token)
+            return settled(entered.run)
+        if again:
+            entered.again()
+        entered.__enter__()
+        run = entered.prepare()
+        before, now = devices_before(run.folder), run.plan.devices
+        if again and run.devices and before not in (0, now):
+            record_resize(run.folder, before, now, "hosts of torchrun have come or gone")
+        return run
 
     def report_step(self, step: int | None) -> None:
         """Take in the number of the optimizer step that begins; ``None`` as long as none has."""
         self._step = step
         if self._reports:
             self._reports.write_step(self.place.rank, step)
+        if self._probe:
+            self._probe.report_step(step)
+
+    @contextmanager
+    def watched(self, plan: Plan) -> Generator[None]:
+        """Within, this process tells where it stands if it does not go on."""
+        files, publish, place = None, None, self.place
+        if self._reports:
+            files = ProbeFiles.made(self._reports.probe_file(place.rank, name) for name in PROBE_FILES)
+        elif place.store == "env://" and place.world_size > 1:
+            publish, self._plan = SharedStands(place).publish, plan
+        self._probe = RankProbe(place, files, publish)
+        self._probe.start()
+        try:
+            yield
+        finally:
+            self._probe.end()
+
+    def report_stopped(self, number: int) -> None:
+        """Take in that the run has stopped, with a checkpoint, for the signal of that number; 0: it is done."""
+        self.stopped = number
+        if self._reports and number:
+            self._reports.write_stopped(number)
 
     def report_failure(self, error: BaseException) -> WorkerError | None:
         """The error as a launcher words it, appended to the run's events; ``None`` where a launcher or worker does."""
         failure = Failure(rank=self.place.rank, step=self._step, **describe_error(error))
         if self._reports:
-            self._reports.write_failure(failure)
-            return None
+            with suppress(OSError):  # on a full disk this worker says itself what its launcher cannot learn
+                self._reports.write_failure(failure)
+                return None
         if self.place.store == "env://":
             time.sleep(_SECOND_THOUGHTS if failure.lost_peer else 0.0)
             if not claim("failed"):
                 return None
+            if failure.lost_peer and self._plan:
+                failure = blamed(failure, SharedStands(self.place).read(), self._plan, self.place.timeout)
         worded = worker_error(failure, self.place.world_size, memory_kills=0)
         if self.folder:
             record(worded, self.folder)
@@ -85,18 +147,36 @@ def train_as_worker(job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Pa
         RefusedError: if the plan cannot serve the job here.
         SpecError: if the run folder cannot be used.
     """
+    with status.watched(run.plan):
+        return _train(job, run, status, runfile)
+
+
+def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None) -> RunSpec:
     place = status.place
+    if started_by_agent():
+        die_with(os.getppid())
     refuse(job, run.plan, place.world_size, devices_here(run.plan, place))
     if run.plan.server:  # what keeps others from a job they find as they build its model together
         refuse_job(job, run.plan)
     make_ready(run.plan)
     leave_compiler_out()
-    run = enter_folder(run, place, runfile=runfile)
+    _refuse_to_begin_anew(run)
+    entered = RunFolder(run, job=job, given=runfile)
+    run = enter_folder(run, place, partial(status.enter, entered))
     status.folder, found = run.folder, Findings()
-    if place.rank == 0:  # it writes the log; what is refused is refused by all ranks together, as they build
-        with suppress(PhalanxError):
-            found = look_ahead(job, run.plan, RunStart.of(run))
-    train(job, run, place, report=status.report_step, findings=found)
+    try:
+        if run.plan.server:
+            place = replace(place, secret=share_secret(place, run.folder))
+        if place.rank == 0:  # it writes the log; what is refused is refused by all ranks together, as they build
+            with suppress(PhalanxError):
+                found = look_ahead(job, run.plan, RunStart.of(run))
+        alone = run.grace if status.alone else None
+        with StopSignals(alone=alone) as signals:
+            asked = signals.asked if run.grace else nobody
+            summary = train(job, run, place, report=status.report_step, findings=found, asked=asked)
+    finally:
+        entered.__exit__()
+    status.report_stopped(summary.get("stopped", 0))
     return run
 
 
@@ -107,24 +187,28 @@ def main(runfile: Path, reports: Path | None = None) -> int:
     ``reports``, for the launcher that started this worker and then says it. Such a worker ends with its parent.
 
     Returns:
-        The exit code for this process: 0, or that of the error.
+        The exit code for this process: 0, that of the error, or ``SAVED`` where the run was asked to stop and saved.
     """
     status = WorkerStatus(Place(), WorkerReports(reports) if reports else None)
     try:
         if reports:
             _belong_to_launcher()
         status.place = place_of_this_process() or status.place
+        show_rank(status.place.rank)
         status.report_step(None)
         run = _read(runfile)
-        _refuse_another_world(run, status.place, runfile)
-        train_as_worker(override(load_job(run.job), run), run, status, runfile=runfile)
+        if not run.devices:
+            _refuse_another_world(run, status.place, runfile)
+        status.place = replace(status.place, timeout=run.timeout)
+        job = override(load_job(run.job), run)
+        train_as_worker(job, fitted(run, status.place.world_size, job), status, runfile=runfile)
     except BaseException as error:
         if not (reports or isinstance(error, Exception)):
             raise
         if worded := status.report_failure(error):
-            print(worded, file=sys.stderr, flush=True)
+            print(visible(str(worded)), file=sys.stderr, flush=True)
         return describe_error(error)["exit_code"]
-    return 0
+    return SAVED if status.stopped and not reports else 0
 
 
 def _belong_to_launcher() -> None:
@@ -137,15 +221,7 @@ def _belong_to_launcher() -> None:
 
 
 def _read(runfile: Path) -> RunSpec:
-    try:
-        return RunSpec.from_toml(runfile.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SpecError.of(
-            where="run file",
-            given=f"{runfile}: {error.strerror}",
-            allowed="the run.toml of a run folder",
-            fix="phalanx worker runs/digits-1/run.toml",
-        ) from None
+    return RunSpec.from_toml(read_text(runfile, where="run file", fix="phalanx worker runs/digits-1/run.toml", below=0))
 
 
 def _refuse_another_world(run: RunSpec, place: Place, runfile: Path) -> None:
@@ -158,24 +234,48 @@ def _refuse_another_world(run: RunSpec, place: Place, runfile: Path) -> None:
         )
 
 
+def _refuse_to_begin_anew(run: RunSpec) -> None:
+    """Workers that cannot find out whether there were some before them have to be told that they may go on."""
+    if run.devices and run.resume is False and started_by_agent() and not agent_serves():
+        given = f'resume = false with devices = "{run.devices}": when hosts come or go, workers begin anew'
+        allowed = '"auto", by which they go on where there is something to go on from'
+        raise SpecError.of(where="run.resume", given=given, allowed=allowed, fix='resume = "auto"')
+
+
 _decisions = count()
 
 
-def enter_folder(run: RunSpec, place: Place, *, runfile: Path | None = None) -> RunSpec:
-    """Have rank 0 prepare the run folder, and give back the run with the folder it took. Collective.
+def enter_folder(run: RunSpec, place: Place, enter: Callable[[bool], RunSpec]) -> RunSpec:
+    """Have rank 0 ``enter`` the run folder, and give back the run with the folder it took. Collective.
 
     Raises:
         SpecError: on every rank, if the folder cannot be used.
     """
-    folder = decided_by_rank_0(place, lambda: str(prepare_run(run, given=runfile).parent.absolute()))
-    return replace(run, folder=Path(folder))
+    number = next(_decisions)
+
+    def decide() -> str:
+        chosen = enter(begun_before(number))
+        note_begun(number)
+        token = token_of(run.folder)
+        told = {"folder": str(run.folder.absolute()), "resume": chosen.resume, "from_step": None}
+        return json.dumps([told, token.identity if token else ""])
+
+    decided, writer = json.loads(decided_by_rank_0(place, decide, number))
+    entered = replace(absolute(run), **{**decided, "folder": Path(decided["folder"])})
+    if writer and place.rank:
+        with suppress(RunError):  # on storage of another host it is not there, and this rank publishes nothing
+            join(entered.folder, writer)
+    return entered
 
 
-def decided_by_rank_0(place: Place, decide: Callable[[], str]) -> str:
-    """What ``decide`` gives on rank 0, where alone it is called; its error is every rank's. Collective."""
+def decided_by_rank_0(place: Place, decide: Callable[[], str], number: int) -> str:
+    """What ``decide`` gives on rank 0, where alone it is called; its error is every rank's. Collective.
+
+    ``number`` counts what is decided in this process.
+    """
     if place.world_size == 1:
         return decide()
-    store = PrefixStore(f"phalanx/decision/{next(_decisions)}", meet(place))
+    store = PrefixStore(f"phalanx/decision/{number}", meet(place))
     if place.rank == 0:
         answer: dict[str, object] = {}
         try:

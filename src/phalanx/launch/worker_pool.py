@@ -19,6 +19,7 @@ The forking thread lives as long as the workers: the kernel binds the parent-dea
 from __future__ import annotations
 
 import _thread
+import math
 import mmap
 import os
 import selectors
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -36,18 +38,28 @@ from typing import Any, final
 import torch.distributed as dist
 
 from phalanx.comm import Place
+from phalanx.comm.handshake import new_secret
+from phalanx.comm.lost_peer import LOST
 from phalanx.errors import RunError
+from phalanx.launch.addresses import LOOPBACK, listen_at
 from phalanx.launch.failure import Failure, first_failure
+from phalanx.launch.hang_watch import WatchedRank, state_of
 from phalanx.launch.launcher import Launch, WorkerFunction, Workers
-from phalanx.launch.reaper import Reaper, fork, kill_group
+from phalanx.launch.rank_probe import ProbeFiles
+from phalanx.launch.reaper import ENDING, Reaper, fork, kill_group
 from phalanx.launch.worker_process import WorkerPipes, WorkerProcess, await_assignment, run_worker
+from phalanx.train.interruptions import Unsaved
 
 # seconds; together they stay well under the 3 s in which everything has to be over
 _SAME_TIME = 0.3  # after a failure, for reports of ranks that failed at the same time
 _SAME_TIME_LOST = 1.0  # the same, while all that is known is that peers were lost
 _GRACE = 0.5  # between SIGTERM and SIGKILL
+_GRACE_TRAINING = 0.05  # the same, where workers train
 _KILL = 1.0  # after SIGKILL
 _SOON = 0.002  # between looks at a worker that has reported and is about to end
+_STOPPED_LAST = 1.0  # stopped while every other worker has ended, after which it is ended, too
+_LOOK = 0.5  # between looks who is stopped
+_GAP = 5.0  # without a look: this process was stopped itself, and perhaps its workers with it
 
 _NO_STEP = -1
 
@@ -69,15 +81,18 @@ class WorkerPool(Workers):
         self.failures: list[Failure] = []
         self._function: WorkerFunction | None = launch.function
         self._threads = launch.threads
-        self._world_size = world_size
+        self._world_size, self._timeout = world_size, launch.timeout
         self._reserved = launch.reserves
         self._replaced = [0] * world_size
-        self._steps = memoryview(mmap.mmap(-1, 8 * world_size)).cast("q")
+        self._run = launch.run
+        self._stopped = StoppedWorkers(launch.timeout)
+        self._steps = memoryview(mmap.mmap(-1, 8 * (2 * world_size + 1))).cast("q")
         for rank in range(world_size):
             self._steps[rank] = _NO_STEP
         # bound before the fork, so that its port is known; served after it, so that no server thread is forked
         self._hosts = hosts
-        self._address = hosts.meeting if hosts else "127.0.0.1"
+        self._address = hosts.meeting if hosts else LOOPBACK
+        self._secret = new_secret()  # in memory alone: forked workers have it with everything else
         self._listener = socket.create_server((self._address, 0), backlog=max(128, 2 * world_size))
         self._port: int = self._listener.getsockname()[1]
         self._store: object = None
@@ -115,18 +130,40 @@ class WorkerPool(Workers):
             self._port,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(minutes=10),
+            timeout=timedelta(seconds=self._timeout),
             master_listen_fd=self._listener.detach(),
         )
 
     def follow(self, timeout: float) -> bool:
         self._listen(timeout)
+        if self._reserved:
+            self._stopped.look(self.workers, replaceable=bool(self._reserves))
         if self.failures:
             self._await_other_failures()
         return not self._done and not self.failures
 
     def failure(self) -> Failure | None:
         return first_failure(self.failures) if self.failures else None
+
+    def request_stop(self, number: int) -> bool:
+        if self._run is None or all(step == _NO_STEP for step in self._steps[: self._world_size]):
+            return False
+        self._steps[-1] = number
+        return True
+
+    @property
+    def stopped(self) -> int:
+        told = (worker.result for worker in self.workers)
+        return max((one["stopped"] for one in told if isinstance(one, dict) and "stopped" in one), default=0)
+
+    def known_failures(self) -> list[Failure]:
+        return self.failures
+
+    def watched(self) -> dict[int, WatchedRank]:
+        return {
+            worker.rank: WatchedRank(worker.pid, self._step(worker), None if worker.ended else worker.files)
+            for worker in self.workers
+        }
 
     def _listen(self, timeout: float) -> None:
         if any(worker.reported and not worker.ended for worker in self.workers):
@@ -170,18 +207,37 @@ class WorkerPool(Workers):
         return True
 
     def _await_other_failures(self) -> None:
-        """One of them may have come first."""
+        """One of them may have come first; and those that hold what would be lost save it."""
         began = time.monotonic()
+        self._tell_of_the_lost()
         while not self._done:
             cause_known = any(not failure.lost_peer for failure in self.failures)
-            if time.monotonic() > began + (_SAME_TIME if cause_known else _SAME_TIME_LOST):
+            patience = max(self._patience(cause_known), _SAME_TIME if cause_known else _SAME_TIME_LOST)
+            if time.monotonic() > began + patience:
                 return
             self._listen(_SOON)
+
+    def _patience(self, cause_known: bool) -> float:
+        """Seconds from the first failure that are given to workers which save, or will once they find out; 0 for none.
+
+        Where it is not known who was lost, perhaps nobody was, and who does not come hangs.
+        """
+        least = Unsaved.STEPS if cause_known else Unsaved.SAVING
+        waits = any(self._steps[self._world_size + one.rank] >= least for one in self.workers if not one.ended)
+        return self._run.grace if waits and self._run else 0.0
+
+    def _tell_of_the_lost(self) -> None:
+        """For those that wait for a save in which a lost worker has a part."""
+        if self._run and isinstance(self._store, dist.TCPStore):  # pyright: ignore[reportPrivateImportUsage]
+            self._store.set(LOST, str(self.failures[0].rank))
 
     def stop(self) -> None:
         before = list(self.failures)
         self._reserves.clear()  # nobody is replaced any more
-        for number, patience in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, _KILL)):
+        self._steps[-1] = ENDING
+        # Of a run that trains SIGTERM is a request, which a worker hears only between two calls of compiled code.
+        grace = _GRACE if self._run is None else _GRACE_TRAINING
+        for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, _KILL)):
             for worker in self._processes:
                 if not worker.ended:
                     kill_group(worker.pid, number)
@@ -235,7 +291,8 @@ class WorkerPool(Workers):
                 assignments, assignment = os.pipe()
                 workers.callback(os.close, assignments)
                 launchers.callback(os.close, assignment)
-            crash = launchers.enter_context(tempfile.TemporaryFile())
+            crash, stacks, standing = (launchers.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+            files = ProbeFiles(stacks.fileno(), standing.fileno())
             launcher = os.getpid()
             pid = fork()
             if pid == 0:
@@ -244,18 +301,54 @@ class WorkerPool(Workers):
                 mine = (*reading, assignment, self._listener.detach(), *others)
                 foreign = tuple(one for one in mine if one >= 0)
                 names = dict(zip(("report", "stdout", "stderr"), writing, strict=True))
-                pipes = WorkerPipes(**names, steps=self._steps, crash=crash, foreign=foreign)
+                pipes = WorkerPipes(**names, steps=self._steps, crash=crash, files=files, foreign=foreign)
                 assert self._function is not None
                 place = partial(self._place, number, assignments)
                 run_worker(self._function, place, pipes, launcher, self._threads)
             reaper.add(pid)
             launchers.pop_all()  # from here on the worker object's
-            return WorkerProcess(number, pid, reading, assignment, crash)
+            return WorkerProcess(number, pid, reading, assignment, (crash, stacks, standing))
 
     def _place(self, number: int, assignments: int) -> Place:
         """Of a worker, in its own process; a reserve waits here until it has one."""
         rank, generation = (number, 0) if number < self._world_size else await_assignment(assignments)
         size, meeting = self._world_size, f"tcp://{self._address}:{self._port}"
         host = self._hosts.enter(rank) if self._hosts else self._address
+        listen_at(host)
         here = {"local_rank": rank, "local_world_size": size, "host": host, "generation": generation}
-        return Place(rank=rank, world_size=size, store=meeting, **here)
+        common = {"world_size": size, "store": meeting, "secret": self._secret, "timeout": self._timeout}
+        return Place(rank=rank, **common, **here)
+
+
+@final
+class StoppedWorkers:
+    """Ends workers whose process has been stopped (SIGSTOP) for too long, of a launch whose others go on without one.
+
+    Such a process can neither be told that they do nor end itself, and would be waited for for ever.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        """``timeout``: seconds after which others count it as lost."""
+        self._timeout, self._looked = timeout, 0.0
+        self._since: dict[int, float] = {}  # process id → when it was first seen stopped
+
+    def look(self, workers: Sequence[WorkerProcess], *, replaceable: bool) -> None:
+        """Take in who is stopped, as often as makes sense.
+
+        Ends who has been for as long as the others wait, if another can take its place, and whoever is last.
+        """
+        now = time.monotonic()
+        if now < self._looked + min(_LOOK, self._timeout / 4):
+            return
+        if now > self._looked + _GAP:
+            self._since.clear()
+        self._looked = now
+        alive = [worker for worker in workers if not worker.ended]
+        stopped = [worker for worker in alive if state_of(worker.pid) == "T"]
+        self._since = {worker.pid: self._since.get(worker.pid, now) for worker in stopped}
+        last = stopped == alive and len(alive) < len(workers)
+        limit = min(self._timeout, _STOPPED_LAST) if last else self._timeout if replaceable else math.inf
+        for worker in stopped:
+            if (seconds := now - self._since[worker.pid]) > limit:
+                print(f"worker {worker.rank} has been stopped for {seconds:.0f} s and is ended", file=sys.stderr)
+                kill_group(worker.pid, signal.SIGKILL)

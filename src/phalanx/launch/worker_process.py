@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import IO, Any, Literal, NoReturn, TextIO, final
 
 import torch
@@ -27,10 +26,12 @@ from phalanx.comm import Place
 from phalanx.hardware.probe import affinity
 from phalanx.launch.failure import Failure, describe_error, failure_of_exit
 from phalanx.launch.launcher import WorkerFunction
+from phalanx.launch.rank_probe import ProbeFiles, RankProbe
 from phalanx.launch.reaper import kill_group
 from phalanx.launch.torch_warmup import leave_compiler_out
+from phalanx.train.interruptions import Unsaved
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +40,11 @@ class WorkerPipes:
 
     Attributes:
         report: pipe for the result or the error, one JSON line.
-        steps: shared memory, one integer a rank: the step each is in, -1 before the first.
+        steps: shared memory, one integer a rank: the step each is in, -1 before the first. Then as many for what each
+            would save by itself (``Unsaved``). One more at the end: what the launcher asks for, as
+            ``StepReport.asked`` gives it.
         crash: file for the traceback of a crash in compiled code.
+        files: where it writes down its stacks and what it does.
         foreign: descriptors of the launcher that this worker must not hold open.
     """
 
@@ -49,6 +53,7 @@ class WorkerPipes:
     stderr: int
     steps: memoryview
     crash: IO[bytes]
+    files: ProbeFiles
     foreign: tuple[int, ...]
 
 
@@ -71,11 +76,13 @@ def run_worker(
             place = take_place()
         except BaseException as error:
             _end(pipes, json.dumps({"error": describe_error(error)}), 1)
+        show_rank(place.rank)
         if threads is not None or "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(threads or threads_each(place.world_size))
         renew_autograd()
-        # a store into shared memory: about 0.1 µs, no system call, so a loop may report every step
-        report_step = partial(pipes.steps.__setitem__, place.rank)
+        probe = RankProbe(place, pipes.files)
+        probe.start()
+        report_step = SharedSteps(pipes.steps, place.rank, probe)
         try:
             leave_compiler_out()
             report = json.dumps({"result": function(place, report_step)})
@@ -85,6 +92,24 @@ def run_worker(
         _end(pipes, report, 0)
     finally:
         os._exit(1)
+
+
+@final
+class SharedSteps:
+    """Memory shared with the launcher: about 0.1 µs, no system call, so a loop may report every step."""
+
+    def __init__(self, steps: memoryview, rank: int, probe: RankProbe) -> None:
+        self._steps, self._rank, self._probe = steps, rank, probe
+
+    def __call__(self, step: int, /) -> None:
+        self._steps[self._rank] = step
+        self._probe.report_step(step)
+
+    def asked(self) -> int:
+        return self._steps[-1]
+
+    def unsaved(self, unsaved: Unsaved, /) -> None:
+        self._steps[len(self._steps) // 2 + self._rank] = unsaved
 
 
 def _end(pipes: WorkerPipes, report: str, code: int) -> NoReturn:
@@ -116,7 +141,7 @@ def _detach(pipes: WorkerPipes, launcher: int) -> None:
     sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
     sys.stdout = sys.__stdout__ = _printer(1)
     sys.stderr = sys.__stderr__ = _printer(2)
-    faulthandler.enable(file=pipes.crash.fileno(), all_threads=False)
+    faulthandler.enable(file=pipes.crash.fileno(), all_threads=True)
     # what the launcher had imported stays: out of the collector's rounds, which then neither walk nor copy those pages
     gc.freeze()
 
@@ -131,6 +156,16 @@ def die_with(launcher: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != launcher:  # it ended before the request
         os._exit(1)
+
+
+RANK_NAME = "phx-rank-"
+"""What the name of a worker's process begins with, where the system keeps one; then comes its rank."""
+
+
+def show_rank(rank: int) -> None:
+    """Have ``ps`` and ``top`` show this process as ``phx-rank-1``; what it starts by a fork has the name, too."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"{RANK_NAME}{rank}".encode(), 0, 0, 0)
 
 
 def threads_each(world_size: int) -> int:
@@ -164,9 +199,11 @@ class WorkerProcess:
         ended: its process is gone and everything it said has been read.
         descriptors: the launcher's ends of its pipes that are still open.
         assignment: the launcher's end of the pipe that gives a reserve its rank; -1 where there is none.
+        files: where it writes down its stacks and what it does.
     """
 
-    def __init__(self, rank: int, pid: int, pipes: list[int], assignment: int, crash: IO[bytes]) -> None:
+    def __init__(self, rank: int, pid: int, pipes: list[int], assignment: int, files: tuple[IO[bytes], ...]) -> None:
+        """``files``: for the traceback of a crash, its stacks, and what it does."""
         self.pid = pid
         self.result: Any = None
         self.ended = False
@@ -174,8 +211,10 @@ class WorkerProcess:
         self.descriptors = set(pipes)
         self.assignment = assignment
         self._report_pipe, self._stdout, self._stderr = pipes
+        self._last_words = b""
         self._relays: dict[int, OutputRelay] = {}
-        self._crash = crash
+        self._crash, stacks, standing = self._files = files
+        self.files = ProbeFiles(stacks.fileno(), standing.fileno())
         self._report = bytearray()
         self._take_rank(rank)
 
@@ -209,6 +248,8 @@ class WorkerProcess:
             self._report += data
         else:
             self._relays[descriptor].feed(data)
+            if descriptor == self._stderr:
+                self._last_words = (self._last_words + data)[-_CHUNK:]
         return bool(data)
 
     def failure(self, step: int | None) -> Failure | None:
@@ -248,7 +289,8 @@ class WorkerProcess:
         self.failed = True
         self._crash.seek(0)
         traceback = self._crash.read().decode(errors="replace")
-        return failure_of_exit(self.rank, step, os.waitstatus_to_exitcode(status), traceback)
+        said = self._last_words.decode(errors="replace")
+        return failure_of_exit(self.rank, step, os.waitstatus_to_exitcode(status), traceback, said)
 
     def close(self) -> None:
         for descriptor in (*self.descriptors, self.assignment):
@@ -258,7 +300,8 @@ class WorkerProcess:
         self.assignment = -1
         for relay in self._relays.values():
             relay.close()
-        self._crash.close()
+        for file in self._files:
+            file.close()
 
 
 def await_assignment(reading: int) -> tuple[int, int]:
@@ -305,8 +348,9 @@ class OutputRelay:
         target = sys.stdout if self._stream == "stdout" else sys.stderr
         if target is None or not text:  # pyright: ignore[reportUnnecessaryComparison]
             return
-        try:
-            target.write(text)
-        except UnicodeEncodeError:
-            target.write(text.encode("ascii", "backslashreplace").decode("ascii"))
-        target.flush()
+        with suppress(BrokenPipeError):  # whoever reads what the run prints has seen enough: the run goes on
+            try:
+                target.write(text)
+            except UnicodeEncodeError:
+                target.write(text.encode("ascii", "backslashreplace").decode("ascii"))
+            target.flush()

@@ -1,0 +1,153 @@
+"""Which failures of workers a run is started again after, how often, with how many devices, and what its log says."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import final
+
+from phalanx.events import EventLog
+from phalanx.launch.elastic_size import ElasticSize, record_resize
+from phalanx.launch.failure import Failure
+
+_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGPIPE}
+"""Signals that come from outside; the others are of a crash in the job's own code or in what it calls."""
+
+_LONGEST = 30.0  # seconds between a failure and the next start
+
+
+@final
+class Restarts:
+    """The restarts of one run.
+
+    A run is started again after a worker was lost: ended by a signal, or cut off from its peers. Not after an exception
+    of the job's own code, which would come again; nor where workers are lost in the same way at the same step again and
+    nothing was saved in between: the second time, or the third if it came from outside, when chance is left out. A run
+    whose number of devices may change then goes on with fewer. One that has just tried more goes back to fewer by
+    whatever it fails, which is no restart that counts.
+
+    Attributes:
+        count: restarts so far.
+        starts: how often workers have been started.
+        pause: seconds to wait before the next start: none where the run has come further since the last, else 1, then
+            2, 4 and so on.
+        size: the number of devices; ``None`` where it does not change.
+    """
+
+    def __init__(self, limit: int, folder: Path, size: ElasticSize | None = None) -> None:
+        """``folder`` is the run's."""
+        self.count, self.starts, self.pause, self.size = 0, 0, 0.0, size
+        self._limit, self._folder = limit, folder
+        self._failures: list[tuple[object, ...]] = []
+        self._furthest, self._idle = (-1, list[str]()), 0
+        self._lost: Failure | None = None
+        self._since, self._source, self._again = 0.0, "", 0
+        self._devices = size.devices if size else 0
+
+    def allow(self, failure: Failure, *, memory_kills: int, begun: int | None = None) -> bool:
+        """Whether the run is to be started again after ``failure``; ``memory_kills``: see ``worker_error``.
+
+        ``begun``: the last step that a worker which failed had begun, if any had.
+        """
+        size, cause = self.size, _cause(failure)
+        if size:
+            size.reached(failure.step)
+            if size.on_trial and not failure.problems:
+                size.go_back(cause)
+                self.pause = 0.0
+                return True
+        short = size is not None and size.lacks_devices()
+        if self.count >= self._limit or not (failure.signal or failure.lost_peer or short):
+            return False
+        known = self._furthest[1]
+        if short or self._repeated(failure, memory_kills):
+            why = "fewer devices are there" if short else f"{cause}, again and again"
+            if not (size and size.shrink(why)):
+                return False
+            self._failures.clear()
+            self._idle = 0
+        self.pause = min(_LONGEST, 2.0 ** (self._idle - 1)) if self.count and self._idle else 0.0
+        self.count += 1
+        self._lost, self._since = failure, time.monotonic()
+        self._source, self._again = _source(self._folder, failure.step if begun is None else begun, known)
+        return True
+
+    def grow(self) -> None:
+        """The run has stopped to go on with more devices."""
+        assert self.size
+        self.size.grow()
+        self._failures.clear()
+
+    def started(self) -> None:
+        """Workers have been started; the second time and later the log says why."""
+        self.starts += 1
+        failure, self._lost = self._lost, None
+        if failure:
+            with EventLog(self._folder / "events.jsonl") as log:
+                log.write(
+                    "restart",
+                    rank=failure.rank,
+                    step=failure.step,
+                    cause=_cause(failure),
+                    restarts=self.count,
+                    source=self._source,
+                    again=self._again,
+                    seconds=time.monotonic() - self._since,
+                )
+        if self.size:
+            self.size.started()
+            before, self._devices = self._devices, self.size.devices
+            if before != self._devices:
+                record_resize(self._folder, before, self._devices, self.size.cause)
+
+    def _repeated(self, failure: Failure, memory_kills: int) -> bool:
+        """Whether it is the same as before, with nothing saved in between, too often for chance."""
+        outside = failure.lost_peer or (failure.signal in _OUTSIDE and not memory_kills)
+        saved, step = self._saved(), -1 if failure.step is None else failure.step
+        this = (failure.step, failure.rank, failure.kind, saved)
+        often = 3 if outside and failure.step is not None else 2
+        self._failures.append(this)
+        if self._failures[-often:] == [this] * often:
+            return True
+        furthest, known = self._furthest
+        self._idle = 0 if step > furthest or saved != known else self._idle + 1
+        self._furthest = max(step, furthest), saved
+        return False
+
+    def _saved(self) -> list[str]:
+        folder = self._folder / "checkpoints"
+        return sorted(path.name for path in folder.glob("step-*")) if folder.is_dir() else []
+
+
+def _cause(failure: Failure) -> str:
+    when = "before the first step" if failure.step is None else f"in step {failure.step}"
+    if failure.signal:
+        return f"rank {failure.rank} was ended by {failure.message} {when}"
+    if failure.lost_peer:
+        return f"rank {failure.rank} was cut off from its peers {when}"
+    return f"rank {failure.rank} failed {when}: {failure.kind}"
+
+
+def _source(folder: Path, begun: int | None, known: Collection[str]) -> tuple[str, int]:
+    """Where the run in ``folder`` goes on from, in words, and how many steps it computes again.
+
+    Args:
+        begun: the last step that was begun, if one was; all before it are taken.
+        known: checkpoints that were there when the run was started again the last time.
+    """
+    from phalanx.checkpoint import latest
+    from phalanx.checkpoint.format import step_of
+    from phalanx.train.survivor_save import saved_by
+
+    newest = latest(folder / "checkpoints")
+    step = (step_of(newest) or 0) if newest else 0
+    again = max(0, (begun or 0) - step)
+    how_many = "no step is" if not again else "1 step is" if again == 1 else f"{again} steps are"
+    if newest is None:
+        return f"from the beginning, for nothing was saved; {how_many} computed again", again
+    rank = saved_by(newest) if newest.name not in known else None
+    if rank is not None:
+        return f"from rank {rank}, which was at step {step}; {how_many} lost", again
+    return f"from the checkpoint of step {step}; {how_many} computed again", again
