@@ -65,16 +65,18 @@ class Findings:
             are some, its optimizer has been tried, too.
         module: the model as the job makes it, in the process that looked; ``None`` where the look has changed it.
         size: elements of the model's parameters, where that process knows.
+        placement: what each rank will hold, as ``placement.json`` of the run folder has it, if known.
     """
 
     causes: tuple[str, ...] = ()
     facts: dict[str, Any] | None = None
     module: nn.Module | None = None
     size: int | None = None
+    placement: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """What other processes are told, as JSON."""
-        return {"causes": self.causes, "facts": self.facts}
+        return {"causes": self.causes, "facts": self.facts, "placement": self.placement}
 
 
 def refuse(job: Job, plan: Plan, world_size: int, here: int | None = None) -> None:

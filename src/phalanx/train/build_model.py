@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +18,16 @@ from phalanx.trace.fake_tensors import NothingDrawn
 from phalanx.units import show_bytes
 
 
-def build_model(job: Job, making: Callable[[Callable[[], Any]], Any] = lambda make: make()) -> nn.Module:
+def build_model(job: Job, *, deferred: bool = False) -> nn.Module:
     """The model with one device's initial values: the same seeds on every rank, whatever ran before.
 
     Seeded are torch, numpy's global generator and ``random``. A model that comes in evaluation mode (as loaded ones
-    do) is put in training mode; in one that comes in training mode, parts kept out of it stay so. ``making`` calls the
-    job's function.
+    do) is put in training mode; in one that comes in training mode, parts kept out of it stay so. ``deferred``: large
+    parameters have recipes in place of values.
+
+    Raises:
+        UnrecordedError: if its making cannot be deferred.
+        SpecError: if ``job.model`` gives something else than a model, or ``job.initial`` does not fit it.
     """
     if isinstance(job.model, nn.Module):
         name = type(job.model).__name__
@@ -34,9 +37,18 @@ def build_model(job: Job, making: Callable[[Callable[[], Any]], Any] = lambda ma
     torch.manual_seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)
     random.seed(seed)
-    module = making(job.model)
+    if deferred:
+        from phalanx.parallel.deferred_init import recorded
+
+        module = recorded(job.model)
+    else:
+        module = job.model()
     if problem := _model_problem(module):
         raise SpecError([problem])
+    if job.initial is not None:
+        from phalanx.train.pretrained import fill_from
+
+        fill_from(module, job.initial, deferred=deferred)
     if not module.training:
         module.train()
     return module
@@ -44,10 +56,10 @@ def build_model(job: Job, making: Callable[[Callable[[], Any]], Any] = lambda ma
 
 def begun(job: Job) -> tuple[nn.Module, list[str]]:
     """The model without the values of its large parameters, and a note where it comes with them all the same."""
-    from phalanx.parallel.deferred_init import UnrecordedError, loaded, recorded
+    from phalanx.parallel.deferred_init import UnrecordedError, loaded
 
     try:
-        module = build_model(job, recorded)
+        module = build_model(job, deferred=True)
     except UnrecordedError as error:
         return build_model(job), [_WHOLE.format(error)]
     there = loaded(module)
@@ -109,7 +121,7 @@ def without_values(job: Job, size: int | None = None) -> Job:
     ``size`` is the model's, where it is known.
     """
     size = size_of(job) if size is None else size
-    return replace(job, model=lambda: _on_meta(job)) if (size or 0) > _LARGE else job
+    return replace(job, model=lambda: _on_meta(job), initial=None) if (size or 0) > _LARGE else job
 
 
 def size_of(job: Job) -> int | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -42,8 +43,19 @@ class Evaluation:
         return cls(loss=loss, samples=samples, metrics=ratios, seconds=time.perf_counter() - began)
 
 
-def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluation:
+def evaluate(
+    job: Job,
+    plan: Plan,
+    assembly: Assembly,
+    dataset: Any,
+    *,
+    leave: Callable[[], bool] | None = None,
+    batches: int | None = None,
+) -> Evaluation | None:
     """Run the model over ``dataset`` without gradients. Collective; every rank gets the same result.
+
+    ``leave()`` is asked after each batch whether to give up, with ``None``; all ranks must be answered alike.
+    ``batches``: only so many.
 
     Raises:
         LossError: if the loss is not of an allowed form, a metric is not a sum and a count, or one is called ``loss``.
@@ -59,7 +71,7 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
     averaged = assembly.local_sgd.averaged() if assembly.local_sgd else nullcontext()
     with averaged, torch.no_grad(), evaluation_mode(layout.module):
         lane = assembly.loader.lane(assembly.step.progress.step)
-        for batch in evaluation_batches(dataset, job, lane, micro=plan.micro):
+        for batch in islice(evaluation_batches(dataset, job, lane, micro=plan.micro), batches):
             for micro in (micro for part in batch.parts for micro in part):
                 with compute_context(plan, device):
                     args, kwargs, on_device = inputs(micro.batch, device)
@@ -68,6 +80,8 @@ def evaluate(job: Job, plan: Plan, assembly: Assembly, dataset: Any) -> Evaluati
                     found = {} if output is None else measure(job, output, on_device, micro.samples)
                 samples += micro.samples
                 add_up(sums, found if micro.samples else dict.fromkeys(found, (0.0, 0.0)))
+            if leave is not None and leave():
+                return None
     names = sorted(sums)
     if layout.holdings.stages is not None:
         names = max(from_every_rank(names), key=len)

@@ -103,7 +103,9 @@ class GradAccumulation(MicroBatchWork):
             return read.samples * step.layout.divisor / self._batch.samples
         if step.whole_here and len(self._batch.parts[0]) == 1 and not scaled:
             self._exact = True
-            return 1.0 / (count.where(count != 0, 1) if isinstance(count, torch.Tensor) else count or 1)
+            if not isinstance(count, torch.Tensor):
+                return 1.0 / (count or 1)
+            return 1.0 / count.where(count != 0, 1).to(read.value.dtype)  # of a whole number, a quotient is fp32
         self._divided_by = self._constant()
         return read.weight / self._divided_by
 

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.config import Job, Plan
-from phalanx.data import Lane, Loader
-from phalanx.errors import Problem, RefusedError
+from phalanx.data import Lane, Loader, evaluation_batches
+from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.parallel import Example, check, device_kind, notes, threads, torch_compile
 from phalanx.parallel.survey import survey
 from phalanx.parallel.unwrapped_blocks import open_unwrapped
 from phalanx.placement.ownership import Survey
+from phalanx.placement.survey_file import survey_to_dict
 from phalanx.train.assembly import Findings, example_of, known_facts
 from phalanx.train.build_model import begun, build_model, give_needed_values, size_of, without_values
 from phalanx.train.elementwise import half_steps
@@ -72,6 +73,18 @@ def _refuse(job: Job, plan: Plan, module: nn.Module, start: RunStart = START) ->
         raise RefusedError(problems)
 
 
+def _refuse_evaluation(job: Job) -> None:
+    """Raises SpecError if the job's evaluation data cannot be read; their own error is what a worker shows."""
+    if job.evaluate is None:
+        return
+    try:
+        evaluation_batches(job.evaluate(), replace(job, workers=0), Lane(), micro=None)
+    except SpecError:
+        raise
+    except Exception:
+        return
+
+
 def _loader(job: Job) -> Loader:
     return Loader(job.data(), job, Lane(), micro=None)
 
@@ -120,6 +133,7 @@ def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
         module = build_model(job) if as_made else begun(without_values(job, size))[0]
     if rehearsed is None or dist.is_initialized():
         _refuse(job, plan, module, start)
+        _refuse_evaluation(job)
     if as_made:
         found += causes(job, plan, module, _loader(job))
         trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
@@ -127,13 +141,20 @@ def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
             found.append(note)
     cuts = plan.kind == "split" or plan.zero == 3
     if not cuts and plan.recompute == "none":
-        return Findings(causes=tuple(found), module=module, size=size)
+        placement = survey_to_dict(survey(module, plan)[0].for_batch(job.batch)) if plan.kind != "split" else None
+        return Findings(causes=tuple(found), module=module, size=size, placement=placement)
 
     from phalanx.parallel.split_facts import Facts, identity
 
     of, example = identity(module, plan), _example(job, module)  # before the look leaves its marks
     give_needed_values(module, example)
     opened = open_unwrapped(module, plan, example)
-    facts = Facts(of=of, opened=opened, parts=survey(module, plan, example)[1])
-    changed = facts.parts is not None and facts.parts.experts
-    return Findings(causes=tuple(found), facts=facts.to_dict(), module=None if changed else module, size=size)
+    surveyed, parts = survey(module, plan, example)
+    facts = Facts(of=of, opened=opened, parts=parts)
+    return Findings(
+        causes=tuple(found),
+        facts=facts.to_dict(),
+        module=None if parts is not None and parts.experts else module,
+        size=size,
+        placement=survey_to_dict(surveyed.for_batch(job.batch)),
+    )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, final
 
-from phalanx.comm import Place
+from phalanx.checkpoint import Saving
+from phalanx.comm import Place, group_of_run
 from phalanx.config import Job, RunSpec
 from phalanx.data import StepBatch
 from phalanx.train.assembly import Findings
 from phalanx.train.evaluate import Evaluation
+from phalanx.train.interruptions import Interruptions, Unsaved, nobody, unheard
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
 from phalanx.train.run_recorder import Lap, RunRecorder
@@ -26,23 +27,31 @@ def train(
     report: Callable[[int], None],
     observer: Observer | None = None,
     findings: Findings | None = None,
+    asked: Callable[[], int] = nobody,
+    unsaved: Callable[[Unsaved], None] = unheard,
 ) -> dict[str, Any]:
     """Run the whole training on this worker; ``report(step)`` is called as each step begins.
 
     ``observer`` looks on; every run goes the same way, with and without one. ``findings`` are those of a look at the
     job before the run: causes of a difference from one device stand among the run's notes, facts are not looked for.
+    ``asked()`` gives the number of the signal by which this worker was asked to stop, 0 where it was not; one is enough
+    for all to stop after the same step, which is saved. ``unsaved`` takes whether this worker would save by itself if
+    others were lost, and is to be given time for it.
 
-    Returns a summary: steps taken, last loss, last evaluation.
+    Returns a summary: steps taken, last loss, last evaluation, the signal that stopped it or 0.
     """
     observer, findings = observer or Observer(), findings or Findings()
     if run.plan.server:
         from phalanx.train.parameter_server import take_part
 
-        return take_part(job, run, place, report, observer=observer, causes=findings.causes)
+        return take_part(job, run, place, report, observer=observer, findings=findings, asked=asked)
     from phalanx.train.mesh_stepper import rank_of_mesh
 
-    with rank_of_mesh(job, run, place, report, observer=observer, findings=findings) as (stepper, recorder):
-        return TrainingLoop(job, run, stepper, recorder, observer).run()
+    entered = rank_of_mesh(job, run, place, report, observer=observer, findings=findings, unsaved=unsaved)
+    with entered as (stepper, recorder):
+        group = group_of_run(run.plan, place)
+        interruptions = Interruptions(run, asked, group=group, leads=place.rank == 0)
+        return TrainingLoop(job, run, stepper, recorder, observer, interruptions).run()
 
 
 class StepsLostError(Exception):
@@ -75,23 +84,34 @@ class Stepper(ABC):
         """Samples that this run has trained on."""
 
     @abstractmethod
-    def steps(self, pause: int | None) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
-        """Take steps, up to ``pause`` or to the end; then nothing is on its way, and the losses so far are finite.
+    def steps(self, pause: int | None, interruptions: Interruptions) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
+        """Take steps, up to ``pause``, to the end, or to where ``interruptions`` are reached.
+
+        Afterwards nothing is on its way, and the losses so far are finite.
 
         Raises:
             LossError: if a loss is not finite, or nothing was counted.
         """
 
     @abstractmethod
-    def evaluate(self) -> Evaluation | None:
-        """Evaluate the model as it is; ``None`` where the job has nothing to evaluate on."""
+    def evaluate(self, interruptions: Interruptions, *, batches: int | None = None) -> Evaluation | None:
+        """Evaluate the model as it is, on the first ``batches`` where given.
+
+        ``None`` where the job has nothing to evaluate on, or the run was asked to stop before the end.
+        """
 
     @abstractmethod
-    def save(self, folder: Path, *, keep: int) -> Path | None:
-        """Write a checkpoint into ``folder``; ``None`` where another process writes it for this one."""
+    def save(self, folder: Path, *, keep: int, keep_every: int | None) -> Saving | None:
+        """Begin a checkpoint of this moment in ``folder``; ``None`` where another process writes it for this one.
+
+        Of the older ones the newest are kept, ``keep`` with this one, and those of the multiples of ``keep_every``.
+
+        Raises:
+            CheckpointError: if it, or the one begun before, cannot be written.
+        """
 
     def recover(self, lost: StepsLostError) -> None:
-        """Go back to where the run can go on from. A mesh cannot: it needs all of its ranks.
+        """Go back to where the run can go on from.
 
         Raises:
             RunError: if it cannot.
@@ -107,46 +127,66 @@ class Stepper(ABC):
 class TrainingLoop:
     """Steps with what happens between them."""
 
-    def __init__(self, job: Job, run: RunSpec, stepper: Stepper, recorder: RunRecorder, observer: Observer) -> None:
+    def __init__(
+        self,
+        job: Job,
+        run: RunSpec,
+        stepper: Stepper,
+        recorder: RunRecorder,
+        observer: Observer,
+        interruptions: Interruptions | None = None,
+    ) -> None:
         self._job, self._run, self._stepper, self._recorder, self._observer = job, run, stepper, recorder, observer
+        self._interruptions = interruptions or Interruptions(run)
         self._saved_at, self._evaluated_at = stepper.taken, -1
         self._evaluation: dict[str, Any] = {}
         self._metrics: Metrics | None = None
+        self._saving: Saving | None = None
 
     def run(self, lost: StepsLostError | None = None) -> dict[str, Any]:
         """Train to the end; ``lost``: what has to be recovered from before. Returns the run's summary."""
+        if self._run.rolls_back and not lost and not self._run.resume:
+            self._save()  # for accidents before the first one that is due
+        tried = self._job.evaluate is None or lost is not None
         while True:
             try:
                 if lost:
                     self._stepper.recover(lost)
                     self._saved_at = self._evaluated_at = -1
+                if not tried:  # what cannot be evaluated is known before anything is trained
+                    self._stepper.evaluate(self._interruptions, batches=1)
+                    self._recorder.begin()
+                    tried = True
                 self._train()
                 return self._finish()
             except StepsLostError as error:
                 lost = error
 
     def _train(self) -> None:
-        stepper, evaluate_every, save_every = self._stepper, self._job.evaluate_every, self._run.checkpoint_every
-        every = [one for one in (evaluate_every, save_every) if one]
-        while True:
+        stepper, evaluate_every, save_every = self._stepper, self._job.evaluate_every, self._run.save_steps
+        every, interruptions = [one for one in (evaluate_every, save_every) if one], self._interruptions
+        while not interruptions.stop:
             pause = min((stepper.taken // one * one + one for one in every), default=None)
-            for batch, metrics, lap in stepper.steps(pause):
+            for batch, metrics, lap in stepper.steps(pause, interruptions):
                 self._metrics = metrics
                 self._observer.updated(batch, metrics)
                 self._recorder.stepped(batch, metrics, lap)
+                self._record_saved()
             self._recorder.flush()
-            if self._evaluated_at != stepper.taken and self._due(evaluate_every):
+            if self._saved_at != stepper.taken and (interruptions.save or self._due(save_every)):
+                self._save()  # before an evaluation, which may fail in code of the job's own
+            if self._evaluated_at != stepper.taken and self._due(evaluate_every) and not interruptions.stop:
                 self._evaluate()
-            if self._saved_at != stepper.taken and self._due(save_every):
-                self._save()
             if stepper.ended:
-                return
+                break
+        if interruptions.stop and self._saved_at != stepper.taken:
+            self._save()
 
     def _due(self, every: int | None) -> bool:
         return self._stepper.ended or bool(every and self._stepper.taken % every == 0)
 
     def _evaluate(self) -> None:
-        result = self._stepper.evaluate()
+        result = self._stepper.evaluate(self._interruptions)
         if result is None:
             return
         step = self._evaluated_at = self._stepper.taken
@@ -155,18 +195,50 @@ class TrainingLoop:
         self._recorder.write("evaluate", step=step, seconds=result.seconds, **self._evaluation)
 
     def _save(self) -> None:
-        begun = time.perf_counter()
-        path = self._stepper.save(self._run.folder / "checkpoints", keep=self._run.keep)
-        step = self._saved_at = self._stepper.taken
-        if path is None:
+        self._wait_for_save()
+        run = self._run
+        self._saving = self._stepper.save(run.folder / "checkpoints", keep=run.keep, keep_every=run.keep_every)
+        self._saved_at = self._stepper.taken
+        self._interruptions.saved()
+        self._record_saved()
+
+    def _wait_for_save(self) -> None:
+        """Wait until the checkpoint begun last is written; every process waits at the same steps, and hears the same.
+
+        Raises:
+            CheckpointError: if it cannot be written.
+        """
+        if self._saving:
+            self._saving.wait()
+            self._record_saved()
+
+    def _record_saved(self) -> None:
+        """Record the checkpoint begun last once it is written: steps may have been taken since."""
+        saved = self._saving
+        if saved is None or not saved.published:
             return
-        self._observer.saved(step, path)
-        size, seconds = sum(file.stat().st_size for file in path.iterdir()), time.perf_counter() - begun
-        relative = str(path.relative_to(self._run.folder))
-        self._recorder.write("checkpoint", step=step, path=relative, bytes=size, seconds=seconds)
+        self._saving = None
+        self._observer.saved(saved.step, saved.path)
+        relative = str(saved.path.relative_to(self._run.folder))
+        self._recorder.write(
+            "checkpoint",
+            step=saved.step,
+            path=relative,
+            bytes=saved.nbytes,
+            seconds=saved.seconds,
+            standstill=saved.standstill,
+        )
+        if saved.note:
+            self._recorder.write("warning", message=saved.note)
+        self._recorder.copy(saved.path)
 
     def _finish(self) -> dict[str, Any]:
-        self._observer.ended()
+        self._wait_for_save()
+        stopped = self._interruptions.signal
+        if not stopped:
+            self._observer.ended()
+        self._interruptions.finish()
         events, loss = self._stepper.finish(), self._metrics.loss if self._metrics else None
-        summary = self._recorder.finish(events, step=self._stepper.taken, samples=self._stepper.samples, loss=loss)
-        return {**summary, "evaluation": self._evaluation}
+        facts = {"step": self._stepper.taken, "samples": self._stepper.samples, "loss": loss}
+        summary = self._recorder.finish(events, **facts, stopped=stopped)
+        return {**summary, "evaluation": self._evaluation, "stopped": self._interruptions.stop}

@@ -103,7 +103,7 @@ class RunStart:
 
     Attributes:
         lr_scale: a factor on every learning rate.
-        resumes: whether it goes on from a checkpoint.
+        resumes: whether it goes on from a checkpoint, or goes back to one on its way.
         step: the optimizer step that it takes first; that of the checkpoint, once it has been read.
     """
 
@@ -113,7 +113,7 @@ class RunStart:
 
     @classmethod
     def of(cls, run: RunSpec, step: int = 0) -> RunStart:
-        return cls(lr_scale=run.lr_scale, resumes=run.resume, step=step)
+        return cls(lr_scale=run.lr_scale, resumes=run.resume is True or run.rolls_back, step=step)
 
 
 START = RunStart()
@@ -138,7 +138,7 @@ def scheduler_problems(
     if plan.server:
         return wrong(f"under {plan}", "plans without servers, which step the optimizer slice by slice", instead)
     if start.resumes:
-        return wrong("of a run to resume", "runs from their first step on: its state is in no checkpoint", instead)
+        return wrong("of a run to resume or to roll back", "other runs: its state is in no checkpoint", instead)
     if not optimizer._optimizer_step_post_hooks and not optimizer._optimizer_step_pre_hooks:
         allowed = "one that is stepped by a hook of the optimizer: there is no loop of yours that would step it"
         return wrong("that nobody steps", allowed, _HOOKED)

@@ -4,36 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
 
+from phalanx.checkpoint import BackgroundSaver, Saving, resume_newest
 from phalanx.comm import Place, default_process_group, device_for, place_within
 from phalanx.config import Job, RunSpec
 from phalanx.config.sync import within
 from phalanx.data import Ledger, StepBatch
-from phalanx.errors import is_out_of_memory
+from phalanx.errors import CheckpointError, is_out_of_memory
 from phalanx.events import EventLog
 from phalanx.hardware import peak_memory
 from phalanx.parallel import device_kind, devices_here
+from phalanx.parallel.buffer_sync import running_statistics
+from phalanx.train.accidents import Accidents, RollBackError
 from phalanx.train.assembly import Assembly, Findings, build
 from phalanx.train.consistency import same_length, same_stream
+from phalanx.train.drift import DriftWatch
 from phalanx.train.evaluate import Evaluation, evaluate
-from phalanx.train.loop import Stepper
+from phalanx.train.interruptions import Interruptions, Unsaved, unheard
+from phalanx.train.loop import Stepper, StepsLostError
 from phalanx.train.lr_schedule import RunStart, resume_notes
 from phalanx.train.memory_use import MeasuredStep
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import AssemblyScene, Observer
 from phalanx.train.run_recorder import Lap, RunRecorder
-from phalanx.train.state import come_together, newest_checkpoint, restore, save, traffic
+from phalanx.train.state import come_together, restore, to_save, traffic, training_state
+from phalanx.train.survivor_save import SurvivorSave
 from phalanx.train.timeline import Listener, only_step
 
 
 @contextmanager
 def rank_of_mesh(
-    job: Job, run: RunSpec, place: Place, report: Callable[[int], None], *, observer: Observer, findings: Findings
+    job: Job,
+    run: RunSpec,
+    place: Place,
+    report: Callable[[int], None],
+    *,
+    observer: Observer,
+    findings: Findings,
+    unsaved: Callable[[Unsaved], None] = unheard,
 ) -> Generator[tuple[MeshStepper, RunRecorder]]:
     """Within, this process is the rank of the mesh that ``place.rank`` is, restored where the run resumes. Collective.
+
+    What ends the block because peers are lost leaves a checkpoint of the last finished step, where this rank has it.
+    ``unsaved`` is told whether it has.
 
     Raises:
         RefusedError: if the plan cannot serve the job.
@@ -41,13 +57,24 @@ def rank_of_mesh(
     """
     device = device_for(place, device_kind(run.plan, devices_here(run.plan, place)))
     with default_process_group(place_within(run.plan, place), device):
-        path, first = newest_checkpoint(run) if run.resume else (None, 0)
-        assembly = build(job, run.plan, place, device, start=RunStart.of(run, first), findings=findings)
-        assembly.notes.extend(findings.causes)
+
+        def assembled(path: Path | None) -> Assembly:
+            first = training_state(path)["step"] if path else 0
+            assembly = build(job, run.plan, place, device, start=RunStart.of(run, first), findings=findings)
+            assembly.notes.extend(findings.causes)
+            if path:
+                restore(path, job, assembly)
+                total = assembly.loader.total_steps
+                assembly.notes.extend(resume_notes(job, run.folder, step=first, total_steps=total))
+            return assembly
+
+        path, damaged = None, list[str]()
+        if run.resume:
+            path, assembly, damaged = resume_newest(run.folder / "checkpoints", assembled)
+        else:
+            assembly = assembled(None)
         loader = assembly.loader
-        if path:
-            restore(path, job, assembly)
-            assembly.notes.extend(resume_notes(job, run.folder, step=first, total_steps=loader.total_steps))
+        assembly.step.drift = _drift_watch(run, place, assembly)
         assembly.step.observer = observer
         observer.built(AssemblyScene(assembly))
         late = assembly.device == "cuda"
@@ -55,8 +82,9 @@ def rank_of_mesh(
         with RunRecorder(run, ledger=ledger, writes=writes, total_steps=loader.total_steps, late=late) as recorder:
             recorder.start(
                 job,
-                advice=assembly.advice,
+                advice=[*damaged, *assembly.advice],
                 resumed=path,
+                placement=findings.placement,
                 world_size=place.world_size,
                 device=assembly.device,
                 samples=loader.length,
@@ -64,7 +92,27 @@ def rank_of_mesh(
                 parameters=assembly.parameters,
                 notes=assembly.notes,
             )
-            yield MeshStepper(job, run, place.rank, assembly, recorder, report), recorder
+            assembly.step.accidents = Accidents(run, _event_writer(run, place, recorder))
+            with MeshStepper(job, run, place, assembly, recorder, report, unsaved) as stepper:
+                yield stepper, recorder
+
+
+def _drift_watch(run: RunSpec, place: Place, assembly: Assembly) -> DriftWatch | None:
+    """Who compares what replicas hold alike: parameters, and running statistics of normalisation."""
+    held = {**assembly.layout.parameters, **running_statistics(assembly.layout.module)}
+    return DriftWatch.of(within(run.plan), place_within(run.plan, place).rank, held, run.drift, run.drift_every)
+
+
+def _event_writer(run: RunSpec, place: Place, recorder: RunRecorder) -> Callable[..., None] | None:
+    """What appends an event from here: to rank 0's log, or, in the first rank of another replica, beside it."""
+    if run.plan.sync == "each" or place.rank == 0:
+        return recorder.write
+
+    def write(event: str, **fields: Any) -> None:
+        with EventLog(run.folder / "events.jsonl") as log:
+            log.write(event, **fields)
+
+    return write if place_within(run.plan, place).rank == 0 else None
 
 
 def _ledger(run: RunSpec, place: Place, first_step: int) -> Ledger | None:
@@ -85,12 +133,15 @@ class MeshStepper(Stepper):
         self,
         job: Job,
         run: RunSpec,
-        rank: int,
+        place: Place,
         assembly: Assembly,
         recorder: RunRecorder,
         report: Callable[[int], None],
+        unsaved: Callable[[Unsaved], None] = unheard,
     ) -> None:
-        self._job, self._run, self._rank, self._assembly = job, run, rank, assembly
+        self._survival = SurvivorSave.of(job, run, place, assembly, recorder, unsaved)
+        self._job, self._run, self._place, self._assembly = job, run, place, assembly
+        self._saver = BackgroundSaver(ranks_here=place.workers_here)
         self._recorder, self._report, self._ended = recorder, report, False
         progress, loader, replicas = assembly.step.progress, assembly.loader, assembly.local_sgd
         self._samples_before = progress.samples
@@ -98,7 +149,7 @@ class MeshStepper(Stepper):
         self._evaluation_data = _evaluation_data(job)
         self._measured = MeasuredStep(assembly.step, assembly.device)
         only = only_step(assembly.device, progress.step, loader.total_steps)
-        in_mesh = rank if replicas is None else replicas.across.rank
+        in_mesh = place.rank if replicas is None else replicas.across.rank
         self._listener = Listener(assembly.layout.holdings, within(run.plan), in_mesh, only)
         self._record_news()
 
@@ -114,39 +165,97 @@ class MeshStepper(Stepper):
     def samples(self) -> int:
         return self._assembly.step.progress.samples - self._samples_before
 
-    def steps(self, pause: int | None) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
+    def steps(self, pause: int | None, interruptions: Interruptions) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
         step, stream = self._assembly.step, self._assembly.loader.length is None
         for batch in self._batches:
             self._report(batch.step)
             if stream:
                 same_stream(batch)
             step.observer.begins(batch)
-            with self._listener.around(batch.step), self._tells_where_memory_runs_out():
-                metrics = self._measured(batch)
+            self._recorder.begins(batch)
+            try:
+                with self._listener.around(batch.step), self._tells_where_memory_runs_out():
+                    metrics = self._measured(batch)
+            except RollBackError as error:
+                raise StepsLostError(self._place.rank, str(error)) from None
             yield batch, metrics, step.seconds
+            if self._survival:
+                self._survival.stepped()
             self._record_news()
-            if self.taken == pause:
+            if interruptions.reached(self.taken) or self.taken == pause:
                 break
         else:
             self._ended = True
             if stream:
                 same_stream(None)
-        step.settle()  # no evaluation and no checkpoint of a loss that is not a number
+        if step.drift is not None:
+            step.drift.settle()  # no evaluation and no checkpoint of replicas that are not the same
         if self._ended:
             step.sync.together()
             self._record_news()
 
-    def evaluate(self) -> Evaluation | None:
+    def evaluate(self, interruptions: Interruptions, *, batches: int | None = None) -> Evaluation | None:
         if self._evaluation_data is None:
             return None
-        return evaluate(self._job, self._run.plan, self._assembly, self._evaluation_data)
+        plan, data, leave = self._run.plan, self._evaluation_data, interruptions.stopping
+        return evaluate(self._job, plan, self._assembly, data, leave=leave, batches=batches)
 
-    def save(self, folder: Path, *, keep: int) -> Path | None:
+    def save(self, folder: Path, *, keep: int, keep_every: int | None) -> Saving | None:
         come_together(self._assembly)
         self._record_news()
+        try:
+            self._assembly.step.accidents.look_at_values(self.taken, self._assembly.layout.parameters)
+        except RollBackError as error:
+            raise StepsLostError(self._place.rank, str(error)) from None
         if self._assembly.local_sgd and not self._assembly.local_sgd.across.counts:
             return None  # it equals the replica that is saved
-        return save(folder, self._job, self._assembly, keep=keep)
+        asked = to_save(folder, self._job, self._assembly, keep=keep, keep_every=keep_every)
+        saving = self._saver.save(asked, at_once=self._ended)
+        self._assembly.step.accidents.saved(self.taken)
+        return saving
+
+    def recover(self, lost: StepsLostError) -> None:
+        """Go back to the newest whole checkpoint. Collective.
+
+        Raises:
+            CheckpointError: if there is none.
+        """
+        if self._assembly.step.drift is not None:
+            self._assembly.step.drift.settle()  # of the values that are about to be replaced
+        with suppress(CheckpointError):  # what could not be written is no place to go back to
+            self._saver.wait()
+        self._batches.close()
+        boundary = self._assembly.step.boundary
+        boundary.updates()
+
+        def restored(path: Path) -> int:
+            restore(path, self._job, self._assembly)
+            return self.taken
+
+        path, first, damaged = resume_newest(self._run.folder / "checkpoints", restored)
+        boundary.reached()
+        if self._survival:
+            self._survival.began(first)
+        loader = self._assembly.loader.starting_at(first)
+        self._assembly = replace(self._assembly, loader=loader)
+        self._batches, self._ended = iter(loader), False
+        self._recorder.go_back(lambda: _ledger(self._run, self._place, first), ())
+        for message in damaged:
+            self._recorder.write("warning", message=message)
+        self._recorder.write("resume", step=first, path=str(path.relative_to(self._run.folder)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """End what goes on in the background; where others are lost, save what would be lost with this rank."""
+        try:
+            if self._survival and isinstance(error, Exception):
+                self._survival.failed(error, self._assembly)
+        finally:
+            if self._survival:
+                self._survival.over()
+            self._saver.close()
 
     def finish(self) -> list[tuple[str, dict[str, Any]]]:
         assembly, found = self._assembly, list[tuple[str, dict[str, Any]]]()
@@ -163,6 +272,8 @@ class MeshStepper(Stepper):
         sharing, replicas = self._assembly.step.sharing, self._assembly.local_sgd
         for shift in sharing.news() if sharing else ():
             self._recorder.write("shares", **asdict(shift))
+        for message in self._assembly.step.drift.news() if self._assembly.step.drift else ():
+            self._recorder.write("warning", message=message)
         for averaging in replicas.news() if replicas else ():
             self._recorder.write("sync", **asdict(averaging))
 
@@ -174,7 +285,7 @@ class MeshStepper(Stepper):
             if is_out_of_memory(type(error).__name__, str(error)):
                 with suppress(Exception), EventLog(self._run.folder / "events.jsonl") as log:
                     held = asdict(self._measured.parts())
-                    log.write("memory", rank=self._rank, peak_bytes=peak_memory(), **held)
+                    log.write("memory", rank=self._place.rank, peak_bytes=peak_memory(), **held)
             raise
 
 

@@ -13,7 +13,10 @@ Totals = torch.Tensor | tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metrics:
-    """What one step gives back; ``lr`` is that of the first parameter group."""
+    """What one step gives back; ``lr`` is that of the first parameter group.
+
+    ``skipped``: no update was made, since loss scaling met an overflow or for what ``accident`` says.
+    """
 
     step: int
     epoch: int
@@ -23,6 +26,7 @@ class Metrics:
     _totals: Totals
     _norm: torch.Tensor | None
     _ready: torch.cuda.Event | None = None
+    accident: str = ""
 
     @property
     def totals(self) -> tuple[float, float]:
@@ -49,11 +53,6 @@ class Metrics:
         """Global L2 norm before clipping; ``None`` where nothing needed it. Waits as ``totals`` does."""
         self._wait()
         return None if self._norm is None else float(self._norm)
-
-    @property
-    def late(self) -> bool:
-        """Whether the numbers are still on their way, so that reading them is better left to the next step."""
-        return self._ready is not None
 
     def _wait(self) -> None:
         if self._ready is not None:

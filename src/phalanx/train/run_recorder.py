@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from phalanx.config import Job, RunSpec
 from phalanx.data import Ledger, StepBatch
+from phalanx.errors import CheckpointError, RunError
 from phalanx.events import SCHEMA_VERSION, EventLog
+from phalanx.files import check_writer, replace_text
+from phalanx.placement.survey_file import PLACEMENT
 from phalanx.train.metrics import Metrics
+
+if TYPE_CHECKING:
+    from phalanx.checkpoint.mirror import Mirror
 
 Lap = tuple[float, float]
 """Seconds of the host for forward and backward of a step, and for its update."""
 
 _LAPS, _WARM_UP = 1000, 3  # steps timed, and those at their beginning that do not count
+_TAIL = 1 << 18  # bytes of the log in which a step's event is looked for
 
 
 @final
@@ -33,7 +44,9 @@ class RunRecorder:
         waited for.
         """
         self._run, self._ledger, self._total, self._late = run, ledger, total_steps, late
+        self._at_once = False
         self._log = EventLog(run.folder / "events.jsonl") if writes else None
+        self._mirror = _mirror(run) if writes else None
         self._waiting: tuple[Metrics, float] | None = None
         self._unwritten: tuple[Metrics, float] | None = None
         self._laps: deque[Lap] = deque(maxlen=_LAPS)
@@ -42,24 +55,43 @@ class RunRecorder:
     def __enter__(self) -> RunRecorder:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._ledger:
-            self._ledger.close()
-        if self._log:
-            self._log.close()
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if self._ledger:
+                self._ledger.__exit__(*error)
+        finally:
+            if self._mirror:  # a run that failed still copies what it had saved; ``finish`` has said what became of it
+                with suppress(CheckpointError):
+                    self._mirror.close()
+                self._write_copied()
+            if self._log:
+                self._log.close()
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event."""
         if self._log:
             self._log.write(event, **fields)
 
-    def start(self, job: Job, *, advice: Iterable[str], resumed: Path | None, **facts: Any) -> None:
-        """Write the first events.
+    def start(
+        self,
+        job: Job,
+        *,
+        advice: Iterable[str],
+        resumed: Path | None,
+        placement: Mapping[str, Any] | None,
+        **facts: Any,
+    ) -> None:
+        """Write what was asked, now that nothing can refuse it any more, and the first events.
 
-        ``facts`` are the fields of ``start`` that only the assembled run knows; ``advice`` becomes warnings, and
-        ``resumed`` is the checkpoint that the run goes on from.
+        ``facts`` are the fields of ``start`` that only the assembled run knows; ``advice`` becomes warnings,
+        ``resumed`` is the checkpoint that the run goes on from, and ``placement`` what each rank holds, as JSON.
+
+        Raises:
+            RunError: if what was asked cannot be written, or another run has taken the folder.
         """
         plan = self._run.plan
+        if self._log:
+            self._write_settings(placement)
         self.write(
             "start",
             schema=SCHEMA_VERSION,
@@ -76,10 +108,40 @@ class RunRecorder:
         if resumed:
             self.write("resume", step=facts["first_step"], path=str(resumed.relative_to(self._run.folder)))
 
+    def begin(self) -> None:
+        """The first step begins now: what came before is not among its seconds."""
+        self._first = self._last = time.perf_counter()
+
+    def outlive(self) -> None:
+        """From now on what the ledger says of a step is in its file before the step is taken.
+
+        So it stays if this process is killed, and another one has finished the step that it had a part in.
+        """
+        self._at_once = True
+
+    def begins(self, batch: StepBatch) -> None:
+        """This process begins a step."""
+        if self._at_once and self._ledger:
+            self._ledger.begin(batch)
+
+    def _write_settings(self, placement: Mapping[str, Any] | None) -> None:
+        folder = self._run.folder
+        check_writer(folder)
+        try:
+            replace_text(folder / "plan.toml", self._run.plan.to_toml())
+            if placement:
+                replace_text(folder / PLACEMENT, json.dumps(placement) + "\n")
+            else:
+                (folder / PLACEMENT).unlink(missing_ok=True)  # an earlier part's, under another plan
+            replace_text(folder / "run.toml", replace(self._run, folder=folder.absolute()).to_toml())
+        except OSError as error:
+            what = f"the run folder {folder} cannot be written: {error.strerror}"
+            raise RunError(f"{what}\n    try: free space there, or another folder: --run FOLDER") from error
+
     def stepped(self, batch: StepBatch, metrics: Metrics, lap: Lap | None) -> None:
         """Record one step; ``lap`` is ``None`` where no one process takes it."""
         if self._ledger:
-            self._ledger.record(batch)
+            self._ledger.record(batch, left_out=bool(metrics.accident))
         if not self._log:
             return
         if lap:
@@ -87,31 +149,54 @@ class RunRecorder:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         self._write_waiting()
-        due = metrics.step % self._run.log_every == 0 or metrics.step + 1 == self._total
+        due = self._due(metrics)
         self._unwritten = None if due else (metrics, seconds)
         if due and self._late:
             self._waiting = metrics, seconds
         elif due:
             self._write_step(metrics, seconds)
 
-    def go_back(self, segment: Callable[[], Ledger], done: Iterable[StepBatch]) -> None:
+    def go_back(self, segment: Callable[[], Ledger | None], done: Iterable[StepBatch]) -> None:
         """Steps are taken anew, and noted in a new segment of the ledger, which begins with those that are ``done``."""
         if self._ledger:
             self._ledger.close()  # before the new one, which may be the same file: what is buffered must not follow it
-        self._ledger = segment()
-        for batch in done:
-            self._ledger.record(batch)
+        self._write_waiting()
+        self._unwritten = None
+        self._ledger = ledger = segment()
+        if ledger:
+            for batch in done:
+                ledger.record(batch)
+
+    def copy(self, checkpoint: Path) -> None:
+        """Have a whole checkpoint copied to where the run's ``mirror`` says, if it does, while training goes on."""
+        if self._mirror:
+            self._mirror.add(checkpoint)
 
     def flush(self) -> None:
         """Bring everything recorded so far to disk."""
         if self._ledger:
             self._ledger.flush()
         self._write_waiting()
+        self._write_copied()
 
     def finish(
-        self, events: Sequence[tuple[str, dict[str, Any]]], *, step: int, samples: int, loss: float | None
+        self,
+        events: Sequence[tuple[str, dict[str, Any]]],
+        *,
+        step: int,
+        samples: int,
+        loss: float | None,
+        stopped: str = "",
     ) -> dict[str, Any]:
-        """Write the last events: the last step, how long steps took, ``events``, and the summary, which is returned."""
+        """Write the last events: the last step, how long steps took, ``events``, and the summary, which is returned.
+
+        ``stopped``: the name of the signal where that ended the run, which then is not over.
+
+        Raises:
+            CheckpointError: the last checkpoint could not be copied to the run's ``mirror``.
+        """
+        if self._mirror:
+            self._mirror.close()
         self.flush()
         if self._unwritten:
             self._write_step(*self._unwritten)
@@ -122,13 +207,38 @@ class RunRecorder:
         for event, fields in events:
             self.write(event, **fields)
         summary = {"step": step, "samples": samples, "seconds": self._last - self._first, "loss": loss}
-        self.write("end", **summary)
+        if stopped:
+            self.write("stopped", step=step, signal=stopped)
+        else:
+            self.write("end", **summary)
         return summary
+
+    def _write_copied(self) -> None:
+        for told in self._mirror.news() if self._mirror else ():
+            relative = str(Path(told["path"]).relative_to(self._run.folder))
+            if "error" in told:
+                self.write("warning", message=f"{relative} was not copied: {told['error']}")
+            else:
+                self.write("copied", path=relative, url=self._run.mirror, bytes=told["bytes"])
 
     def _write_waiting(self) -> None:
         if self._waiting:
             self._write_step(*self._waiting)
             self._waiting = None
+
+    def complete(self, metrics: Metrics, seconds: float) -> None:
+        """Append the event of the last finished step if it is due and not there: who writes events may be gone."""
+        if not self._due(metrics) or _has_step(self._run.folder / "events.jsonl", metrics.step):
+            return
+        if self._log:
+            self._write_step(metrics, seconds)
+            return
+        with EventLog(self._run.folder / "events.jsonl") as self._log:
+            self._write_step(metrics, seconds)
+        self._log = None
+
+    def _due(self, metrics: Metrics) -> bool:
+        return metrics.step % self._run.log_every == 0 or metrics.step + 1 == self._total
 
     def _write_step(self, metrics: Metrics, seconds: float) -> None:
         self.write(
@@ -143,3 +253,23 @@ class RunRecorder:
             grad_norm=metrics.grad_norm,
             skipped=metrics.skipped,
         )
+
+
+def _has_step(log: Path, step: int) -> bool:
+    """Whether the newest part of a run's log has the event of ``step``, by what stands near its end."""
+    found = False
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+        for line in file:
+            with suppress(ValueError, KeyError, TypeError):
+                event = json.loads(line)
+                found = event["event"] != "start" and (found or (event["event"], event.get("step")) == ("step", step))
+    return found
+
+
+def _mirror(run: RunSpec) -> Mirror | None:
+    if run.mirror is None:
+        return None
+    from phalanx.checkpoint.mirror import Mirror
+
+    return Mirror(run.mirror, keep=run.keep, keep_every=run.keep_every or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx import checkpoint
+from phalanx.checkpoint.all_ranks import on_all_ranks
 from phalanx.comm import from_every_rank, local
-from phalanx.config import Job, RunSpec
+from phalanx.config import Job
 from phalanx.errors import CheckpointError
 from phalanx.parallel import Layout, LocalSgd, RankHoldings
 from phalanx.parallel.diloco import flattened
@@ -23,22 +25,37 @@ if TYPE_CHECKING:
     from phalanx.checkpoint import PartTensor, TensorPart
 
 
-def newest_checkpoint(run: RunSpec) -> tuple[Path, int]:
-    """The checkpoint that a run resumes from, and its step.
+def training_state(path: Path) -> dict[str, Any]:
+    """What the checkpoint in folder ``path`` says of its training beside the tensors. Collective.
 
     Raises:
-        CheckpointError: if there is none.
+        DamagedError: it is damaged.
+        CheckpointError: it was not saved by a run.
     """
-    folder = run.folder / "checkpoints"
-    path = checkpoint.latest(folder)
-    if path is None:
-        what = f"{folder} holds no complete checkpoint to resume from"
-        raise CheckpointError(f"{what}\n    try: without --resume, a new run")
-    return path, checkpoint.read_state(path)["step"]
+
+    def read() -> dict[str, Any]:
+        state = checkpoint.read_state(path)
+        kinds = {"identity": dict, "step": int, "samples": int, "optimizer": dict}
+        if wrong := [key for key, kind in kinds.items() if not isinstance(state.get(key), kind)]:
+            raise CheckpointError(f"{path} was not saved by a run: its state has no {', '.join(wrong)}")
+        return {"divisor": None, "loss_scale": None, **state}
+
+    return on_all_ranks(read)
 
 
-def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
-    """Write a checkpoint of this moment into ``folder``. Collective."""
+def to_save(
+    folder: Path,
+    job: Job,
+    assembly: Assembly,
+    *,
+    keep: int,
+    keep_every: int | None = None,
+    survivor: int | None = None,
+) -> checkpoint.SaveRequest:
+    """A checkpoint of this moment, to be written into ``folder``. Collective.
+
+    ``survivor``: the rank that writes it by itself, if one does.
+    """
     progress = assembly.step.progress
     held = assembly.layout.holdings
     tensors, groups = checkpoint.optimizer_tensors(assembly.optimizer, held.parameters, parts(held))
@@ -50,11 +67,32 @@ def save(folder: Path, job: Job, assembly: Assembly, *, keep: int) -> Path:
         "divisor": progress.divisor,
         "loss_scale": asdict(progress.loss_scale) if progress.loss_scale else None,
         "optimizer": groups,
+        "model_config": model_config(assembly.layout.module),
         SENDER_SECTION: held.sender.kind if held.sender else None,
         OUTER_SECTION: told,
+        SURVIVOR: survivor,
     }
     tensors = {**model_tensors(assembly.layout), **tensors, **sender_tensors(held), **outer}
-    return checkpoint.save(folder, step=progress.step, tensors=tensors, state=state, keep=keep)
+    return checkpoint.SaveRequest(
+        folder,
+        progress.step,
+        tensors,
+        state,
+        keep=keep,
+        keep_every=keep_every or 0,
+        infinite=buffer_names(assembly.layout),
+    )
+
+
+def model_config(module: torch.nn.Module) -> dict[str, Any] | None:
+    """The configuration that a model of transformers was made from, as its ``config.json`` has it; else ``None``."""
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return None
+    try:
+        return {**json.loads(config.to_json_string()), "architectures": [type(module).__name__]}
+    except (TypeError, ValueError):  # a class of the user's own
+        return None
 
 
 def restore(path: Path, job: Job, assembly: Assembly) -> None:
@@ -63,7 +101,7 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
     Raises:
         CheckpointError: if the checkpoint is of another model or another job.
     """
-    state, held = checkpoint.read_state(path), assembly.layout.holdings
+    state, held = training_state(path), assembly.layout.holdings
     refuse_other_job(state["identity"], job, assembly.loader.length, path)
     restore_values(path, assembly.layout, assembly.optimizer)
     with torch.no_grad():
@@ -106,6 +144,12 @@ def model_tensors(layout: Layout) -> dict[str, torch.Tensor | PartTensor]:
             found[name] = tensor.detach()
     sliced = parts(layout.holdings)
     return {f"model.{name}": _with(tensor, sliced.get(name)) for name, tensor in found.items()}
+
+
+def buffer_names(layout: Layout) -> set[str]:
+    """The names under which ``model_tensors`` has buffers: a mask may be infinite, a parameter may not."""
+    own = {f"model.{name}" for name, _ in layout.module.named_buffers(remove_duplicate=False)}
+    return own - {f"model.{name}" for name in layout.parameters}
 
 
 def parts(held: RankHoldings) -> dict[str, TensorPart]:
@@ -241,6 +285,10 @@ def _same_states(assembly: Assembly, apart: LocalSgd) -> list[dict[str, Any]]:
 
 def _forms(state: Mapping[str, Any]) -> dict[str, list[int]]:
     return {key: list(local(value).shape) for key, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+SURVIVOR = "survivor"
+"""The key of a checkpoint's state that has the rank which wrote it by itself; null where all did."""
 
 
 SENDER_SECTION = "sender"

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,15 +14,17 @@ from phalanx.comm import active
 from phalanx.config import Job, Plan
 from phalanx.data import StepBatch
 from phalanx.parallel import EveryStep, Layout, Sync, without_gradient
-from phalanx.placement.step_traffic import norm_wanted
+from phalanx.train.accidents import LOOK_AT_VALUES, Accidents
+from phalanx.train.drift import DriftWatch
 from phalanx.train.grad_accumulation import GradAccumulation
 from phalanx.train.grad_clipping import add_up_rows, clip, global_norm, local_gradients, scale
 from phalanx.train.inputs import Inputs
-from phalanx.train.loss import check_totals
+from phalanx.train.loss import check_count
 from phalanx.train.loss_scaling import LossScale, compute_context
 from phalanx.train.lr_schedule import LearningRates
 from phalanx.train.metrics import Metrics, Totals, towards_host
 from phalanx.train.observer import Observer
+from phalanx.train.step_boundary import StepBoundary
 from phalanx.train.uneven_shares import Sharing
 
 
@@ -73,8 +75,12 @@ class Step:
 
     Attributes:
         sync: how replicas are kept together; before a loop of one's own reads parameters, ``sync.together()``.
+        accidents: what becomes of losses and gradients that are not finite.
         watch: who measures memory; ``None`` for nobody.
         sharing: the ranks' uneven shares, which may follow their speed; ``None`` where they are even.
+        drift: who compares replicas now and then; ``None`` for nobody.
+        boundary: whether what a checkpoint holds is that of the last finished step.
+        last: of the last finished step; ``None`` before the first.
         seconds: that the host took, in the last step, for forward and backward, and for the update.
         inputs, first_part, whole_here, reads_means: what gradient accumulation reads of the step.
     """
@@ -99,21 +105,28 @@ class Step:
         self.whole_here = not active() and plan.devices == 1 and not self.sync.per_replica
         self._checked = False
         self.reads_means: bool | None = None
-        self._unchecked: Metrics | None = None
+        self.accidents = Accidents()
         self.watch: StepObserver | None = None
         self.observer = Observer()
         self.sharing: Sharing | None = None
+        self.drift: DriftWatch | None = None
+        self.boundary = StepBoundary()
+        self.last: Metrics | None = None
         self.seconds = (0.0, 0.0)
 
     def __call__(self, batch: StepBatch) -> Metrics:
         """Forward, backward and update for one global batch.
 
         Raises:
-            LossError: if the loss is not finite, or not of an allowed form, or if nothing was counted. What a number
-                shows is raised one step late on CUDA, and for the last step by ``settle``.
-            GradientError: if parameters get no gradient and the job does not allow it.
+            LossError: if the loss is not finite, or not of an allowed form, or if nothing was counted.
+            GradientError: if a gradient is not finite, or parameters get none and the job does not allow it.
+            RollBackError: if the run is to go back to a checkpoint instead.
         """
         began = time.perf_counter()
+        if why := self.accidents.left_out.get(batch.step):
+            return self._without_update(batch, (math.nan, 0.0), why)
+        self.accidents.begins(self)
+        self.boundary.computes()
         totals = self.backward(batch)
         between = time.perf_counter()
         metrics = self.update(batch, totals)
@@ -149,58 +162,71 @@ class Step:
         return totals
 
     def update(self, batch: StepBatch, totals: Totals) -> Metrics:
-        """Clip, step the optimizer at the schedule's rate, bring the new values to where forward reads them."""
-        held = self.layout.holdings
+        """Clip, step the optimizer at the schedule's rate, bring the new values to where forward reads them.
+
+        Before, the loss and the norm of the gradient are looked at. On CUDA this is where the host waits for the
+        device, once a step: no optimizer can be asked to undo what it did with gradients that are not finite.
+        """
+        held, progress, scaling = self.layout.holdings, self.progress, self.progress.loss_scale
         parameters = held.parameters.values()
-        lr = self._rates.set(self.progress.step)
-        scaling = self.progress.loss_scale
-        norm = global_norm(held) if norm_wanted(self.plan.precision, clips=self.job.clip is not None) else None
-        progress = self.progress
-        numbers, host_norm, ready = towards_host(totals, norm)
-        metrics = Metrics(
-            step=progress.step,
-            epoch=batch.epoch,
-            samples=batch.samples,
-            lr=lr,
-            skipped=scaling is not None and norm is not None and not math.isfinite(float(norm)),
-            _totals=numbers,
-            _norm=host_norm,
-            _ready=ready,
-        )
-        # On CUDA one step later: looking at once would wait for the device while nothing is queued on it.
-        metrics_to_check = metrics
-        if metrics.late:
-            metrics_to_check, self._unchecked = self._unchecked, metrics
+        lr = self._rates.set(progress.step)
         nothing = self._nothing_here(batch, totals)
-        if metrics_to_check is not None and not nothing:
-            self._check_totals(metrics_to_check)
+        wanted = self.job.clip is not None or scaling is not None
+        norm = global_norm(held, quick=not wanted, values=progress.step % LOOK_AT_VALUES == 0)
+        numbers, host_norm, ready = towards_host(totals, norm)
+        facts = {"step": progress.step, "epoch": batch.epoch, "samples": batch.samples, "lr": lr}
+        metrics = Metrics(skipped=False, _totals=numbers, _norm=host_norm, _ready=ready, **facts)
+        if not nothing:
+            check_count(progress.step, metrics.count)
+            if why := self._accident(batch, metrics, exact=wanted):
+                return self._without_update(batch, metrics.totals, why)
+        overflow = scaling is not None and not math.isfinite(metrics.grad_norm or 0.0)
+        metrics = replace(metrics, skipped=overflow, _norm=host_norm if wanted else None)
+        self.boundary.updates()
         if scaling:
             before = scaling.scale
-            scaling.update(not metrics.skipped)
+            scaling.update(not overflow)
             if held.sender is not None:
                 held.sender.scale(scaling.scale / before)
-        if not metrics.skipped and not nothing:
-            if self.job.clip is not None and norm is not None:
+        if not overflow and not nothing:
+            if self.job.clip is not None:
                 clip(local_gradients(parameters), norm, self.job.clip)
             self.observer.steps(batch)
             self.optimizer.step()
-        self.sync.parameters_stepped(progress.step + 1, totals)
-        self.layout.stepped()
-        progress.step += 1
-        progress.samples += batch.samples
-        if self.sharing is not None:
-            self.sharing.stepped(batch)
+        self._stepped(batch, totals, metrics)
         return metrics
 
-    def settle(self) -> None:
-        """Check the last step's loss where that is still to be done; waits for it.
+    def _accident(self, batch: StepBatch, metrics: Metrics, *, exact: bool) -> str:
+        """Why no update is to be made, if something is wrong; ``exact``: the norm is finite if all gradients are."""
+        scaling, norm = self.progress.loss_scale, metrics.grad_norm or 0.0
+        if not exact and not math.isfinite(norm) and math.isfinite(metrics.loss):
+            norm = float(global_norm(self.layout.holdings, values=True))
+        overflows = scaling is not None and not scaling.exhausted
+        found = self.accidents.judge(metrics.step, metrics.loss, norm, overflows=overflows)
+        if found is None:
+            self.accidents.passed()
+            return ""
+        return self.accidents.meet(found, self, batch)
 
-        Raises:
-            LossError: if it is not finite, or nothing was counted.
-        """
-        last, self._unchecked = self._unchecked, None
-        if last is not None:
-            self._check_totals(last)
+    def _without_update(self, batch: StepBatch, totals: tuple[float, float], why: str) -> Metrics:
+        """The step goes by, and parameters and optimizer stay as they are."""
+        lr = self._rates.set(self.progress.step)
+        facts = {"step": self.progress.step, "epoch": batch.epoch, "samples": batch.samples, "lr": lr}
+        metrics = Metrics(skipped=True, accident=why, _totals=totals, _norm=None, **facts)
+        self._stepped(batch, (0.0, 0.0), metrics)
+        return metrics
+
+    def _stepped(self, batch: StepBatch, totals: Totals, metrics: Metrics) -> None:
+        self.sync.parameters_stepped(self.progress.step + 1, totals)
+        self.layout.stepped()
+        self.progress.step += 1
+        self.progress.samples += batch.samples
+        self.last = metrics
+        self.boundary.reached()
+        if self.drift is not None:
+            self.drift.stepped(self.progress.step - 1)
+        if self.sharing is not None:
+            self.sharing.stepped(batch)
 
     def constant_divisor(self, samples: int) -> float:
         """The power of two that backward divides sums by, the same on every rank and in every step."""
@@ -223,7 +249,3 @@ class Step:
         if isinstance(totals, torch.Tensor) and any(micro.samples for part in batch.parts for micro in part):
             return False
         return not float(totals[1])
-
-    def _check_totals(self, metrics: Metrics) -> None:
-        scaling = self.progress.loss_scale
-        check_totals(metrics.step, *metrics.totals, overflows=scaling is not None and not scaling.exhausted)

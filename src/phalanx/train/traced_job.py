@@ -73,7 +73,7 @@ def work_of(
         length=length,
         lengths=lengths,
         state=_ADAM if state is None else state,
-        clips=job.clip is not None,
+        norm=True,  # every step looks whether it is finite
         optimizer=optimizer,
         modules=frozenset(name for name, _ in module.named_modules() if name),
     )

@@ -1,0 +1,299 @@
+"""Numerical accidents: losses and gradients that are not finite, and losses that jump, met before an update is made.
+
+Every rank judges by the same numbers, the loss of the whole batch and the norm over all gradients, and so all decide
+alike without asking each other.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from phalanx.comm import active, from_every_rank
+from phalanx.config import RunSpec
+from phalanx.config.run import Answer
+from phalanx.data import StepBatch
+from phalanx.data.saved_batch import SavedBatch
+from phalanx.errors import GradientError, LossError, RunError
+from phalanx.parallel.rng_streams import stream
+from phalanx.train.nonfinite_trace import Sighting, bad_parameters, first_sighting
+
+if TYPE_CHECKING:
+    from phalanx.train.step import Step
+
+LOOK_AT_VALUES = 50
+"""Steps between looks at the parameters; a checkpoint looks at them, too."""
+
+_MOST_SKIPPED, _MOST_ROLLED_BACK = 10, 3  # one after the other; since the newest checkpoint
+_WINDOW, _FEWEST = 100, 20  # losses that a spike is told from, and how many there must be at least
+_MOST_SAVED, _MOST_NAMED = 20, 10  # batches in a run folder, samples in a message
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accident:
+    """What is wrong with a step.
+
+    Attributes:
+        kind: ``loss``, ``gradient`` and ``parameter`` are not finite; ``spike``: the loss is finite and far too large.
+        told: it, in words, with the step.
+    """
+
+    step: int
+    kind: Literal["loss", "gradient", "parameter", "spike"]
+    told: str
+
+
+class RollBackError(Exception):
+    """The run is to go back to its newest checkpoint, and on past the steps that are left out then."""
+
+
+@final
+class LossSpikes:
+    """Tells a loss that is far above those before it."""
+
+    def __init__(self, limit: float | None) -> None:
+        """``limit``: robust standard deviations above the median; ``None``: nothing is a spike."""
+        self._limit = limit
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+
+    def describe(self, loss: float) -> str:
+        """What makes ``loss`` a spike; empty where it is none. One that is none is remembered."""
+        if self._limit is None:
+            return ""
+        if len(self._losses) >= _FEWEST:
+            median = statistics.median(self._losses)
+            # 1.4826: of normal deviates the ratio of standard to median absolute deviation. A loss that hardly moves
+            # has no deviation to speak of: a hundredth of it stands in.
+            deviation = 1.4826 * statistics.median(abs(one - median) for one in self._losses)
+            above = (loss - median) / max(deviation, abs(median) / 100, 1e-12)
+            if above > self._limit:
+                return (
+                    f"{loss:.4g}, {above:.3g} deviations above the median of the last {len(self._losses)}, {median:.4g}"
+                )
+        self._losses.append(loss)
+        return ""
+
+
+@final
+class Accidents:
+    """What a run does about the accidents of its steps. Without a run, as in a loop of one's own, it stops.
+
+    Attributes:
+        left_out: steps whose update is not made when they come again, and why.
+    """
+
+    def __init__(self, run: RunSpec | None = None, write: Callable[..., None] | None = None) -> None:
+        """``write`` appends an event to the run's log."""
+        self._answer: Answer = run.on_nonfinite if run else "stop"
+        self._answer_to_spikes: Answer = run.on_spike if run else "stop"
+        self._spikes = LossSpikes(run.spike if run else None)
+        self._folder = run.folder / "accidents" if run else None
+        self._write = write
+        self._in_a_row = self._back = 0
+        self._newest = -1
+        goes_on = {self._answer, self._answer_to_spikes} != {"stop"}
+        self._buffers = BufferCopies() if goes_on else None
+        self.left_out: dict[int, str] = {}
+
+    def judge(self, step: int, loss: float, norm: float, *, overflows: bool = False) -> Accident | None:
+        """What is wrong with a step of this loss and gradient norm, if anything is.
+
+        ``overflows``: numbers that are not finite are what loss scaling makes of a scale that is too large.
+        """
+        if not overflows and not math.isfinite(loss):
+            return Accident(step=step, kind="loss", told=f"the loss of step {step} is {loss}")
+        if not overflows and not math.isfinite(norm):
+            told = f"the gradient of step {step} is not finite, and its loss is {loss:.4g}"
+            return Accident(step=step, kind="gradient", told=told)
+        if math.isfinite(loss) and (spike := self._spikes.describe(loss)):
+            return Accident(step=step, kind="spike", told=f"the loss of step {step} is a spike: {spike}")
+        return None
+
+    def begins(self, step: Step) -> None:
+        """A step begins: remember what its forward may spoil, where the run may go on without its update."""
+        if self._buffers:
+            self._buffers.take(step.layout.modules)
+
+    def passed(self) -> None:
+        """The step is made."""
+        self._in_a_row = 0
+
+    def saved(self, step: int) -> None:
+        """A checkpoint was written after ``step`` steps."""
+        if step > self._newest:
+            self._newest, self._back = step, 0
+
+    def meet(self, accident: Accident, step: Step, batch: StepBatch) -> str:
+        """Find out where it comes from, keep the batch, and do what the run says. Collective.
+
+        Returns why the update of this step is to be left out.
+
+        Raises:
+            LossError, GradientError: the run stops.
+            RollBackError: the run is to go back.
+        """
+        try:
+            seen = first_sighting(step, batch)
+        except Exception as error:  # of running the step again, such as memory that runs out
+            raise self._error(accident, "", f"Where it comes from could not be found: {error}", "") from error
+        if seen.parameter:
+            self._spoilt(accident.step, seen.parameter)
+        here = dist.get_rank() if active() else 0
+        kept = self._keep(accident, seen, step, batch) if here == seen.rank else None
+        ids, path = from_every_rank(kept)[seen.rank]
+        if self._buffers:
+            self._buffers.put_back()
+        ids = [ids[row] for row in seen.rows] or ids
+        self.answer(accident, _place(accident, seen, ids), samples=ids, path=path)
+        return accident.told
+
+    def look_at_values(self, step: int, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Do what the run says where one of ``parameters`` is not finite after ``step`` steps. Collective.
+
+        Raises:
+            GradientError: the run stops.
+            RollBackError: the run is to go back.
+        """
+        if names := [name for names in from_every_rank(bad_parameters(parameters)[:1]) for name in names]:
+            self._spoilt(step, names[0])
+
+    def _spoilt(self, step: int, name: str) -> None:
+        told = f"the parameter {name} is not finite after step {step - 1}"
+        self.answer(Accident(step=step, kind="parameter", told=told), "")
+
+    def answer(self, accident: Accident, place: str, *, samples: Collection[int] = (), path: str = "") -> None:
+        """Do what the run says about ``accident``, met at ``place``; returns where the update is to be left out.
+
+        Raises:
+            LossError, GradientError: the run stops.
+            RollBackError: the run is to go back.
+        """
+        answer = self._answer_to_spikes if accident.kind == "spike" else self._answer
+        why = ""
+        self._in_a_row += 1
+        if answer == "skip" and accident.kind == "parameter":
+            answer, why = "stop", "To leave out updates does not mend a parameter."
+        elif answer == "skip" and self._in_a_row > _MOST_SKIPPED:
+            answer, why = "stop", f"The updates of {_MOST_SKIPPED} steps in a row have been left out already."
+        elif answer == "rollback" and self._back == _MOST_ROLLED_BACK:
+            answer, why = "stop", f"The run has gone back {_MOST_ROLLED_BACK} times since its newest checkpoint."
+        if self._write:
+            facts = {"step": accident.step, "kind": accident.kind, "action": answer, "message": accident.told}
+            self._write("accident", **facts, where=place, samples=list(samples), path=path)
+        if answer == "stop":
+            raise self._error(accident, place, why, path)
+        if answer == "rollback":
+            self._back += 1
+            made_by = accident.step - (accident.kind == "parameter")  # which the update before has spoilt
+            self.left_out[made_by] = accident.told
+            raise RollBackError(accident.told)
+
+    def _keep(self, accident: Accident, seen: Sighting, step: Step, batch: StepBatch) -> tuple[list[int], str]:
+        """Write the micro-batch that was seen first; gives its samples, and where it is."""
+        folder, micro = self._folder, batch.parts[seen.part][seen.micro]
+        if folder is None:
+            return list(micro.ids), ""
+        named = f"step-{accident.step:08d}"
+        if folder.is_dir() and not (folder / named).exists() and len(list(folder.iterdir())) >= _MOST_SAVED:
+            return list(micro.ids), ""
+        saved = SavedBatch(
+            folder=folder / named,
+            step=accident.step,
+            reason=accident.told,
+            where=seen.where,
+            samples=micro.ids,
+            rank=seen.rank,
+            micro=seen.micro,
+            seed=stream(step.job.seed, accident.step, seen.micro, step.first_part + seen.part),
+        )
+        try:
+            saved.write(micro.batch)
+        except OSError:  # a full disk must not hide what went wrong
+            return list(micro.ids), ""
+        return list(micro.ids), str(Path("accidents") / named)
+
+    def _error(self, accident: Accident, place: str, why: str, path: str) -> RunError:
+        lines = [f"{accident.told}.", *([f"    {place}"] if place else []), *([f"    {why}"] if why else [])]
+        if path and self._folder:
+            lines.append(f"    The batch is kept in {self._folder.parent / path}.")
+        if accident.kind == "parameter":
+            lines.append("    try: --resume --on-nonfinite rollback, from the newest checkpoint, or a lower lr")
+            return GradientError("\n".join(lines))
+        lines.append("    No update was made of it: parameters are those of the step before.")
+        if accident.kind == "spike":
+            lines.append("    try: --resume --on-spike skip, or a larger --spike")
+            return LossError("\n".join(lines))
+        lines.append(
+            "    Usual causes: a learning rate too high or without warm-up, a logarithm, a root or a division by zero "
+            "in the model or the loss, bad values in the data."
+        )
+        lines.append(
+            "    try: job(clip=1.0, schedule=px.Schedule(warmup_steps=100)), or a lower lr; to leave out such batches: "
+            "--on-nonfinite skip"
+        )
+        return (LossError if accident.kind == "loss" else GradientError)("\n".join(lines))
+
+
+def _place(accident: Accident, seen: Sighting, ids: Collection[int]) -> str:
+    """Where numbers went wrong first, in words."""
+    few = ", ".join(map(str, list(ids)[:_MOST_NAMED])) + (", ..." if len(ids) > _MOST_NAMED else "")
+    of = f"micro-batch {seen.micro} on rank {seen.rank} (samples {few})"
+    if accident.kind == "spike":
+        return f"Its largest part is the loss of {of}."
+    if not seen.where:
+        return (
+            "The same step, run again, gave finite numbers: code that does not repeat itself, or a device at fault. "
+            f"The loss is largest in {of}."
+        )
+    return f"First not finite: {seen.where}, in {of}."
+
+
+@final
+class BufferCopies:
+    """Buffers as they were before a step, such as running statistics, which its forward changes."""
+
+    def __init__(self) -> None:
+        self._owners: list[tuple[nn.Module, str]] | None = None
+        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def take(self, modules: list[nn.Module]) -> None:
+        """Copy those that may have changed since they were copied last."""
+        if self._owners is None:
+            every = [child for module in modules for child in module.modules()]
+            self._owners = [(child, name) for child in every for name in child._buffers]
+        copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        for owner, name in self._owners:
+            tensor = owner._buffers.get(name)
+            if tensor is not None:
+                had = self._copies.get(id(tensor))
+                # torch's normalisation layers write into theirs without counting it as a new version.
+                same = had is not None and had[1] == tensor._version and not isinstance(owner, _NormBase)
+                copies[id(tensor)] = had if same and had else (tensor, tensor._version, tensor.detach().clone())
+        self._copies = copies
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Undo what was changed since."""
+        for tensor, _, copy in self._copies.values():
+            tensor.copy_(copy)
+
+
+def saved_batches(folder: Path) -> list[SavedBatch]:
+    """The batches that accidents have left in the run folder ``folder``, by step.
+
+    Raises:
+        DataError: if one cannot be read.
+    """
+    return [SavedBatch.read(path) for path in sorted((folder / "accidents").glob("step-*"))]

@@ -1,0 +1,267 @@
+"""Drift: replicas that should hold the same parameters, and do not.
+
+Ranks that differ along ``dp`` or ``cp`` only start from the same values, add up the same gradients and take the same
+step, so their parameters are the same to the last bit. So are running statistics of normalisation layers, of which all
+ranks take over the first one's after each step (``parallel/buffer_sync.py``). A bit that flips in memory, a collective
+that went wrong, or code of the job that changes a parameter on one rank breaks that without a trace: from then on every
+rank trains a model of its own. So every few steps the ranks compare fingerprints of a fifth of what they hold, another
+fifth each time: a sum of the bits, which one changed element always changes. That reads a fifth of the parameters and
+sends eight bytes.
+
+Where fingerprints differ, the ranks look closer: at the first tensor that differs, at the block of it, at its values.
+What differs by no more than rounding is said and left alone: ranks on unlike processors may compute unlike last bits.
+
+Not compared are replicas that step by themselves (``sync=local``, ``sync=diloco``), which differ by design between
+averagings; workers of parameter servers, which are sent their parameters anew; replicas that are threads; and other
+buffers: forward may change those on each rank by the samples it sees, and no plan brings them together.
+Ranks along ``tp`` and ``fsdp`` hold other parts of the model and have nothing to compare.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm import Mesh, all_gather_flat, local
+from phalanx.config import Plan
+from phalanx.config.run import DriftPolicy
+from phalanx.errors import DriftError
+
+PARTS = 5
+"""Looks after which every parameter has been compared."""
+
+_BLOCKS = 1024  # of a tensor that differs
+_ROW = 4096  # elements of eight bytes that are summed up together
+_ROUNDING = 1e-5  # of the largest value: what two processors may make of the same sums
+
+
+@final
+class DriftWatch:
+    """Compares what this rank holds with its replicas; every call is collective among them.
+
+    Attributes:
+        found: replicas differ, in what is not known or not answered yet: no state of one is that of the run.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup, policy: DriftPolicy, every: int
+    ) -> None:
+        """``parameters``: name → what every rank is to hold alike. ``every``: steps between looks at a part of them."""
+        self._tensors = {name: local(tensor).detach() for name, tensor in parameters.items()}
+        self._group, self._policy, self._every = group, policy, every
+        self._parts = _parts(self._tensors)
+        self._waiting: _Look | None = None
+        self._warnings: list[str] = []
+        self._rounds = self.found = False
+
+    @classmethod
+    def of(
+        cls, plan: Plan, rank: int, parameters: Mapping[str, torch.Tensor], policy: DriftPolicy, every: int
+    ) -> DriftWatch | None:
+        """That of a rank of ``plan``; ``None`` where nobody is to compare, or holds the same. Collective."""
+        group = Mesh(plan, rank).group("dp", "cp") if policy != "off" and plan.kind != "threads" else None
+        return cls(parameters, group, policy, every) if group is not None else None
+
+    def stepped(self, step: int) -> None:
+        """The optimizer has taken ``step``.
+
+        Raises:
+            DriftError: naming the tensor and the ranks, if they have drifted apart and the policy is to stop.
+        """
+        self.settle()
+        if (step + 1) % self._every:
+            return
+        part = self._parts[(step + 1) // self._every % PARTS]
+        digest = bit_sum(piece.of(self._tensors) for piece in part)
+        if digest.device.type == "cpu":
+            self._waiting = _Look(step, part, digest)
+            self.settle()
+            return
+        # On a device one step later: the host does not wait for it while nothing is queued there.
+        host, ready = torch.empty_like(digest, device="cpu", pin_memory=True), torch.cuda.Event()
+        host.copy_(digest, non_blocking=True)
+        ready.record()
+        self._waiting = _Look(step, part, host, ready)
+
+    def settle(self) -> None:
+        """Compare what was looked at last, where that is still to be done.
+
+        Raises:
+            DriftError: as ``stepped``.
+        """
+        look, self._waiting = self._waiting, None
+        if look is None:
+            return
+        if look.ready is not None:
+            look.ready.synchronize()
+        digests = self._from_all(look.digest)
+        if len(set(digests)) > 1:
+            self.found = True
+            self._take(self._look_closer(look))
+            self.found = False
+
+    def news(self) -> Sequence[str]:
+        """Warnings since this was last asked for."""
+        found, self._warnings = self._warnings, []
+        return found
+
+    def _take(self, found: ReplicaDifference) -> None:
+        if found.rounding:
+            if not self._rounds:
+                self._warnings.append(f"{found}, which is no more than rounding: the processors are perhaps not alike")
+            self._rounds = True
+        elif self._policy == "warn":
+            self._warnings.append(f"{found}; from here on they train models of their own")
+        else:
+            raise DriftError(
+                f"{found}; from here on they would train models of their own\n"
+                "    It comes from memory or a device that fails, a link that changes what it carries, or code of the "
+                "job that changes a parameter on one rank: look at the rank that differs first\n"
+                "    try: --resume, which goes on from the last checkpoint; --drift warn to go on all the same"
+            )
+
+    def _look_closer(self, look: _Look) -> ReplicaDifference:
+        """Which tensor, by how much, on which ranks."""
+        each = torch.stack([bit_sum([piece.of(self._tensors)]).cpu() for piece in look.part])
+        rows = self._rows(each)
+        at = next(index for index in range(len(look.part)) if len({row[index] for row in rows}) > 1)
+        piece = look.part[at]
+        values = piece.of(self._tensors)
+        blocks = values.tensor_split(min(_BLOCKS, max(1, values.numel())))
+        rows = self._rows(torch.stack([bit_sum([block]).cpu() for block in blocks]))
+        differing = [index for index in range(len(blocks)) if len({row[index] for row in rows}) > 1]
+        block = blocks[differing[0]]
+        everywhere = torch.empty(len(rows) * block.numel(), dtype=torch.float64)
+        all_gather_flat(everywhere, block.cpu().double(), self._group)
+        by_rank = everywhere.view(len(rows), -1)
+        most = by_rank.abs().max().item()
+        ranks = dist.get_process_group_ranks(self._group)
+        common = Counter(row[differing[0]] for row in rows).most_common(1)[0][0]
+        apart = [rank for rank, row in zip(ranks, rows, strict=True) if row[differing[0]] != common]
+        by = (by_rank - by_rank[0]).abs()
+        return ReplicaDifference(
+            step=look.step,
+            name=piece.name,
+            ranks=tuple(apart if 2 * len(apart) < len(ranks) else ranks),
+            of=tuple(ranks),
+            by=float(by.nan_to_num(nan=float("inf")).max()),
+            most=most,
+            blocks=len(differing),
+        )
+
+    def _from_all(self, digest: torch.Tensor) -> list[int]:
+        return [row[0] for row in self._rows(digest.view(1))]
+
+    def _rows(self, mine: torch.Tensor) -> list[list[int]]:
+        """``mine``, as every rank of the group has it."""
+        size = self._group.size()
+        out = torch.empty(size * mine.numel(), dtype=mine.dtype)
+        all_gather_flat(out, mine, self._group)
+        return out.view(size, -1).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements ``first`` to ``last`` of a tensor."""
+
+    name: str
+    first: int
+    last: int
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Its values now, flat."""
+        return tensors[self.name].reshape(-1)[self.first : self.last]
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    step: int
+    part: Sequence[Piece]
+    digest: torch.Tensor
+    ready: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaDifference:
+    """What replicas differ in.
+
+    Attributes:
+        step: the last one taken.
+        name: of the first tensor that differs.
+        ranks: that differ from most; all that are compared, where no value is most ranks'.
+        of: ranks that are compared.
+        by: largest difference that was found.
+        most: largest value beside it.
+        blocks: of the tensor, of which so many differ.
+    """
+
+    step: int
+    name: str
+    ranks: tuple[int, ...]
+    of: tuple[int, ...]
+    by: float
+    most: float
+    blocks: int
+
+    @property
+    def rounding(self) -> bool:
+        """Whether it may come from the last bits of sums alone."""
+        return self.by <= _ROUNDING * self.most
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        others = "" if len(self.ranks) == len(self.of) else " from their replicas"
+        verb = "differ" if len(self.ranks) > 1 else "differs"
+        return (
+            f"replicas have drifted apart: after step {self.step}, {self.name!r} of rank{'s' * (len(self.ranks) > 1)} "
+            f"{ranks} {verb}{others}, by up to {self.by:.2g}"
+        )
+
+
+def _parts(tensors: Mapping[str, torch.Tensor]) -> list[list[Piece]]:
+    """All elements in parts of about as many bytes each; a part need not end with a tensor."""
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    parts: list[list[Piece]] = [[] for _ in range(PARTS)]
+    at = 0
+    for name, tensor in tensors.items():
+        each, first = tensor.element_size(), 0
+        while first < tensor.numel():
+            index = min(PARTS - 1, at * PARTS // max(1, total))
+            end = total if index == PARTS - 1 else (index + 1) * total // PARTS
+            # whole words of eight bytes, which are what is summed up
+            count = min(tensor.numel() - first, max(8, -(-(end - at) // each) // 8 * 8))
+            parts[index].append(Piece(name, first, first + count))
+            first, at = first + count, at + count * each
+    return parts
+
+
+def _words(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bits of a flat tensor as whole numbers of eight bytes, and what is left over as bytes."""
+    flat = flat.contiguous()
+    if flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    raw = flat.view(torch.uint8)
+    whole = len(raw) // 8 * 8
+    yield raw[:whole].view(torch.int64)
+    yield raw[whole:].to(torch.int64)
+
+
+def bit_sum(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """One whole number of flat ``tensors``, on their device: changed by any change of one element.
+
+    A sum of all words of eight bytes, each row of them times an odd number of its own, modulo 2 to the 64.
+    """
+    found: torch.Tensor | None = None
+    for number, words in enumerate(words for tensor in tensors for words in _words(tensor)):
+        value = words.sum()
+        if rows := len(words) // _ROW:
+            odd = 2 * torch.arange(1, rows + 1, device=words.device) + 1
+            value = (words[: rows * _ROW].view(rows, _ROW).sum(1) * odd).sum() + words[rows * _ROW :].sum()
+        value *= 2 * number + 1
+        found = value if found is None else found + value
+    return torch.zeros((), dtype=torch.int64) if found is None else found
