@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -173,9 +174,9 @@ class Recording(Observer):
         first: dict[tuple[Any, ...], tuple[int, str]] = {}
         for rank, (replica, known) in enumerate(everyone):
             for key, (piece, digest, *_) in known.items():
-                first.setdefault((replica, key, str(piece)), (rank, digest))
+                first.setdefault((replica, key, json.dumps(piece)), (rank, digest))
         mine = self._rank if len(everyone) > 1 else 0
-        owners = {key: first[self._there.replica, key, str(told[key][0])] for key in there}
+        owners = {key: first[self._there.replica, key, json.dumps(told[key][0])] for key in there}
         kept = {key: there[key] for key, (rank, digest) in owners.items() if rank == mine or digest != told[key][1]}
         self.answer["moments"][moment] = told
         save_file(kept, self._folder / f"{moment}-{self._rank}.safetensors")

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from phalanx.config import Job
 from phalanx.verify.witness import samples
+from phalanx.verify.witness.initial import initial_model
 from phalanx.verify.witness.plain_loop import END, FIRST, START, WHOLE, Witness, on_host
 
 _FORM = (
@@ -47,7 +48,7 @@ class OwnLoop:
         samples.seed_everything(samples.stream_seed(job.seed, 0))
         asked = inspect.signature(self.function).parameters
         # Built only where it is asked for: a loop that builds its own draws the same values from the same seeds.
-        model: nn.Module | None = job.model().train().to(device) if "model" in asked else None
+        model: nn.Module | None = initial_model(job).train().to(device) if "model" in asked else None
         offered = {"steps": steps, "model": model, "samples": _Samples(job, steps)}
         if unknown := [name for name in asked if name not in offered]:
             raise ValueError(f"the loop asks for {', '.join(unknown)}; it may ask for {', '.join(offered)}")

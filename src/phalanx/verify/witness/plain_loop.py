@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from phalanx.config import Job, Schedule
 from phalanx.verify.witness import samples
+from phalanx.verify.witness.initial import initial_model
 from phalanx.verify.witness.magnitudes import Magnitudes, dense
 from phalanx.verify.witness.masks import KeyedMasks
 
@@ -118,7 +119,7 @@ class _PlainLoop:
         self.steps, self.most = steps
         self.half = _HALVES.get(precision)
         samples.seed_everything(samples.stream_seed(job.seed, 0))
-        self.model: nn.Module = job.model()
+        self.model = initial_model(job)
         if not self.model.training:
             self.model.train()
         self.model.to(device)

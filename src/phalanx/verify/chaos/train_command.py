@@ -1,0 +1,74 @@
+"""``phalanx train`` as a user runs it: a program of its own, begun, begun again after it has died, and ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+
+from phalanx.checkpoint import latest
+from phalanx.config import Plan, RunSpec
+from phalanx.launch.worker_process import die_with
+
+_GOES_ON_BY_ITSELF = "restarts" in {field.name for field in fields(RunSpec)}
+_LOOPBACK = 'ip link set lo up && exec "$@"'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainCommand:
+    """What is trained, and how far.
+
+    Attributes:
+        job: where the job is, as ``phalanx train`` takes it.
+        steps: optimizer steps of the whole run.
+        checkpoint_every: steps between checkpoints.
+        options: further options of ``phalanx train``.
+        own_network: in a network namespace of its own, whose loopback can be cut.
+    """
+
+    job: str
+    plan: Plan
+    steps: int
+    checkpoint_every: int
+    options: tuple[str, ...] = ()
+    own_network: bool = False
+
+    def start(self, folder: Path, log: Path, *, restarts: int) -> subprocess.Popen[bytes]:
+        """Begin the run in ``folder``, or go on with it; what it prints goes to the end of ``log``.
+
+        It ends with this process, however that ends. Temporary files go to ``tmp`` beside the log.
+        """
+        temporary = log.parent / "tmp"
+        temporary.mkdir(exist_ok=True)
+        argv = ["env", f"TMPDIR={temporary}", *self._argv(folder), *_going_on(folder, restarts)]
+        if self.own_network:
+            argv = ["unshare", "--net", "sh", "-c", _LOOPBACK, "sh", *argv]
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=partial(die_with, os.getpid()),
+            )
+
+    def _argv(self, folder: Path) -> list[str]:
+        words = ["--plan", str(self.plan), "--steps", str(self.steps), "--run", str(folder)]
+        words += ["--checkpoint-every", str(self.checkpoint_every), "--no-forecast", "--quiet", *self.options]
+        return [sys.executable, "-m", "phalanx", "train", self.job, *words]
+
+
+def _going_on(folder: Path, restarts: int) -> list[str]:
+    """Options by which a run goes on where it was, wherever that is."""
+    if _GOES_ON_BY_ITSELF:
+        return ["--resume", "auto", "--restarts", str(restarts)]
+    if latest(folder / "checkpoints"):
+        return ["--resume"]
+    if folder.exists():  # it died before its first checkpoint
+        number = len(list(folder.parent.glob(f"{folder.name}-before-*")))
+        folder.rename(folder.with_name(f"{folder.name}-before-{number + 1}"))
+    return []

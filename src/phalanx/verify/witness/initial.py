@@ -1,0 +1,37 @@
+"""A job's model with its initial values, made as a script would make it: ``load_state_dict`` of whole files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from phalanx.config import Job, Pretrained
+
+
+def initial_model(job: Job) -> nn.Module:
+    """The model that the job builds, with the values of ``job.initial`` where it has one."""
+    model: nn.Module = job.model()
+    if job.initial is None:
+        return model
+    path = Path(Pretrained.of(job.initial).path)
+    index = path / "model.safetensors.index.json"
+    if path.is_file():
+        files = [path]
+    elif index.is_file():
+        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    else:
+        files = [path / "model.safetensors"]
+    values: dict[str, Tensor] = {}
+    for file in files:
+        values |= load_file(file)
+    base = getattr(model, "base_model_prefix", "") or "-"
+    for name in [name for name in model.state_dict() if name not in values]:
+        other = name.removeprefix(f"{base}.") if name.startswith(f"{base}.") else f"{base}.{name}"
+        if other in values:
+            values[name] = values[other]
+    bare = any(tensor.is_meta for tensor in model.parameters())
+    model.load_state_dict(values, strict=False, assign=bare)
+    return model
