@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.api import Run, build, fit, forecast, plan, prove
-    from phalanx.config import Cluster, Job, Loss, Plan, RunSpec, Schedule
+    from phalanx.config import Cluster, Job, Loss, Plan, Pretrained, RunSpec, Schedule
     from phalanx.data import Table
     from phalanx.errors import PhalanxError
     from phalanx.launch.hosts import Hosts
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     **dict.fromkeys(("Run", "build", "fit", "forecast", "plan", "prove"), "phalanx.api"),
-    **dict.fromkeys(("Cluster", "Job", "Loss", "Plan", "RunSpec", "Schedule"), "phalanx.config"),
+    **dict.fromkeys(("Cluster", "Job", "Loss", "Plan", "Pretrained", "RunSpec", "Schedule"), "phalanx.config"),
     **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
@@ -40,6 +40,7 @@ __all__ = [
     "Loss",
     "PhalanxError",
     "Plan",
+    "Pretrained",
     "Run",
     "RunSpec",
     "Schedule",

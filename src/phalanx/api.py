@@ -5,22 +5,27 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import Cluster, Job, Plan, RunSpec
-from phalanx.errors import Problem, RefusedError, SpecError, WorkerError
+from phalanx.config.fields import is_whole
+from phalanx.errors import PhalanxError, Problem, RefusedError, SpecError, WorkerError
 from phalanx.events import read
+from phalanx.files import read_text
 
 if TYPE_CHECKING:
     from phalanx.comm import Place
     from phalanx.data import Loader
+    from phalanx.data.saved_batch import SavedBatch
     from phalanx.forecast import Forecast
-    from phalanx.launch import Launcher
+    from phalanx.launch import Launch, Launcher
     from phalanx.launch.hosts import Hosts
+    from phalanx.launch.launcher import StepReport, WorkerFunction
     from phalanx.planner import Advice
+    from phalanx.train.assembly import Findings
     from phalanx.train.step import Step
     from phalanx.verify import Proof
 
@@ -51,9 +56,16 @@ class Run:
         return found[-1] if found else None
 
     @property
+    def accidents(self) -> list[SavedBatch]:
+        """The batches that losses or gradients were not finite with, or spikes came from, by step."""
+        from phalanx.train.accidents import saved_batches
+
+        return saved_batches(self.folder)
+
+    @property
     def plan(self) -> Plan:
         """The plan it ran under."""
-        return Plan.from_toml((self.folder / "plan.toml").read_text())
+        return Plan.from_toml(read_text(self.folder / "plan.toml", where="plan.toml", fix="the folder of a run"))
 
 
 def fit(
@@ -90,10 +102,18 @@ def fit(
         RefusedError: if the plan cannot serve the job here, or is forecast not to fit (``RunSpec.forecast``).
         WorkerError: if a worker failed: the first one's rank, step and traceback. Inside a worker that torchrun
             started, this worker's own error comes as it is.
+        KeyboardInterrupt: after Ctrl-C; the run has saved by then (``RunSpec.grace``).
+        SystemExit: after SIGTERM and SIGUSR1; with 75, ``EX_TEMPFAIL``, once the run has saved.
     """
     from phalanx.config.run import override
     from phalanx.launch import default_folder, find_launcher, place_of_this_process
 
+    _need(job, Job, "job", "px.fit(job(), plan)")
+    _need(run, (RunSpec, type(None)), "run", 'run=px.RunSpec(job="train.py", plan=plan, folder="runs/mine-1")')
+    _need(folder, (str, Path, type(None)), "folder", 'folder="runs/mine-1"')
+    _need(launcher, str, "launcher", 'launcher="local"')
+    if cores is not None and not is_whole(cores, 1):
+        raise SpecError.of("cores", repr(cores), "a whole number, 1 or more", "cores=2")
     chosen_launcher, place = find_launcher(launcher), place_of_this_process()
     chosen = _plan(plan if plan is not None or run is None else run.plan, job, place)
     where = Path(folder) if folder is not None else run.folder if run is not None else default_folder(job.name)
@@ -114,63 +134,121 @@ class _Start:
     cores: int | None
     loadable: bool
 
+    def launch(self, run: RunSpec, work: WorkerFunction) -> Launch:
+        """What is to be started for ``run``, each of whose workers does ``work``."""
+        from phalanx.launch import Launch
+
+        return Launch(
+            world_size=run.plan.processes,
+            function=work,
+            run=run,
+            loadable=self.loadable,
+            threads=None if self.cores is None else self.cores * run.plan.threads,
+            hosts=self.hosts,
+            reserves=_RESERVES if run.plan.server else 0,
+            timeout=run.timeout,
+        )
+
 
 def _start(job: Job, spec: RunSpec, how: _Start, watch: Callable[[], None] | None) -> Run:
-    from phalanx.launch import Launch, LookAhead, prepare_run, record, supervise
-    from phalanx.preflight import RunForecaster, forecast_after_look, too_little
+    from phalanx.launch import (
+        ElasticSize,
+        LookAhead,
+        Reference,
+        Restarts,
+        RunFolder,
+        StopSignals,
+        settled,
+        supervise,
+    )
+    from phalanx.preflight import RunForecaster, forecast_after_look
     from phalanx.train.assembly import Findings, refuse
     from phalanx.train.loop import train
     from phalanx.train.lr_schedule import RunStart
 
-    plan, folder, hosts, cores = spec.plan, spec.folder, how.hosts, how.cores
-    found = Findings()
+    size, folder, hosts, cores = ElasticSize.of(job, spec) if spec.devices else None, spec.folder, how.hosts, how.cores
+    spec = spec.resized_to(size.plan) if size else spec
+    found, restarts = Findings(), Restarts(spec.restarts, folder, size)
 
-    def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
+    def work(place: Place, report: StepReport) -> dict[str, Any]:
         report_step = hosts.counted(place.rank, report) if hosts else report
-        return train(job, spec, place, report=report_step, findings=found)
+        with StopSignals(report.asked) as signals:
+            asked, unsaved = signals.asked, report.unsaved
+            return train(job, begun, place, report=report_step, findings=found, asked=asked, unsaved=unsaved)
 
-    launch = Launch(
-        world_size=plan.processes,
-        function=work,
-        run=spec,
-        loadable=how.loadable,
-        threads=None if cores is None else cores * plan.threads,
-        hosts=hosts,
-        reserves=_RESERVES if plan.server else 0,
-    )
-    refuse(job, plan, plan.world_size)
-    with LookAhead(job, plan, RunStart.of(spec), forecast_after_look(job, spec, cores)) as look:
-        how.launcher.prepare(launch)  # loads what workers need, while the job is looked at
+    def wanted() -> Launch:
+        nonlocal begun, found
+        if restarts.starts:
+            begun, before = entered.again(), begun.plan
+            begun = begun.resized_to(size.plan) if size else begun
+            found = found if begun.plan == before else _looked_at(job, begun)
+            how.launcher.prepare(how.launch(begun, work))
+        return how.launch(begun, work)
+
+    refuse(job, spec.plan, spec.plan.world_size)
+    located = replace(spec, job=str(Reference.parse(spec.job)))
+    begun = settled(located)
+    with (
+        RunFolder(located, job=job) as entered,
+        LookAhead(job, spec.plan, RunStart.of(begun), forecast_after_look(job, spec, cores)) as look,
+    ):
+        how.launcher.prepare(how.launch(spec, work))  # loads what workers need, while the job is looked at
         found = look.findings()
-        try:
-            with RunForecaster(spec, look.side, watch) as forecaster:
-                prepare_run(spec)
-                supervise(lambda: how.launcher.start(launch), launch.world_size, forecaster)
-        except SpecError as error:  # what only a worker could see, or the forecast once the run had begun
-            if folder.is_dir():
-                record(error, folder)
-            raise
-        except WorkerError as error:
-            record(error, folder)
-            if advice := too_little(error, folder):
-                error.add_note(advice)
-            raise
+        with RunForecaster(spec, look.side, watch) as forecaster:
+            begun = entered.prepare()
+            with _recorded(folder):
+                supervise(how.launcher.start, wanted, forecaster, grace=spec.grace, restarts=restarts)
     return Run(folder=folder)
+
+
+def _looked_at(job: Job, run: RunSpec) -> Findings:
+    """What there is to be found of ``job`` under the plan that ``run`` goes on with; what is wrong workers say."""
+    from phalanx.launch import look_ahead
+    from phalanx.train.assembly import Findings
+    from phalanx.train.lr_schedule import RunStart
+
+    try:
+        return look_ahead(job, run.plan, RunStart.of(run))
+    except PhalanxError:
+        return Findings()
+
+
+@contextmanager
+def _recorded(folder: Path) -> Iterator[None]:
+    """Have the run's log say what it failed by."""
+    from phalanx.launch import record
+    from phalanx.preflight import too_little
+
+    try:
+        yield
+    except SpecError as error:  # what only a worker could see, or the forecast once the run had begun
+        record(error, folder)
+        raise
+    except WorkerError as error:
+        record(error, folder)
+        if advice := too_little(error, folder):
+            error.add_note(advice)
+        raise
 
 
 def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None) -> Run:
     import torch
 
+    from phalanx.launch import raise_stopped
+    from phalanx.launch.elastic_size import fitted
     from phalanx.launch.worker import WorkerStatus, train_as_worker
 
+    spec = fitted(spec, place.world_size, job)
     if cores is not None:
         torch.set_num_threads(cores * spec.plan.threads)
-    status = WorkerStatus(place)
+    status = WorkerStatus(replace(place, timeout=spec.timeout))
     try:
-        return Run(folder=train_as_worker(job, spec, status).folder)
+        folder = train_as_worker(job, spec, status).folder
     except Exception as error:
         status.report_failure(error)
         raise
+    raise_stopped(status.stopped, saved=True)
+    return Run(folder=folder)
 
 
 def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
@@ -189,6 +267,7 @@ def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
     from phalanx.train.assembly import build as assemble
     from phalanx.train.assembly import refuse
 
+    _need(job, Job, "job", "px.build(job(), plan)")
     place = place_of_this_process()
     chosen = _plan(plan, job, place)
     if place is None and chosen.world_size > 1:
@@ -223,6 +302,13 @@ def prove(
     """
     from phalanx.verify import prove as compare
 
+    _need(job, Job, "job", "px.prove(job(), plan)")
+    if not is_whole(steps, 1):
+        raise SpecError.of("steps", repr(steps), "a whole number, 1 or more", "steps=20")
+    if against is not None and not callable(against):
+        raise SpecError.of("against", f"a {type(against).__name__}", "a function: a training loop", "against=loop")
+    if plan is None:  # pyright: ignore[reportUnnecessaryComparison]
+        _need(plan, (Plan, str), "plan", 'px.prove(job(), "dp=2")')
     compared = {"against": against, "say": say, "watch": watch, "dropout": dropout}
     return compare(job, _plan(plan, job, None), steps=steps, **compared)
 
@@ -237,6 +323,8 @@ def forecast(job: Job, plan: Plan | str, cluster: Cluster | str) -> Forecast:
     from phalanx.forecast import forecast as priced
     from phalanx.preflight.subject import Subject
 
+    _need(job, Job, "job", 'px.forecast(job(), "dp=2", "8xH100")')
+    _need(plan, (Plan, str), "plan", 'px.forecast(job(), "dp=2", "8xH100")')
     chosen, there = _plan(plan, job, None), _cluster(cluster)
     return priced(Subject.of(job).question(there, chosen).work, chosen, there)
 
@@ -254,6 +342,7 @@ def plan(job: Job, cluster: Cluster | str) -> Advice:
     from phalanx.planner import advise
     from phalanx.preflight.subject import Subject
 
+    _need(job, Job, "job", 'px.plan(job(), "8xH100")')
     there = _cluster(cluster)
     return advise(Subject.of(job).question(there))
 
@@ -261,7 +350,18 @@ def plan(job: Job, cluster: Cluster | str) -> Advice:
 def _cluster(cluster: Cluster | str) -> Cluster:
     from phalanx.hardware import cluster as read
 
+    _need(cluster, (Cluster, str), "cluster", '"8xH100"')
     return read(cluster) if isinstance(cluster, str) else cluster
+
+
+def _need(value: object, kinds: type | tuple[type, ...], where: str, fix: str) -> None:
+    """Refuse an argument of another type than it has to have."""
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    if not isinstance(value, kinds):
+        names = " or ".join(f"a {kind.__name__}" for kind in kinds if kind is not type(None))
+        shown = "None" if value is None else f"{repr(value)[:60]}, a {type(value).__name__}"
+        hint = ": its result, where it is a function" if callable(value) and Job in kinds else ""
+        raise SpecError.of(where, shown, names + hint, fix)
 
 
 def _alone(plan: Plan) -> Problem:
@@ -290,6 +390,7 @@ def _plan(plan: Plan | str | None, job: Job, place: Place | None) -> Plan:
     if isinstance(plan, Plan):
         return plan
     if plan is not None:
+        _need(plan, (Plan, str), "plan", '"dp=2", or px.Plan(dp=2)')
         return Plan.parse(plan)
     if place is not None:
         return Plan(dp=place.world_size)

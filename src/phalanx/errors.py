@@ -9,15 +9,20 @@ PhalanxError
     ├── LossError        the loss is NaN, infinite, or of a wrong form
     ├── GradientError    parameters got no gradient, or the optimizer holds other parameters
     ├── DataError        the data differ between ranks, or end where they must not
+    ├── DriftError       replicas that should hold the same parameters do not
     ├── CheckpointError  a checkpoint is incomplete, of another model, or could not be written
+    │   ├── DamagedError a checkpoint does not hold what was written; an earlier one may
+    │   └── PeerLostError it cannot be written, for a rank that has a part in it is gone
     └── WorkerError      a worker process failed: its rank, its step, its own traceback
 """
 
 from __future__ import annotations
 
+import builtins
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 
@@ -57,7 +62,7 @@ class SpecError(PhalanxError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.problems,)  # sent from rank to rank as it is
+        return type(self), (self.problems,)
 
     @classmethod
     def of(cls, where: str, given: str, allowed: str, fix: str) -> Self:
@@ -100,8 +105,30 @@ class DataError(RunError):
     """The data differ between ranks, or end where they must not."""
 
 
+class DriftError(RunError):
+    """Replicas that should hold the same parameters do not."""
+
+
 class CheckpointError(RunError):
     """A checkpoint is incomplete, belongs to another model, or could not be written."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint does not hold what was written: an earlier one may still be whole.
+
+    Attributes:
+        checkpoint: its folder.
+        file: the file in it that is damaged, empty where it is not one.
+        tensor: the tensor that cannot be read, empty where it is not one.
+    """
+
+    def __init__(self, message: str, *, checkpoint: str = "", file: str = "", tensor: str = "") -> None:
+        super().__init__(message)
+        self.checkpoint, self.file, self.tensor = checkpoint, file, tensor
+
+
+class PeerLostError(CheckpointError):
+    """A checkpoint cannot be written, for a rank that has a part in it is gone."""
 
 
 class WorkerError(RunError):
@@ -112,6 +139,7 @@ class WorkerError(RunError):
         step: the optimizer step it was in, ``None`` before the first.
         kind: class name of its exception, or ``signal 9`` and the like.
         traceback: its own traceback text, empty where a signal ended it.
+        hang: where every rank stands, where one did not come and the others waited; the ``hang`` event of the log.
     """
 
     def __init__(
@@ -120,6 +148,29 @@ class WorkerError(RunError):
         super().__init__(message)
         self.rank, self.step, self.kind, self.traceback = rank, step, kind, traceback
         self.exit_code = exit_code
+        self.hang: Mapping[str, Any] | None = None
+
+
+def error_to_dict(error: Exception) -> dict[str, Any]:
+    """``error`` as JSON, to be raised on another rank."""
+    problems = [asdict(problem) for problem in error.problems] if isinstance(error, SpecError) else []
+    return {"kind": type(error).__name__, "message": str(error), "problems": problems}
+
+
+def error_from_dict(told: Mapping[str, Any]) -> Exception:
+    """The error that ``told``, from ``error_to_dict``, is of: Phalanx's own and Python's come back as what they were.
+
+    One of another kind comes as a ``RunError`` that names it.
+    """
+    kind, message = str(told["kind"]), str(told["message"])
+    known = globals().get(kind) or vars(builtins).get(kind)
+    if told["problems"]:
+        wanted = known if isinstance(known, type) and issubclass(known, SpecError) else SpecError
+        return wanted(Problem(**problem) for problem in told["problems"])
+    if isinstance(known, type) and issubclass(known, Exception) and not issubclass(known, SpecError):
+        with suppress(TypeError):  # some take more than a message
+            return known(message)
+    return RunError(f"{kind}: {message}")
 
 
 _OUT_OF_MEMORY = re.compile(

@@ -105,3 +105,20 @@ def show_names(names: Sequence[str], most: int = 3) -> str:
     """The first ``most`` names and how many more there are: ``a, b, c and 4 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+_STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """``text`` with everything that would steer a terminal or a page shown as an escape, such as ``\\x1b``.
+
+    That is control characters but for the end of a line and a tab, marks that turn the direction of writing, and what
+    no encoding knows. The very object where there is none.
+    """
+    return text if _STEERS.search(text) is None else _STEERS.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

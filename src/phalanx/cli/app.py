@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 the answer is no, 2 wrong use, 3 the run failed, 130 stopp
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,12 +14,12 @@ from typing import Any
 import click
 
 import phalanx
-from phalanx.cli.output import STOPPED, print_json, show_error
+from phalanx.cli.output import STOPPED, print_json, show_error, streams_that_may_end
 from phalanx.errors import PhalanxError
 
 VERBS = (
     *("demo", "train", "forecast", "plan", "scale", "show", "devices"),
-    *("calibrate", "prove", "audit", "bench", "worker", "completion"),
+    *("checkpoint", "calibrate", "prove", "audit", "chaos", "bench", "worker", "completion"),
 )
 _FAILED = 3
 
@@ -47,7 +46,12 @@ class Verbs(click.Group):
         argv = list(sys.argv[1:] if args is None else args)
         if not standalone_mode:
             return super().main(argv, "phalanx", complete_var, standalone_mode=False, **extra)
-        sys.exit(self._answer(argv, complete_var, extra))
+        with streams_that_may_end() as stdout:
+            code = self._answer(argv, complete_var, extra)
+        if stdout and stdout.lost:
+            click.echo(f"error: not all of the output could be written: {stdout.lost}", err=True)
+            code = code or (0 if argv[:1] in (["train"], ["worker"]) else _FAILED)  # a run did what it was to do
+        sys.exit(code)
 
     def _answer(self, argv: list[str], complete_var: str | None, extra: dict[str, Any]) -> int:
         as_json = "--json" in argv
@@ -66,9 +70,6 @@ class Verbs(click.Group):
         except click.Abort:
             click.echo("stopped", err=True)
             return STOPPED
-        except BrokenPipeError:  # the reader of our output has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            return 0
         except Exception:
             # Python's own exit code for this would be 1, which here means "the answer is no"
             traceback.print_exc()

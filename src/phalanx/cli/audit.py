@@ -9,6 +9,11 @@ import click
 from phalanx.cli.output import answer, json_option
 
 _NO = 1
+_UNCHECKED = (
+    "the numbers (phalanx prove compares a plan with one device)",
+    "whether replicas were the same (train compares them as it goes, unless --drift off)",
+    "whether checkpoints are whole",
+)
 
 
 @click.command("audit", short_help="Check that a run saw each sample once an epoch.")
@@ -18,6 +23,9 @@ _NO = 1
 def command(ctx: click.Context, run: Path, as_json: bool) -> None:
     """Read the ledger in the run folder RUN, in which every rank wrote down the samples of each step.
 
+    It checks which samples were seen, and nothing else: what the run's log says of errors, hangs and drift stands
+    beside the answer, and so does what was not checked.
+
     Exit code 0: each sample was seen exactly once in each epoch, over all parts of the run and however many devices
     each had. 1: not; samples seen twice or never and missing steps are named.
 
@@ -26,9 +34,15 @@ def command(ctx: click.Context, run: Path, as_json: bool) -> None:
       phalanx audit runs/digits-1
       phalanx audit runs/digits-1 --json
     """
-    from phalanx.report.summary import samples_seen
-    from phalanx.report.tables import seen_table
+    from rich.console import Group
+    from rich.text import Text
 
-    result = samples_seen(run)
-    answer(as_json, result.to_dict(), lambda _: seen_table(result))
+    from phalanx.report.summary import samples_seen
+    from phalanx.report.tables import seen_table, troubles
+
+    result, log = samples_seen(run), troubles(run)
+    beside = [Text(f"  its log says: {sentence}") for sentence in log]
+    unchecked = Text(f"not checked: {'; '.join(_UNCHECKED)}", style="dim")
+    rows = {**result.to_dict(), "log": log, "not_checked": list(_UNCHECKED)}
+    answer(as_json, rows, lambda _: Group(seen_table(result), *beside, unchecked))
     ctx.exit(0 if result.once else _NO)

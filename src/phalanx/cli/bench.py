@@ -160,16 +160,15 @@ def show_apart(
     job: Job, rows: Sequence[BetweenHosts], about: dict[str, Any], network: HostOptions, as_json: bool
 ) -> None:
     """Print what was measured."""
-    from rich.console import Console
-
     from phalanx.hardware import this_machine
     from phalanx.report.comparison import apart_table
+    from phalanx.report.terminal import PlainConsole
 
     if as_json:
         measured = {"job": job.name, "batch": job.batch, "steps": job.steps, "network": about}
         print_json({**measured, "plans": [asdict(row) for row in rows]})
         return
-    stdout = Console()
+    stdout = PlainConsole()
     stdout.print(f"{job.name}: {job.batch} samples a step, {job.steps} steps a plan; {network}", highlight=False)
     stdout.print(apart_table(rows), highlight=False)
     cores = this_machine().devices
@@ -231,21 +230,20 @@ def command(
     chosen = list(plans or [Plan(dp=asked.hosts)]) if asked.hosts is not None else _plans(counts, plans)
     refuse_plans(loaded, chosen)
 
-    from rich.console import Console
-
     from phalanx.report.tables import scaled, scaling_table
+    from phalanx.report.terminal import PlainConsole
 
     if asked.hosts is not None:
-        rows, about = measure_apart(loaded, job, chosen, asked, Console(stderr=True))
+        rows, about = measure_apart(loaded, job, chosen, asked, PlainConsole(stderr=True))
         show_apart(loaded, rows, about, asked, as_json)
         return
-    summaries = _measure(loaded, job, chosen, Console(stderr=True))
+    summaries = _measure(loaded, job, chosen, PlainConsole(stderr=True))
     rows = [scaled(summary, summaries[0]) for summary in summaries]
     if as_json:
         measured = {"job": loaded.name, "batch": loaded.batch, "steps": steps}
         print_json({**measured, "plans": [asdict(row) for row in rows]})
         return
-    stdout = Console()
+    stdout = PlainConsole()
     stdout.print(f"{loaded.name}: {loaded.batch} samples a step, {steps} steps a plan", highlight=False)
     stdout.print(scaling_table(rows), highlight=False)
     if any(row.device == "cpu" for row in rows):

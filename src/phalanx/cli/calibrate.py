@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.output import json_option, print_json
-from phalanx.errors import RefusedError
+from phalanx.errors import RefusedError, SpecError
 
 if TYPE_CHECKING:
     from phalanx.config import Cluster, Job, Plan
@@ -45,7 +45,11 @@ def command(path: Path | None, quick: bool, as_json: bool) -> None:
         raise RefusedError.of(where="calibrate", given=given, allowed=allowed, fix=fix)
     found = _calibrated(quick)
     where = path or default_path()
-    where.write_text(found.to_toml(), encoding="utf-8")
+    try:
+        where.write_text(found.to_toml(), encoding="utf-8")
+    except OSError as error:
+        given, allowed = f"{where}: {error.strerror}", "a file in a folder that exists and can be written to"
+        raise SpecError.of(where="-o", given=given, allowed=allowed, fix="-o machine.toml") from None
     device, link = found.groups[0].device, found.groups[0].link
     if as_json:
         print_json({"file": str(where), "devices": found.devices, "device": device.name, "measured": device.measured})

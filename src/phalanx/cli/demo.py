@@ -27,12 +27,13 @@ def command(ctx: click.Context, devices: int | None, folder: Path | None, steps:
       phalanx demo
       phalanx demo --devices 2 --json
     """
-    from rich.console import Console
-
     from phalanx.demo.tour import Tour, tour_table
     from phalanx.launch.runfile import default_folder
+    from phalanx.report.terminal import PlainConsole
 
-    tour = Tour(folder=folder or default_folder("demo"), devices=devices, steps=steps, console=Console(stderr=True))
+    tour = Tour(
+        folder=folder or default_folder("demo"), devices=devices, steps=steps, console=PlainConsole(stderr=True)
+    )
     result = tour.walk()
     answer(as_json, result.to_dict(), lambda _: tour_table(result))
     ctx.exit(0 if result.equal else _NOT_EQUAL)

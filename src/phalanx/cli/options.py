@@ -13,6 +13,7 @@ from click.shell_completion import CompletionItem
 from phalanx.config import Plan, plan
 from phalanx.config.plan import Precision
 from phalanx.errors import Problem, SpecError
+from phalanx.files import read_text
 
 if TYPE_CHECKING:
     from phalanx.preflight.subject import Subject
@@ -28,11 +29,7 @@ class PlanText(click.ParamType):
             return value
         if not value.endswith(".toml"):
             return Plan.parse(value)
-        try:
-            return Plan.from_toml(Path(value).read_text(encoding="utf-8"))
-        except OSError as error:
-            given, allowed = f"{value}: {error.strerror}", "a plan such as dp=2, or a TOML file of plan keys"
-            raise SpecError.of(where="--plan", given=given, allowed=allowed, fix="--plan dp=2") from None
+        return Plan.from_toml(read_text(Path(value), where="--plan", fix="--plan dp=2", below=0))
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Keys of a plan, and the values of those that take one of a few."""
@@ -160,9 +157,9 @@ def write(path: Path, text: str, option: str = "--html") -> None:
     """
     try:
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         allowed = "a file in a folder that exists and can be written to"
-        given = f"{path}: {error.strerror}"
+        given = f"{path}: {getattr(error, 'strerror', None) or error}"
         fix = f"{option} plan.{option.removeprefix('--')}"
         raise SpecError.of(where=option, given=given, allowed=allowed, fix=fix) from None
     click.echo(f"wrote {path}", err=True)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict
 from functools import update_wrapper
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
 from phalanx.errors import PhalanxError, RefusedError, SpecError
 from phalanx.events import finite
+from phalanx.units import visible
 
 STOPPED = 130  # exit code after Ctrl-C
 
@@ -59,9 +63,9 @@ def answer(as_json: bool, told: dict[str, Any], view: Callable[[int], Any]) -> N
     if as_json:
         print_json(told)
         return
-    from rich.console import Console
+    from phalanx.report.terminal import PlainConsole
 
-    console = Console()
+    console = PlainConsole()
     console.print(view(console.width), highlight=False)
 
 
@@ -74,9 +78,90 @@ def show_error(error: PhalanxError, *, as_json: bool) -> None:
     else:
         text = str(error)
     notes = list(getattr(error, "__notes__", ()))
-    text = "\n\n".join([text, *notes])
+    text = visible("\n\n".join([text, *notes]))
     click.echo(f"{click.style(word, fg='red', bold=True)}: {text}", err=True)
     if as_json:
         told = {"kind": type(error).__name__, "message": str(error), "notes": notes}
         told |= {"problems": [asdict(problem) for problem in problems], "exit_code": error.exit_code}
         print_json({"error": told})
+
+
+class Outlet(io.RawIOBase):
+    """One of the process's own streams, which may go away while the process goes on.
+
+    Whoever reads it may have seen enough (``phalanx train JOB | head``), its terminal may be gone, the disk it is
+    written to full. Then the rest goes nowhere: what a run prints is no reason to end it.
+
+    Attributes:
+        error: why; ``None`` as long as everything went there.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.error: OSError | None = None
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, content: Any) -> int | None:
+        try:
+            return os.write(self._descriptor, content)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            self.error = error
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._descriptor)  # for workers, too, and what they start
+            os.close(nowhere)
+            return len(content)
+
+    @property
+    def lost(self) -> str:
+        """Why part of what was written is nowhere; empty where it is not, or nobody wanted to see it."""
+        gone = self.error is None or self.error.errno in (errno.EPIPE, errno.EIO)
+        return "" if gone or self.error is None else str(self.error.strerror)
+
+
+@contextmanager
+def streams_that_may_end() -> Iterator[Outlet | None]:
+    """Within, the process's stdout and stderr may go away; gives the outlet of stdout.
+
+    Nothing happens where they are not the process's own, such as in a test, and ``None`` is given.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed by whoever started this process: else the next file opened would take its place
+            os.open(os.devnull, os.O_RDWR)
+    before = sys.stdout, sys.stderr
+    outlets = [_outlet(stream, number) for number, stream in enumerate(before, 1)]
+    sys.stdout, sys.stderr = (new or old for new, old in zip(outlets, before, strict=True))
+    try:
+        yield outlets[0].buffer.raw if outlets[0] else None  # pyright: ignore
+    finally:
+        for stream in outlets:
+            if stream:
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _outlet(stream: TextIO | None, descriptor: int) -> io.TextIOWrapper | None:
+    """The stream anew over an ``Outlet``; ``None`` where it is not the process's own."""
+    own = sys.__stdout__ if descriptor == 1 else sys.__stderr__
+    if stream is not own or not isinstance(stream, io.TextIOWrapper):
+        return None
+    try:
+        if stream.fileno() != descriptor:
+            return None
+        stream.flush()
+    except (OSError, ValueError):
+        return None
+    buffer = io.BufferedWriter(Outlet(descriptor))
+    lines = stream.line_buffering or descriptor == 2
+    return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=lines)

@@ -42,14 +42,14 @@ def command(
     loaded = load_job(job)
     own = load_function(against) if against else None
 
-    from rich.console import Console
     from rich.markup import escape
 
     from phalanx.api import prove
     from phalanx.report.progress import Waiting
     from phalanx.report.tables import proof_table
+    from phalanx.report.terminal import PlainConsole
 
-    stderr = Console(stderr=True)
+    stderr = PlainConsole(stderr=True)
 
     def say(note: str) -> None:
         stderr.print(f"[yellow]note:[/] {escape(note)}", highlight=False)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import Job, Plan, RunSpec
+from phalanx.config.elastic import DeviceRange
+from phalanx.config.run import Resume
 from phalanx.errors import Problem, RefusedError, SpecError
+from phalanx.files import read_text
 
 if TYPE_CHECKING:
     from phalanx.report.tables import Setting
 
 # of the run alone: a job says nothing of them
-_OWN = ("lr_scale", "checkpoint_every", "snapshot_every", "keep", "log_every")
+_OWN = (
+    *("lr_scale", "checkpoint_every", "snapshot_every", "keep", "keep_every", "mirror"),
+    *("grace", "restarts", "devices", "grow_after", "log_every", "on_nonfinite", "spike", "on_spike"),
+    *("timeout", "drift", "drift_every"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,34 +30,47 @@ class Given:
     """What stands on the command line of ``phalanx train``; ``None`` where nothing does.
 
     Attributes:
-        devices: how many, as ``-n`` says.
-        resume: go on from its newest checkpoint.
+        devices: how many, as ``-n`` says; a text such as ``1:4`` where their number may change.
+        resume: whether to go on from its newest checkpoint; ``auto``: if there is one.
+        from_step: go on from the checkpoint of this step.
         values: the other options by their names in ``RunSpec``.
     """
 
     job: str
     plan: Plan | None
-    devices: int | None
+    devices: int | str | None
     folder: Path | None
-    resume: bool
+    resume: Resume
+    from_step: int | None = None
     values: dict[str, Any]
 
     @classmethod
     def of(cls, job: str, options: Mapping[str, Any]) -> Given:
         """What was given for ``job`` by the options of the command, by their names."""
-        own = {name: options[name] for name in ("plan", "devices", "folder", "resume")}
-        return cls(job=job, **own, values={name: value for name, value in options.items() if name not in own})
+        names = ("plan", "devices", "folder", "from_step")
+        own = {name: options[name] for name in names}
+        told = options["resume"]
+        resume = "auto" if told == "auto" else bool(told) or own["from_step"] is not None
+        rest = {name: value for name, value in options.items() if name not in (*names, "resume")}
+        return cls(job=job, resume=resume, **own, values=rest)
 
     def __post_init__(self) -> None:
         problems: list[Problem] = []
-        if self.devices is not None and self.devices < 1:
+        if isinstance(self.devices, str):
+            DeviceRange.parse(self.devices, "-n")
+        elif self.devices is not None and self.devices < 1:
             problems.append(Problem(where="-n", given=str(self.devices), allowed="1 or more devices", fix="-n 2"))
+        if self.resume == "auto" and self.from_step is not None:
+            given, allowed = "auto, with --from", "one of the two"
+            fix = f"--from {self.from_step}"
+            problems.append(Problem(where="--resume", given=given, allowed=allowed, fix=fix))
         if self.resume and self.folder is None:
+            name = "--resume" if self.from_step is None else "--from"
             allowed, fix = "the folder of the run to go on with", "--run runs/digits-1 --resume"
-            problems.append(Problem(where="--resume", given="no --run", allowed=allowed, fix=fix))
+            problems.append(Problem(where=name, given="no --run", allowed=allowed, fix=fix))
         if problems:
             raise SpecError(problems)
-        if self.plan and self.devices and self.plan.devices != self.devices:
+        if self.plan and isinstance(self.devices, int) and self.plan.devices != self.devices:
             raise RefusedError.of(
                 where="--plan",
                 given=f"{self.plan}, which is for {self.plan.devices} devices, with -n {self.devices}",
@@ -65,7 +86,10 @@ def earlier_run(given: Given) -> RunSpec | None:
         SpecError: if it cannot be read.
     """
     runfile = given.folder / "run.toml" if given.resume and given.folder else None
-    return RunSpec.from_toml(runfile.read_text(encoding="utf-8")) if runfile and runfile.is_file() else None
+    if runfile is None or not os.path.lexists(runfile):
+        return None
+    fix = f"mv {runfile} {runfile}.away, and give --plan and what else the run had"
+    return RunSpec.from_toml(read_text(runfile, where="run.toml", fix=fix))
 
 
 def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, list[Setting]]:
@@ -79,6 +103,8 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
 
     values = {name: value for name, value in given.values.items() if value is not None}
     taken = dict.fromkeys(values, "argument")
+    if isinstance(given.devices, str):
+        values["devices"], taken["devices"] = given.devices, "argument"
     if earlier:
         for name in (*_OWN, "batch", *([] if {"epochs", "steps"} & set(values) else ["epochs", "steps"])):
             if name not in values and getattr(earlier, name) is not None:
@@ -86,8 +112,12 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
     plan, plan_from, why = _chosen(given, earlier, replace(job, batch=values.get("batch") or job.batch))
     if not plan.server and taken.get("snapshot_every") == "run file":  # it resumes under a plan without servers
         del values["snapshot_every"]
+    if plan_from == "argument" and taken.get("devices") == "run file":  # which says on how many devices
+        del values["devices"]
+    if "devices" not in values and taken.get("grow_after") == "run file":
+        del values["grow_after"]
     folder = given.folder or default_folder(job.name)
-    run = RunSpec(job=given.job, plan=plan, folder=folder, resume=given.resume, **values)
+    run = RunSpec(job=given.job, plan=plan, folder=folder, resume=given.resume, from_step=given.from_step, **values)
 
     settings = [
         Setting(name="job", value=given.job, source="argument"),
@@ -103,8 +133,10 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
     for name in _OWN:
         if name == "snapshot_every" and not plan.server:
             continue
-        value, source = str(values.get(name, defaults[name])), taken.get(name, "default")
-        settings.append(Setting(name=name.replace("_", "-"), value=value, source=source))
+        value, source = values.get(name, defaults[name]), taken.get(name, "default")
+        if value is None:
+            continue
+        settings.append(Setting(name=name.replace("_", "-"), value=str(value), source=source))
     return run, settings
 
 
@@ -124,7 +156,8 @@ def plan_of(given: Given, earlier: RunSpec | None, batch: int) -> tuple[Plan, st
     if given.plan:
         return given.plan, "argument"
     if given.devices:
-        return Plan(dp=given.devices), "argument"
+        within = DeviceRange.parse(given.devices, "-n").most if isinstance(given.devices, str) else given.devices
+        return Plan(dp=within), "argument"
     if earlier:
         return earlier.plan, "run file"
     from phalanx.preflight import plain

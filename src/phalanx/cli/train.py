@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -14,26 +14,76 @@ from phalanx.cli.options import PlanText, job_argument
 from phalanx.cli.output import STOPPED, json_option, print_json
 from phalanx.cli.settings import Given, earlier_run, settle
 from phalanx.config import Job, RunSpec
+from phalanx.config.run import Answer, override
 from phalanx.errors import RunError
 
 if TYPE_CHECKING:
     from phalanx.report.progress import Follower
 
 
-@click.command("train", short_help="Train a job under a plan.")
+_ANSWERS = click.Choice(get_args(Answer))
+
+
+class _Train(click.Command):
+    """``--resume`` stands by itself, or has the word ``auto`` after it; what else follows is not its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        following = [*args[1:], ""]
+        alone = [one == "--resume" and after != "auto" for one, after in zip(args, following, strict=True)]
+        return super().parse_args(
+            ctx, ["--resume=yes" if by_itself else one for one, by_itself in zip(args, alone, strict=True)]
+        )
+
+
+class _Every(click.ParamType):
+    """Steps as a number, or a time as text, which ``RunSpec`` looks at."""
+
+    name = "steps|time"
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> str | int:
+        return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+class _Devices(click.ParamType):
+    """How many as a number, or from how many to how many as text, ``1:4``, which ``Given`` looks at."""
+
+    name = "n|least:most"
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> str | int:
+        return value if isinstance(value, str) and ":" in value else click.INT(value, param, ctx)
+
+
+@click.command("train", short_help="Train a job under a plan.", cls=_Train)
 @job_argument
 @click.option("--plan", type=PlanText(), help='How to split the work: "dp=2", "fsdp=2 zero=3 micro=8", or a plan.toml.')
-@click.option("-n", "devices", type=int, help="Devices; without --plan the same as --plan dp=N.")
+@click.option("-n", "devices", type=_Devices(), help="Devices, or 1:4: 1 to 4; without --plan the same as --plan dp=N.")
 @click.option("--run", "folder", type=click.Path(path_type=Path, file_okay=False), help="Run folder [runs/JOB-N].")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in the run folder.")
+@click.option(
+    "--resume",
+    type=click.Choice(["yes", "auto"]),
+    metavar="[auto]",
+    help="Go on from the newest checkpoint in the run folder; auto: if there is one, else begin.",
+)
+@click.option("--from", "from_step", metavar="STEP", type=int, help="Go on from the checkpoint of this step.")
 @click.option("--batch", type=int, help="Global batch, in place of the job's.")
 @click.option("--lr-scale", type=float, help="Factor on every learning rate.")
 @click.option("--steps", type=int, help="Optimizer steps, in place of the job's length.")
 @click.option("--epochs", type=int, help="Passes over the data, in place of the job's length.")
-@click.option("--checkpoint-every", type=int, help="Steps between checkpoints [at the end only].")
+@click.option("--checkpoint-every", type=_Every(), help="Steps or time (90s, 15m, 2h) between checkpoints [15m].")
 @click.option("--snapshot-every", type=int, help="Updates between snapshots of parameter servers [100].")
 @click.option("--keep", type=int, help="Checkpoints to keep [2].")
+@click.option("--keep-every", type=int, help="Keep also those whose step is a multiple of this.")
+@click.option("--mirror", metavar="URL", help="Copy checkpoints to s3://bucket/runs/1 or the like.")
+@click.option("--grace", type=float, help="Seconds for the last checkpoint when asked to stop; 0: none [30].")
+@click.option("--restarts", type=int, help="How often lost workers are started again [3].")
+@click.option("--grow-after", type=_Every(), help="With -n 1:4: steps or time with fewer devices before more [5m].")
 @click.option("--log-every", type=int, help="Steps between lines in events.jsonl [1].")
+@click.option("--on-nonfinite", type=_ANSWERS, help="Of a loss, gradient or parameter that is not finite [stop].")
+@click.option("--spike", type=float, help="Deviations above the median that make a loss a spike [none is one].")
+@click.option("--on-spike", type=_ANSWERS, help="What to do about a spike [stop].")
+@click.option("--timeout", type=float, help="Seconds that ranks wait for one that does not come [300].")
+@click.option("--drift", type=click.Choice(["stop", "warn", "off"]), help="Where replicas are not the same [stop].")
+@click.option("--drift-every", type=int, help="Steps between looks at a fifth of the parameters [10].")
 @click.option("--anyway", "forecast", flag_value="anyway", help="Train even if the plan is forecast not to fit.")
 @click.option("--no-forecast", "forecast", flag_value="none", help="Make no forecast.")
 @click.option("--launcher", default="local", show_default=True, help="What starts the workers: local or torchrun.")
@@ -53,6 +103,7 @@ def command(
     \b
     Examples:
       phalanx train examples/digits.py -n 2
+      phalanx train examples/digits.py -n 1:4 --restarts 10
       phalanx train examples/gpt.py --plan "fsdp=2 zero=3 micro=8" --steps 100
       phalanx train examples/digits.py --run runs/digits-1 --resume --epochs 10
     """
@@ -96,10 +147,10 @@ class _Output:
     """What one run says: the answer on stdout, everything before it on stderr."""
 
     def __init__(self, job: Job, run: RunSpec, *, quiet: bool) -> None:
-        from rich.console import Console
+        from phalanx.report.terminal import PlainConsole
 
         self._job, self._run, self._quiet = job, run, quiet
-        self._stderr = Console(stderr=True)
+        self._stderr = PlainConsole(stderr=True)
 
     def say(self, something: Any) -> None:
         """Show something on the way."""
@@ -107,11 +158,11 @@ class _Output:
 
     def answer(self, something: Any) -> None:
         """Show the result."""
-        from rich.console import Console
+        from phalanx.report.terminal import PlainConsole
 
         if not self._quiet:
             self._stderr.print()
-        Console().print(something, highlight=False)
+        PlainConsole().print(something, highlight=False)
 
     def offer_scaling(self) -> None:
         """Where the user changed the batch: what the usual rules make of the learning rate."""
@@ -134,12 +185,16 @@ class _Output:
         return Follower(self._run.folder / "events.jsonl", viewers)
 
     def _drawn(self) -> str:
+        from phalanx.launch import ElasticSize
         from phalanx.parallel import device_kind
         from phalanx.report.drawing import draw
 
-        plan, batch = self._run.plan, self._run.batch or self._job.batch
+        plan, batch, others = self._run.plan, self._run.batch or self._job.batch, ""
+        if self._run.devices:
+            size = ElasticSize.of(override(self._job, self._run), self._run)
+            plan, others = size.plan, f"begins with {size.devices} of {size.numbers} devices\n"
         drawn = draw(plan, batch=batch, device=device_kind(plan), width=self._stderr.width)
-        return f"{self._job.name} under {drawn}\n"
+        return f"{self._job.name} under {drawn}\n{others}"
 
 
 @contextmanager

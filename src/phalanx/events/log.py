@@ -1,40 +1,115 @@
-"""The append-only event log of a run. Training writes it; everything that shows something reads it."""
+"""The append-only event log of a run. Training writes it; everything that shows something reads it.
+
+A run goes on whether its log can be written or not: on a full disk events wait in memory and are written later. Who
+reads a log takes it for what it may be, a stranger's: lines that are no events are counted and left out.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import sys
 import time
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from phalanx.events.schema import understood
+from phalanx.files import json_value, open_plain
+
+_KEPT = 1000  # events that wait while the log cannot be written
+
 
 class EventLog:
-    """Appends events to a file, one JSON object a line; what a run that was killed left half written stays a line."""
+    """Appends events to a file, one JSON object a line; what a run that was killed left half written stays a line.
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
-        if _torn(path):
-            self._write(b"\n")
+    Where the file cannot be written this is said once on stderr. The newest thousand events wait and are written as
+    soon as that works; how many older ones were lost then stands before them, in an event ``lost``.
+    """
+
+    def __init__(self, path: Path, *, warns: bool = True) -> None:
+        """``warns``: says so where it cannot be written; not beside an error that is about to be said.
+
+        Raises:
+            SpecError: the file is a link or no regular file.
+        """
+        self._path, self._warns = path, warns
+        self._file = -1
+        self._torn = False
+        self._waiting: deque[bytes] = deque()
+        self._lost = 0
+        self._reason = ""
+        self._closed = False
+        self._open()
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event. Numbers JSON does not know (NaN, infinities) become null, at any depth."""
-        line = json.dumps(finite({"event": event, "time": time.time(), **fields}), default=str)
-        self._write(line.encode() + b"\n")
+        self._waiting.append(_line(event, fields))
+        if not self._hand_on() and len(self._waiting) > _KEPT:
+            self._waiting.popleft()
+            self._lost += 1
 
-    def _write(self, content: bytes) -> None:
-        # Without a buffer one call may write a part only, such as on a network file system.
-        rest = memoryview(content)
+    def _open(self) -> bool:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open_plain(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            end = os.fstat(self._file).st_size
+            self._torn = end > 0 and os.pread(self._file, 1, end - 1) != b"\n"
+        except OSError as error:
+            self._fails(error)
+            return False
+        return True
+
+    def _hand_on(self) -> bool:
+        """Write what waits. Returns whether all of it is written."""
+        if not self._waiting:
+            return True
+        if self._file < 0 and (self._closed or not self._open()):
+            return False
+        try:
+            if self._lost:
+                self._append(_line("lost", {"events": self._lost, "reason": self._reason}))
+                self._lost = 0
+            while self._waiting:
+                self._append(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            self._fails(error)
+            return False
+        return True
+
+    def _append(self, line: bytes) -> None:
+        # One call may write a part only: on a network file system, or where the disk fills up just then.
+        rest = memoryview(b"\n" + line if self._torn else line)
         while rest:
-            rest = rest[self._file.write(rest) or 0 :]
+            written = os.write(self._file, rest)
+            self._torn = True
+            rest = rest[written:]
+        self._torn = False
+
+    def _fails(self, error: OSError) -> None:
+        if not self._reason and self._warns:
+            said = f"the event log {self._path} cannot be written: {error.strerror}"
+            _say(f"warning: {said}. The run goes on; its newest {_KEPT} events are written once that works again.")
+        self._reason = str(error.strerror)
 
     def close(self) -> None:
         """Close the file; safe to call twice."""
-        self._file.close()
+        if self._closed:
+            return
+        if not self._hand_on() and self._warns:
+            many = len(self._waiting) + self._lost
+            events = "1 event of the run is" if many == 1 else f"{many} events of the run are"
+            _say(f"warning: {events} not in {self._path}: {self._reason}")
+        self._closed = True
+        if self._file >= 0:
+            with suppress(OSError):
+                os.close(self._file)
+            self._file = -1
 
     def __enter__(self) -> Self:
         return self
@@ -46,9 +121,14 @@ class EventLog:
 
 
 class EventReader:
-    """Reads a log that may still grow: each call of ``new`` gives the events added since the last."""
+    """Reads a log that may still grow: each call of ``new`` gives the events added since the last.
+
+    Attributes:
+        skipped: whole lines so far that were no events as the schema has them, and were left out.
+    """
 
     def __init__(self, path: Path) -> None:
+        self.skipped = 0
         self._path = path
         self._offset = 0
 
@@ -56,16 +136,22 @@ class EventReader:
         """Whole events added since the last call; a line still being written waits for the next.
 
         A line that was never finished, because its run was killed, is left out.
+
+        Raises:
+            SpecError: the file is a link or no regular file.
         """
-        if not self._path.exists():
+        try:
+            with os.fdopen(open_plain(self._path, os.O_RDONLY), "rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except OSError:
             return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            text = file.read()
         whole = text.rfind(b"\n") + 1
         self._offset += whole
-        events = (_event(line) for line in text[:whole].split(b"\n"))
-        return [event for event in events if event is not None]
+        lines = [line for line in text[:whole].split(b"\n") if line]
+        events = [event for event in map(_event, lines) if event is not None]
+        self.skipped += len(lines) - len(events)
+        return events
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -75,18 +161,19 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 def _event(line: bytes) -> dict[str, Any] | None:
     try:
-        event = json.loads(line)
+        event = json_value(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+    return event if isinstance(event, dict) and understood(event) else None
 
 
-def _torn(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
+def _line(event: str, fields: dict[str, Any]) -> bytes:
+    return json.dumps(finite({"event": event, "time": time.time(), **fields}), default=str).encode() + b"\n"
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):  # the disk under stderr may be full, too
+        print(text, file=sys.stderr, flush=True)
 
 
 def finite(value: Any) -> Any:

@@ -6,7 +6,10 @@ renamed or removed, within one.
 
 from __future__ import annotations
 
-SCHEMA_VERSION = "1.5"
+import math
+from typing import Any
+
+SCHEMA_VERSION = "1.6"
 
 _INT_OR_NULL, _FLOAT_OR_NULL = (int, type(None)), (float, type(None))
 
@@ -51,7 +54,16 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "seconds": (float, "wall time since the step before"),
         "lr": (float, "learning rate of the first parameter group"),
         "grad_norm": (_FLOAT_OR_NULL, "global L2 norm before clipping; null where it was not needed or is not finite"),
-        "skipped": (bool, "whether fp16 loss scaling skipped the update"),
+        "skipped": (bool, "whether no update was made: for loss scaling of fp16, or for an `accident` of this step"),
+    },
+    "accident": {
+        "step": (int, "optimizer step; since 1.6, as all of this event"),
+        "kind": (str, "`loss`, `gradient` or `parameter` that is not finite, or `spike` of the loss"),
+        "action": (str, "`stop`, `skip` (no update was made) or `rollback` (to the checkpoint of the next `resume`)"),
+        "message": (str, "what is wrong, in words"),
+        "where": (str, "the first module whose numbers were not finite, and in which micro-batch"),
+        "samples": (list, "ids of that micro-batch"),
+        "path": (str, "where it is kept, relative to the run folder; empty where it is not"),
     },
     "shares": {
         "step": (int, "the first that they hold for; since 1.4, as all of this event"),
@@ -69,10 +81,20 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "step": (int, "optimizer steps taken so far"),
         "path": (str, "folder, relative to the run folder"),
         "bytes": (int, "size on disk"),
-        "seconds": (float, "wall time"),
+        "seconds": (float, "wall time until it was whole on the disk"),
+        "standstill": (float, "seconds of it that training stood still; since 1.6"),
+    },
+    "copied": {
+        "path": (str, "folder of the checkpoint, relative to the run folder; since 1.6, as all of this event"),
+        "url": (str, "where `mirror` says"),
+        "bytes": (int, "size there"),
     },
     "resume": {"step": (int, "the step gone on from"), "path": (str, "checkpoint, relative to the run folder")},
     "warning": {"message": (str, "what the user should know")},
+    "lost": {
+        "events": (int, "events before the next that could not be written, and are not here; since 1.6"),
+        "reason": (str, "why, as the operating system says it"),
+    },
     "memory": {
         "rank": (int, "rank"),
         "peak_bytes": (int, "largest memory so far: resident set on CPU, allocated on CUDA"),
@@ -141,6 +163,61 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
             "for the stage's inputs and `W` for its weights; seconds since the first rank began the step",
         ),
     },
+    "stopped": {
+        "step": (int, "optimizer steps taken, all of them in the checkpoint; since 1.6, as all of this event"),
+        "signal": (
+            str,
+            "what asked for it: SIGTERM, SIGUSR1 or SIGINT; SIGURG where the launcher did, to go on with more devices",
+        ),
+    },
+    "restart": {
+        "rank": (int, "first lost rank; since 1.6, as all of this event"),
+        "step": (_INT_OR_NULL, "the step it was in; null before the first"),
+        "cause": (str, "what ended it"),
+        "restarts": (int, "so far, this one included"),
+        "source": (
+            str,
+            "where the state comes from: a live rank, a checkpoint on the disk, or the beginning; in words",
+        ),
+        "again": (int, "steps that had been finished and are computed again"),
+        "seconds": (float, "from when it was known to when all workers had been started again"),
+    },
+    "resize": {
+        "from": (int, "devices that the run had; since 1.6, as all of this event"),
+        "to": (int, "devices that it has from here on"),
+        "step": (int, "optimizer steps taken in the checkpoint that it goes on from; 0 where there is none"),
+        "cause": (str, "why"),
+    },
+    "straggler": {
+        "rank": (int, "a rank that others wait for; since 1.6, as all of this event"),
+        "step": (int, "the optimizer step it has begun last"),
+        "host": (str, "where it runs"),
+        "factor": (float, "its time of its own over its peers', the ranks of its stage of the pipeline"),
+        "seconds": (float, "for which that was so"),
+        "message": (str, "the same in words, with the likely reason"),
+    },
+    "pace": {
+        "step": (int, "the last that a rank has begun; once a minute; since 1.6, as all of this event"),
+        "steps": (int, "optimizer steps in which the following was"),
+        "ranks": (list, "[rank, seconds computing, seconds waiting for ranks, seconds waiting for data] of each"),
+    },
+    "hang": {
+        "step": (_INT_OR_NULL, "the last step that a rank has begun; since 1.6, as all of this event"),
+        "ranks": (list, "ranks that did not come to where others wait; all, where none can be told"),
+        "cause": (
+            str,
+            "`stopped` by a signal, `silent` (did not answer), `absent` from an exchange that others are in, "
+            "`mismatch` (in another exchange than others), `link` (all came, nothing arrives), `blocked` (nobody waits "
+            "for a rank)",
+        ),
+        "seconds": (float, "since the run went on last"),
+        "message": (str, "who did not come to what, and where it stands, in words"),
+        "advice": (str, "what to do"),
+        "stands": (
+            list,
+            "of each rank: `rank`, `step`, `pid`, `host`, what it is `doing`, its `stack`, innermost first",
+        ),
+    },
     "error": {
         "rank": (int, "first failing rank"),
         "step": (_INT_OR_NULL, "the step it was in"),
@@ -173,3 +250,70 @@ def faults(event: dict[str, object]) -> list[str]:
     if not isinstance(event.get("time"), float):
         found.append(f"{name}: 'time' is not seconds since the epoch")
     return found
+
+
+_ITEMS: dict[tuple[str, str], tuple[type, ...]] = {
+    ("start", "notes"): (str,),
+    ("forecast", "seconds"): (int, float),
+    ("forecast", "memory"): (int, float),
+    ("shares", "shares"): (int, float),
+    ("shares", "seconds"): (int, float, type(None)),
+    ("evaluate", "metrics"): (int, float, type(None)),
+    ("update", "staleness"): (int,),
+    ("update", "workers"): (int,),
+    ("timeline", "actions"): (list,),
+}
+"""What lists and dictionaries hold."""
+
+_LATER = {
+    "start": ("exact", "samples", "drop_last"),
+    "checkpoint": ("standstill",),
+    "memory": ("parameters", "gradients", "optimizer", "buffers", "activations"),
+}
+"""Fields that logs of earlier versions lack in events that they have; those of ``memory`` came together."""
+
+_LEAST = {"batch": 1, "world_size": 1}  # of whole numbers, of which none is below 0
+_MOST = 2**53
+_ACTION = (str, int, int, float, float)
+
+
+def understood(event: dict[str, Any]) -> bool:
+    """Whether readers can take in ``event``, of a log of any version and of whoever wrote it.
+
+    Every field that was there from the event's first version on has to be there, of its type, lists and dictionaries
+    with what they hold; numbers are finite. Fields and events that this version does not know are of a later one.
+    """
+    name = event.get("event")
+    if not isinstance(name, str) or not _is_a(event.get("time", 0.0), (float,)):
+        return False
+    for field, (kinds, _) in SCHEMA.get(name, {}).items():
+        if field not in event:
+            if field in _LATER.get(name, ()) and not (name == "memory" and any(one in event for one in _LATER[name])):
+                continue
+            return False
+        if not _is_a(event[field], kinds if isinstance(kinds, tuple) else (kinds,), _LEAST.get(field, 0)):
+            return False
+        if not _holds(event[field], _ITEMS.get((name, field))):
+            return False
+    return name != "timeline" or all(
+        len(action) == len(_ACTION)
+        and all(_is_a(one, (kind,)) for one, kind in zip(action, _ACTION, strict=True))
+        and action[0] in ("F", "B", "I", "W")
+        for action in event["actions"]
+    )
+
+
+def _holds(value: object, kinds: tuple[type, ...] | None) -> bool:
+    if kinds is None or not isinstance(value, list | dict):
+        return True
+    return all(_is_a(one, kinds) for one in (value.values() if isinstance(value, dict) else value))
+
+
+def _is_a(value: object, kinds: tuple[type, ...], least: int = 0) -> bool:
+    if isinstance(value, bool):
+        return bool in kinds
+    if isinstance(value, int):
+        return (int in kinds and least <= value < _MOST) or (float in kinds and abs(value) < _MOST)
+    if isinstance(value, float):
+        return float in kinds and math.isfinite(value)
+    return isinstance(value, kinds)

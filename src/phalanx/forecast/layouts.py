@@ -155,7 +155,7 @@ class Work:
     length: int = 0  # tokens in a sample; 0 for that of the profile
     lengths: Lengths | None = None  # of samples that were looked at, where they differ and ``length`` is 0
     state: float = 8.0  # bytes of optimizer state for each parameter
-    clips: bool = False  # whether the norm of the gradient is wanted
+    norm: bool = False  # whether ranks tell each other the norm of the gradient
     modules: frozenset[str] = frozenset()  # names of the model's, where they are known; empty where not
     optimizer: str = "adamw"  # in lower case, such as ``adamw``, with ``-fused`` where one kernel steps a tensor
 

@@ -18,7 +18,6 @@ from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.rates import Core, Rates, rates
 from phalanx.placement.collective_bytes import hidden_states
 from phalanx.placement.collective_bytes import stages as handed
-from phalanx.placement.step_traffic import norm_wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -211,8 +210,8 @@ def on_one_kind(scene: ForecastInput, layouts: Layouts, group: Group, events: bo
     each = by_field([few], lambda arrays: arrays[0][..., alike])
     lie = stages(costs, layouts)
     step = step_time(costs, each, layouts, setting, lie, events)
-    wanted = norm_wanted(scene.precision, clips=scene.work.clips)
-    step = replace(step, replicas=step.replicas + completed(costs, layouts, setting, lie, wanted))
+    norm = scene.work.norm or scene.precision == "fp16"  # which looks for overflows by it
+    step = replace(step, replicas=step.replicas + completed(costs, layouts, setting, lie, norm))
     core = setting.rates.core
     if core is None:
         return step

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.config import Cluster, Group, Network
 from phalanx.errors import SpecError
+from phalanx.files import read_toml
 from phalanx.hardware.catalog import CatalogEntry, entry, find, unknown
 
 _FORM = "[nodes x] [devices x] name, joined by +, and at the end @ a rate for each node"
@@ -125,12 +125,8 @@ def _group_of(counts: list[int], found: CatalogEntry, text: str) -> tuple[Group,
 
 
 def _from_file(path: Path) -> Cluster:
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        given = f"{path}: {error.strerror if isinstance(error, OSError) else error}"
-        allowed = "a TOML file of a cluster, or text such as 8xH100"
-        raise SpecError.of(where="cluster", given=given, allowed=allowed, fix="8xH100") from None
+    allowed = "a TOML file of a cluster, or text such as 8xH100"
+    table = read_toml(path, where="cluster", allowed=allowed, fix="8xH100")
     rows = table.get("groups")
     if isinstance(rows, list):
         entries = [_filled(row) for row in rows]

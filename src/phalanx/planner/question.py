@@ -6,7 +6,6 @@ No price is known beforehand: the user says.
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from phalanx.config import Cluster, Plan
 from phalanx.config.fields import is_number
 from phalanx.config.plan import Precision
 from phalanx.errors import Problem, SpecError
+from phalanx.files import read_toml
 from phalanx.forecast import PHALANX, Preset, Work
 from phalanx.hardware import entry
 
@@ -116,11 +116,7 @@ def prices(text: str | None) -> Prices:
 
 
 def _from_file(path: Path) -> Prices:
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        given = f"{path}: {error.strerror if isinstance(error, OSError) else error}"
-        raise SpecError([Problem(where="--price", given=given, allowed=f"a TOML file: {_FILE}", fix=_FIX)]) from None
+    table = read_toml(path, where="--price", allowed=f"a TOML file: {_FILE}", fix=_FIX)
     rates: object = table.get("per_hour")
     currency: object = table.get("currency", "")
     wrong = [name for name in table if name not in ("per_hour", "currency")]

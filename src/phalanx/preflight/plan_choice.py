@@ -12,6 +12,7 @@ from torch import nn
 
 from phalanx.config import Cluster, Device, Group, Host, Job, Plan
 from phalanx.errors import PhalanxError, RefusedError, SpecError
+from phalanx.files import read_text
 from phalanx.hardware import cores, memory_bytes, this_machine
 from phalanx.hardware.calibrate import default_path
 from phalanx.hardware.probe import cpu_group
@@ -195,8 +196,8 @@ def _measured() -> Cluster | None:
     if not path.is_file():
         return None
     try:
-        found = Cluster.from_toml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SpecError):  # a file of somebody else's
+        found = Cluster.from_toml(read_text(path, where="cluster", fix="phalanx calibrate", below=0))
+    except (ValueError, SpecError):  # a file of somebody else's
         return None
     return found if found.groups[0].device.kind == "cpu" and len(found.groups) == 1 else None
 

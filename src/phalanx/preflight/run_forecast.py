@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, final
 
 from phalanx.config import Job, RunSpec
 from phalanx.errors import Problem, RefusedError, WorkerError, is_out_of_memory
 from phalanx.events import EventLog, read
+from phalanx.files import open_plain, replace_text
 from phalanx.launch.side_process import Afterwards, SideProcess
 from phalanx.preflight.plan_choice import answer
 from phalanx.report.comparison import FORECAST, LATE, memory_beside, stored, under_forecast
@@ -85,7 +88,8 @@ class RunForecaster:
                 self._take(self._next(PATIENCE * (time.monotonic() - self._began)))
             if self._side and self._run.folder.is_dir() and (self._said or not stored(self._run.folder)):
                 told = self._said or {"missing": LATE}
-                (self._run.folder / FORECAST).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+                with suppress(OSError):  # a full disk is not what ends a run, nor what its end is to be about
+                    replace_text(self._run.folder / FORECAST, json.dumps(told, indent=2) + "\n")
         finally:
             self._end()
 
@@ -134,9 +138,9 @@ class RunForecaster:
 
 
 def _over(log: Path) -> bool:
-    with log.open("rb") as file:
+    with os.fdopen(open_plain(log, os.O_RDONLY), "rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL))
-        return re.search(rb'"event": ?"end"', file.read()) is not None
+        return re.search(rb'"event": ?"(end|stopped)"', file.read()) is not None
 
 
 def problem(found: dict[str, Any], instead: str) -> Problem:

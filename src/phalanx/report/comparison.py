@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from phalanx.errors import SpecError
+from phalanx.files import read_json
 from phalanx.units import show_bytes, show_count, show_seconds
 
 if TYPE_CHECKING:  # tables are for who prints them: not for every process that writes a forecast down
@@ -26,6 +28,7 @@ COMPUTING = ("products", "attention", "memory", "recompute", "launches")
 
 _AFTER = ("update", "rest")  # forward and backward
 
+_MOST = 1e30  # of anything that is forecast
 _SMALL = 0.005  # of a step: parts that are forecast to be less are not told of unless they were measured
 _HELD = ("parameters", "gradients", "optimizer", "activations")
 
@@ -55,13 +58,43 @@ class Compared:
         return {**asdict(self), "ratio": self.ratio}
 
 
-def stored(folder: Path) -> dict[str, Any] | None:
-    """What ``forecast.json`` of a run holds: a ``forecast``, or why it is ``missing``; ``None`` without the file."""
-    try:
-        found = json.loads((folder / FORECAST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+def stored(folder: Path, plan: str = "") -> dict[str, Any] | None:
+    """What ``forecast.json`` of a run holds: a ``forecast``, or why it is ``missing``; ``None`` without it.
+
+    With ``plan``, the one that the run has gone on under, that of another plan is none.
+    """
+    path = folder / FORECAST
+    if not os.path.lexists(path):
         return None
-    return found if isinstance(found, dict) else None
+    try:
+        found = read_json(path, where=FORECAST, fix=f"mv {path} {path}.away", below=1)
+    except SpecError as error:
+        return {"missing": f"{FORECAST} cannot be used (given {error.problems[0].given})"}
+    if not _is_forecast(found):
+        return {"missing": f"{FORECAST} is not as a run writes it"}
+    made_for = (found.get("forecast") or {}).get("plan")
+    if plan and made_for not in (None, plan):
+        return {"missing": f"it was made for {made_for}, and the run has gone on under {plan}"}
+    return found
+
+
+def _is_forecast(found: Any) -> bool:
+    """Whether it holds a forecast with what is read here, or says why there is none."""
+    if not isinstance(found, dict) or not isinstance(found.get("missing", ""), str):
+        return False
+    forecast = found.get("forecast")
+    if forecast is None:
+        return "missing" in found
+    if not isinstance(forecast, dict):
+        return False
+    seconds, parts, notes = forecast.get("seconds"), forecast.get("parts"), forecast.get("notes", [])
+    numbers = [forecast.get(name) for name in ("step", "reserved", "room")]
+    for table, names in ((seconds, (*COMPUTING, *_AFTER)), (parts, _HELD)):
+        if not isinstance(table, dict) or any(name not in table for name in names):
+            return False
+        numbers += table.values()
+    said = isinstance(notes, list) and all(isinstance(note, str) for note in notes)
+    return said and all(isinstance(one, int | float) and abs(one) < _MOST for one in numbers)
 
 
 def step_beside(forecast: Mapping[str, Any], measured: Mapping[str, float]) -> list[Compared]:
@@ -121,7 +154,7 @@ def beside_table(summary: RunSummary) -> Iterator[RenderableType]:
     forecast = summary.forecast.get("forecast")
     if forecast is None:
         why = summary.forecast.get("missing", "")
-        told = f"; phalanx show {summary.folder} makes it" if why == LATE else ""
+        told = f"; phalanx show {summary.folder} --job JOB makes it" if why == LATE else ""
         yield Text(f"no forecast: {why}{told}", style="dim")
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

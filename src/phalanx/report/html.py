@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from html import escape as html_escape
 from math import log10
 from typing import Any
 
@@ -15,7 +15,7 @@ from phalanx.planner.explain import PARTS
 from phalanx.planner.nearest_fit import Shortfall
 from phalanx.planner.scale import Curve
 from phalanx.report.planner_tables import bill_rows, columns, sentences, short
-from phalanx.units import show_bytes, show_seconds
+from phalanx.units import show_bytes, show_seconds, visible
 
 _GIB = 2**30
 _STYLE = """
@@ -142,27 +142,27 @@ def _missing(missing: Shortfall | None) -> list[str]:
     if missing is None:
         return []
     rows = [(one.words, show_seconds(one.step), show_bytes(one.spare)) for one in missing.changes]
-    return [f"<p>{escape(str(missing))}.</p>", _table(("would fit", "time per step", "to spare"), rows)]
+    return [f"<p>{_escape(str(missing))}.</p>", _table(("would fit", "time per step", "to spare"), rows)]
 
 
 def _list(sentences: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(one)}</li>" for one in sentences) + "</ul>"
+    return "<ul>" + "".join(f"<li>{_escape(one)}</li>" for one in sentences) + "</ul>"
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(one)}</th>" for one in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    head = "".join(f"<th>{_escape(one)}</th>" for one in columns)
+    body = "".join("<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def _page(title: str, parts: Iterable[str], charts: Sequence[Chart]) -> str:
     boxes = "".join(f'<div class="chart" id="chart{index}"></div>' for index in range(len(charts)))
-    drawn = json.dumps(charts).replace("</", "<\\/")
+    drawn = json.dumps(charts).replace("<", "\\u003c")  # no end of the script, nor the begin of a comment in it
     script = f"{drawn}.forEach((one, at) => Plotly.newPlot('chart' + at, one.data, one.layout, {{responsive: true}}))"
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{_escape(title)}</title>'
         f"<style>{_STYLE}</style><script>{_plotly()}</script></head>"
-        f"<body><h1>{escape(title)}</h1>{''.join(parts)}{boxes}<script>{script}</script></body></html>\n"
+        f"<body><h1>{_escape(title)}</h1>{''.join(parts)}{boxes}<script>{script}</script></body></html>\n"
     )
 
 
@@ -176,3 +176,7 @@ def _plotly() -> str:
 
 def _named(one: Forecast) -> str:
     return f"{one.plan} (train does not run this yet: {one.unrun})" if one.unrun else str(one.plan)
+
+
+def _escape(text: str) -> str:
+    return html_escape(visible(text))

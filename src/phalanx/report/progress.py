@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from phalanx.errors import SpecError
 from phalanx.events import EventReader
 from phalanx.units import show_bytes, show_clock, show_count, show_seconds
 
@@ -58,24 +60,30 @@ class Follower:
             self._call(viewer, viewer.close)
 
     def _hand_on(self) -> None:
-        for event in self._reader.new():
+        for event in self._new():
             for viewer in tuple(self._viewers):
                 self._call(viewer, lambda viewer=viewer, event=event: viewer.event(event))
+
+    def _new(self) -> list[Event]:
+        try:
+            return self._reader.new()
+        except SpecError:  # something else stands in the log's place
+            return []
 
     def _call(self, viewer: Viewer, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:
             self._viewers.remove(viewer)
-            name = type(viewer).__name__
-            print(
-                f"{name} stopped showing this run, which goes on: {type(error).__name__}: {error}", file=sys.__stderr__
-            )
+            text = f"{type(viewer).__name__} stopped showing this run, which goes on: {type(error).__name__}: {error}"
+            with suppress(OSError):
+                print(text, file=sys.__stderr__)
 
 
 _WINDOW = 30  # steps that the shown pace is taken over
 _LINE_EVERY = 5.0  # seconds between lines where there is no terminal
-ALL = frozenset({"start", "resume", "evaluate", "checkpoint", "warning"})  # events that get a line of their own
+# events that get a line of their own
+ALL = frozenset({"start", "resume", "evaluate", "checkpoint", "warning", "straggler", "stopped", "restart", "resize"})
 
 
 def progress(console: Console, *, label: str = "", lines: frozenset[str] = ALL) -> Viewer:
@@ -135,7 +143,17 @@ def line_of(event: Event) -> str | None:
         case "checkpoint":
             size, seconds = show_bytes(event["bytes"]), show_seconds(event["seconds"])
             return f"[dim]step {event['step']:>5}  checkpoint  {escape(event['path'])}  {size} in {seconds}[/]"
-        case "warning":
+        case "stopped" if event["signal"] == "SIGURG":  # what follows says why
+            return None
+        case "resize":
+            devices = f"{event['to']} device{'s' if event['to'] > 1 else ''} instead of {event['from']}"
+            return f"[yellow]goes on with {devices}[/] from step {event['step']}: {escape(event['cause'])}"
+        case "stopped":
+            return f"[yellow]stopped[/] after {event['step']} steps, by {event['signal']}"
+        case "restart":
+            source = f"; {escape(event['source'])}" if "source" in event else ""
+            return f"[yellow]started again[/] ({event['restarts']}): {escape(event['cause'])}{source}"
+        case "warning" | "straggler":
             return f"[yellow]warning:[/] {escape(event['message'])}"
         case _:
             return None

@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import Job, Plan
-from phalanx.errors import PhalanxError
+from phalanx.errors import SpecError
 from phalanx.launch import look_ahead
 from phalanx.parallel import device_kind
 from phalanx.placement.batch_split import micro_batches
 from phalanx.placement.ownership import ParameterShard, Survey, TensorPiece
 from phalanx.placement.schedules import Action, Timed, order, timed, work
+from phalanx.placement.survey_file import MOST_RANKS, stored_survey
 from phalanx.report.comparison import LATE, stored
 from phalanx.report.drawing import Timeline, samples_of
-from phalanx.report.summary import RunSummary, events_of, summary_of
+from phalanx.report.summary import RunSummary, events_of, left_out, summary_of
 from phalanx.train.build_model import without_values
 from phalanx.train.look_ahead import preview
+
+MOST_MICROS = 10_000
+"""Micro-batches of a step whose schedule is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +75,8 @@ class Shown:
 
     Attributes:
         folder: of the run; ``None`` for a plan that has not run.
-        survey: what each rank holds; ``None`` where the job of a run is not to be had.
-        planned: the schedule; ``None`` without a pipeline.
+        survey: what each rank holds; ``None`` where a run has not stored it.
+        planned: the schedule; ``None`` without a pipeline, or of very many micro-batches.
         notes: what the plan does not keep of one device's result.
         missing: what could not be shown, and why, one sentence each.
     """
@@ -123,33 +127,42 @@ def of_job(job: Job, plan: Plan) -> Shown:
     )
 
 
-def of_run(folder: Path, load: Callable[[], Job], foretell: Callable[[Job, Plan], dict[str, Any]]) -> Shown:
-    """The run in ``folder``, whose job ``load`` gives; ``foretell`` makes its forecast where it was too short for one.
+def of_run(folder: Path, job: Job | None, foretell: Callable[[Job, Plan], dict[str, Any]]) -> Shown:
+    """The run in ``folder``, from what it has stored.
+
+    With its ``job`` the model is looked at anew, and ``foretell`` makes the forecast of a run too short for one.
 
     Raises:
         SpecError: if it holds no run.
     """
-    events = events_of(folder)
+    events, skipped = events_of(folder)
     start = events[0]
     plan, batch, missing = Plan.parse(start["plan"]), start["batch"], list[str]()
+    if plan.processes > MOST_RANKS:
+        allowed = f"at most {MOST_RANKS} processes"
+        raise SpecError.of("run", f"{folder}, a run of {plan.processes} processes", allowed, "phalanx show runs/gpt-1")
     survey: Survey | None = None
     foretold: dict[str, Any] | None = None
-    try:
-        job = replace(load(), batch=batch)
+    if job:
+        job = replace(job, batch=batch)
         survey, _ = preview(without_values(job), plan)
         if (stored(folder) or {}).get("missing") == LATE:
             foretold = foretell(job, plan)
-    except PhalanxError as error:
-        why = " ".join(str(error).splitlines()[0].split())
-        missing.append(f"who holds what is not shown, because the job of the run is not to be had: {why}")
+    else:
+        survey, why = _stored(folder, plan)
+        missing += [f"{why}: phalanx show {folder} --job JOB draws it, and runs the file of JOB"] if why else []
     if survey and survey.elements != start["parameters"]:
-        counts = f"{survey.elements} parameters now, {start['parameters']} then"
+        counts = f"{survey.elements} parameters {'now' if job else 'stored'}, {start['parameters']} then"
         missing.append(f"the job has changed since the run: {counts}")
+    missing += left_out(skipped)
     measured = _measured(events, plan, summary_of(events, folder, foretold))
     if not measured.summary.peak_bytes:
         missing.append("no memory is shown: the run has not come to its end")
     elif not measured.summary.memory:
         missing.append("memory is not shown by part: the version that wrote the run's log did not measure it")
+    laid = planned(plan, batch, survey)
+    if plan.pp > 1 and not laid:
+        missing.append(f"no schedule is shown: it has more than {MOST_MICROS} micro-batches")
     if plan.pp > 1 and not measured.timeline:
         missing.append("no timeline is shown: the run's log has none of a whole step")
     return Shown(
@@ -159,18 +172,31 @@ def of_run(folder: Path, load: Callable[[], Job], foretell: Callable[[Job, Plan]
         batch=batch,
         device=start["device"],
         survey=survey and survey.for_batch(batch),
-        planned=planned(plan, batch, survey),
+        planned=laid,
         measured=measured,
         notes=tuple(start["notes"]),
         missing=tuple(missing),
     )
 
 
+def _stored(folder: Path, plan: Plan) -> tuple[Survey | None, str]:
+    """What the run has stored of who holds what; or why that cannot be shown."""
+    try:
+        survey = stored_survey(folder)
+    except SpecError as error:
+        problem = error.problems[0]
+        return None, f"who holds what is not shown, for {problem.where} cannot be used (given {problem.given})"
+    if survey is None:
+        return None, "who holds what is not shown, for the run has not stored it"
+    if survey.plan != plan:
+        return None, f"who holds what is not shown, for what is stored is of another plan, {survey.plan}"
+    return survey, ""
+
+
 def planned(plan: Plan, batch: int, survey: Survey | None) -> Planned | None:
     """The schedule of ``plan`` if messages take no time; with the costs of its stages where a survey tells them."""
-    if plan.pp == 1:
+    if plan.pp == 1 or (micros := micro_batches(plan, batch)) > MOST_MICROS:
         return None
-    micros = micro_batches(plan, batch)
     laid = order(plan.schedule, plan.pp, plan.stages, micros)
     again = survey is not None and survey.recomputes
     even = _timeline("", timed(laid, lambda action: work(plan, action, recomputes=again)), plan)
@@ -210,6 +236,8 @@ def _measured(events: Sequence[Mapping[str, Any]], plan: Plan, summary: RunSumma
     of_ranks = {event["rank"]: event for event in events if event["event"] == "timeline"}
     ranks = ranks_of(plan)
     if plan.pp == 1 or not set(ranks) <= set(of_ranks):
+        return MeasuredRun(summary=summary)
+    if any(action[2] >= MOST_MICROS for rank in ranks for action in of_ranks[rank]["actions"]):
         return MeasuredRun(summary=summary)
     actions = [
         Timed(place, Action(kind, stage, micro), begin, end)

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import prod
-from xml.sax.saxutils import escape as xml_escape
+from xml.sax.saxutils import escape as markup_escape
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -22,7 +22,7 @@ from phalanx.report.comparison import beside_table
 from phalanx.report.drawing import COLOURS, GREY, LEFT, MEANINGS, ROW, Timeline, boxes, drawn_places
 from phalanx.report.show import MeasuredRun, Planned, Shown, described
 from phalanx.report.tables import memory_table
-from phalanx.units import show_bytes, show_count, show_seconds
+from phalanx.units import show_bytes, show_count, show_seconds, visible
 
 _NUMBERS = ("bytes", "elements", "stepped", "parameters", "gradients", "share of work")
 
@@ -242,7 +242,7 @@ class _Page:
         most = int((_WIDTH - 2 * _MARGIN) / _LETTER)
         text = text if len(text) <= most else f"{text[: most - 3]}..."
         weight = ' font-weight="bold"' if bold else ""
-        self.parts.append(f'<text x="{_MARGIN}" y="{self.y + 12}" fill="{GREY}"{weight}>{xml_escape(text)}</text>')
+        self.parts.append(f'<text x="{_MARGIN}" y="{self.y + 12}" fill="{GREY}"{weight}>{_xml(text)}</text>')
         self.y += _LINE + 2
 
 
@@ -288,7 +288,7 @@ def _draw_boxes(page: _Page, shown: Shown) -> None:
             )
             for line, text in enumerate([title, *texts]):
                 weight, y = "" if line else ' font-weight="bold"', page.y + 15 + line * _LINE
-                page.parts.append(f'<text x="{x + 8:.1f}" y="{y}" fill="{GREY}"{weight}>{xml_escape(text)}</text>')
+                page.parts.append(f'<text x="{x + 8:.1f}" y="{y}" fill="{GREY}"{weight}>{_xml(text)}</text>')
         page.y += tall * _LINE + 16
 
 
@@ -311,7 +311,7 @@ def _draw_stages(page: _Page, survey: Survey) -> None:
         light = max(1 - 0.3 * (stage.index // survey.plan.pp), 0.25)
         page.parts.append(
             f'<rect x="{x:.1f}" y="{page.y}" width="{wide:.1f}" height="{_LINE + 6}" fill="{COLOURS["F"]}"'
-            f' fill-opacity="{light:.2f}" stroke="#ffffff"><title>{xml_escape(", ".join(stage.units))}</title></rect>'
+            f' fill-opacity="{light:.2f}" stroke="#ffffff"><title>{_xml(", ".join(stage.units))}</title></rect>'
         )
         names = ", ".join(name for name, _ in grouped(dict.fromkeys(stage.units, 0)))
         label = f"{stage.index}: {names}, {stage.cost / whole:.0%}"
@@ -320,7 +320,7 @@ def _draw_stages(page: _Page, survey: Survey) -> None:
             shown = label
         else:
             shown = f"{label[: most - 3]}..." if most > 6 else str(stage.index) if most > 1 else ""
-        page.parts.append(f'<text x="{x + 4:.1f}" y="{page.y + 15}" fill="#ffffff">{xml_escape(shown)}</text>')
+        page.parts.append(f'<text x="{x + 4:.1f}" y="{page.y + 15}" fill="#ffffff">{_xml(shown)}</text>')
         x += wide
     page.y += _LINE + 16
 
@@ -343,3 +343,8 @@ def _draw_timeline(page: _Page, title: str, timeline: Timeline) -> None:
     labels = [f"rank {rank}" for rank in timeline.ranks]
     page.parts += drawing.svg_rows(moved, labels, page.y, unit)
     page.y += len(labels) * ROW + 10
+
+
+def _xml(text: str) -> str:
+    """``text`` as it stands in XML, which knows no control characters."""
+    return markup_escape(visible(text))

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.config import Plan
 from phalanx.errors import DataError, SpecError
-from phalanx.events import read
+from phalanx.events import EventReader
 from phalanx.report.comparison import Compared, memory_beside, step_beside, stored
 from phalanx.report.progress import Event
 from phalanx.units import show_bytes, show_count, show_names
@@ -90,13 +90,16 @@ def summarise(folder: Path) -> RunSummary:
     Raises:
         DataError: if its log holds no start.
     """
-    return summary_of(read(folder / "events.jsonl"), folder)
+    part, skipped = events_of(folder)
+    return summary_of(part, folder, skipped=skipped)
 
 
-def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] | None = None) -> RunSummary:
+def summary_of(
+    events: Iterable[Event], folder: Path, foretold: dict[str, Any] | None = None, *, skipped: int = 0
+) -> RunSummary:
     """The summary of a run's events; ``summarise`` reads them from its folder.
 
-    ``foretold`` takes the place of what is stored of its forecast.
+    ``foretold`` takes the place of what is stored of its forecast; ``skipped`` are lines that were no events.
 
     Raises:
         DataError: if there is no ``start`` among them.
@@ -112,8 +115,9 @@ def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] |
     evaluation = by_name.get("evaluate", [None])[-1]
     seconds = statistics.median(event["seconds"] for event in timed) if timed else None
     memory = list({event["rank"]: event for event in by_name.get("memory", [])}.values())
-    held = tuple({part: event[part] for part in PARTS} for event in memory if "parameters" in event)
-    foretold = foretold or stored(folder)
+    by_part = all("parameters" in event for event in memory)
+    held = tuple({part: event[part] for part in PARTS} for event in memory if by_part)
+    foretold = foretold or stored(folder, start["plan"])
     traffic, timelines = by_name.get("traffic", []), by_name.get("timeline", [])
     return RunSummary(
         folder=str(folder),
@@ -138,7 +142,10 @@ def summary_of(events: Iterable[Event], folder: Path, foretold: dict[str, Any] |
         moves=max(0, len(shares) - 1),
         checkpoint=by_name["checkpoint"][-1]["path"] if "checkpoint" in by_name else None,
         notes=tuple(start["notes"]),
-        warnings=tuple(event["message"] for event in by_name.get("warning", [])),
+        warnings=(
+            *(event["message"] for name in ("warning", "straggler") for event in by_name.get(name, [])),
+            *left_out(skipped),
+        ),
         finished="end" in by_name,
     )
 
@@ -174,13 +181,22 @@ def idle_share(ranks: Sequence[Sequence[Action]]) -> float | None:
     return 1.0 - busy / (whole * len(ranks)) if whole > 0 else None
 
 
-def events_of(folder: Path) -> list[Event]:
+def events_of(folder: Path) -> tuple[list[Event], int]:
     """Events of the run in ``folder``, or of its last part where it was resumed; the first is its ``start``.
+
+    Gives also how many lines of its log were no events.
 
     Raises:
         SpecError: if its log holds none.
     """
-    return _last_part(read(folder / "events.jsonl"), folder)
+    reader = EventReader(folder / "events.jsonl")
+    return _last_part(reader.new(), folder), reader.skipped
+
+
+def left_out(skipped: int) -> list[str]:
+    """What is to be said of so many lines of a log that were no events; nothing of none."""
+    lines = "1 line of the log was" if skipped == 1 else f"{skipped} lines of the log were"
+    return [f"{lines} not understood, and left out"] if skipped else []
 
 
 def _last_part(events: Iterable[Event], folder: Path) -> list[Event]:
@@ -310,6 +326,8 @@ class SamplesSeen:
         steps: optimizer steps recorded.
         epochs: passes over the data that were finished; ``None`` for a stream.
         wrong: what is wrong, one sentence each; empty where nothing is.
+        notes: of how the run's log could be read.
+        left_out: steps that were seen, and of which no update was made for an accident.
     """
 
     folder: str
@@ -319,6 +337,8 @@ class SamplesSeen:
     steps: int
     epochs: int | None
     wrong: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    left_out: tuple[int, ...] = ()
 
     @property
     def once(self) -> bool:
@@ -326,7 +346,12 @@ class SamplesSeen:
 
     @property
     def answer(self) -> str:
-        """``yes`` or ``no``, and over what."""
+        """``yes`` or ``no``, and over what; and how many of it no update was made of."""
+        several = f"{len(self.left_out)} steps" if len(self.left_out) > 1 else f"step {max(self.left_out, default=0)}"
+        return self._seen + (f"; no update was made of {several}" if self.left_out else "")
+
+    @property
+    def _seen(self) -> str:
         if self.wrong:
             first, *others = self.wrong
             return f"no: {first} (and {len(others)} more)" if others else f"no: {first}"
@@ -351,18 +376,23 @@ def samples_seen(folder: Path) -> SamplesSeen:
     """
     from phalanx.data import audit, records  # which load torch
 
-    start = events_of(folder)[0]  # of the last part: none may change its data or its batch
-    if "samples" not in start:
-        raise DataError(
+    (start, *_), skipped = events_of(folder)  # of the last part: none may change its data or its batch
+    if "samples" not in start or "drop_last" not in start:
+        error = DataError(
             f"the log of {folder} does not say how many samples its data hold: an earlier version wrote it\n"
             "    try: phalanx.data.audit(folder, length=..., batch=..., drop_last=...)"
         )
+        error.exit_code = 2  # what was given is wrong; nothing has run
+        raise error
     samples, batch, drop_last = start["samples"], start["batch"], start["drop_last"]
-    steps = len(records(folder / "ledger"))
+    recorded = records(folder / "ledger")
+    steps = len(recorded)
+    without_update = tuple(step for step, those in recorded.items() if any(one.left_out for one in those))
     epochs = None if samples is None else steps // max(1, _per_epoch(samples, batch, drop_last))
     wrong = tuple(audit(folder / "ledger", length=samples, batch=batch, drop_last=drop_last))
+    notes = tuple(left_out(skipped))
     data: dict[str, Any] = {"folder": str(folder), "samples": samples, "batch": batch, "drop_last": drop_last}
-    return SamplesSeen(**data, steps=steps, epochs=epochs, wrong=wrong)
+    return SamplesSeen(**data, steps=steps, epochs=epochs, wrong=wrong, notes=notes, left_out=without_update)
 
 
 def _per_epoch(samples: int, batch: int, drop_last: bool) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -13,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.report.progress import result_text
-from phalanx.report.summary import PARTS, RunSummary, SamplesSeen
+from phalanx.report.summary import PARTS, RunSummary, SamplesSeen, events_of
 from phalanx.units import show_bytes, show_count, show_names, show_seconds
 
 _MOST_ROWS = 8  # of ranks beside each other
@@ -132,6 +134,14 @@ def memory_table(summary: RunSummary) -> RenderableType:
     return table
 
 
+def troubles(folder: Path) -> list[str]:
+    """What the log of the run in ``folder`` says went wrong in its last part, in words; empty where nothing did."""
+    part, _ = events_of(folder)
+    found = [f"{event['event']}: {event['message']}" for event in part if event["event"] in ("error", "straggler")]
+    found += [event["message"] for event in part if event["event"] == "warning" and "drifted apart" in event["message"]]
+    return found if part[-1]["event"] == "end" or found else ["the run has not ended, or was ended from outside"]
+
+
 def seen_table(result: SamplesSeen) -> RenderableType:
     """The answer, and everything that is wrong."""
     data = "a stream" if result.samples is None else f"{result.samples} samples"
@@ -141,7 +151,35 @@ def seen_table(result: SamplesSeen) -> RenderableType:
         Text.assemble("each sample seen exactly once per epoch: ", (answer[1], answer[0])),
         *(Text(f"  {sentence}") for sentence in result.wrong),
         Text(over, style="dim"),
+        *(Text(note, style="yellow") for note in result.notes),
     )
+
+
+def chaos_table(verdict: dict[str, Any]) -> RenderableType:
+    """What faults made of a run, from a verdict's ``to_dict``: the numbers, and everything that was lost."""
+    struck = [one for one in verdict["outcomes"] if one["seconds"] is not None]
+    later = [one["next_step"] for one in struck if one["next_step"] is not None]
+    rows = [("plan", f"{verdict['plan']}, {verdict['steps']} steps, a save every {verdict['checkpoint_every']}")]
+    missed = len(verdict["outcomes"]) - len(struck)
+    saving = sum(one["saving"] is not None for one in struck)
+    rows += [
+        ("faults", f"{len(struck)}, {saving} of them during a save" + (f"; {missed} did not strike" * bool(missed)))
+    ]
+    rows += [("begun", f"{verdict['lives']} times, {verdict['starts']} of them by a new command")]
+    if later:
+        rows += [("next step", f"after {statistics.median(later):.2f} s (median), {max(later):.2f} s at most")]
+    rows += [("taken again", f"{sum(one['again'] for one in struck)} steps")]
+    if weights := verdict["weights"]:
+        largest = "equal bit for bit" if not weights["differing"] else f"{weights['differing']} differ"
+        why = f" ({verdict['repeats']}: up to {weights['largest']:.1g})" if weights["differing"] else ""
+        rows += [("weights", f"{weights['tensors']} tensors, {largest}{why if verdict['repeats'] else ''}")]
+    if samples := verdict["samples"]:
+        rows += [("samples", f"{samples['lost']} lost, {samples['doubled']} doubled in {samples['steps']} steps")]
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    answer = Text("nothing was lost", "bold green") if verdict["nothing_lost"] else Text("lost", "bold red")
+    return Group(table, answer, *(Text(f"  {sentence}") for sentence in verdict["lost"]))
 
 
 def settings_table(settings: Sequence[Setting]) -> RenderableType:

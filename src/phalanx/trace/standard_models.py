@@ -6,15 +6,16 @@ Those of a ``config.json`` that are not well known are built by transformers.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from phalanx.config.fields import is_whole
 from phalanx.config.model_costs import Profile
 from phalanx.errors import MissingExtraError, Problem, SpecError
+from phalanx.files import read_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -175,6 +176,10 @@ class _Architecture:
             wanted = "whole numbers under these names"
             raise SpecError([_wrong(path, f"no {', '.join(missing)}", wanted, f'"{missing[0]}": ...')])
         found = {name: value for name, key in keys.items() if isinstance(value := config.get(key), int)}
+        for name, value in found.items():
+            if not is_whole(value, 1 if name in _NEEDED else 0) or value > _LARGEST:
+                wanted = f"a whole number up to {_LARGEST}"
+                raise SpecError([_wrong(path, f"{keys[name]}: {str(value)[:40]}", wanted, f'"{keys[name]}": ...')])
         most = found.pop("places", 0) or _MOST_TOKENS
         found["length"] = length or min(most, _MOST_TOKENS)
         if "expansion" in found:
@@ -196,6 +201,7 @@ _USUAL = {
     "places": "max_position_embeddings",
 }
 _GROUPED = ("kv_heads", "head_width")
+_LARGEST = 2**31
 _NEEDED = ("layers", "hidden", "heads", "vocabulary")
 _SHORT = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "ffn": "n_inner", "places": "n_positions"}
 _MPT = {
@@ -229,14 +235,7 @@ _KNOWN: dict[str, _Architecture] = {
 
 def _read(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SpecError(
-            [_wrong(file, str(error.strerror or error), "a file that can be read", "path/to/config.json")]
-        ) from None
-    except ValueError as error:
-        raise SpecError([_wrong(file, f"no JSON ({error})", "a config.json", "path/to/config.json")]) from None
+    config = read_json(file, where=str(file), allowed="a config.json", fix="path/to/config.json")
     if not isinstance(config, dict):
         raise SpecError([_wrong(file, "JSON that is no object", "a config.json", "path/to/config.json")])
     return config
@@ -266,6 +265,8 @@ def built(config: Mapping[str, Any], length: int) -> ModelCall | None:
         made = transformers.AutoConfig.for_model(**config)
         names = config.get("architectures") or []
         of_class = getattr(transformers, names[0], None) if names else None
+        if not (isinstance(of_class, type) and issubclass(of_class, transformers.PreTrainedModel)):
+            of_class = None  # whatever else of that name there is would be called with the configuration
         with torch.device("meta"):
             module = of_class(made) if of_class else transformers.AutoModelForCausalLM.from_config(made)
     except Exception as error:  # whatever transformers says of a configuration it cannot build

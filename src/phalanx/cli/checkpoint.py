@@ -1,0 +1,160 @@
+"""``phalanx checkpoint``: what a run has saved, whether it is whole, which of it goes, and the model for others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from phalanx.cli.output import answer, json_option
+from phalanx.errors import SpecError
+
+if TYPE_CHECKING:
+    from phalanx.checkpoint import FoundCheckpoint
+
+_NO = 1
+_STEP = re.compile(r"step-\d{8,18}")
+_DTYPES = ("float32", "float16", "bfloat16")
+
+_place = click.argument("place", metavar="RUN", type=click.Path(path_type=Path, file_okay=False))
+_step_option = click.option("--from", "step", type=click.IntRange(min=0), help="The one of this step [the newest].")
+
+
+@click.group("checkpoint", short_help="List, show, verify, prune and export a run's checkpoints.")
+def command() -> None:
+    """What a run has saved. RUN is its folder, or the folder of one checkpoint; nothing in it is executed.
+
+    \b
+    Examples:
+      phalanx checkpoint list runs/digits-1
+      phalanx checkpoint verify runs/digits-1
+      phalanx checkpoint export runs/digits-1 --to digits.safetensors
+    """
+
+
+@command.command("list", short_help="The checkpoints of a run.")
+@_place
+@json_option
+def list_command(place: Path, as_json: bool) -> None:
+    """The checkpoints of RUN, the newest first: step, size, when it was written, and whether its files are complete."""
+    from phalanx.report.checkpoint_tables import checkpoints_table
+
+    told = [_told(one) for one in _found(place)]
+    answer(as_json, {"checkpoints": told}, lambda _: checkpoints_table(told))
+
+
+@command.command("show", short_help="What one checkpoint holds.")
+@_place
+@_step_option
+@json_option
+def show_command(place: Path, step: int | None, as_json: bool) -> None:
+    """What a checkpoint of RUN holds: step, samples, and each tensor with its shape, type and the files it lies in."""
+    from phalanx.checkpoint import contents
+    from phalanx.report.checkpoint_tables import contents_table
+
+    told = contents(_chosen(place, step).path)
+    answer(as_json, told, lambda _: contents_table(told))
+
+
+@command.command("verify", short_help="Read checkpoints whole and compare them with their checksums.")
+@_place
+@_step_option
+@json_option
+@click.pass_context
+def verify_command(ctx: click.Context, place: Path, step: int | None, as_json: bool) -> None:
+    """Read all checkpoints of RUN, or the one of --from, and say what is not as it was written.
+
+    Exit code 0: all are whole; 1: what is damaged is named.
+    """
+    from phalanx.checkpoint import verify
+    from phalanx.report.checkpoint_tables import verified_table
+
+    chosen = _found(place) if step is None else [_chosen(place, step)]
+    problems = {one.path.name: verify(one.path) for one in chosen}
+    told = {"whole": not any(problems.values()), "problems": problems}
+    answer(as_json, told, lambda _: verified_table(problems))
+    ctx.exit(_NO if any(problems.values()) else 0)
+
+
+@command.command("prune", short_help="Delete old checkpoints.")
+@_place
+@click.option("--keep", type=click.IntRange(min=1), required=True, help="The newest that stay.")
+@click.option("--keep-every", type=click.IntRange(min=0), default=0, help="Multiples of it stay, too.")
+@json_option
+def prune_command(place: Path, keep: int, keep_every: int, as_json: bool) -> None:
+    """Delete all checkpoints of RUN but the newest; the newest whole one stays in any case."""
+    from phalanx.checkpoint import prune
+    from phalanx.report.checkpoint_tables import checkpoints_table
+
+    _found(place)
+    gone = prune(_folder(place), keep=keep, keep_every=keep_every)
+    left = [_told(one) for one in _found(place)]
+    told = {"deleted": sorted(path.name for path in gone), "checkpoints": left}
+    answer(as_json, told, lambda _: checkpoints_table(left, deleted=len(gone)))
+
+
+@command.command("export", short_help="Write the model for others: a folder for from_pretrained, or one file.")
+@_place
+@_step_option
+@click.option("--to", "target", type=click.Path(path_type=Path), required=True, help="New folder, or *.safetensors.")
+@click.option("--dtype", type=click.Choice(_DTYPES), help="Type of floating point tensors [as saved].")
+@json_option
+def export_command(place: Path, step: int | None, target: Path, dtype: str | None, as_json: bool) -> None:
+    """Write the model of a checkpoint of RUN, whatever the plan that saved it; one tensor is in memory at a time.
+
+    A folder holds safetensors, in shards of 5 GB with an index, and the configuration of a model of transformers, so
+    that from_pretrained reads it. A target that ends in .safetensors is one file. Both can be a job's initial values.
+    """
+    import torch
+
+    from phalanx.checkpoint import export
+    from phalanx.units import show_bytes
+
+    chosen = _chosen(place, step)
+    done = export(chosen.path, target, dtype=getattr(torch, dtype) if dtype else None)
+    told = {"from": str(chosen.path), "files": [str(file) for file in done.files]}
+    told |= {"tensors": done.tensors, "bytes": done.nbytes, "config": done.configured}
+    plain = "" if done.configured or target.suffix == ".safetensors" else "; no config.json: no model of transformers"
+    text = f"{target}: {done.tensors} tensors, {show_bytes(done.nbytes)}, of {chosen.path.name}{plain}"
+    answer(as_json, told, lambda _: text)
+
+
+def _folder(place: Path) -> Path:
+    """The folder ``checkpoints`` that ``place`` stands for: a run's, or itself."""
+    return place / "checkpoints" if not _STEP.fullmatch(place.name) else place.parent
+
+
+def _found(place: Path) -> list[FoundCheckpoint]:
+    from phalanx.checkpoint import checkpoints
+
+    if not place.is_dir():
+        raise _wrong(f"{place}, which is no folder")
+    found = checkpoints(_folder(place))
+    if _STEP.fullmatch(place.name):
+        found = [one for one in found if one.path.name == place.name]
+    if not found:
+        raise _wrong(f"{place}, which holds no checkpoint")
+    return found
+
+
+def _chosen(place: Path, step: int | None) -> FoundCheckpoint:
+    found = _found(place)
+    if step is None:
+        return next((one for one in found if one.whole), found[0])
+    chosen = next((one for one in found if one.step == step), None)
+    if chosen is None:
+        there = ", ".join(str(one.step) for one in found)
+        given = f"{step}, of which {place} has no checkpoint"
+        raise SpecError.of(where="--from", given=given, allowed=there, fix=f"--from {found[0].step}")
+    return chosen
+
+
+def _wrong(given: str) -> SpecError:
+    allowed = "the folder of a run that has saved, or of one checkpoint"
+    return SpecError.of(where="RUN", given=given, allowed=allowed, fix="phalanx checkpoint list runs/digits-1")
+
+
+def _told(one: FoundCheckpoint) -> dict[str, Any]:
+    return {"step": one.step, "path": str(one.path), "bytes": one.nbytes, "time": one.time, "whole": one.whole}
