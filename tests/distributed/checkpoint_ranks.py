@@ -8,7 +8,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 import torch._dynamo  # what sharding needs on first use; else every forked rank imports it anew, for seconds
@@ -55,8 +54,10 @@ def _child(rank: int, world_size: int, target: Callable[[int], None], address: i
     code = 1
     try:
         torch.set_num_threads(1)
-        place = Place(rank=rank, world_size=world_size, local_rank=rank, store=os.read(address, 100).decode())
-        with default_process_group(place, torch.device("cpu"), timeout=timedelta(seconds=20)):
+        place = Place(
+            rank=rank, world_size=world_size, local_rank=rank, store=os.read(address, 100).decode(), timeout=20.0
+        )
+        with default_process_group(place, torch.device("cpu")):
             target(rank)
         code = 0
     except BaseException:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from checkpoint_ranks import laid_out, ranks
 
 from phalanx import checkpoint
-from phalanx.checkpoint import dcp
+from phalanx.checkpoint import writing
 from phalanx.errors import CheckpointError
 
 torch.set_num_threads(1)
@@ -52,19 +52,19 @@ def recovers(folder: Path) -> None:
 def test_full_disk_on_one_rank(tmp_path: Path) -> None:
     def target(rank: int) -> None:
         checkpoint.save(tmp_path, step=1, tensors=tensors(), state={})
-        write = dcp.write_tensors
+        write = writing.write_file
 
         def full(path: Path, *args):
             path.write_bytes(b"some")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-        dcp.write_tensors = full if rank == 2 else write
+        writing.write_file = full if rank == 2 else write
         text = fails(tmp_path, rank)
         assert "checkpoint of step 2 could not be written" in text
         assert "rank 2: [Errno 28] No space left on device" in text
         assert "rank 0" not in text
         assert "Traceback" not in text
-        dcp.write_tensors = write
+        writing.write_file = write
         recovers(tmp_path)
 
     ranks(3, target)
@@ -130,7 +130,7 @@ def test_rank_that_dies_in_the_middle(tmp_path: Path) -> None:
     def target(rank: int) -> None:
         checkpoint.save(tmp_path, step=1, tensors=tensors(), state={})
         if rank == 1:
-            dcp.write_tensors = lambda *_: os._exit(0)
+            writing.write_file = lambda *_: os._exit(0)
         with pytest.raises(Exception, match=r"(?i)connection|closed|peer|reset"):
             checkpoint.save(tmp_path, step=2, tensors=tensors(), state={})
 

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from checkpoint_ranks import laid_out, local, model, placed, ranks, whole
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from phalanx import checkpoint
 from phalanx.checkpoint.format import Manifest
@@ -181,6 +183,39 @@ def test_training_goes_on_bit_for_bit(layout: str, tmp_path: Path) -> None:
         assert all(torch.equal(whole(straight[name]), whole(again[name])) for name in straight)
 
     ranks(2, target)
+
+
+def test_shards_along_two_dimensions_of_a_mesh(tmp_path: Path) -> None:
+    """FSDP over tensor parallelism: rows cut twice, columns and rows, and uneven."""
+    placements = ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Shard(1)])
+
+    def split(mesh: DeviceMesh) -> nn.Module:
+        layers = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+        for index, parameter in enumerate(layers.parameters()):
+            parameter.data.copy_(value(f"layer {index}", parameter.shape))
+        parallelize_module(layers, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        return fully_shard(layers, mesh=mesh["fsdp"])
+
+    def save(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        tensors: dict[str, Tensor] = {
+            f"model.{index}": distribute_tensor(value(str(index), torch.Size([7, 5])), mesh, each, src_data_rank=None)
+            for index, each in enumerate(placements)
+        }
+        tensors |= {f"layers.{name}": one.detach() for name, one in split(mesh).named_parameters()}
+        path = checkpoint.save(tmp_path, step=1, tensors=tensors, state={})
+        assert checkpoint.verify(path) == []
+        again = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        checkpoint.load(path, again)
+        assert all(torch.equal(local(again[name]), local(tensor)) for name, tensor in tensors.items())
+
+    ranks(4, save)
+    plain = {f"model.{index}": torch.zeros(7, 5) for index in range(len(placements))}
+    shapes = {"0.weight": (8, 6), "0.bias": (8,), "1.weight": (6, 8), "1.bias": (6,)}
+    layers = {f"layers.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+    checkpoint.load(tmp_path / "step-00000001", plain | layers)
+    assert all(torch.equal(one, value(str(index), one.shape)) for index, one in enumerate(plain.values()))
+    assert all(torch.equal(one, value(f"layer {index}", one.shape)) for index, one in enumerate(layers.values()))
 
 
 def test_factored_state_of_sharded_parameters(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ class TestTrain:
     def test_a_failing_worker(self, toy: Path) -> None:
         result = invoke("train", f"{toy}:fails", "-n", 2, "--checkpoint-every", 2, "--run", "out")
         assert result.exit_code == 3
-        assert "in step 3" in result.stderr
+        assert "in step 2" in result.stderr
         assert "ValueError: my own mistake" in result.stderr
         assert result.stderr.rstrip().endswith(f"try: phalanx train {toy}:fails --run out --resume")
 
@@ -252,14 +252,13 @@ def test_ctrl_c(toy: Path) -> None:
             time.sleep(0.05)
         workers = psutil.Process(process.pid).children(recursive=True)
         assert len(workers) >= 2
-        began = time.monotonic()
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
-        assert time.monotonic() - began < 3
+        _, said = process.communicate(timeout=40)  # a step and a checkpoint
     finally:
         process.kill()
         process.communicate()
     assert process.returncode == 130
+    assert [event["event"] for event in read(Path("out/events.jsonl"))][-1] == "stopped"
     assert f"try: phalanx train {toy}:slow --run out --resume" in said
     assert "Traceback" not in said
     assert [worker for worker in workers if worker.is_running()] == []

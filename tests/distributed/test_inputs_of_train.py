@@ -127,7 +127,7 @@ def job(**how: Any) -> Job:
 Answer = tuple[Any, str]
 """What is left of a run, without times and the plan's text; and its sentences. Or its refusal, and the same."""
 
-_TIMES = {"time", "seconds", "passes", "update", "peak_bytes", "plan", "exact", "path", "notes", "bytes"}
+_TIMES = {"time", "seconds", "passes", "update", "peak_bytes", "plan", "exact", "path", "notes", "bytes", "standstill"}
 _RACES = {"worker", "worked", "forecast", "timing"}
 
 
@@ -291,7 +291,7 @@ def unused() -> Net:
 
 
 def test_every_field_of_a_job_is_looked_at() -> None:
-    assert set(JOBS) | {"prefetch"} == {one.name for one in fields(Job)}
+    assert set(JOBS) | {"prefetch", "initial"} == {one.name for one in fields(Job)}
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -327,8 +327,13 @@ RUNS: Mapping[str, tuple[Mapping[str, Any], Any]] = {
     "keep": ({"checkpoint_every": 1}, 1),
     "log_every": ({}, 2),
 }
-ELSEWHERE = {"job", "plan", "folder", "resume", "forecast"}
-"""Where the job is and the run lies; what a resume does, and what a forecast refuses, have tests of their own."""
+ELSEWHERE = {
+    *("job", "plan", "folder", "resume", "from_step", "forecast", "keep_every", "mirror", "grace", "restarts"),
+    *("on_nonfinite", "spike", "on_spike", "timeout", "drift", "drift_every", "devices", "grow_after", "asked_plan"),
+}
+"""Where the job is and the run lies. What a resume does, what a forecast refuses, which checkpoints stay or are copied,
+and what becomes of a run that is asked to stop, loses a worker, waits for one, or meets numbers or replicas that went
+wrong, or whose number of devices changes, have tests of their own."""
 
 
 def test_every_field_of_a_run_is_looked_at() -> None:
@@ -410,8 +415,16 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "--json": ("--json",),
     },
 }
-# a plan that does not fit is trained with --anyway: test_run_forecast; launchers and hosts have tests of their own
-SETS = {"train": {"--anyway", "--launcher"}, "prove": set[str](), "bench": {"--hosts"}}
+# a plan that does not fit is trained with --anyway: test_run_forecast; launchers and hosts have tests of their own, and
+# so has what becomes of a run that stops or loses a worker: tests/faults
+SETS = {
+    "train": {
+        *("--anyway", "--launcher", "--from", "--keep-every", "--mirror", "--grace", "--restarts"),
+        *("--on-nonfinite", "--spike", "--on-spike", "--timeout", "--drift", "--drift-every", "--grow-after"),
+    },
+    "prove": set[str](),
+    "bench": {"--hosts"},
+}
 
 
 PLAIN = {

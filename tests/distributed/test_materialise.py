@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -378,3 +381,29 @@ def _kilobytes(what: str) -> int:
 def _forget_peak() -> None:
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
+
+
+def test_whoever_looks_at_this_thread_from_another_changes_nothing() -> None:
+    """A probe, a profiler or a debugger holds frames for a moment, and with them what their functions had made."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            frame = sys._current_frames().get(main)
+            time.sleep(0.005)
+            del frame
+
+    def make() -> nn.Module:
+        module = nn.Linear(128, 64)
+        weight = module.weight.clone()  # a local of this frame, until the frame goes
+        time.sleep(0.006)
+        assert weight.shape == (64, 128)
+        return module
+
+    main, watcher = threading.get_ident(), threading.Thread(target=look)
+    watcher.start()
+    try:
+        assert all(recipes(recorded(make)) for _ in range(20))
+    finally:
+        over.set()
+        watcher.join()

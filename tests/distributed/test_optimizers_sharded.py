@@ -3,7 +3,6 @@
 import os
 import traceback
 import warnings
-from datetime import timedelta
 from typing import NamedTuple
 
 import pytest
@@ -65,8 +64,10 @@ def _start(rank, world_size, target):
     try:
         torch.set_num_threads(1)
         os.close(address_in)
-        place = Place(rank=rank, world_size=world_size, local_rank=rank, store=os.read(address_out, 100).decode())
-        with default_process_group(place, torch.device("cpu"), timeout=timedelta(seconds=30)):
+        place = Place(
+            rank=rank, world_size=world_size, local_rank=rank, store=os.read(address_out, 100).decode(), timeout=30.0
+        )
+        with default_process_group(place, torch.device("cpu")):
             target(place)
         code = 0
     except BaseException:

@@ -20,7 +20,7 @@ from phalanx.errors import RefusedError, WorkerError
 from phalanx.events import faults
 from phalanx.preflight import plan_choice, run_forecast
 from phalanx.preflight.plan_choice import forecast_here
-from phalanx.report.comparison import LATE, stored
+from phalanx.report.comparison import COMPUTING, LATE, stored
 from phalanx.report.summary import summarise
 
 ROOM = 2**20
@@ -149,6 +149,7 @@ def test_memory_that_runs_out_names_what_was_forecast_too_small(after: int, fore
     folder.mkdir()
     parts = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "communication"), forecast)
     told = {"plan": "single", "reserved": forecast, "room": 1e10, "parts": {**parts, "activations": 1e9}}
+    told |= {"step": 1.0, "seconds": dict.fromkeys((*COMPUTING, "update", "rest"), 0.1)}
     (folder / "forecast.json").write_text(json.dumps({"forecast": told}))
     run = RunSpec(job="small", plan=Plan(), folder=folder, forecast="none")
     with pytest.raises(WorkerError, match="allocate memory") as caught:

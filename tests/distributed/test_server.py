@@ -91,7 +91,7 @@ def test_any_plan_goes_on_with_what_another_saved(first: str, then: str) -> None
 
 def test_another_jobs_checkpoint_is_refused() -> None:
     fit("dp=2 server=1", "run")
-    with pytest.raises(WorkerError, match=r"another job.*seed: 0 there, 1 now"):
+    with pytest.raises(SpecError, match=r"another job.*seed: 0 there, 1 now"):
         fit("dp=2 server=1", "run", seed=1, resume=True)
 
 

@@ -25,7 +25,7 @@ from phalanx.forecast.step_time import ForecastInput, on_one_kind
 from phalanx.hardware import cluster
 from phalanx.launch import launch
 from phalanx.placement.collective_bytes import Exchange, MeshSizes
-from phalanx.placement.step_traffic import norm_wanted, parameters_held, peers, step_traffic
+from phalanx.placement.step_traffic import parameters_held, peers, step_traffic
 from phalanx.train.assembly import build
 from phalanx.train.traced_job import work_of
 
@@ -62,10 +62,10 @@ def counted(plans: Sequence[str]) -> Callable[..., Any]:
 def job_for(text: str) -> px.Job:
     """A small GPT with layers enough for the plan; under some its head shares the embedding's weight.
 
-    It clips, but for under fp16, which looks at the norm by itself.
+    It clips, but for in half precision: every step looks at the norm by itself.
     """
     job = small_gpt(layers(text), text in TIED)
-    return replace(job, clip=None) if "fp16" in text else job
+    return replace(job, clip=None) if "precision" in text else job
 
 
 def small_gpt(count: int, tied: bool) -> px.Job:
@@ -169,17 +169,18 @@ PLANS += TIED
 def test_ranks_hold_and_exchange_what_placement_says(text: str) -> None:
     plan, job = Plan.parse(text), job_for(text)
     wide = widths(PHALANX, plan.precision, np.array(float(plan.zero)))  # as forecasts have them
-    known, norm = profile(layers(text), text in TIED), norm_wanted(plan.precision, clips=job.clip is not None)
+    known = profile(layers(text), text in TIED)
     for rank, (held, rows) in enumerate(exchanges(plan.world_size)[text]):
         assert held == parameters_held(known, plan, rank)
-        said = listed(step_traffic(known, plan, job.batch, rank, wide, norm=norm), plan, rank)
+        said = listed(step_traffic(known, plan, job.batch, rank, wide), plan, rank)
         real = seen(rows, plan, rank)
         assert said == real, f"rank {rank}: listed alone {said - real}, counted alone {real - said}"
 
 
 REPLICAS = {"sharded parameters", "gradients", "copies' gradients"}
 ONCE = {"gradients of cut tokens", "gradients of tied weights", "gradients' norm"}
-BETWEEN = {"a stage's outputs", "the loss and its count"}  # what stages hand on is priced as they do; totals are fixed
+# What stages hand on is priced as they do; totals and fingerprints are fixed.
+BETWEEN = {"a stage's outputs", "the loss and its count", "replicas' fingerprints"}
 
 
 @pytest.mark.parametrize("text", [*PLANS, "pp=4 fsdp=2 micro=1", "dp=2 fsdp=2 zero=2 micro=1"])
@@ -205,7 +206,7 @@ def prices_what_is_listed(text: str, known: Profile, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(module, "seconds", size_of)
     plan, job = Plan.parse(text), job_for(text)
     bare = replace(PHALANX, overlap=0.0, overlap_tensor=0.0, contention=0.0, reach=1.0)
-    work = Work(profile=known, batch=job.batch, clips=job.clip is not None)
+    work = Work(profile=known, batch=job.batch, norm=True)
     devices = cluster("8xA100")
     priced = on_one_kind(
         ForecastInput(work=work, cluster=devices, precision=plan.precision, preset=bare),
@@ -213,8 +214,7 @@ def prices_what_is_listed(text: str, known: Profile, monkeypatch: pytest.MonkeyP
         devices.groups[0],
     )
     wide = widths(bare, plan.precision, np.array(float(plan.zero)))
-    norm = norm_wanted(plan.precision, clips=job.clip is not None)
-    every = [step_traffic(known, plan, job.batch, rank, wide, norm=norm) for rank in range(plan.world_size)]
+    every = [step_traffic(known, plan, job.batch, rank, wide) for rank in range(plan.world_size)]
 
     def busiest(counts: Callable[[str], bool]) -> float:
         return max(float(sum(one.size * one.times for one in found if counts(one.why))) for found in every)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phalanx import checkpoint
-from phalanx.checkpoint import format, store
+from phalanx.checkpoint import store, writing
 
 torch.set_num_threads(1)
 
@@ -52,7 +52,7 @@ def killed_in_save(folder: Path, step: int, at: int) -> bool:
         killer = Killer(at)
         for owner, name in ((os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "unlink"), (os, "rmdir")):
             killer.watch(owner, name)
-        killer.watch(format, "_header")
+        killer.watch(writing, "header_of")
         killer.watch(store, "prune")
         try:
             save(folder, step)

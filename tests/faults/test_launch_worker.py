@@ -13,7 +13,6 @@ from phalanx.config import Plan, RunSpec
 from phalanx.errors import SpecError
 from phalanx.events import read
 from phalanx.launch import worker
-from phalanx.launch.runfile import prepare_run
 from phalanx.launch.torchrun import claim, place_from_environment
 from phalanx.launch.worker import main
 
@@ -46,14 +45,19 @@ def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepare(folder: Path, plan: Plan) -> Path:
     (folder / "job_that_fails.py").write_text(JOB)
-    return prepare_run(RunSpec(job=str(folder / "job_that_fails.py"), plan=plan, folder=folder / "run"))
+    run = RunSpec(job=str(folder / "job_that_fails.py"), plan=plan, folder=folder / "run")
+    run.folder.mkdir()
+    (run.folder / "run.toml").write_text(run.to_toml())
+    return run.folder / "run.toml"
 
 
 def test_place_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place_from_environment() is None
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert place_from_environment() == Place(rank=1, world_size=4, local_rank=0, store="env://")
+    assert place_from_environment() == Place(
+        rank=1, world_size=4, local_rank=0, store="env://", meeting="127.0.0.1:29500"
+    )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     place = place_from_environment()
     assert place is not None

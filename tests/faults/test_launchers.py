@@ -43,7 +43,21 @@ from phalanx.errors import Problem, RefusedError
 FAULT = {fault!r}
 STEPS = []
 
+def saved():  # a save goes on beside the steps after it
+    until = time.monotonic() + 20
+    while not Path(__file__).with_name("run").joinpath("checkpoints", "step-00000002").exists():
+        if time.monotonic() > until:
+            raise TimeoutError("no checkpoint of step 2")
+        time.sleep(0.01)
+
 def strike():
+    if FAULT in ("kill once", "kill once, unsaved", "stop once"):
+        if Path(__file__).with_name("struck").exists():
+            return
+        Path(__file__).with_name("struck").touch()
+        if FAULT == "kill once":
+            saved()
+        os.kill(os.getpid(), signal.SIGTERM if FAULT == "stop once" else signal.SIGKILL)
     if FAULT == "raise":
         raise ValueError("the injected fault")
     if FAULT == "kill":
@@ -106,9 +120,10 @@ def _nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 def spec(folder: Path, fault: str = "") -> RunSpec:
     """Two workers, the second of which goes wrong as told."""
     folder.mkdir(exist_ok=True)
-    file = folder / f"law_{fault or 'well'}.py"
+    file = folder / f"law_{fault.replace(' ', '_') or 'well'}.py"
     file.write_text(JOB.format(fault=fault))
-    return RunSpec(job=str(file), plan=Plan(dp=2), folder=folder / "run", steps=4, forecast="none")
+    how = {"steps": 4, "forecast": "none", "grace": 1.0, "restarts": 0}
+    return RunSpec(job=str(file), plan=Plan(dp=2), folder=folder / "run", **how)
 
 
 def fit(run: RunSpec, name: str, watch: Callable[[], None] | None = None) -> px.Run:
@@ -150,6 +165,38 @@ def test_the_worker_that_fails_is_named_with_its_cause(
     errors = [event for event in read(run.folder / "events.jsonl") if event["event"] == "error"]
     assert [(event["rank"], event["step"], event["message"]) for event in errors] == [(1, 2, words)]
     assert "the injected fault" not in capfd.readouterr().err  # whoever called says it, once
+
+
+def test_a_worker_that_is_lost_is_replaced(name: str, tmp_path: Path) -> None:
+    run = replace(spec(tmp_path, "kill once"), restarts=1, checkpoint_every=1)
+    done = fit(run, name)
+    (restart,) = done.events("restart")
+    assert (restart["rank"], restart["step"], restart["cause"]) == (1, 2, "rank 1 was ended by SIGKILL in step 2")
+    assert [event["first_step"] for event in done.events("start")] == [0, 2]
+    assert done.losses == fit(replace(spec(tmp_path), folder=tmp_path / "other"), "local").losses
+
+
+def test_a_worker_that_is_lost_costs_no_step(name: str, tmp_path: Path) -> None:
+    run = replace(spec(tmp_path, "kill once, unsaved"), restarts=1)
+    done = fit(run, name)
+    (restart,) = done.events("restart")
+    if name != EXAMPLE:  # which ends workers without asking what they hold
+        assert restart["source"] == "from rank 0, which was at step 2; no step is lost"
+    assert done.losses == fit(replace(spec(tmp_path), folder=tmp_path / "other"), "local").losses
+
+
+def test_a_worker_that_is_asked_to_stop_stops_the_run_with_a_checkpoint(name: str, tmp_path: Path) -> None:
+    run = replace(spec(tmp_path, "stop once"), steps=500, grace=30.0)
+    if name == EXAMPLE:  # it has no word for it: the run is over for it, and goes on with resume
+        fit(run, name)
+    else:
+        with pytest.raises(SystemExit) as stop:
+            fit(run, name)
+        assert stop.value.code == 75
+    (stopped,) = px.Run(folder=run.folder).events("stopped")
+    assert (run.folder / "checkpoints" / f"step-{stopped['step']:08d}").is_dir()
+    done = fit(replace(run, resume=True, steps=stopped["step"] + 1), name)
+    assert [event["step"] for event in done.events("step")] == list(range(stopped["step"] + 1))
 
 
 def test_what_a_worker_refuses_is_refused(name: str, tmp_path: Path) -> None:
@@ -204,7 +251,8 @@ def started(run: RunSpec, name: str, temporary: Path) -> subprocess.Popen[bytes]
     script = (
         "import phalanx as px; from pathlib import Path; from phalanx.launch import LAUNCHERS, load_job\n"
         f"LAUNCHERS[{name!r}] = {LAUNCHERS[name]!r}\n"
-        f"run = px.RunSpec(job={run.job!r}, plan=px.Plan(dp=2), folder=Path({str(run.folder)!r}), forecast='none')\n"
+        f"run = px.RunSpec(job={run.job!r}, plan=px.Plan(dp=2), folder=Path({str(run.folder)!r}), forecast='none', "
+        f"grace={run.grace}, restarts={run.restarts})\n"
         f"px.fit(load_job(run.job), run=run, launcher={name!r})"
     )
     return subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(temporary)})

@@ -19,14 +19,16 @@ import torch.distributed as dist
 import phalanx as px
 import phalanx.checkpoint.store  # once, here: what is forked has it then
 from phalanx.comm import Place
+from phalanx.comm.handshake import Identity, Role, new_secret
+from phalanx.comm.listener import Caller
 from phalanx.data import read_ledger
 from phalanx.errors import RunError
 from phalanx.launch.local import launch
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server import take_part
-from phalanx.train.parameter_server.gradient_worker import ServerLinks
 from phalanx.train.parameter_server.role import ServerProcess
 from phalanx.train.parameter_server.server_group import Address, Directory, Patience
+from phalanx.train.parameter_server.server_links import ServerLinks
 
 SAMPLES, EPOCHS = 64, 6  # 4 steps an epoch
 QUICK = Patience(beat=0.05, silent=0.4, pieces=0.0, answer=5.0, back=5.0, parting=2.0)
@@ -148,7 +150,7 @@ def test_a_silent_worker_holds_nobody_up_and_goes_on_when_it_is_back() -> None:
 def place() -> Iterator[Place]:
     """The place of the only server of ``dp=1 server=1``, with a store to meet at."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore
-    yield Place(rank=1, world_size=2, store=f"tcp://127.0.0.1:{store.port}")
+    yield Place(rank=1, world_size=2, store=f"tcp://127.0.0.1:{store.port}", secret=new_secret())
     del store  # it serves until here
 
 
@@ -176,7 +178,9 @@ def test_two_servers_of_one_shard_are_refused(place: Place) -> None:
 def test_a_server_that_is_not_there_is_named_with_the_time(place: Place) -> None:
     directory = Directory(place)
     directory.publish(0, Address("127.0.0.1", 1, 0))  # where nobody listens
-    links = ServerLinks(0, 1, 1, directory, replace(QUICK, back=0.2), None)
+    links = ServerLinks(
+        Caller(identity=Identity(Role.WORKER, 0), secret=place.secret), 1, 1, directory, replace(QUICK, back=0.2), None
+    )
     with pytest.raises(RunError, match=r"server 0 at 127\.0\.0\.1:1 could not be reached for 0\.2 s"):
         links.connect()
     links.close()

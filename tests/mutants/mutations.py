@@ -6,7 +6,7 @@ from mutation import Mutation
 
 STEP = "train/step.py"
 ACCUMULATION = "train/grad_accumulation.py"
-_STEPPED = "            self.optimizer.step()\n        self.sync"
+_STEPPED = "            self.optimizer.step()\n        self._stepped"
 _RANK = "__import__('torch').distributed.get_rank()"
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -80,14 +80,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         _STEPPED,
         "            self.optimizer.step()\n"
         f"            if {_RANK} == 1:\n"
-        "                next(iter(parameters)).data.add_(3e-6)\n        self.sync",
+        "                next(iter(parameters)).data.add_(3e-6)\n        self._stepped",
         ("prove rich dp=2",),
     ),
     Mutation(
         "running statistics of its own on each rank",
         "parallel/ddp.py",
-        "        self._statistics.share()\n",
-        "",
+        "        self._statistics.share()  # nothing",
+        "        pass  # nothing",
         ("copies norm dp=2",),
     ),
     Mutation(
@@ -231,8 +231,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "the audit of a ledger misses samples that were never seen",
         "data/ledger.py",
-        "if len(unseen) > max(0, length - whole):",
-        "if len(unseen) > length:",
+        "if unseen > max(0, length - whole):",
+        "if unseen > length:",
         ("test unit/test_data_ledger.py",),
     ),
     Mutation(
@@ -287,7 +287,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            self.optimizer.step()\n"
         f"            if {_RANK} == 1 and self.progress.step == 7:\n"
         "                for one in self.optimizer.state.values():\n"
-        "                    one['step'] += 5\n        self.sync",
+        "                    one['step'] += 5\n        self._stepped",
         ("prove rich dp=2",),
     ),
     Mutation(

@@ -58,7 +58,7 @@ def test_a_mean_over_the_wrong_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_clipping_by_a_local_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def local(held: Any) -> torch.Tensor:
+    def local(held: Any, **_: Any) -> torch.Tensor:
         grads = [tensor.grad for tensor in held.parameters.values() if tensor.grad is not None]
         grads = [getattr(grad, "to_local", lambda grad=grad: grad)() for grad in grads]
         return torch.stack([grad.norm() for grad in grads]).norm()

@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from phalanx import checkpoint
-from phalanx.checkpoint.format import DTYPES, Manifest
+from phalanx.checkpoint.format import DTYPES, Manifest, seal
 from phalanx.errors import CheckpointError
 
 
@@ -43,6 +44,14 @@ def zeros_like(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def saved(folder: Path, step: int = 1, **options) -> Path:
     return checkpoint.save(folder, step=step, tensors=some_tensors(), state={"step": step}, **options)
+
+
+def resealed(path: Path, change: Callable[[dict], object]) -> None:
+    """Change the manifest, and its checksum with it."""
+    given = json.loads((path / "manifest.json").read_text())
+    del given["checksum"]
+    change(given)
+    (path / "manifest.json").write_bytes(seal(json.dumps(given).encode()))
 
 
 def names(folder: Path) -> list[str]:
@@ -199,33 +208,29 @@ class TestRefusals:
 
     def test_a_manifest_that_points_outside(self, tmp_path: Path) -> None:
         path = saved(tmp_path)
-        text = (path / "manifest.json").read_text().replace("rank-00000.safetensors", "../rank-00000.safetensors")
-        (path / "manifest.json").write_text(text)
+        resealed(path, lambda given: given["files"].update({"../rank-00000.safetensors": {}}))
         with pytest.raises(CheckpointError, match="points out of the checkpoint"):
             checkpoint.load(path, some_tensors())
 
     def test_a_manifest_with_a_gap(self, tmp_path: Path) -> None:
         path = saved(tmp_path)
-        given = json.loads((path / "manifest.json").read_text())
-        given["tensors"]["model.weight"]["chunks"][0]["sizes"] = [4, 3]
-        (path / "manifest.json").write_text(json.dumps(given))
+        resealed(path, lambda given: given["tensors"]["model.weight"]["chunks"][0].update(sizes=[4, 3]))
         with pytest.raises(CheckpointError, match="do not fill"):
             checkpoint.load(path, some_tensors())
 
     @pytest.mark.parametrize(
-        ("change", "said"), [({"version": 2}, "checkpoint format 2"), ({"format": "x"}, "of this kind")]
+        ("change", "said"), [({"version": 3}, "checkpoint format 3"), ({"format": "x"}, "of this kind")]
     )
     def test_another_format(self, change: dict, said: str, tmp_path: Path) -> None:
         path = saved(tmp_path)
-        given = json.loads((path / "manifest.json").read_text())
-        (path / "manifest.json").write_text(json.dumps(given | change))
+        resealed(path, lambda given: given.update(change))
         with pytest.raises(CheckpointError, match=said):
             checkpoint.load(path, some_tensors())
 
     def test_nothing_there(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="there is no checkpoint"):
             checkpoint.load(tmp_path / "step-00000001", {})
-        with pytest.raises(CheckpointError, match=r"no state.json"):
+        with pytest.raises(CheckpointError, match=r"no manifest.json"):
             checkpoint.read_state(tmp_path)
 
 
@@ -261,10 +266,17 @@ class TestDamage:
 
     def test_chunks_elsewhere_than_listed(self, tmp_path: Path) -> None:
         path = saved(tmp_path)
-        given = json.loads((path / "manifest.json").read_text())
-        given["tensors"]["model.weight"]["chunks"][0]["key"] = "model.half"
-        (path / "manifest.json").write_text(json.dumps(given))
-        assert checkpoint.verify(path) == ["rank-00000.safetensors does not hold model.half of shape [5, 3]"]
+        resealed(
+            path,
+            lambda given: (
+                given["tensors"]["model.weight"].update(shape=[3, 5])
+                or given["tensors"]["model.weight"]["chunks"][0].update(sizes=[3, 5])
+            ),
+        )
+        assert checkpoint.verify(path) == ["rank-00000.safetensors does not hold model.weight of shape [3, 5]"]
+        resealed(path, lambda given: given["tensors"]["model.weight"]["chunks"][0].update(key="model.half"))
+        (problem,) = checkpoint.verify(path)
+        assert problem.endswith("model.weight: the chunk at [0, 0] has the key 'model.half'")
 
     def test_no_manifest(self, tmp_path: Path) -> None:
         path = saved(tmp_path)

@@ -50,6 +50,12 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
+def _parts(command: click.Command | None) -> list[str]:
+    """Names of the commands that a verb is made of."""
+    assert isinstance(command, click.Group), "it has no --json"
+    return list(command.commands)
+
+
 class TestHelp:
     def test_group_lists_every_verb(self) -> None:
         result = invoke("--help")
@@ -62,14 +68,18 @@ class TestHelp:
         assert result.exit_code == 0
         examples = re.findall(rf"^ +(phalanx {verb} .+|phalanx {verb})$", result.stdout, re.MULTILINE)
         assert examples, result.stdout
-        assert "--json" in result.stdout
+        command = main.get_command(click.Context(main), verb)
+        assert "--json" in result.stdout or all(
+            "--json" in invoke(verb, one, "--help").stdout for one in _parts(command)
+        )
 
     @pytest.mark.parametrize("verb", app.VERBS)
     def test_options_of_the_examples_exist(self, verb: str) -> None:
         context = click.Context(main)
         command = main.get_command(context, verb)
         assert command is not None
-        known = {name for parameter in command.params for name in parameter.opts}
+        parts = [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
+        known = {name for part in parts for parameter in part.params for name in parameter.opts}
         for example in re.findall(rf"phalanx {verb} [^\n]*", command.help or ""):
             used = set(re.findall(r"(?<= )--?[a-z][a-z-]*", re.sub(r'"[^"]*"', "", example)))
             assert used <= known
@@ -84,11 +94,28 @@ class TestHelp:
         assert done.stdout.endswith("[]\n")
 
 
+START: dict[str, Any] = {
+    "event": "start",
+    "time": 1.0,
+    "batch": 3,
+    "samples": 3,
+    "drop_last": False,
+    "schema": "1.1",
+    "job": "j",
+    "plan": "single",
+    "world_size": 1,
+    "device": "cpu",
+    "total_steps": 1,
+    "first_step": 0,
+    "parameters": 1,
+    "notes": [],
+}
+
+
 class TestAudit:
     @pytest.mark.parametrize(("ids", "code"), [((0, 1, 2), 0), ((0, 1, 1), 1)])
     def test_exit_code_says_the_answer(self, tmp_path: Path, ids: tuple[int, ...], code: int) -> None:
-        fields = {"event": "start", "time": 1.0, "batch": 3, "samples": 3, "drop_last": False}
-        (tmp_path / "events.jsonl").write_text(json.dumps(fields) + "\n")
+        (tmp_path / "events.jsonl").write_text(json.dumps(START) + "\n")
         with Ledger(tmp_path / "ledger", rank=0, first_step=0, world_size=1) as book:
             part = MicroBatch(batch=None, ids=ids, samples=3)
             book.record(StepBatch(step=0, epoch=0, samples=3, parts=((part,),)))
@@ -96,6 +123,14 @@ class TestAudit:
         assert result.exit_code == code
         answer = json.loads(result.stdout)
         assert (answer["once"], answer["epochs"], bool(answer["wrong"])) == (code == 0, 1, code == 1)
+        assert answer["log"] == ["the run has not ended, or was ended from outside"]
+        assert any("replicas" in sentence for sentence in answer["not_checked"])
+
+    def test_what_the_log_says_of_errors_stands_beside_the_answer(self, tmp_path: Path) -> None:
+        error = {"event": "error", "time": 2.0, "rank": 1, "step": 0, "kind": "hang", "message": "rank 1 did not come"}
+        (tmp_path / "events.jsonl").write_text(f"{json.dumps(START)}\n{json.dumps(error)}\n")
+        (tmp_path / "ledger").mkdir()
+        assert json.loads(invoke("audit", str(tmp_path), "--json").stdout)["log"] == ["error: rank 1 did not come"]
 
     def test_a_folder_without_a_run(self, tmp_path: Path) -> None:
         result = invoke("audit", str(tmp_path))

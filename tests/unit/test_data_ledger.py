@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data import GlobalBatchSampler, Ledger, MicroBatch, StepBatch, audit, read_ledger, share
-from phalanx.errors import DataError
+from phalanx.data import GlobalBatchSampler, Ledger, MicroBatch, StepBatch, audit, read_ledger, records, share
+from phalanx.errors import DataError, SpecError
 
 LENGTH, BATCH = 22, 6
 SAMPLER = GlobalBatchSampler(length=LENGTH, batch=BATCH, seed=1)
@@ -105,32 +106,105 @@ class TestReading:
         ledger.close()
         ledger.close()
 
+    def test_what_a_rank_begins_is_in_the_file_before_it_ends(self, tmp_path: Path) -> None:
+        """It is not written by whoever is killed, but counts once a rank has finished the step."""
+        ranks = [Ledger(tmp_path, rank=rank, first_step=0, world_size=2) for rank in range(2)]
+        for step in range(2):
+            for rank, ledger in enumerate(ranks):
+                ledger.begin(a_step(step, [2 * step + rank]))
+        assert list(read_ledger(tmp_path)) == [0]  # nobody has finished step 1
+        ranks[0].record(a_step(1, [2]), left_out=True)
+        found = records(tmp_path)
+        assert [(record.ids.tolist(), record.begun, record.left_out) for record in found[1]] == [
+            ([2], False, True),
+            ([3], True, False),
+        ]
+        for ledger in ranks:
+            ledger.close()
+
+    def test_a_step_that_a_later_part_goes_on_from_counts(self, tmp_path: Path) -> None:
+        with Ledger(tmp_path, rank=0, first_step=0) as ledger:
+            ledger.begin(a_step(0, [1]))
+        assert read_ledger(tmp_path) == {}
+        with Ledger(tmp_path, rank=0, first_step=1):
+            assert list(read_ledger(tmp_path)) == [0]
+
+    @pytest.mark.parametrize("room", [0, 20, 33, 35, 40])
+    def test_what_was_begun_on_a_full_disk(self, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        disk = SmallDisk(monkeypatch)
+        with Ledger(tmp_path, rank=0, first_step=0) as ledger:
+            disk.room = room
+            ledger.begin(a_step(0, [1, 2, 3]))
+            ledger.record(a_step(0, [1, 2, 3]), left_out=True)
+            disk.room = 10**9
+        (record,) = records(tmp_path)[0]
+        assert (record.ids.tolist(), record.begun, record.left_out) == ([1, 2, 3], False, True)
+
     def test_a_file_that_is_no_ledger(self, tmp_path: Path) -> None:
         (tmp_path / "00000000-rank00000.bin").write_bytes(b"something else entirely")
         with pytest.raises(DataError, match="is no sample ledger"):
             read_ledger(tmp_path)
 
-    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-    def test_a_disk_that_is_full_from_the_start(self, tmp_path: Path) -> None:
-        (tmp_path / "00000000-rank00000.bin").symlink_to("/dev/full")
-        with pytest.raises(DataError, match="cannot be written: No space left"):
-            Ledger(tmp_path, rank=0, first_step=0)
-
-    def test_a_disk_that_fills_up(self, tmp_path: Path) -> None:
+    def test_a_disk_that_fills_up_is_said_when_records_have_to_be_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        disk = SmallDisk(monkeypatch)
         ledger = Ledger(tmp_path, rank=0, first_step=0)
+        disk.room = 30
+        for step in range(3):
+            ledger.record(a_step(step, [step]))
+        with pytest.raises(DataError, match="cannot be written: No space left") as caught:
+            ledger.flush()
+        assert isinstance(caught.value.__cause__, OSError)
+        disk.room = 10**9
+        ledger.flush()
         ledger.close()
-        ledger._file = FullFile()  # pyright: ignore[reportAttributeAccessIssue]
-        for action in (lambda: ledger.record(a_step(0, [1])), ledger.flush, ledger.close):
-            with pytest.raises(DataError, match="cannot be written: No space left") as caught:
-                action()
-            assert isinstance(caught.value.__cause__, OSError)
+        assert {step: ids.tolist() for step, (_, ids) in read_ledger(tmp_path).items()} == {0: [0], 1: [1], 2: [2]}
+
+    def test_what_ends_a_run_is_not_hidden_by_its_ledger(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        disk = SmallDisk(monkeypatch)
+
+        def fails() -> None:
+            with Ledger(tmp_path, rank=0, first_step=0) as ledger:
+                disk.room = 0
+                ledger.record(a_step(0, [1]))
+                raise KeyError("cause")
+
+        with pytest.raises(KeyError, match="cause"):
+            fails()
+        assert read_ledger(tmp_path) == {}
+
+    @pytest.mark.parametrize("place", ["file", "folder"])
+    def test_no_link_is_followed(self, tmp_path: Path, place: str) -> None:
+        victim, folder = tmp_path / "victim", tmp_path / "run" / "ledger"
+        victim.mkdir()
+        (victim / "00000009-rank00000.bin").write_bytes(b"mine")
+        if place == "folder":
+            folder.parent.mkdir()
+            folder.symlink_to(victim)
+        else:
+            folder.mkdir(parents=True)
+            (folder / "00000000-rank00000.bin").symlink_to(victim / "00000009-rank00000.bin")
+        with pytest.raises(SpecError, match="a symbolic link"):
+            Ledger(folder, rank=0, first_step=0)
+        with pytest.raises(SpecError, match="a symbolic link"):
+            read_ledger(folder)
+        assert [path.read_bytes() for path in victim.iterdir()] == [b"mine"]
 
 
-class FullFile:
-    def write(self, *_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+class SmallDisk:
+    """``os.write`` on a disk that holds so many more bytes."""
 
-    flush = close = write
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room, self._write = 10**9, os.write
+        monkeypatch.setattr(os, "write", self)
+
+    def __call__(self, file: int, content: Any) -> int:
+        if len(content) and not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        part = bytes(content[: self.room])
+        self.room -= len(part)
+        return self._write(file, part)
 
 
 class TestAudit:

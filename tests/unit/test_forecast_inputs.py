@@ -160,7 +160,7 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
 
 
 def test_every_field_of_a_job_is_looked_at() -> None:
-    assert set(JOBS) | {"name"} == {one.name for one in fields(Job)}
+    assert set(JOBS) | {"name", "initial"} == {one.name for one in fields(Job)}
 
 
 def of_job(given: Job) -> tuple[Any, tuple[str, ...]]:

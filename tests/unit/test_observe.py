@@ -29,6 +29,7 @@ from phalanx.report.tables import (
 )
 
 MIB = 2**20
+SAVED = "checkpoints/step-00000008"
 PARTS = {"parameters": 4 * MIB, "gradients": 4 * MIB, "optimizer": 8 * MIB, "buffers": 0, "activations": 30 * MIB}
 
 
@@ -77,7 +78,7 @@ def canned() -> list[Event]:
         start(notes=["dropout draws other random numbers"]),
         *(step(number, one) for number, one in enumerate(seconds)),
         at(1009.0, "evaluate", step=8, loss=0.3, samples=297, metrics={"accuracy": 0.95}, seconds=0.1),
-        at(1009.5, "checkpoint", step=8, path="checkpoints/step-00000008", bytes=3 * MIB, seconds=0.02),
+        at(1009.5, "checkpoint", step=8, path=SAVED, bytes=3 * MIB, seconds=0.02, standstill=0.01),
         at(1009.6, "warning", message="the disk is [nearly] full"),
         at(1009.7, "memory", rank=0, peak_bytes=300 * MIB, **PARTS),
         at(1009.7, "memory", rank=1, peak_bytes=310 * MIB, **PARTS),
@@ -171,7 +172,7 @@ class TestSummary:
         assert summary.evaluation == {"step": 8, "loss": 0.3, "samples": 297, "metrics": {"accuracy": 0.95}}
         assert summary.peak_bytes == (300 * MIB, 310 * MIB)
         assert (summary.first_step, summary.step, summary.devices, summary.finished) == (0, 8, 2, True)
-        assert summary.checkpoint == "checkpoints/step-00000008"
+        assert summary.checkpoint == SAVED
 
     def test_only_the_part_since_the_resume_counts(self, tmp_path: Path) -> None:
         write(tmp_path, canned())

@@ -18,12 +18,12 @@ from phalanx.forecast.layouts import Layouts
 from phalanx.hardware import cluster
 from phalanx.placement.batch_split import cuts
 from phalanx.placement.collective_bytes import Exchange, MeshSizes
-from phalanx.placement.step_traffic import norm_wanted, step_traffic
+from phalanx.placement.step_traffic import step_traffic
 from phalanx.report.show import planned
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send")
-WORK = Work(profile=transformer(layers=4, width=64, heads=4, vocabulary=100), batch=16, clips=True)
-UNPRICED = "the loss and its count"  # in what every step takes at least
+WORK = Work(profile=transformer(layers=4, width=64, heads=4, vocabulary=100), batch=16, norm=True)
+UNPRICED = {"the loss and its count", "replicas' fingerprints"}  # in what every step takes at least
 PLANS = (
     "dp=2",
     "dp=4 micro=2",
@@ -63,16 +63,15 @@ def per_byte(kind: str, devices: int = 8) -> Cluster:
     return replace(known, groups=(replace(group, device=device),))
 
 
-def listed(plan: Plan, kind: str, rank: int, *, clips: bool = True) -> float:
+def listed(plan: Plan, kind: str, rank: int) -> float:
     """Bytes of all exchanges of that kind; a ring takes what a gather does."""
     wide = widths(PHALANX, plan.precision, np.array(float(plan.zero)))
 
     def bytes_of(one: Exchange) -> float:
-        there = {"ring": "all-gather"}.get(one.kind, one.kind) == kind and one.why != UNPRICED
+        there = {"ring": "all-gather"}.get(one.kind, one.kind) == kind and one.why not in UNPRICED
         return float(one.size * one.times) if there else 0.0
 
-    wanted = norm_wanted(plan.precision, clips=clips)
-    return sum(bytes_of(one) for one in step_traffic(WORK.profile, plan, WORK.batch, rank, wide, norm=wanted))
+    return sum(bytes_of(one) for one in step_traffic(WORK.profile, plan, WORK.batch, rank, wide))
 
 
 @pytest.mark.parametrize("text", PLANS)
@@ -94,15 +93,12 @@ def test_of_a_pipeline_what_the_rank_sends_that_sends_most(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "clips", "wanted"), [("fp32", False, False), ("fp32", True, True), ("fp16", False, True)]
+    ("precision", "norm", "priced"), [("fp32", False, False), ("fp32", True, True), ("fp16", False, True)]
 )
-def test_a_norm_is_priced_where_a_step_takes_one(precision: str, clips: bool, wanted: bool) -> None:
+def test_a_norm_is_priced_where_a_step_takes_one(precision: str, norm: bool, priced: bool) -> None:
     plan = Plan.parse(f"fsdp=2 precision={precision}")
-    work = replace(WORK, clips=clips)
-    assert norm_wanted(plan.precision, clips=clips) == wanted
-    priced = forecast(work, plan, per_byte("all-reduce")).seconds["replicas"]
-    assert priced == pytest.approx(listed(plan, "all-reduce", 0, clips=clips), abs=0.1)
-    assert (priced > 1) == wanted
+    found = forecast(replace(WORK, norm=norm), plan, per_byte("all-reduce")).seconds["replicas"]
+    assert found == pytest.approx(listed(plan, "all-reduce", 0) if priced else 0.0, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -129,10 +125,8 @@ def test_micro_batches_are_as_many_for_all(text: str) -> None:
         assert counts | ({drawn.micros} if drawn else set()) == run, batch
 
 
-@pytest.mark.parametrize(
-    ("clip", "precision", "wanted"), [(1.0, "fp32", True), (None, "fp32", False), (None, "fp16", True)]
-)
-def test_a_job_s_clipping_reaches_its_forecast(clip: float | None, precision: str, wanted: bool) -> None:
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_the_norm_that_every_step_looks_at_is_in_its_forecast(clip: float | None) -> None:
     job = replace(gpt.gpt_job(layers=2, width=24, heads=4, context=12, batch=8, steps=1), clip=clip)
-    found = px.forecast(job, f"fsdp=2 precision={precision}", per_byte("all-reduce", devices=2))
-    assert (found.seconds["replicas"] > 1) == wanted
+    found = px.forecast(job, "fsdp=2", per_byte("all-reduce", devices=2))
+    assert found.seconds["replicas"] > 1

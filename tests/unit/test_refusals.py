@@ -328,6 +328,7 @@ def test_how_a_run_begins_is_refused_before_a_worker_starts(
         raise AssertionError("a worker was started")
 
     monkeypatch.setattr(LocalLauncher, "start", started)
+    monkeypatch.setattr("phalanx.launch.runfile.check_folder", lambda *_, **__: None)  # there is nothing to resume from
     run = RunSpec(job="scheduler", plan=Plan.parse(text), folder=tmp_path / "run", **how)
     with pytest.raises(RefusedError, match=f"StepLR on the optimizer .*{given}"):
         px.fit(job("scheduler"), run=run)

@@ -1,4 +1,4 @@
-"""The run folder before the first worker: what is written, and what is refused."""
+"""The run folder before the first worker: what is refused, who writes it, and when its files are written."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ import torch
 from phalanx import checkpoint
 from phalanx.config import Plan, RunSpec
 from phalanx.errors import SpecError
-from phalanx.launch.runfile import default_folder, prepare_run
+from phalanx.launch.runfile import RunFolder, absolute, default_folder
 
 
 def spec(tmp_path: Path, **changes: object) -> RunSpec:
     run = RunSpec(job=str(tmp_path / "digits.py"), plan=Plan(dp=2), folder=tmp_path / "runs" / "digits-1")
     return dataclasses.replace(run, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def prepare_run(run: RunSpec, *, given: Path | None = None) -> Path:
+    """What a run that begins at once does."""
+    with RunFolder(run, given=given) as entered:
+        entered.prepare()
+        (run.folder / "run.toml").write_text(absolute(run).to_toml())
+    return run.folder / "run.toml"
 
 
 def refusal(run: RunSpec) -> str:
@@ -30,13 +38,12 @@ def save(run: RunSpec, step: int) -> None:
     checkpoint.save(run.folder / "checkpoints", step=step, tensors={"weight": torch.zeros(2)}, state={"step": step})
 
 
-def test_new_folder(tmp_path: Path) -> None:
+def test_what_was_asked_is_not_written_before_the_run_begins(tmp_path: Path) -> None:
     run = spec(tmp_path)
-    runfile = prepare_run(run)
-    assert runfile == run.folder / "run.toml"
-    assert RunSpec.from_toml(runfile.read_text()) == run
-    assert Plan.from_toml((run.folder / "plan.toml").read_text()) == run.plan
-    assert sorted(path.name for path in run.folder.iterdir()) == ["plan.toml", "run.toml"]
+    with RunFolder(run) as entered:
+        assert not run.folder.exists()
+        entered.prepare()
+        assert [path.name for path in run.folder.iterdir()] == ["writer.json"]
 
 
 def test_job_is_written_with_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,9 +61,7 @@ def test_folder_is_written_with_its_absolute_path(tmp_path: Path, monkeypatch: p
 def test_the_folders_own_run_file_is_taken_until_something_has_happened(tmp_path: Path) -> None:
     run = spec(tmp_path)
     runfile = prepare_run(run)
-    (run.folder / "plan.toml").unlink()
     assert prepare_run(run, given=runfile) == runfile
-    assert (run.folder / "plan.toml").exists()
     elsewhere = tmp_path / "run.toml"
     elsewhere.write_text(runfile.read_text())
     with pytest.raises(SpecError, match="holds a run"):
@@ -85,7 +90,6 @@ def test_resume_takes_the_new_plan(tmp_path: Path) -> None:
     again = spec(tmp_path, resume=True, plan=Plan(fsdp=4))
     prepare_run(again)
     assert RunSpec.from_toml((run.folder / "run.toml").read_text()) == again
-    assert Plan.from_toml((run.folder / "plan.toml").read_text()) == Plan(fsdp=4)
 
 
 def test_resume_from_nothing(tmp_path: Path) -> None:

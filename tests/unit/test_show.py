@@ -17,6 +17,7 @@ from phalanx.config import Plan
 from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.placement.ownership import TensorPiece
 from phalanx.placement.schedules import Action, Timed, bubble, order, work
+from phalanx.placement.survey_file import survey_from_dict, survey_to_dict
 from phalanx.report.drawing import Timeline, drawn_places, lines, lost
 from phalanx.report.show import Shown, described, of_job, planned, ranks_of
 from phalanx.report.show_output import grouped, runs, shown_svg, shown_text
@@ -290,12 +291,12 @@ TIMELINE = [
 class TestRun:
     def test_measured_beside_planned(self, tmp_path: Path) -> None:
         write(tmp_path, *TIMELINE)
-        result = invoke(str(tmp_path))
+        result = invoke(str(tmp_path), "--job", GPT)
         assert result.exit_code == 0, result.stderr
         assert "measured: step 1, 10 s: 40% idle, 33% if messages took no time" in result.stdout
         assert re.search(r"planned: 1f1b, 2 micro-batches: \d+% idle, 33% if all stages cost the same", result.stdout)
         assert re.search(r"^ 0( to 1)? .*1\.0 MiB", result.stdout, re.MULTILINE)
-        answer = json.loads(invoke(str(tmp_path), "--json").stdout)
+        answer = json.loads(invoke(str(tmp_path), "--job", GPT, "--json").stdout)
         assert answer["measured"]["timeline"]["idle"] == pytest.approx(0.4)
         assert answer["measured"]["idle_without_messages"] == pytest.approx(1 / 3)
         assert answer["measured"]["memory"][1]["gradients"] == 2**20
@@ -317,11 +318,30 @@ class TestRun:
         assert "memory is not shown by part" in result.stdout
         assert "no timeline is shown" in result.stdout
 
-    def test_without_its_job_the_rest_is_shown(self, tmp_path: Path) -> None:
-        write(tmp_path, *TIMELINE, job="gone.py")
+    def test_who_holds_what_is_drawn_from_what_the_run_stored(self, tmp_path: Path) -> None:
+        write(tmp_path, *TIMELINE)
+        model = gpt_job(batch=32)
+        stored = of_job(model, Plan.parse("pp=2 micro=16")).survey
+        assert stored is not None
+        written = json.loads(json.dumps(survey_to_dict(stored)))
+        written["parameters"][0]["name"] = "written.by.the.run"
+        written["stages"][0]["parameters"][0] = "written.by.the.run"
+        (tmp_path / "placement.json").write_text(json.dumps(written))
+        answer = json.loads(invoke(str(tmp_path), "--json").stdout)
+        assert answer["holds"][0][0]["name"] == "written.by.the.run"
+
+    def test_what_is_stored_comes_back_as_it_was(self) -> None:
+        for plan in ("fsdp=4 zero=3", "tp=2 pp=2 micro=2", "dp=2 fsdp=2 zero=1 micro=2"):
+            survey = tiny(plan).survey
+            assert survey is not None
+            assert survey_from_dict(json.loads(json.dumps(survey_to_dict(survey)))) == survey
+
+    def test_without_what_is_stored_the_rest_is_shown(self, tmp_path: Path) -> None:
+        write(tmp_path, *TIMELINE)
         result = invoke(str(tmp_path))
         assert result.exit_code == 0, result.stderr
-        assert "gone.py, which does not exist" in re.sub(r"\s+", " ", result.stdout)
+        said = re.sub(r"\s+", " ", result.stdout)
+        assert f"has not stored it: phalanx show {tmp_path} --job JOB draws it" in said
         assert "idle 33% if all stages cost the same" in result.stdout
         assert json.loads(invoke(str(tmp_path), "--json").stdout)["holds"] is None
 
@@ -329,7 +349,32 @@ class TestRun:
         write(tmp_path)
         text = (tmp_path / "events.jsonl").read_text()
         (tmp_path / "events.jsonl").write_text(text.replace("469760", "7"))
-        assert "469760 parameters now, 7 then" in invoke(str(tmp_path)).stdout
+        assert "469760 parameters now, 7 then" in invoke(str(tmp_path), "--job", GPT).stdout
+
+    @pytest.mark.parametrize("named", ["stranger.py", "__init__.py"])
+    def test_nothing_in_the_folder_is_run(self, tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        run, marker = tmp_path / "stranger", tmp_path / "marker"
+        run.mkdir()
+        (run / named).write_text(f"open({str(marker)!r}, 'w').close()\ndef job(): pass\n")
+        write(run, *TIMELINE, job=str(run / "stranger.py"))
+        monkeypatch.chdir(tmp_path)
+        for argv in (["stranger"], ["stranger", "--json"], ["stranger", "--svg", "plan.svg"]):
+            assert invoke(*argv).exit_code == 0
+        for argv in (["audit", "stranger"], ["train", "gone.py", "--run", "stranger", "--resume"]):
+            CliRunner().invoke(main, argv)
+        assert not marker.exists()
+
+    def test_what_a_stranger_wrote_does_not_steer_the_terminal(self, tmp_path: Path) -> None:
+        steering = "\x1b]0;owned \x9b31m \u202e[/nope][red]"
+        write(tmp_path, {"event": "warning", "time": 1.0, "message": steering})
+        text = (tmp_path / "events.jsonl").read_text()
+        (tmp_path / "events.jsonl").write_text(text.replace('"gpt"', json.dumps(steering)))
+        for argv in ([str(tmp_path)], [str(tmp_path), "--json"], [str(tmp_path), "--svg", "plan.svg"]):
+            result = invoke(*argv)
+            assert result.exit_code == 0, result.output
+            assert not re.search("[\x1b\x07\x9b\u202e]", result.output)
+        assert "\\x1b]0;owned \\x9b31m \\u202e[/nope][red]" in re.sub(r"\n", "", invoke(str(tmp_path)).stdout)
+        assert ET.parse("plan.svg")
 
     def test_one_rank_of_a_timeline_is_none(self, tmp_path: Path) -> None:
         write(tmp_path, TIMELINE[0])

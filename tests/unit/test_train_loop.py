@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import phalanx as px
+from phalanx.checkpoint import Saving
 from phalanx.data import Ledger, MicroBatch, StepBatch, read_ledger
 from phalanx.events import read
+from phalanx.events.schema import faults
 from phalanx.train.evaluate import Evaluation
+from phalanx.train.interruptions import Interruptions, nobody
 from phalanx.train.loop import Stepper, StepsLostError, TrainingLoop
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
@@ -28,6 +35,7 @@ class Counting(Stepper):
     def __init__(self, folder: Path, strikes: int = -1, back: int = 0) -> None:
         self._folder, self._strikes, self._back, self._step = folder, strikes, back, 0
         self.moments: list[tuple[str, int]] = []
+        self.tried = 0  # how often one batch was evaluated
 
     @property
     def taken(self) -> int:
@@ -41,7 +49,7 @@ class Counting(Stepper):
     def samples(self) -> int:
         return self._step
 
-    def steps(self, pause: int | None) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
+    def steps(self, pause: int | None, interruptions: Interruptions) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
         while self._step < min(TOTAL, pause or TOTAL):
             batch = batch_of(self._step)
             totals = float(self._step), 1.0
@@ -51,34 +59,47 @@ class Counting(Stepper):
                 Metrics(step=batch.step, epoch=0, samples=1, lr=0.1, skipped=False, _totals=totals, _norm=None),
                 (0.1, 0.2),
             )
+            if interruptions.reached(self._step):
+                return
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self, interruptions: Interruptions, *, batches: int | None = None) -> Evaluation:
+        if batches is not None:
+            self.tried += 1
+            return Evaluation(loss=0.5, samples=1, metrics={}, seconds=0.0)
         self.moments.append(("evaluate", self._step))
         return Evaluation(loss=0.5, samples=3, metrics={}, seconds=0.0)
 
-    def save(self, folder: Path, *, keep: int) -> Path:
+    def save(self, folder: Path, *, keep: int, keep_every: int | None) -> Saving:
         self.moments.append(("save", self._step))
         if self._step == self._strikes:
             self._strikes = -1
             raise StepsLostError(1, "its connection has ended")
         path = folder / f"step-{self._step}"
         path.mkdir(parents=True)
-        return path
+        return Saving.done(self._step, path, time.perf_counter())
 
     def recover(self, lost: StepsLostError) -> None:
         self.moments.append(("recover", lost.index))
         self._step = self._back
 
     def finish(self) -> list[tuple[str, dict[str, Any]]]:
-        return [("memory", {"rank": 0})]
+        return [("memory", {"rank": 0, "peak_bytes": 1})]
 
 
-def looped(stepper: Counting, folder: Path, *, evaluate_every: int, save_every: int, **how: Any) -> dict[str, Any]:
+def looped(
+    stepper: Counting,
+    folder: Path,
+    *,
+    evaluate_every: int,
+    save_every: int | str,
+    asked: Callable[[], int] = nobody,
+    **how: Any,
+) -> dict[str, Any]:
     run = px.RunSpec(job="small", plan=px.Plan(), folder=folder, checkpoint_every=save_every, **how)
     folder.mkdir(exist_ok=True)
     given = job(evaluate_every=evaluate_every, evaluate=list)
     with RunRecorder(run, ledger=None, writes=True, total_steps=TOTAL) as recorder:
-        return TrainingLoop(given, run, stepper, recorder, Observer()).run()
+        return TrainingLoop(given, run, stepper, recorder, Observer(), Interruptions(run, asked)).run()
 
 
 def batch_of(step: int) -> StepBatch:
@@ -108,7 +129,7 @@ def test_a_ledger_that_goes_back_notes_each_step_once(tmp_path: Path) -> None:
 def test_it_pauses_where_something_is_due_and_does_all_once_at_the_end(tmp_path: Path) -> None:
     stepper = Counting(tmp_path)
     summary = looped(stepper, tmp_path, evaluate_every=4, save_every=5, log_every=3)
-    expected = [("evaluate", 4), ("save", 5), ("evaluate", 8), ("evaluate", 10), ("save", 10)]
+    expected = [("evaluate", 4), ("save", 5), ("evaluate", 8), ("save", 10), ("evaluate", 10)]
     assert stepper.moments == expected
     assert {key: summary[key] for key in ("step", "samples", "loss")} == {"step": 10, "samples": 10, "loss": 9.0}
     assert summary["evaluation"] == {"loss": 0.5, "samples": 3, "metrics": {}}
@@ -120,12 +141,37 @@ def test_it_pauses_where_something_is_due_and_does_all_once_at_the_end(tmp_path:
 def test_without_pauses_it_evaluates_and_saves_at_the_end(tmp_path: Path) -> None:
     stepper = Counting(tmp_path)
     looped(stepper, tmp_path, evaluate_every=0, save_every=0)
-    assert stepper.moments == [("evaluate", 10), ("save", 10)]
+    assert stepper.moments == [("save", 10), ("evaluate", 10)]
+    assert stepper.tried == 1  # before the first step
 
 
 def test_after_steps_were_lost_what_they_led_to_is_done_again(tmp_path: Path) -> None:
     stepper = Counting(tmp_path, strikes=8, back=6)
     looped(stepper, tmp_path, evaluate_every=4, save_every=4)
-    expected = [("evaluate", 4), ("save", 4), ("evaluate", 8), ("save", 8), ("recover", 1)]
-    expected += [("evaluate", 8), ("save", 8), ("evaluate", 10), ("save", 10)]
+    expected = [("save", 4), ("evaluate", 4), ("save", 8), ("recover", 1)]
+    expected += [("save", 8), ("evaluate", 8), ("save", 10), ("evaluate", 10)]
     assert stepper.moments == expected
+
+
+def test_a_request_to_stop_ends_it_after_the_step_that_is_under_way_with_a_checkpoint(tmp_path: Path) -> None:
+    stepper = Counting(tmp_path)
+    how = {"evaluate_every": 4, "save_every": 0}
+    summary = looped(stepper, tmp_path, asked=lambda: signal.SIGTERM if stepper.taken == 4 else 0, **how)
+    assert stepper.moments == [("save", 4)]
+    assert (summary["step"], summary["stopped"]) == (4, signal.SIGTERM)
+    events = list(read(tmp_path / "events.jsonl"))
+    assert [(one["step"], one["signal"]) for one in events if one["event"] == "stopped"] == [(4, "SIGTERM")]
+    assert [fault for event in events if event["event"] == "stopped" for fault in faults(event)] == []
+
+
+def test_a_request_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
+    stepper = Counting(tmp_path)
+    looped(stepper, tmp_path, evaluate_every=0, save_every=0, asked=lambda: signal.SIGUSR1)
+    assert stepper.moments == [("save", 1)]  # whoever asks is heard after a step
+
+
+def test_by_the_clock_it_saves_when_the_time_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stepper = Counting(tmp_path)
+    monkeypatch.setattr("phalanx.train.interruptions.time.monotonic", lambda: 20.0 * stepper.taken)
+    looped(stepper, tmp_path, evaluate_every=0, save_every="1m")
+    assert stepper.moments == [("save", 3), ("save", 6), ("save", 9), ("save", 10), ("evaluate", 10)]

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import phalanx as px
+from phalanx.checkpoint import BackgroundSaver
 from phalanx.comm import Place
 from phalanx.train.assembly import Assembly, build
 from phalanx.train.lr_schedule import RunStart
-from phalanx.train.state import restore, save
+from phalanx.train.state import restore, to_save
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
 from small import job
@@ -29,7 +30,7 @@ def saved_and_restored(folder: Path, before: dict[str, Any], after: dict[str, An
     batches = iter(assembly.loader)
     for _ in range(2):
         assembly.step(next(batches))
-    path = save(folder, first, assembly, keep=1)
+    path = BackgroundSaver().save(to_save(folder, first, assembly, keep=1), at_once=True).path
     resumed = build(second, px.Plan(), Place(), torch.device("cpu"), start=RunStart(resumes=True, step=2))
     restore(path, second, resumed)
     for then, now in zip(assembly.optimizer.state.values(), resumed.optimizer.state.values(), strict=True):

@@ -10,14 +10,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from phalanx.comm.frames import Connection, LostError, views
+from phalanx.comm.frames import Connection, FrameForm, LostError, views
+
+STEP = FrameForm(fields={"step": lambda value: type(value) is int}, optional=frozenset({"step"}), tensors=True, most=64)
+FORMS = {1: STEP, 3: STEP, 5: FrameForm()}
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Connection, Connection]]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        here = Connection.to(*listener.getsockname()[:2])
-        there = Connection(listener.accept()[0])
+        here = Connection(socket.create_connection(listener.getsockname()[:2]), FORMS)
+        there = Connection(listener.accept()[0], FORMS)
     yield here, there
     here.close()
     there.close()
@@ -64,10 +67,43 @@ def test_the_end_in_the_middle_of_tensors_is_seen(ends: tuple[Connection, Connec
         there.fill(frame, views([torch.zeros(100)]))
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", struct.pack("<HHIQ", 0x5058, 1, 1 << 30, 0)])
-def test_what_is_no_frame_is_refused(ends: tuple[Connection, Connection], said: bytes) -> None:
+def head(kind: int, length: int, size: int = 0) -> bytes:
+    return struct.pack("<HHIQ", 0x5058, kind, length, size)
+
+
+def frame(text: bytes, kind: int = 1, size: int = 0) -> bytes:
+    return head(kind, len(text), size) + text
+
+
+NO_FRAMES = {
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
+    "longer than its kind may be": head(1, 65),
+    "very long": head(1, (1 << 32) - 1),
+    "of an unknown kind": head(99, 0),
+    "tensors where there are none": head(5, 0, 8),
+    "no JSON": frame(b"{"),
+    "no text": frame(b"\xff\xfe"),
+    "no object": frame(b"[1]"),
+    "deep": frame(b"[" * 64),
+    "a field of another type": frame(b'{"step": "1"}'),
+    "a truth for a number": frame(b'{"step": true}'),
+    "a field too many": frame(b'{"step": 1, "rank": 1}'),
+}
+
+
+@pytest.mark.parametrize("said", NO_FRAMES.values(), ids=NO_FRAMES)
+def test_what_is_no_frame_ends_the_connection(ends: tuple[Connection, Connection], said: bytes) -> None:
     here, there = ends
     here._plug.sendall(said)
+    with pytest.raises(LostError, match="protocol"):
+        there.receive()
+    assert there.fileno == -1
+
+
+def test_json_too_deep_to_read_ends_the_connection(ends: tuple[Connection, Connection]) -> None:
+    here, there = ends
+    there._forms = {1: FrameForm(most=1 << 20)}
+    here._plug.sendall(frame(b"[" * 100_000))
     with pytest.raises(LostError, match="protocol"):
         there.receive()
 

@@ -1,0 +1,253 @@
+"""A save in the background is of the moment it began in, all or nothing on all ranks, and never overtaken."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_ranks import laid_out, local, ranks
+from small import fit
+
+from phalanx import checkpoint
+from phalanx.checkpoint import BackgroundSaver, SaveRequest, background, writing
+from phalanx.errors import CheckpointError, WorkerError
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fork_beside_threads() -> None:
+    # 3.12 and later warn of every fork in a process that has threads, whoever started them.
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+
+
+@pytest.fixture
+def saver():
+    made = BackgroundSaver()
+    yield made
+    made.close(patience=0.1)
+
+
+class Held:
+    """Holds the writing of files until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._go, self._real = threading.Event(), writing.write_file
+        monkeypatch.setattr(writing, "write_file", self._write)
+
+    def _write(self, path: Path, pieces):
+        assert self._go.wait(20)
+        return self._real(path, pieces)
+
+    def let_go(self) -> None:
+        self._go.set()
+
+
+def asked(folder: Path, step: int, tensor: torch.Tensor) -> SaveRequest:
+    return SaveRequest(folder, step, {"model.x": tensor, "model.flag": torch.tensor(True)}, {"step": step})
+
+
+def loaded(path: Path, like: torch.Tensor) -> torch.Tensor:
+    found = torch.zeros_like(like)
+    checkpoint.load(path, {"model.x": found, "model.flag": torch.tensor(False)})
+    return found
+
+
+def test_is_of_the_moment_it_began_in(saver: BackgroundSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, tensor = Held(monkeypatch), torch.arange(6.0).view(2, 3).t()
+    saving = saver.save(asked(tmp_path, 1, tensor))
+    tensor.zero_()
+    assert not saving.published
+    assert checkpoint.latest(tmp_path) is None
+    held.let_go()
+    saving.wait()
+    assert saving.published
+    assert loaded(saving.path, tensor).tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert saving.nbytes == sum(file.stat().st_size for file in saving.path.iterdir())
+    assert 0 < saving.standstill < saving.seconds
+
+
+def test_the_second_waits_for_the_first(saver: BackgroundSaver, tmp_path: Path) -> None:
+    tensor = torch.zeros(1000)
+    savings = []
+    for step in range(1, 6):
+        tensor.fill_(step)
+        savings.append(saver.save(asked(tmp_path, step, tensor)))
+        assert all(one.published for one in savings[:-1])
+    saver.wait()
+    assert loaded(savings[-1].path, tensor)[0] == 5.0
+    assert loaded(savings[-2].path, tensor)[0] == 4.0
+
+
+def test_the_copy_uses_the_same_memory_again(
+    saver: BackgroundSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    real = background._paged
+    monkeypatch.setattr(background, "_paged", lambda size: made.append(size) or real(size))
+    for step, size in enumerate((1000, 1000, 500, 2000)):
+        saver.save(asked(tmp_path, step, torch.ones(size)))
+    saver.wait()
+    assert made == [4001, 8001]
+
+
+def test_an_error_is_raised_by_the_next(saver: BackgroundSaver, tmp_path: Path) -> None:
+    tensor = torch.ones(3)
+    saver.save(asked(tmp_path, 1, tensor))
+    saver.save(asked(tmp_path, 2, torch.full((3,), float("nan"))))
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written.*\n.*model.x is not finite \(3 NaN"):
+        saver.save(asked(tmp_path, 3, tensor))
+    saver.save(asked(tmp_path, 3, tensor)).wait()
+    assert [one.step for one in checkpoint.checkpoints(tmp_path)] == [3, 1]
+
+
+def test_without_memory_for_a_copy_training_waits(
+    saver: BackgroundSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_available", lambda: 10)
+    saving = saver.save(asked(tmp_path, 1, torch.ones(1000)))
+    assert saving.published
+    assert saving.note.startswith("no host memory for a copy")
+    assert checkpoint.verify(saving.path) == []
+
+
+def test_given_up_it_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, saver = Held(monkeypatch), BackgroundSaver()
+    saving = saver.save(asked(tmp_path, 1, torch.ones(1000)))
+    saver.close(patience=0.01)
+    held.let_go()
+    with pytest.raises(CheckpointError, match="given up"):
+        saving.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fork_waits_for_the_thread(saver: BackgroundSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    saving = saver.save(asked(tmp_path, 1, torch.ones(10)))
+    threading.Timer(0.1, held.let_go).start()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if saving.published else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_of_ranks_that_are_in_collectives_meanwhile(tmp_path: Path) -> None:
+    def target(rank: int) -> None:
+        module, parameters = laid_out("fsdp")
+        saver, number = BackgroundSaver(), torch.zeros(1)
+        for step in range(1, 6):
+            with torch.no_grad():
+                for parameter in parameters.values():
+                    local(parameter).fill_(step)
+            tensors = {f"model.{name}": tensor.detach() for name, tensor in parameters.items()}
+            saver.save(SaveRequest(tmp_path, step, tensors, {"step": step}))
+            with torch.no_grad():
+                for parameter in parameters.values():
+                    local(parameter).fill_(-1.0)
+            for _ in range(50):
+                dist.all_reduce(number.fill_(1.0))
+                assert number == 2.0
+        saver.wait()
+        dist.barrier()
+        path = checkpoint.latest(tmp_path)
+        assert path is not None
+        assert path.name == "step-00000005"
+        assert checkpoint.verify(path) == []
+        checkpoint.load(path, tensors)
+        assert all(bool((local(tensor) == 5.0).all()) for tensor in tensors.values())
+        saver.close()
+        del module
+
+    ranks(2, target)
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_on_one_rank_is_heard_by_all(full: int, tmp_path: Path) -> None:
+    def target(rank: int) -> None:
+        saver, real = BackgroundSaver(), writing.write_file
+        tensors = {f"model.{index}": torch.ones(1000) for index in range(4)}
+        saver.save(SaveRequest(tmp_path, 1, tensors, {})).wait()
+
+        def fails(path: Path, pieces):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+        writing.write_file = fails if rank == full else real
+        saver.save(SaveRequest(tmp_path, 2, tensors, {}))
+        with pytest.raises(CheckpointError, match=f"rank {full}: .*No space left"):
+            saver.wait()
+        writing.write_file = real
+        saver.save(SaveRequest(tmp_path, 3, tensors, {})).wait()
+        saver.close()
+
+    ranks(2, target)
+    assert [(one.step, one.whole) for one in checkpoint.checkpoints(tmp_path)] == [(3, True), (1, True)]
+
+
+def test_no_memory_on_one_rank_makes_all_wait(tmp_path: Path) -> None:
+    def target(rank: int) -> None:
+        if rank == 1:
+            background._available = lambda: 0
+        saver = BackgroundSaver()
+        saving = saver.save(SaveRequest(tmp_path, 1, {"model.x": torch.ones(9), "model.y": torch.ones(9)}, {}))
+        assert saving.published
+        assert saving.note
+        saver.close()
+
+    ranks(2, target)
+
+
+class TestRuns:
+    def test_saves_while_it_trains_and_says_for_how_long_it_stood_still(self, tmp_path: Path) -> None:
+        run = fit("dp=2", tmp_path / "run", checkpoint_every=3)
+        events = run.events("checkpoint")
+        assert [event["step"] for event in events] == [3, 6, 8]
+        assert all(0 < event["standstill"] <= event["seconds"] for event in events)
+        assert [one.step for one in checkpoint.checkpoints(tmp_path / "run" / "checkpoints")] == [8, 6]
+
+    @pytest.mark.parametrize("plan", ["single", "fsdp=2", "server=1 dp=1"])
+    def test_a_damaged_newest_is_named_and_the_one_before_used(self, plan: str, tmp_path: Path) -> None:
+        fit(plan, tmp_path / "run", checkpoint_every=3)
+        newest = tmp_path / "run" / "checkpoints" / "step-00000008"
+        shard = newest / "rank-00000.safetensors"
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+        run = fit(plan, tmp_path / "run", resume=True)
+        (resumed,) = run.events("resume")
+        assert resumed["path"] == "checkpoints/step-00000006"
+        assert any("step-00000008 is damaged" in event["message"] for event in run.events("warning"))
+        assert [event["step"] for event in run.events("end")] == [8, 8]
+        assert checkpoint.verify(newest) == []  # written anew
+        state = json.loads((newest / "state.json").read_text())
+        assert state["step"] == 8
+
+    def test_none_whole_is_an_error_that_lists_each(self, tmp_path: Path) -> None:
+        fit("single", tmp_path / "run", checkpoint_every=3)
+        for path in (tmp_path / "run" / "checkpoints").iterdir():
+            data = bytearray((path / "state.json").read_bytes())
+            data[3] ^= 1
+            (path / "state.json").write_bytes(data)
+        with pytest.raises(WorkerError, match=r"(?s)none of the checkpoints.*step-00000008 is.*step-00000006 is"):
+            fit("single", tmp_path / "run", resume=True)
+
+    @pytest.mark.parametrize("plan", ["single", "dp=2"])
+    def test_parameters_that_are_not_finite_are_not_published(self, plan: str, tmp_path: Path) -> None:
+        class Poisoned(torch.optim.SGD):
+            def step(self, closure=None):
+                super().step(closure)
+                self.taken = getattr(self, "taken", 0) + 1
+                if self.taken == 8:  # the last: no loss that tells follows
+                    self.param_groups[0]["params"][-1].data[0] = float("inf")
+
+        with pytest.raises(WorkerError, match=r"the parameter head\.bias is not finite after step 7"):
+            fit(plan, tmp_path / "run", checkpoint_every=1, optimizer=lambda params: Poisoned(params, lr=0.0))
+        found = checkpoint.checkpoints(tmp_path / "run" / "checkpoints")
+        assert [one.step for one in found] == [7, 6]
+        assert all(one.whole for one in found)

@@ -1,0 +1,182 @@
+"""Replicas hold the same bits; one parameter that is off on one rank is named, soon, with the rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_step_traffic import Sent, job_for, listed
+
+import phalanx as px
+from phalanx.comm import Place, default_process_group, local
+from phalanx.config import Plan
+from phalanx.config.run import DRIFT_EVERY
+from phalanx.errors import WorkerError
+from phalanx.launch import launch
+from phalanx.parallel.buffer_sync import BufferSync
+from phalanx.placement.collective_bytes import MeshSizes
+from phalanx.placement.step_traffic import fingerprints
+from phalanx.train.assembly import build
+from phalanx.train.drift import PARTS, DriftWatch
+
+CPU = torch.device("cpu")
+
+
+def off_by(job: px.Job, by: float, step: int, name: str = "head.weight") -> px.Job:
+    """``job``, whose optimizer makes one element of ``name`` larger on rank 1, after ``step`` steps."""
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = job.optimizer(parameters)
+        tensor, taken = dict(parameters.named())[name], [0]
+
+        def spoil(*_: Any) -> None:
+            taken[0] += 1
+            if taken[0] == step and torch.distributed.get_rank() == 1:
+                with torch.no_grad():
+                    local(tensor).view(-1)[5] += by
+
+        made.register_step_post_hook(spoil)
+        return made
+
+    return replace(job, optimizer=optimizer)
+
+
+def trained(job: px.Job, plan: str, folder: Path, **how: Any) -> px.Run:
+    spec = px.RunSpec(job="job", plan=Plan.parse(plan), folder=folder / "run", forecast="none", **how)
+    return px.fit(job, run=spec)
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [("dp=2", "0, 1"), ("dp=3", "1"), ("dp=2 fsdp=2", "1, 3"), ("dp=2 fsdp=2 zero=2", "1, 3"), ("cp=2", "0, 1")],
+)
+def test_one_element_off_by_a_thousandth_is_named_within_50_steps(plan: str, ranks: str, tmp_path: Path) -> None:
+    job = replace(off_by(job_for(plan), 1e-3, step=4), batch=12 if plan == "dp=3" else 16, steps=4 + 50)
+    with pytest.raises(WorkerError, match="have drifted apart") as raised:
+        trained(job, plan, tmp_path)
+    said = str(raised.value)
+    assert "'head.weight'" in said
+    assert f"of rank{'s' * (len(ranks) > 1)} {ranks} differ" in said
+    assert raised.value.step is not None
+    assert raised.value.step < 4 + 50
+    assert raised.value.exit_code == 3
+
+
+def test_what_is_no_more_than_rounding_is_said_and_left_alone(tmp_path: Path) -> None:
+    run = trained(off_by(job_for("dp=2"), 1e-7, step=1), "dp=2", tmp_path, steps=10, drift_every=1)
+    messages = [event["message"] for event in run.events("warning")]
+    assert len([message for message in messages if "no more than rounding" in message]) == 1
+
+
+def test_warn_goes_on_and_off_does_not_look(tmp_path: Path) -> None:
+    job = replace(off_by(job_for("dp=2"), 1e-3, step=1), steps=8)
+    warned = trained(job, "dp=2", tmp_path / "warn", drift="warn", drift_every=1)
+    assert any("drifted apart" in event["message"] for event in warned.events("warning"))
+    assert len(warned.losses) == 8
+    silent = trained(job, "dp=2", tmp_path / "off", drift="off", drift_every=1)
+    assert not any("drifted" in event["message"] for event in silent.events("warning"))
+
+
+SAME = [
+    "dp=2",
+    "dp=2 compress=bf16",
+    "dp=2 compress=powersgd:2",
+    "dp=2 shares=3,1",
+    "dp=2 fsdp=2",
+    "dp=2 fsdp=2 zero=1 micro=2",
+    "dp=2 tp=2",
+    "pp=2 dp=2 micro=2",
+    "dp=2 cp=2",
+    "dp=2 precision=bf16",
+]
+
+
+@pytest.mark.parametrize("plan", SAME)
+def test_replicas_are_the_same_to_the_last_bit(plan: str, tmp_path: Path) -> None:
+    run = trained(job_for(plan), plan, tmp_path, steps=6, drift_every=1)
+    assert not any("drifted" in event["message"] for event in run.events("warning"))
+    assert len(run.losses) == 6
+
+
+def normalised() -> px.Job:
+    """A job whose ranks see other samples, and so take other running statistics until these are brought together."""
+    generator = torch.Generator().manual_seed(0)
+    data = px.Table(x=torch.randn(64, 8, generator=generator), y=torch.randint(3, (64,), generator=generator))
+
+    def model() -> torch.nn.Module:
+        first = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU())
+        return torch.nn.Sequential(first, torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 3))
+
+    return px.Job(
+        model=model,
+        data=lambda: data,
+        loss=lambda output, batch: px.cross_entropy(output, batch["y"]),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        inputs=lambda batch: batch["x"],
+        batch=16,
+        steps=10,
+    )
+
+
+NORMALISED = ["dp=2", "dp=2 shares=3,1", "fsdp=2 dp=2", "dp=2 fsdp=2 zero=1", "dp=2 fsdp=2 zero=2", "pp=2 dp=2 micro=2"]
+
+
+@pytest.mark.parametrize("plan", NORMALISED)
+def test_running_statistics_are_the_same_to_the_last_bit(plan: str, tmp_path: Path) -> None:
+    run = trained(normalised(), plan, tmp_path, drift_every=1)
+    assert not any("drifted" in event["message"] for event in run.events("warning"))
+    assert len(run.losses) == 10
+
+
+@pytest.mark.parametrize("plan", NORMALISED)
+def test_a_running_statistic_off_by_a_thousandth_on_one_rank_is_named(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = BufferSync.share
+
+    def spoiled(self: BufferSync) -> None:
+        share(self)
+        if torch.distributed.get_rank() == 1 and self.buffers:
+            self.buffers[-1].view(-1)[5] += 1e-3
+
+    monkeypatch.setattr(BufferSync, "share", spoiled)
+    with pytest.raises(WorkerError, match=r"have drifted apart: after step \d+, '[\d.]+running_var' of ranks? .*1"):
+        trained(normalised(), plan, tmp_path, drift_every=1)
+
+
+@pytest.mark.parametrize("text", ["dp=2", "dp=2 fsdp=2"])
+def test_looks_send_what_placement_lists(text: str) -> None:
+    plan = Plan.parse(text)
+
+    def work(place: Place, report: Callable[[int], None]) -> list[Any]:
+        with default_process_group(place, CPU):
+            assembly = build(job_for(text), plan, place, CPU)
+            watch = DriftWatch.of(plan, place.rank, assembly.layout.parameters, "stop", DRIFT_EVERY)
+            assert watch is not None
+            with Sent() as sent:
+                for step in range(PARTS * DRIFT_EVERY):
+                    watch.stepped(step)
+        return [[*key, times] for key, times in sent.exchanges.items()]
+
+    one = fingerprints(MeshSizes.of(plan, 16), DRIFT_EVERY)
+    for rank, rows in enumerate(launch(work, plan.world_size)):
+        every = listed([replace(one, times=one.times * PARTS * DRIFT_EVERY)], plan, rank)
+        assert Counter({(kind, tuple(ranks), size): times for kind, ranks, size, times in rows}) == every
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("at", [0, 1, 6, 7, 5000, 70_001])
+def test_a_look_sees_each_element(at: int) -> None:
+    from phalanx.train.drift import bit_sum
+
+    for kind in (torch.float32, torch.bfloat16, torch.float64):
+        values = torch.randn(70_002).to(kind)[1:]  # an odd place in memory, as views have
+        changed = values.clone()
+        changed[at - 1 if at else 0] += 1
+        assert bit_sum([values]) != bit_sum([changed])
+        assert bit_sum([values]) == bit_sum([values.clone()])

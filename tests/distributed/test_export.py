@@ -1,0 +1,103 @@
+"""A checkpoint's model as others read it: ``from_pretrained``, ``load_state_dict`` and a job's initial values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from small import job as small_job
+from test_pretrained import Tokens, gpt2, job
+
+import phalanx as px
+from phalanx.checkpoint import export
+from phalanx.cli.app import main
+from phalanx.errors import CheckpointError, SpecError
+
+PLANS = ("single", "fsdp=2", "pp=2", "tp=2", "server=1 dp=2")
+
+
+def trained(plan: str, folder: Path, **how: Any) -> px.Run:
+    return px.fit(job(**how), run=px.RunSpec(job="gpt2", plan=px.Plan.parse(plan), folder=folder))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_transformers_reads_what_any_plan_saved(plan: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = trained(plan, tmp_path / "run", evaluate=Tokens)
+    done = export(run.folder / "checkpoints" / "step-00000003", tmp_path / "hf", shard=200_000)
+    assert done.configured
+    assert len(done.files) > 4
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert type(model) is type(gpt2())
+    ids = torch.stack([Tokens()[index]["input_ids"] for index in range(64)])
+    with torch.no_grad():
+        loss = px.next_token_loss(model(ids), ids)
+    assert run.evaluation is not None
+    assert float(loss.sum / loss.count) == pytest.approx(run.evaluation["loss"], rel=1e-6)
+
+
+def test_one_file_loads_into_a_plain_model(tmp_path: Path) -> None:
+    spec = px.RunSpec(job="small", plan=px.Plan.parse("fsdp=3"), folder=tmp_path / "run")
+    run = px.fit(small_job(epochs=1), run=spec)
+    answered = CliRunner().invoke(main, ["checkpoint", "export", str(run.folder), "--to", "m.safetensors", "--json"])
+    told = json.loads(answered.stdout)
+    assert told["tensors"] == 8
+    model = small_job().model()
+    model.load_state_dict(load_file("m.safetensors"))
+    half = export(Path(told["from"]), tmp_path / "half.safetensors", dtype=torch.bfloat16)
+    assert 2 * half.nbytes == told["bytes"]
+    for name, value in load_file(tmp_path / "half.safetensors").items():
+        assert torch.equal(value, model.state_dict()[name].bfloat16())
+
+
+def test_a_damaged_checkpoint_is_not_exported_and_an_existing_target_stays(tmp_path: Path) -> None:
+    spec = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run")
+    run = px.fit(small_job(epochs=1), run=spec)
+    (path,) = (run.folder / "checkpoints").iterdir()
+    (tmp_path / "there").mkdir()
+    with pytest.raises(SpecError, match="which exists"):
+        export(path, tmp_path / "there")
+    file = path / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    for target in ("folder", "file.safetensors"):
+        with pytest.raises(CheckpointError, match="has changed since it was written"):
+            export(path, tmp_path / target)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["run", "there"]
+
+
+def verbs(run: Path, *argv: str) -> tuple[int, Any]:
+    answered = CliRunner().invoke(main, ["checkpoint", *argv[:1], str(run), *argv[1:], "--json"], standalone_mode=False)
+    if answered.exception:
+        raise answered.exception
+    return answered.return_value or 0, json.loads(answered.stdout)
+
+
+def test_a_runs_checkpoints_are_listed_shown_verified_and_pruned(tmp_path: Path) -> None:
+    spec = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", checkpoint_every=2, keep=9)
+    px.fit(small_job(epochs=2), run=spec)
+    run = tmp_path / "run"
+    steps = [one["step"] for one in verbs(run, "list")[1]["checkpoints"]]
+    assert steps == [8, 6, 4, 2]
+    _, shown = verbs(run, "show", "--from", "4")
+    assert (shown["step"], shown["samples"]) == (4, 103)
+    assert shown["tensors"]["model.head.weight"] == {"dtype": "float32", "shape": [5, 9], "bytes": 180, "chunks": 1}
+    assert verbs(run, "verify")[0] == 0
+    newest = run / "checkpoints" / "step-00000008"
+    (newest / "state.json").write_text("{}")
+    code, told = verbs(run, "verify")
+    assert code == 1
+    assert [name for name, wrong in told["problems"].items() if wrong] == ["step-00000008"]
+    _, told = verbs(run, "prune", "--keep", "1", "--keep-every", "4")
+    assert [one["step"] for one in told["checkpoints"]] == [8, 6, 4]  # 8 is not whole: the newest whole one stays, too
+    assert told["deleted"] == ["step-00000002"]
+    for argv, says in ((("show", "--from", "5"), "--from: given 5"), (("list",), "which holds no checkpoint")):
+        with pytest.raises(SpecError, match=says):
+            verbs(run if argv[0] == "show" else tmp_path, *argv)

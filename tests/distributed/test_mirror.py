@@ -1,0 +1,141 @@
+"""Copies of checkpoints in an object store: a server that speaks S3, started here, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import job
+
+import phalanx as px
+from phalanx import checkpoint
+from phalanx.checkpoint.mirror import Mirror, ObjectStore, fetch_newest
+from phalanx.errors import CheckpointError, SpecError, WorkerError
+
+pytest.importorskip("s3fs")
+moto = pytest.importorskip("moto.server")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of the server."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": address,
+    }.items():
+        monkeypatch.setenv(name, value)
+    import boto3
+
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="bucket")
+    yield "s3://bucket/runs/a"
+    for entry in client.list_objects_v2(Bucket="bucket").get("Contents", []):
+        client.delete_object(Bucket="bucket", Key=entry["Key"])
+
+
+def saved(folder: Path, step: int) -> Path:
+    tensors = {"model.weight": torch.full((300, 40), float(step)), "model.bias": torch.arange(40.0)}
+    return checkpoint.save(folder / "checkpoints", step=step, tensors=tensors, state={"step": step}, keep=9)
+
+
+def test_what_was_copied_comes_back_bit_for_bit(bucket: str, tmp_path: Path) -> None:
+    for step in (2, 4):
+        ObjectStore(bucket).put(saved(tmp_path, step))
+    path = fetch_newest(bucket, tmp_path / "new")
+    assert path == tmp_path / "new" / "step-00000004"
+    assert checkpoint.verify(path) == []
+    for file in path.iterdir():
+        assert file.read_bytes() == (tmp_path / "checkpoints" / path.name / file.name).read_bytes()
+    assert fetch_newest(bucket, tmp_path / "new") is None  # it is there now
+    saved(tmp_path, 6)
+    assert fetch_newest(bucket, tmp_path / "checkpoints") is None  # what is here is newer
+
+
+def test_a_copy_that_was_cut_short_is_none(bucket: str, tmp_path: Path) -> None:
+    store = ObjectStore(bucket)
+    store.put(saved(tmp_path, 2))
+    newer = saved(tmp_path, 4)
+    store._files.put_file(str(newer / "state.json"), "bucket/runs/a/step-00000004/state.json")
+    assert store.steps() == [2]
+    assert fetch_newest(bucket, tmp_path / "new") == tmp_path / "new" / "step-00000002"
+
+
+def test_a_file_that_is_lost_there_leaves_nothing_here(bucket: str, tmp_path: Path) -> None:
+    store = ObjectStore(bucket)
+    store.put(saved(tmp_path, 2))
+    store._files.rm_file("bucket/runs/a/step-00000002/rank-00000.safetensors")
+    with pytest.raises(CheckpointError, match="s3://bucket/runs/a could not be read"):
+        fetch_newest(bucket, tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_the_thread_copies_prunes_and_tells(bucket: str, tmp_path: Path) -> None:
+    mirror = Mirror(bucket, keep=2, keep_every=4)
+    for step in (2, 4, 6, 8):
+        mirror.add(saved(tmp_path, step))
+    mirror.close()
+    assert ObjectStore(bucket).steps() == [8, 6, 4]
+    told = list(mirror.news())
+    assert [Path(one["path"]).name[-1] for one in told] == ["2", "4", "6", "8"]
+    assert all(one["bytes"] > 48_000 for one in told)
+
+
+def test_a_store_that_is_gone_is_told_at_once_and_at_the_end(bucket: str, tmp_path: Path) -> None:
+    mirror = Mirror("s3://no-such-bucket/runs/a", keep=2)
+    mirror.add(saved(tmp_path, 2))
+    with pytest.raises(CheckpointError, match="s3://no-such-bucket/runs/a could not be written to"):
+        mirror.close()
+    (told,) = mirror.news()
+    assert "could not be written to" in told["error"]
+
+
+@pytest.mark.parametrize("url", ["bucket/runs", "nosuch://bucket/runs"])
+def test_what_is_no_store_is_refused(url: str) -> None:
+    with pytest.raises(SpecError, match="--mirror"):
+        ObjectStore(url)
+
+
+def test_a_folder_elsewhere_is_a_store_too(tmp_path: Path) -> None:
+    url: Any = (tmp_path / "far").as_uri()
+    ObjectStore(url).put(saved(tmp_path, 2))
+    assert fetch_newest(url, tmp_path / "new") == tmp_path / "new" / "step-00000002"
+
+
+def test_a_run_goes_on_elsewhere_from_its_mirror(bucket: str, tmp_path: Path) -> None:
+    def spec(folder: str, **how: Any) -> px.RunSpec:
+        plan = px.Plan.parse("dp=2")
+        return px.RunSpec(job="small", plan=plan, folder=tmp_path / folder, checkpoint_every=2, mirror=bucket, **how)
+
+    whole = px.fit(job(epochs=2), "single", folder=tmp_path / "whole").losses
+    first = px.fit(job(epochs=1), run=spec("here"))
+    assert [event["path"][-1] for event in first.events("copied")] == ["2", "4"]
+    second = px.fit(job(epochs=2), run=spec("there", resume="auto"))
+    assert [event["step"] for event in second.events("resume")] == [4]
+    assert first.losses + second.losses == pytest.approx(whole, rel=1e-5)
+    with pytest.raises(SpecError, match="which does not exist"):
+        px.fit(job(epochs=2), run=replace(spec("other", resume=True), mirror=f"{bucket}-empty"))
+
+
+def test_a_run_whose_last_checkpoint_could_not_be_copied_says_so(bucket: str, tmp_path: Path) -> None:
+    run = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", mirror="s3://no-such-bucket/runs/a")
+    with pytest.raises(WorkerError, match="s3://no-such-bucket/runs/a could not be written to"):
+        px.fit(job(epochs=1), run=run)
+    assert checkpoint.verify(tmp_path / "run" / "checkpoints" / "step-00000004") == []

@@ -1,0 +1,196 @@
+"""Initial values from safetensors: those of ``from_pretrained`` under every plan, and no rank holds the whole model."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.data import Dataset
+
+import phalanx as px
+from phalanx.errors import SpecError
+from phalanx.train.build_model import begun, build_model
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+from start_memory import MIB, Stack, peaks
+from start_memory import job as stack_job
+
+PLANS = ("single", "dp=2", "fsdp=2 zero=3", "tp=2", "pp=2", "fsdp=2 zero=1 micro=2", "threads=2", "server=1 dp=2")
+RANKS, WIDTH, BLOCKS = 4, 1024, 6
+BLOCK = 4 * (WIDTH + 1) * WIDTH
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.randint(96, (12,), generator=torch.Generator().manual_seed(index))}
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=12, n_embd=96, n_layer=2, n_head=2, **none))
+
+
+def job(**how: Any) -> px.Job:
+    given: dict[str, Any] = {
+        "model": gpt2,
+        "data": Tokens,
+        "loss": lambda output, batch: px.next_token_loss(output, batch["input_ids"]),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.1),
+        "batch": 8,
+        "steps": 3,
+        **how,
+    }
+    return px.Job(**given)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Written by transformers: shards with an index, other values than the job's seed draws."""
+    torch.manual_seed(77)
+    path = tmp_path_factory.mktemp("pretrained")
+    gpt2().save_pretrained(path, max_shard_size="200KB")
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run whose model transformers has loaded."""
+    from transformers import GPT2LMHeadModel
+
+    loaded = job(model=lambda: GPT2LMHeadModel.from_pretrained(folder))
+    return px.fit(loaded, "single", folder=tmp_path_factory.mktemp("runs") / "run").losses
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_run_begins_where_from_pretrained_does(plan: str, folder: Path, expected: list[float]) -> None:
+    assert px.fit(job(initial=folder), plan).losses == pytest.approx(expected, rel=2e-6)
+
+
+def test_a_run_that_goes_on_does_not_read_it_again(folder: Path, expected: list[float], tmp_path: Path) -> None:
+    def spec(**how: Any) -> px.RunSpec:
+        return px.RunSpec(job="gpt2", plan=px.Plan(), folder=tmp_path / "run", **how)
+
+    px.fit(job(initial=folder), run=spec(steps=2))
+    gone = job(initial=tmp_path / "gone")
+    assert px.fit(gone, run=spec(resume=True)).losses == pytest.approx(expected, rel=2e-6)
+
+
+def test_a_proof_reads_the_values_by_itself(folder: Path) -> None:
+    assert px.prove(job(initial=folder), "fsdp=2 zero=3", steps=2).equal
+
+
+def test_no_rank_reads_more_than_it_keeps(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(Stack(WIDTH, BLOCKS).state_dict(), file)
+    plan = f"fsdp={RANKS} zero=3"
+    base, found = peaks(stack_job(16, 2), plan), peaks(replace(stack_job(WIDTH, BLOCKS), initial=file), plan)
+    most = max(one.start for one in found) - min(one.start for one in base)
+    assert BLOCKS * BLOCK / RANKS <= most <= BLOCKS * BLOCK / RANKS + 2 * BLOCK + 3 * MIB
+
+
+def test_a_model_that_is_made_without_values_gets_them(folder: Path, expected: list[float]) -> None:
+    def bare() -> nn.Module:
+        with torch.device("meta"):
+            return gpt2()
+
+    for build in (build_model, lambda job: begun(job)[0]):
+        module = build(job(model=bare, initial=folder))
+        assert module.get_parameter("transformer.wte.weight") is module.get_parameter("lm_head.weight")
+    for plan in ("single", "fsdp=2 zero=3"):
+        assert px.fit(job(model=bare, initial=folder), plan).losses == pytest.approx(expected, rel=2e-6)
+
+
+class WithHead(nn.Module):
+    """A body under another name, as transformers nests one, and a head that was not trained before."""
+
+    base_model_prefix = "body"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        self.head = nn.Linear(3, 2)
+
+
+def with_head(tmp_path: Path) -> tuple[Callable[[], nn.Module], Path]:
+    body = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    body[1].running_mean.fill_(0.5)
+    save_file({**body.state_dict(), "pooler.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    return WithHead, tmp_path / "model.safetensors"
+
+
+def test_what_may_be_missing_or_left_over_is_said_by_name(tmp_path: Path) -> None:
+    model, file = with_head(tmp_path)
+    drawn = build_model(job(model=model))
+    given = px.Pretrained(tmp_path, missing=("head.*",), unused=("pooler.*",))
+    found, stored = build_model(job(model=model, initial=given)), load_file(file)
+    assert torch.equal(found.get_parameter("body.0.weight"), stored["0.weight"])
+    assert torch.equal(found.get_buffer("body.1.running_mean"), torch.full((3,), 0.5))
+    assert torch.equal(found.get_parameter("head.weight"), drawn.get_parameter("head.weight"))
+    with pytest.raises(
+        SpecError, match=r"missing there \(2\): head.bias, head.weight; only there \(1\): pooler.weight"
+    ):
+        build_model(job(model=model, initial=tmp_path))
+
+
+def test_a_half_fills_a_whole(tmp_path: Path) -> None:
+    values = {name: one.bfloat16() for name, one in nn.Linear(4, 3).state_dict().items()}
+    save_file(values, tmp_path / "half.safetensors")
+    found = build_model(job(model=lambda: nn.Linear(4, 3), initial=tmp_path / "half.safetensors"))
+    assert found.get_parameter("weight").dtype == torch.float32
+    assert torch.equal(found.get_parameter("weight"), values["weight"].float())
+
+
+def damaged(tmp_path: Path) -> dict[str, tuple[Path, str]]:
+    """What is there → the path given, and what the error names."""
+    torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "cut.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{")
+    save_file({"weight": torch.ones(3, 5), "bias": torch.ones(3)}, tmp_path / "other.safetensors")
+    save_file({"weight": torch.ones(3, 4).int(), "bias": torch.ones(3)}, tmp_path / "whole.safetensors")
+    indices = {
+        "outside": '{"weight_map": {"weight": "../other.safetensors"}}',
+        "deep": "[" * 100_000,
+        "list": '{"weight_map": [1]}',
+        "lacking": json.dumps({"weight_map": {"weight": "a.safetensors", "more": "a.safetensors"}}),
+        "gone": '{"weight_map": {"weight": "gone.safetensors"}}',
+    }
+    for name, text in indices.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors.index.json").write_text(text)
+    save_file({"weight": torch.ones(3, 4)}, tmp_path / "lacking" / "a.safetensors")
+    return {
+        "nowhere": (tmp_path / "nowhere", "does not exist"),
+        "a pickle": (tmp_path, "neither model.safetensors nor"),
+        "cut": (tmp_path / "cut.safetensors", "cut.safetensors"),
+        "shape": (tmp_path / "other.safetensors", r"weight \[3, 4\] here, \[3, 5\] there"),
+        "kind": (tmp_path / "whole.safetensors", "other shape or kind"),
+        "outside": (tmp_path / "outside", "names '../other.safetensors'"),
+        "deep": (tmp_path / "deep", "index"),
+        "list": (tmp_path / "list", "index"),
+        "lacking": (tmp_path / "lacking", "lacks more"),
+        "gone": (tmp_path / "gone", "gone.safetensors"),
+    }
+
+
+def test_what_does_not_fit_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
+    for what, (path, says) in damaged(tmp_path).items():
+        with pytest.raises(SpecError, match=says):
+            px.fit(job(model=lambda: nn.Linear(4, 3), initial=path), "dp=2", folder=tmp_path / "run")
+        assert not os.path.exists(tmp_path / "run"), what
+    for given in (5, "", px.Pretrained("x", missing="head")):
+        with pytest.raises(SpecError, match=r"job\.initial"):
+            job(initial=given)

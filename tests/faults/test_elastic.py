@@ -1,0 +1,317 @@
+"""Runs whose number of devices changes: the losses are those that would have been, each sample counts once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from test_stopping import events
+from test_stopping import spec as spec_of
+
+import phalanx as px
+from phalanx.data import audit
+from phalanx.errors import WorkerError
+from phalanx.placement.survey_file import stored_survey
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from small import BATCH, LENGTH, job
+
+pytestmark = pytest.mark.timeout(120)
+STEPS, AT = 20, 3
+SAME = 1e-6  # relative: sums over another number of ranks are rounded in another order
+
+
+def spec(plan: str, folder: Path, **how: Any) -> px.RunSpec:
+    """A run whose survivors save nothing: what they save is progress, after which nothing is lost again and again."""
+    return spec_of(plan, folder, grace=0.0, **how)
+
+
+def failing(
+    world: int, strikes: int, folder: Path, *, slow: float = 0.0, strike: Any = None, steps: int = STEPS
+) -> Any:
+    """The small job; among ``world`` processes the last is killed in step 3, or later in its fourth, so many times.
+
+    With fewer processes each forward pass takes ``slow`` seconds.
+    """
+    launcher, calls = os.getpid(), list[int]()
+
+    def loss(output: Any, batch: Any) -> Any:
+        if os.getpid() != launcher and torch.is_grad_enabled() and psutil.Process().ppid() == launcher:
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            if ranks == world and dist.get_rank() == world - 1:
+                calls.extend([1] * (1 if calls else 1 + begun_with(folder / "run")))
+                if len(calls) == AT + 1 and len(list(folder.glob("strike-*"))) < strikes:
+                    (folder / f"strike-{time.monotonic_ns()}").touch()
+                    (strike or be_killed)()
+            elif ranks < world:
+                time.sleep(slow)
+        return px.cross_entropy(output, batch["y"])
+
+    return job(loss=loss, epochs=None, steps=steps)
+
+
+def begun_with(run: Path) -> int:
+    """The step that the process, which has taken none, goes on from; 0 where that is no longer before step 3."""
+    found = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")]
+    return max(found, default=0) if max(found, default=0) <= AT else 0
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sizes(folder: Path) -> list[tuple[int, int]]:
+    return [(event["from"], event["to"]) for event in events(folder, "resize")]
+
+
+def starts(folder: Path) -> list[tuple[str, int]]:
+    return [(event["plan"], event["world_size"]) for event in events(folder, "start")]
+
+
+def is_the_run_that_would_have_been(done: px.Run, steps: int, tmp_path: Path, same: float = SAME) -> None:
+    alone = px.fit(job(epochs=None, steps=steps), run=spec("single", tmp_path / "alone"))
+    assert done.losses == pytest.approx(alone.losses, rel=same)
+    assert len(done.losses) == steps
+    assert audit(done.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "devices", "world", "fewer"),
+    [
+        ("dp=2", "1:2", 2, "micro=16"),
+        ("fsdp=2", "1:2", 2, "micro=16"),
+        ("dp=2 pp=2", "2:4", 4, "pp=2 micro=16"),
+        ("dp=3", "1:3", 3, "dp=2 micro=11"),
+    ],
+)
+def test_who_is_lost_again_and_again_is_gone_on_without(
+    plan: str, devices: str, world: int, fewer: str, tmp_path: Path
+) -> None:
+    run = spec(plan, tmp_path / "run", devices=devices, restarts=10, checkpoint_every=2)
+    done = px.fit(failing(world, 99, tmp_path), run=run)
+    (resize,) = events(run.folder, "resize")
+    small = px.Plan.parse(fewer)
+    assert (resize["from"], resize["to"]) == (world, small.devices)
+    assert resize["step"] in (0, 2)  # whether step 2 was saved when step 3 came
+    assert "SIGKILL" in resize["cause"]
+    assert done.plan == small
+    survey = stored_survey(run.folder)  # of the plan before it would say that other ranks hold other parts
+    assert survey is not None
+    assert survey.plan == small
+    assert px.RunSpec.from_toml((run.folder / "run.toml").read_text()).plan == px.Plan.parse(plan)
+    is_the_run_that_would_have_been(done, STEPS, tmp_path)
+
+
+def test_what_happens_once_is_no_reason_for_fewer(tmp_path: Path) -> None:
+    run = spec("dp=2", tmp_path / "run", devices="1:2", checkpoint_every=2)
+    done = px.fit(failing(2, 1, tmp_path), run=run)
+    assert (sizes(run.folder), len(events(run.folder, "restart"))) == ([], 1)
+    is_the_run_that_would_have_been(done, STEPS, tmp_path)
+
+
+def test_the_least_there_may_be_ends_the_run_as_ever(tmp_path: Path) -> None:
+    run = spec("dp=3", tmp_path / "run", devices="3:4", restarts=10)  # dp=4 begins, and does not fail
+    done = px.fit(failing(3, 99, tmp_path, steps=5), run=run)
+    assert done.plan == px.Plan(dp=4)
+    run = spec("dp=2", tmp_path / "other", devices="2:2", restarts=10)
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        px.fit(failing(2, 99, tmp_path, steps=5), run=run)
+
+
+def test_it_grows_back_and_that_is_no_restart(tmp_path: Path) -> None:
+    run = spec("dp=2", tmp_path / "run", devices="1:2", restarts=3, grow_after=4)
+    done = px.fit(failing(2, 3, tmp_path, slow=0.03, steps=60), run=run)
+    assert sizes(run.folder) == [(2, 1), (1, 2)]
+    assert [plan for plan, _ in starts(run.folder)] == ["dp=2", "dp=2", "dp=2", "micro=16", "dp=2"]
+    (stopped,) = events(run.folder, "stopped")
+    assert [event["step"] for event in events(run.folder, "resume")] == [stopped["step"]]  # no step is lost
+    assert len(events(run.folder, "restart")) == 3  # all that were allowed
+    is_the_run_that_would_have_been(done, 60, tmp_path)
+
+
+def test_more_that_fail_again_are_left_at_once_and_for_longer(tmp_path: Path) -> None:
+    run = spec("dp=2", tmp_path / "run", devices="1:2", restarts=3, grow_after=6)
+    done = px.fit(failing(2, 99, tmp_path, slow=0.03, steps=60), run=run)
+    there_and_back = [(1, 2), (2, 1)]
+    assert sizes(run.folder)[:5] == [(2, 1), *there_and_back, *there_and_back]
+    grown = [event["step"] for event in events(run.folder, "resize") if event["to"] == 2]
+    assert grown[1] - grown[0] >= 12 > grown[0]
+    is_the_run_that_would_have_been(done, 60, tmp_path)
+
+
+def test_it_goes_back_from_more_whatever_fails_there(tmp_path: Path) -> None:
+    def strike() -> None:
+        if len(list(tmp_path.glob("strike-*"))) > 3:
+            raise ValueError("too many of us")
+        be_killed()
+
+    run = spec("dp=2", tmp_path / "run", devices="1:2", restarts=3, grow_after=4)
+    done = px.fit(failing(2, 4, tmp_path, slow=0.03, strike=strike, steps=60), run=run)
+    assert sizes(run.folder)[:3] == [(2, 1), (1, 2), (2, 1)]
+    assert "ValueError" in events(run.folder, "resize")[2]["cause"]
+    is_the_run_that_would_have_been(done, 60, tmp_path)
+
+
+JOBFILE = f"""
+import os, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parents[1] / "distributed")!r})
+import torch
+import torch.distributed as dist
+import phalanx as px
+import small
+
+HERE, calls = Path(__file__).parent, []
+
+def loss(output, batch):
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.is_grad_enabled() and world == 2 and os.environ["RANK"] == "1" and (HERE / "kill").exists():
+        calls.append(1)
+        if len(calls) == 4 and len(list(HERE.glob("strike-*"))) < 2:
+            (HERE / f"strike-{{time.monotonic_ns()}}").touch()
+            os.kill(os.getpid(), signal.SIGSEGV)  # twice is once too often
+    if not (HERE / "fast").exists():
+        time.sleep(float((HERE / "slow").read_text()))
+    return px.cross_entropy(output, batch["y"])
+
+def job():
+    return small.job(loss=loss, epochs=None, steps=int((HERE / "steps").read_text()))
+"""
+
+
+def jobfile(folder: Path, steps: int, *marks: str) -> Path:
+    (folder / "steps").write_text(str(steps))
+    (folder / "slow").write_text("0.03")
+    for mark in marks:
+        (folder / mark).touch()
+    file = folder / "shrinking.py"
+    file.write_text(JOBFILE)
+    return file
+
+
+def test_workers_of_torchrun_become_fewer_and_more(tmp_path: Path) -> None:
+    file, folder = jobfile(tmp_path, 60, "kill"), tmp_path / "run"
+    command = [sys.executable, "-m", "phalanx", "train", str(file), "-n", "1:2", "--run", str(folder), "--quiet"]
+    command += ["--no-forecast", "--launcher", "torchrun", "--grow-after", "4", "--restarts", "3", "--plan", "fsdp=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sizes(folder) == [(2, 1), (1, 2)]
+    is_the_run_that_would_have_been(px.api.Run(folder=folder), 60, tmp_path)
+
+
+RUNFILE = """
+job = "shrinking.py"
+plan = "dp=2"
+devices = "1:2"
+folder = "run"
+resume = "auto"
+forecast = "none"
+checkpoint_every = "2s"
+"""
+CONF = "keep_alive_interval=3,keep_alive_max_attempt=3,last_call_timeout=5,join_timeout=120"
+
+
+class Agents:
+    """Two agents of torchrun, as on two hosts; the first of them serves the store that both meet at."""
+
+    def __init__(self, folder: Path, *, restarts: int = 3) -> None:
+        self._restarts = restarts
+        self._folder, self._running = folder, dict[int, subprocess.Popen[bytes]]()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+
+    def start(self, number: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "elastic"]
+        command += ["--rdzv-conf", f"{CONF},is_host={int(number == 0)}", "--local-addr", "127.0.0.1"]
+        command += ["--max-restarts", str(self._restarts), "--monitor-interval", "0.5"]
+        command += ["--no-python", sys.executable, "-m", "phalanx", "worker", "run.toml"]
+        env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        with (self._folder / f"agent-{number}.txt").open("ab") as said:
+            self._running[number] = subprocess.Popen(command, cwd=self._folder, env=env, stdout=said, stderr=said)
+        return self._running[number]
+
+    def end(self) -> None:
+        for agent in self._running.values():
+            if agent.poll() is None:
+                agent.kill()
+            agent.wait()
+
+    def said(self) -> str:
+        return "\n".join(file.read_text() for file in sorted(self._folder.glob("agent-*.txt")))
+
+
+def until(reached: Callable[[], bool], agents: Agents, seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, agents.said()
+        time.sleep(0.2)
+
+
+@pytest.mark.long  # torchrun takes its time to believe that a host is gone
+@pytest.mark.timeout(400)
+def test_an_agent_is_lost_and_comes_back(tmp_path: Path) -> None:
+    jobfile(tmp_path, 300)
+    (tmp_path / "slow").write_text("0.2")
+    (tmp_path / "run.toml").write_text(RUNFILE)
+    folder, agents = tmp_path / "run", Agents(tmp_path)
+
+    def worlds() -> list[int]:
+        return [world for _, world in starts(folder)] if (folder / "events.jsonl").exists() else []
+
+    try:
+        first, second = agents.start(0), agents.start(1)
+        until(lambda: worlds() == [2] and len(events(folder, "step")) > 10, agents)
+        second.kill()
+        until(lambda: worlds() == [2, 1], agents)
+        second.wait()
+        second = agents.start(1)
+        until(lambda: worlds() == [2, 1, 2], agents)
+        (tmp_path / "fast").touch()
+        until(lambda: first.poll() is not None and second.poll() is not None, agents)
+        assert (first.returncode, second.returncode) == (0, 0), agents.said()
+    finally:
+        agents.end()
+    assert sizes(folder) == [(2, 1), (1, 2)]
+    is_the_run_that_would_have_been(px.api.Run(folder=folder), 300, tmp_path, 1e-5)
+
+
+def test_agents_that_share_no_store_need_to_be_told_that_they_may_go_on(tmp_path: Path) -> None:
+    jobfile(tmp_path, 5, "fast")
+    (tmp_path / "run.toml").write_text(RUNFILE.replace('"auto"', "false"))
+    agents = Agents(tmp_path, restarts=0)
+    try:
+        agents.start(0).wait(timeout=90)
+    finally:
+        agents.end()
+    assert 'resume = "auto"' in agents.said()
+    with suppress(FileNotFoundError):
+        assert "start" not in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+def test_workers_that_the_range_has_no_plan_for_are_refused(tmp_path: Path) -> None:
+    jobfile(tmp_path, 5, "fast")
+    text = RUNFILE.replace("dp=2", "pp=2").replace("1:2", "2:4")
+    (tmp_path / "run.toml").write_text(text)
+    command = [sys.executable, "-m", "phalanx", "worker", "run.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert "given 1; allowed: 2, 4, as the plan pp=2 on 2:4 devices says" in done.stderr
+
+
+def test_the_page_says_what_the_agents_here_were_given() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "elastic.md").read_text()
+    assert f"--rdzv-conf {CONF} " in page
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in page

@@ -1,0 +1,127 @@
+"""Workers that are lost: the run starts again from its newest checkpoint, and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_stopping import STEPS, events, spec, striking, undisturbed
+
+import phalanx as px
+from phalanx.checkpoint import latest
+from phalanx.data import audit
+from phalanx.errors import WorkerError
+from phalanx.launch import Restarts
+from phalanx.launch.failure import Failure
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from small import BATCH, LENGTH
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    newest = latest(folder / "checkpoints")
+    assert newest is not None
+    return {name: one for file in newest.glob("*.safetensors") for name, one in load_file(file).items()}
+
+
+# without checkpoints it begins anew
+@pytest.mark.parametrize(("plan", "every"), [("dp=2", 2), ("dp=2", 0), ("fsdp=2", 2), ("pp=2", 2), ("single", 2)])
+def test_a_killed_worker_is_replaced_and_the_run_is_the_one_that_would_have_been(
+    plan: str, every: int, tmp_path: Path
+) -> None:
+    run = spec(plan, tmp_path / "run", checkpoint_every=every)
+    done = px.fit(striking(be_killed, at=3 if plan != "pp=2" else 1, once=tmp_path / "struck"), run=run)
+    (restart,) = events(run.folder, "restart")
+    assert (restart["restarts"], "SIGKILL" in restart["cause"]) == (1, True)
+    assert done.losses == undisturbed(plan)
+    assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
+    px.fit(striking(be_killed, at=99), run=spec(plan, tmp_path / "whole"))
+    mine, other = tensors(run.folder), tensors(tmp_path / "whole")
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def test_who_is_lost_at_the_same_step_every_time_ends_the_run(tmp_path: Path) -> None:
+    run = spec("single", tmp_path / "run", restarts=10)
+    with pytest.raises(WorkerError, match="was ended in step 3 by SIGKILL"):
+        px.fit(striking(be_killed), run=run)
+    assert len(events(run.folder, "restart")) == 2  # the third time is no accident
+    assert len(events(run.folder, "error")) == 1
+
+
+def test_an_exception_of_the_job_is_no_reason_to_start_again(tmp_path: Path) -> None:
+    def strike() -> None:
+        raise ValueError("the job's own")
+
+    run = spec("dp=2", tmp_path / "run", restarts=10)
+    with pytest.raises(WorkerError, match="the job's own"):
+        px.fit(striking(strike), run=run)
+    assert not events(run.folder, "restart")
+
+
+def test_with_no_restarts_left_the_failure_is_told(tmp_path: Path) -> None:
+    run = spec("single", tmp_path / "run", restarts=0)
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        px.fit(striking(be_killed, once=tmp_path / "struck"), run=run)
+    assert len(events(run.folder, "step")) < STEPS
+
+
+def failure(step: int | None, number: int = signal.SIGKILL, **how: Any) -> Failure:
+    given = {"rank": 1, "kind": f"signal {number}", "message": "", "traceback": "", "time": 0.0, "signal": number}
+    return Failure(step=step, **given | how)
+
+
+class TestWhichFailures:
+    def test_as_often_as_was_said(self, tmp_path: Path) -> None:
+        restarts = Restarts(3, tmp_path)
+        assert [restarts.allow(failure(step), memory_kills=0) for step in (5, 6, 7, 8)] == [True, True, True, False]
+        assert restarts.count == 3
+
+    def test_a_lost_connection_is_one_and_an_exception_is_none(self, tmp_path: Path) -> None:
+        restarts = Restarts(9, tmp_path)
+        assert restarts.allow(failure(5, 0, kind="RuntimeError", lost_peer=True), memory_kills=0)
+        assert not restarts.allow(failure(6, 0, kind="ValueError"), memory_kills=0)
+
+    @pytest.mark.parametrize(
+        ("step", "number", "kills", "starts"),
+        [
+            (5, signal.SIGKILL, 0, 2),  # the same by chance is possible once
+            (5, signal.SIGKILL, 1, 1),  # memory ran out
+            (5, signal.SIGSEGV, 0, 1),
+            (None, signal.SIGKILL, 0, 1),  # it never begins
+        ],
+    )
+    def test_the_same_again_is_no_accident(
+        self, step: int | None, number: int, kills: int, starts: int, tmp_path: Path
+    ) -> None:
+        restarts = Restarts(9, tmp_path)
+        while restarts.allow(failure(step, number), memory_kills=kills):
+            assert restarts.count < 9
+        assert restarts.count == starts
+
+    def test_what_was_saved_in_between_makes_it_another(self, tmp_path: Path) -> None:
+        restarts = Restarts(9, tmp_path)
+        for step in range(5):
+            (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+            assert restarts.allow(failure(5, signal.SIGSEGV), memory_kills=0)
+            assert restarts.pause == 0
+
+    def test_it_waits_longer_where_nothing_is_won(self, tmp_path: Path) -> None:
+        restarts, pauses = Restarts(9, tmp_path), list[float]()
+        for step in (9, 8, 7, 6, 10):
+            assert restarts.allow(failure(step), memory_kills=0)
+            pauses.append(restarts.pause)
+        assert pauses == [0.0, 1.0, 2.0, 4.0, 0.0]

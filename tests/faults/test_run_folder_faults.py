@@ -1,0 +1,351 @@
+"""What comes to a run from outside: a second run in its folder, a full disk, links, a reader that goes away."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import phalanx as px
+from phalanx import checkpoint
+from phalanx.cli import main
+from phalanx.errors import PhalanxError, SpecError, WorkerError
+from phalanx.events import read
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+from small import fit, job
+
+TOY = """
+import time
+from dataclasses import replace
+import phalanx as px, torch
+from torch import nn
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.1)
+        return super().forward(x)
+
+def data():
+    x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+
+def job():
+    return px.Job(model=lambda: nn.Linear(8, 2), data=data, loss=lambda o, b: px.cross_entropy(o, b[1]),
+                  optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch=24, epochs=2)
+
+def slow():
+    return replace(job(), model=lambda: Slow(8, 2), epochs=100)
+
+def seeded():
+    return replace(job(), seed=7)
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    path = tmp_path / "toy.py"
+    path.write_text(TOY)
+    return path
+
+
+def invoke(*argv: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in argv])
+
+
+def train(toy: Path, *more: object) -> Result:
+    return invoke("train", toy, "--run", "out", "--plan", "single", "--no-forecast", "--quiet", *more)
+
+
+def settings() -> dict[str, str]:
+    return {name: Path("out", name).read_text() for name in ("run.toml", "plan.toml")}
+
+
+def tried(text: str) -> list[str]:
+    """The command that an error says to try."""
+    (line,) = re.findall(r"try: phalanx (.*)", text)
+    return shlex.split(line)
+
+
+class TestRefused:
+    """A run that is refused leaves what another wrote as it was."""
+
+    def test_another_batch(self, toy: Path) -> None:
+        assert train(toy, "--steps", 2, "--batch", 12).exit_code == 0
+        before = settings()
+        result = train(toy, "--resume", "--batch", 24, "--steps", 4)
+        assert result.exit_code == 2
+        assert "batch: 12 there, 24 now" in result.stderr
+        assert settings() == before
+        again = invoke(*tried(result.stderr), "--plan", "single", "--no-forecast", "--steps", 4, "--quiet")
+        assert again.exit_code == 0, again.stderr
+        assert train(toy, "--resume", "--steps", 5).exit_code == 0, "and what the run file says still works"
+
+    def test_another_seed(self, toy: Path) -> None:
+        assert train(toy, "--steps", 2).exit_code == 0
+        before = settings()
+        text = toy.read_text()
+        toy.write_text(text.replace("batch=24, epochs=2)", "batch=24, epochs=2, seed=7)"))
+        result = train(toy, "--resume", "--steps", 4)
+        assert result.exit_code == 2
+        assert "seed: 0 there, 7 now" in result.stderr
+        assert "seed=0 in the job" in result.stderr
+        assert settings() == before
+
+    @pytest.mark.parametrize("argv", [["--plan", "dp=25"], ["--plan", "pp=9"]])
+    def test_a_plan_that_cannot_be(self, toy: Path, argv: list[str]) -> None:
+        assert train(toy, "--steps", 2).exit_code == 0
+        before, events = settings(), Path("out/events.jsonl").read_text()
+        assert invoke("train", toy, "--run", "out", "--resume", "--steps", 4, *argv).exit_code == 2
+        assert settings() == before
+        assert Path("out/events.jsonl").read_text() == events
+
+    def test_another_job(self, toy: Path) -> None:
+        assert train(toy, "--steps", 2).exit_code == 0
+        before, events = settings(), Path("out/events.jsonl").read_text()
+        result = invoke("train", f"{toy}:seeded", "--run", "out", "--resume", "--plan", "single")
+        assert result.exit_code == 2
+        assert settings() == before
+        assert Path("out/events.jsonl").read_text() == events
+
+    def test_what_only_a_worker_sees(self, toy: Path) -> None:
+        """The checkpoint fits the job by its identity, and not by its tensors."""
+        assert train(toy, "--steps", 2).exit_code == 0
+        before = settings()
+        toy.write_text(toy.read_text().replace("nn.Linear(8, 2), data", "nn.Linear(8, 16), data"))
+        assert train(toy, "--resume", "--steps", 4).exit_code != 0
+        assert settings() == before
+
+
+class TestOneWriter:
+    @pytest.fixture
+    def owner(self, toy: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """A training that goes on for long and has saved."""
+        argv = ["train", f"{toy}:slow", "--run", "out", "--plan", "single", "--checkpoint-every", "1", "--no-forecast"]
+        command = [sys.executable, "-m", "phalanx", *argv, "--steps", "500"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while not Path("out/checkpoints/step-00000001").exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        yield process
+        process.kill()
+        process.wait()
+
+    def test_a_second_training_is_refused_and_a_killed_one_lets_go(
+        self, toy: Path, owner: subprocess.Popen[bytes]
+    ) -> None:
+        for more in ([], ["--resume"]):
+            result = invoke("train", f"{toy}:slow", "--run", "out", "--plan", "single", "--steps", "500", *more)
+            assert result.exit_code == 2
+            assert re.search(rf"another training goes on: process {owner.pid} on ", result.stderr)
+            assert result.stderr.count("error") == 1
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        newest = checkpoint.latest(Path("out/checkpoints"))
+        assert newest is not None
+        steps = int(newest.name.removeprefix("step-")) + 2
+        result = invoke("train", f"{toy}:slow", "--run", "out", "--resume", "--steps", steps, "--quiet")
+        assert result.exit_code == 0, result.output
+        number = json.loads(Path("out/writer.json").read_text())["number"]
+        assert number == 2
+
+    def test_a_run_whose_folder_was_taken_does_not_write_its_settings(
+        self, toy: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from phalanx.train.run_recorder import RunRecorder
+
+        start = RunRecorder.start
+
+        def taken(recorder: RunRecorder, *given: Any, **how: Any) -> None:
+            other = {"number": 9, "identity": "another's", "host": "elsewhere", "pid": 1, "since": 1.0}
+            Path("out/writer.json").write_text(json.dumps(other))
+            start(recorder, *given, **how)
+
+        monkeypatch.setattr(RunRecorder, "start", taken)
+        result = train(toy, "--steps", 2)
+        assert result.exit_code == 3
+        assert "taken over by process 1 on elsewhere" in result.stderr
+        assert not Path("out/run.toml").exists()
+
+
+class FullDisk:
+    """``os.write`` as on a disk that is full for files of some names, for so many writes after the first few."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, *, after: int, times: int) -> None:
+        self._name, self._after, self._times, self._write = name, after, times, os.write
+        monkeypatch.setattr(os, "write", self)
+
+    def __call__(self, file: int, content: Any) -> int:
+        if self._name in os.readlink(f"/proc/self/fd/{file}"):
+            self._after -= 1
+            if self._after < 0 and self._times > 0:
+                self._times -= 1
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._write(file, content)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+class TestFullDisk:
+    def test_under_the_event_log_ends_no_run(
+        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        FullDisk(monkeypatch, "events.jsonl", after=3, times=2)
+        run = fit("single", "run")
+        assert [event["step"] for event in run.events("step")] == list(range(8))
+        assert list(run.events("lost")) == []
+        assert capfd.readouterr().err.count("cannot be written: No space left on device") == 1
+
+    def test_for_ever_under_the_event_log_ends_no_run(
+        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        FullDisk(monkeypatch, "events.jsonl", after=3, times=10**9)
+        run = fit("single", "run")
+        assert checkpoint.latest(run.folder / "checkpoints") is not None
+        said = capfd.readouterr().err
+        assert "cannot be written: No space left on device" in said
+        assert "events of the run are not in run/events.jsonl" in said
+        assert "Traceback" not in said
+
+    def test_under_the_ledger_is_one_error_when_a_checkpoint_needs_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        FullDisk(monkeypatch, "/ledger/", after=0, times=10**9)
+        with pytest.raises(WorkerError) as caught:
+            fit("single", "run", checkpoint_every=3)
+        text = str(caught.value)
+        assert re.search(r"the sample ledger .* cannot be written: No space left on device", text)
+        assert text.count("No space left") == 1
+        assert "Traceback" not in text
+        assert "try: free space there" in text
+        assert caught.value.exit_code == 3
+
+    def test_under_the_ledger_for_a_while_loses_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        FullDisk(monkeypatch, "/ledger/", after=0, times=1)
+        from phalanx.data import audit
+
+        run = fit("single", "run")
+        assert audit(run.folder / "ledger", length=103, batch=32, drop_last=False) == []
+
+
+ENTRIES = ("run.toml", "plan.toml", "events.jsonl", "placement.json", "forecast.json", "writer.json")
+
+
+@pytest.mark.parametrize("name", [*ENTRIES, "checkpoints", "ledger", "ledger/00000000-rank00000.bin"])
+def test_nothing_outside_is_written_through_a_link(name: str, tmp_path: Path) -> None:
+    run = fit("single", "run", steps=2, epochs=None)
+    entry, victim = run.folder / name, tmp_path / "victim"
+    entry.rename(victim) if entry.exists() else victim.write_text("mine")
+    entry.symlink_to(victim)
+
+    def content() -> dict[str, bytes]:
+        files = victim.rglob("*") if victim.is_dir() else [victim]
+        return {str(path): path.read_bytes() for path in files if path.is_file()}
+
+    before = content()
+    if name.startswith("ledger/"):  # of a part of the run that begins there anew
+        for path in (run.folder / "checkpoints").iterdir():
+            path.rename(tmp_path / path.name)
+        (run.folder / "run.toml").unlink()
+    with pytest.raises(PhalanxError, match="a symbolic link"):
+        fit("single", "run", steps=4, epochs=None, resume=not name.startswith("ledger/"))
+    assert content() == before
+
+
+def test_a_fifo_is_refused_not_waited_for() -> None:
+    Path("run").mkdir()
+    os.mkfifo("run/events.jsonl")
+    with pytest.raises(SpecError, match="a FIFO"):
+        fit("single", "run")
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])
+def test_a_reader_that_has_seen_enough_ends_no_run(toy: Path, closed: str) -> None:
+    """``phalanx train ... | head -1``, and both streams of a terminal that is gone."""
+    toy.write_text(toy.read_text().replace("def job():", "def job():\n    print('a job that talks', flush=True)"))
+    argv = [sys.executable, "-m", "phalanx", "train", str(toy), "--run", "out", "-n", "2", "--no-forecast"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    to = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    for stream in ("stdout", "stderr"):
+        if closed in (stream, "both"):
+            to[stream] = writing
+    done = subprocess.run(argv, check=False, timeout=100, **to)  # pyright: ignore
+    os.close(writing)
+    assert done.returncode == 0
+    assert [event["step"] for event in read(Path("out/events.jsonl")) if event["event"] == "end"] == [8]
+    assert b"Traceback" not in (done.stderr or b"")
+
+
+def test_answers_nobody_reads_end_quietly() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    argv = [sys.executable, "-m", "phalanx", "devices"]
+    done = subprocess.run(argv, check=False, stdout=writing, stderr=subprocess.PIPE, timeout=100)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_an_answer_that_cannot_be_written_is_an_error() -> None:
+    with Path("/dev/full").open("w") as full:
+        argv = [sys.executable, "-m", "phalanx", "devices"]
+        done = subprocess.run(argv, check=False, stdout=full, stderr=subprocess.PIPE, timeout=100)
+    assert done.returncode == 3
+    assert done.stderr == b"error: not all of the output could be written: No space left on device\n"
+
+
+class TestWrongArguments:
+    @pytest.mark.parametrize(
+        ("call", "where"),
+        [
+            (lambda: px.fit(job(), 5), "plan"),  # pyright: ignore
+            (lambda: px.fit(None), "job"),  # pyright: ignore
+            (lambda: px.fit(job), "job"),  # pyright: ignore
+            (lambda: px.fit("job.py"), "job"),  # pyright: ignore
+            (lambda: px.fit(job(), folder=5), "folder"),  # pyright: ignore
+            (lambda: px.fit(job(), run="run"), "run"),  # pyright: ignore
+            (lambda: px.fit(job(), launcher=None), "launcher"),  # pyright: ignore
+            (lambda: px.fit(job(), cores=0), "cores"),
+            (lambda: px.build(5), "job"),  # pyright: ignore
+            (lambda: px.build(job(), 2.5), "plan"),  # pyright: ignore
+            (lambda: px.prove(5, "dp=2"), "job"),  # pyright: ignore
+            (lambda: px.prove(job(), 5), "plan"),  # pyright: ignore
+            (lambda: px.prove(job(), None), "plan"),  # pyright: ignore
+            (lambda: px.prove(job(), "dp=2", steps="x"), "steps"),  # pyright: ignore
+            (lambda: px.prove(job(), "dp=2", against=5), "against"),  # pyright: ignore
+            (lambda: px.forecast(5, "dp=2", "8xH100"), "job"),  # pyright: ignore
+            (lambda: px.forecast(job(), 5, "8xH100"), "plan"),  # pyright: ignore
+            (lambda: px.forecast(job(), "dp=2", 5), "cluster"),  # pyright: ignore
+            (lambda: px.plan(None, "8xH100"), "job"),  # pyright: ignore
+            (lambda: px.plan(job(), None), "cluster"),  # pyright: ignore
+        ],
+    )
+    def test_are_one_error_before_anything_runs(self, call: Any, where: str) -> None:
+        with pytest.raises(SpecError) as caught:
+            call()
+        assert caught.value.problems[0].where == where
+        assert caught.value.exit_code == 2
+
+    def test_a_name_of_300_letters(self) -> None:
+        run = px.fit(job(name="n" * 300, steps=1, epochs=None), "single", run=None)
+        assert len(run.folder.name) < 255
+        long = fit_error(Path("r" * 300))
+        assert "File name too long" in str(long)
+
+
+def fit_error(folder: Path) -> SpecError:
+    with pytest.raises(SpecError) as caught:
+        fit("single", folder, steps=1, epochs=None)
+    return caught.value

@@ -1,0 +1,143 @@
+"""A worker whose main thread stands still while its signs of life go on: others get its piece, then it is replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_server_faults import EPOCHS, QUICK, SAMPLES, job, of, run_of
+
+import phalanx as px
+import phalanx.checkpoint.store  # once, here: what is forked has it then
+from phalanx.comm import Place
+from phalanx.data import read_ledger
+from phalanx.errors import WorkerError
+from phalanx.launch.local import launch
+from phalanx.train.parameter_server import take_part
+from phalanx.train.parameter_server.server_group import Patience
+
+STATES = Path("run/events.jsonl")
+
+
+class Sleeper(torch.nn.Sequential):
+    """Sleeps in the forward of one worker, once, for as long as ``asleep`` says."""
+
+    rank, generation, steps = -1, 0, 0
+    asleep: Callable[[], bool] = staticmethod(lambda: False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        Sleeper.steps += 1
+        if (Sleeper.rank, Sleeper.generation, Sleeper.steps) == (1, 0, 4):
+            while Sleeper.asleep():
+                time.sleep(0.02)
+        return super().forward(input)
+
+
+def slept(asleep: Callable[[], bool], patience: Patience, *, reserves: int) -> list[dict[str, Any]]:
+    """The events of a run in which rank 1 sleeps in its fourth forward."""
+    run = run_of("dp=2 server=1")
+    small = lambda: Sleeper(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))  # noqa: E731
+
+    def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
+        Sleeper.rank, Sleeper.generation, Sleeper.asleep = place.rank, place.generation, staticmethod(asleep)
+
+        def reported(step: int) -> None:
+            report(step)
+            while place.rank == 0 and step == 23 and "returned" not in STATES.read_text():
+                time.sleep(0.02)  # the run is over only once the other is back
+
+        return take_part(replace(job(), model=small), run, place, reported, patience=patience)
+
+    launch(work, 3, reserves=reserves)
+    ids = np.concatenate([ids for _, ids in read_ledger(run.folder / "ledger").values()])
+    assert (np.bincount(ids, minlength=SAMPLES) == EPOCHS).all()
+    events = list(px.Run(folder=run.folder).events())
+    assert events[-1]["event"] == "end"
+    return [event for event in of(events, "worker") if event["rank"] == 1]
+
+
+def test_a_worker_that_stands_still_holds_nobody_up() -> None:
+    told = slept(lambda: "silent" not in STATES.read_text(), QUICK, reserves=0)
+    assert [event["state"] for event in told[:3]] == ["joined", "silent", "returned"]
+    assert "no progress for" in told[1]["reason"]
+    assert "of step" in told[1]["reason"]
+
+
+def test_a_worker_that_stands_still_for_too_long_is_lost_and_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+    told = slept(lambda: True, replace(QUICK, stuck=1.0), reserves=1)
+    assert [event["state"] for event in told[:4]] == ["joined", "silent", "lost", "returned"]
+    assert "no progress for" in told[2]["reason"]
+    said = capfd.readouterr().err
+    assert "worker 1 has made no progress for 1 s and ends" in said
+    assert "in forward" in said, "the stack says where it stood"
+
+
+def stopped(strike: Callable[[Place, int], None], **given: Any) -> list[dict[str, Any]]:
+    """The events of a run whose processes are asked at each step what they do to themselves."""
+    run = run_of("dp=2 server=1")
+
+    def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
+        def reported(step: int) -> None:
+            report(step)
+            strike(place, step)
+
+        # Only the launcher ends anybody here: a rank that waits for the other to be back would be taken for stuck.
+        return take_part(job(), run, place, reported, patience=replace(QUICK, stuck=60.0))
+
+    launch(work, 3, **given)
+    ids = np.concatenate([ids for _, ids in read_ledger(run.folder / "ledger").values()])
+    assert (np.bincount(ids, minlength=SAMPLES) == EPOCHS).all()
+    events = list(px.Run(folder=run.folder).events())
+    assert events[-1]["event"] == "end"
+    assert not Path(f"/proc/{Path('pid').read_text()}").exists()
+    return [event for event in of(events, "worker") if event["rank"] == 1]
+
+
+def freeze(place: Place) -> None:
+    """Stop this process if it is the first of rank 1, for good: nobody wakes it."""
+    if (place.rank, place.generation) == (1, 0):
+        Path("pid").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_worker_that_is_stopped_for_too_long_is_ended_and_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+    def strike(place: Place, step: int) -> None:
+        if step >= 4:
+            freeze(place)
+        while place.rank == 0 and step == 23 and "returned" not in STATES.read_text():
+            time.sleep(0.02)  # the run is over only once the other is back
+
+    told = stopped(strike, timeout=2.0, reserves=1)
+    assert [event["state"] for event in told[:4]] == ["joined", "silent", "lost", "returned"]
+    assert "worker 1 has been stopped for 2 s and is ended" in capfd.readouterr().err
+
+
+def test_a_worker_that_is_stopped_does_not_outlive_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    told = stopped(lambda place, step: freeze(place) if step >= 4 else None, timeout=60.0, reserves=1)
+    assert [event["state"] for event in told[:2]] == ["joined", "silent"]
+    assert "worker 1 has been stopped for" in capfd.readouterr().err
+    assert time.monotonic() - began < 30
+
+
+def test_one_that_nobody_can_replace_ends_soon_after_the_others() -> None:
+    began = time.monotonic()
+
+    def strike(place: Place, step: int) -> None:
+        if place.rank == 0 and step == 3 and place.generation == 0:
+            os.kill(os.getpid(), signal.SIGKILL)  # the one reserve is used up
+        if step >= 6:
+            freeze(place)
+
+    with pytest.raises(WorkerError, match=r"rank 1 of 3 was ended in step .* by SIGKILL"):
+        stopped(strike, timeout=60.0, reserves=1)
+    assert list(px.Run(folder=Path("run")).events())[-1]["event"] == "end", "the training is whole"
+    assert time.monotonic() - began < 30

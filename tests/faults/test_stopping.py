@@ -1,0 +1,283 @@
+"""Runs that are asked to stop: they save, say so, and go on where they were. Nothing that was trained is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from inject import LIMIT, alive, noted, wait_until
+
+import phalanx as px
+from phalanx.checkpoint import latest
+from phalanx.config import Plan, RunSpec
+from phalanx.errors import RunError, SpecError, WorkerError
+from phalanx.events import read
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from small import job, table
+
+STEPS, AT = 8, 3
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def _no_child_left() -> Iterator[None]:
+    yield
+    assert psutil.Process().children(recursive=True) == []
+
+
+def spec(plan: str, folder: Path, **how: Any) -> RunSpec:
+    return RunSpec(job="small", plan=Plan.parse(plan), folder=folder, forecast="none", **how)
+
+
+def striking(strike: Callable[[], None], *, at: int = AT, once: Path | None = None) -> px.Job:
+    """The small job; whoever computes the first loss of step ``at`` strikes, with ``once`` only the first of all."""
+    launcher, calls = os.getpid(), list[int]()
+
+    def loss(output: Any, batch: Any) -> Any:
+        if os.getpid() != launcher and torch.is_grad_enabled() and psutil.Process().ppid() == launcher:
+            calls.append(1)
+            if len(calls) == at + 1 and (once is None or _first(once)):
+                strike()
+        return px.cross_entropy(output, batch["y"])
+
+    return job(loss=loss, epochs=None, steps=STEPS)
+
+
+def _first(file: Path) -> bool:
+    try:
+        file.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+@cache
+def undisturbed(plan: str) -> list[float]:
+    folder = Path(mkdtemp(prefix="undisturbed-"))
+    return px.fit(job(epochs=None, steps=STEPS), run=spec(plan, folder / "run")).losses
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in read(folder / "events.jsonl") if event["event"] == name]
+
+
+def stops(given: px.Job, run: RunSpec) -> int:
+    """Train until the run stops; the exit code of a script that does."""
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as stop:
+        px.fit(given, run=run)
+    return getattr(stop.value, "code", 130)
+
+
+CASES = [
+    ("single", signal.SIGTERM, 75),
+    ("dp=2", signal.SIGTERM, 75),
+    ("dp=2", signal.SIGINT, 130),
+    ("dp=2", signal.SIGUSR1, 75),
+    ("fsdp=2", signal.SIGTERM, 75),
+    ("pp=2", signal.SIGTERM, 75),
+    ("dp=2 sync=local every=4", signal.SIGTERM, 75),
+    ("dp=2 server=1", signal.SIGTERM, 75),
+]
+
+
+@pytest.mark.parametrize(("plan", "number", "code"), CASES)
+def test_a_signal_to_the_launcher_stops_the_run_with_a_checkpoint(
+    plan: str, number: int, code: int, tmp_path: Path
+) -> None:
+    launcher, run = os.getpid(), spec(plan, tmp_path / "run")
+    given = striking(lambda: os.kill(launcher, number), once=tmp_path / "struck")
+    slow = replace(given, loss=lambda output, batch: (time.sleep(0.02), given.loss(output, batch))[1])
+    assert stops(replace(slow, steps=400), run) == code
+    (stopped,) = events(run.folder, "stopped")
+    assert stopped["signal"] == signal.Signals(number).name
+    assert AT < stopped["step"] < 400
+    newest = latest(run.folder / "checkpoints")
+    assert newest is not None
+    assert newest.name == f"step-{stopped['step']:08d}"  # none of its steps is lost
+    assert not events(run.folder, "end")
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 server=1"])
+def test_one_worker_that_is_asked_is_enough(plan: str, tmp_path: Path) -> None:
+    run = spec(plan, tmp_path / "run")
+    given = striking(lambda: os.kill(os.getpid(), signal.SIGTERM), once=tmp_path / "struck")
+    slow = replace(given, loss=lambda output, batch: (time.sleep(0.02), given.loss(output, batch))[1])
+    assert stops(replace(slow, steps=400), run) == 75
+    (stopped,) = events(run.folder, "stopped")
+    done = px.fit(job(epochs=None, steps=stopped["step"] + 2), run=replace(run, resume=True))
+    steps = [event["step"] for event in done.events("step")]
+    assert steps == list(range(stopped["step"] + 2))  # each was taken once
+    assert not list(done.events("restart"))
+
+
+def test_what_goes_on_is_the_run_that_would_have_been(tmp_path: Path) -> None:
+    launcher, run = os.getpid(), spec("dp=2", tmp_path / "run", resume="auto")
+    given = striking(lambda: os.kill(launcher, signal.SIGTERM), once=tmp_path / "struck")
+    assert stops(given, run) == 75
+    assert px.fit(given, run=run).losses == undisturbed("dp=2")
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    launcher = os.getpid()
+
+    def twice() -> None:
+        for _ in range(2):
+            os.kill(launcher, signal.SIGTERM)
+            time.sleep(0.4)
+        time.sleep(600)
+
+    assert stops(striking(twice), spec("single", tmp_path / "run", grace=600.0)) == 143
+    assert latest(tmp_path / "run" / "checkpoints") is None
+
+
+@pytest.mark.parametrize("grace", [0.0, 0.3])
+def test_when_the_time_to_save_is_over_the_newest_checkpoint_stands(grace: float, tmp_path: Path) -> None:
+    launcher = os.getpid()
+
+    def hang() -> None:
+        os.kill(launcher, signal.SIGTERM)
+        time.sleep(600)
+
+    run = spec("single", tmp_path / "run", checkpoint_every=2, grace=grace)
+    assert stops(striking(hang), run) == 143
+    newest = latest(run.folder / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step-00000002"
+
+
+class TestEvaluation:
+    @staticmethod
+    def failing(when: Callable[[], bool]) -> px.Job:
+        def metrics(output: Any, batch: Any) -> dict[str, Any]:
+            if when():
+                raise ValueError("the metric fails")
+            return {"accuracy": px.accuracy(output, batch["y"])}
+
+        return job(epochs=None, steps=STEPS, evaluate=lambda: table(50), metrics=metrics)
+
+    def test_what_fails_after_the_last_step_leaves_its_checkpoint(self, tmp_path: Path) -> None:
+        calls: list[int] = []
+        given = self.failing(lambda: len(calls.append(1) or calls) > 2)  # two batches of 50 samples
+        run = spec("single", tmp_path / "run")
+        with pytest.raises(WorkerError, match="the metric fails"):
+            px.fit(given, run=run)
+        newest = latest(run.folder / "checkpoints")
+        assert newest is not None
+        assert newest.name == f"step-{STEPS:08d}"
+        done = px.fit(self.failing(lambda: False), run=replace(run, resume=True))
+        assert done.evaluation is not None
+        assert len(list(done.events("step"))) == STEPS
+
+    @pytest.mark.parametrize("plan", ["single", "dp=2 server=1"])
+    def test_what_always_fails_does_so_before_the_first_step(self, plan: str, tmp_path: Path) -> None:
+        run = spec(plan, tmp_path / "run")
+        with pytest.raises(RunError, match="the metric fails"):
+            px.fit(self.failing(lambda: True), run=run)
+        assert not events(run.folder, "step")
+
+    def test_a_stream_is_refused_before_a_worker_starts(self, tmp_path: Path) -> None:
+        def stream() -> Iterator[dict[str, Any]]:
+            yield {"x": torch.zeros(9), "y": 0}
+
+        class Stream(torch.utils.data.IterableDataset[Any]):
+            def __iter__(self) -> Iterator[Any]:
+                return stream()
+
+        with pytest.raises(SpecError, match=r"job\.evaluate: given a stream"):
+            px.fit(job(evaluate=Stream), run=spec("single", tmp_path / "run"))
+        assert not (tmp_path / "run").exists()
+
+    def test_a_long_evaluation_is_left_for_a_request_to_stop(self, tmp_path: Path) -> None:
+        launcher, seen = os.getpid(), list[int]()
+
+        def metrics(output: Any, batch: Any) -> dict[str, Any]:
+            seen.append(1)
+            if len(seen) == 3:  # one was evaluated before the first step
+                os.kill(launcher, signal.SIGTERM)
+            time.sleep(0.05)
+            return {"accuracy": px.accuracy(output, batch["y"])}
+
+        given = job(steps=20, epochs=None, evaluate=lambda: table(20000), metrics=metrics, evaluate_every=5)
+        run = spec("single", tmp_path / "run")
+        assert stops(given, run) == 75
+        assert [event["step"] for event in events(run.folder, "stopped")] == [5]
+        assert not events(run.folder, "evaluate")
+
+
+AGENT = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import phalanx as px
+
+HERE, BEGUN = Path(__file__).parent, []
+
+def note(name):
+    (HERE / name).touch()
+
+def saved():  # a save goes on beside the steps after it
+    until = time.monotonic() + 20
+    while not (HERE / "run" / "checkpoints" / "step-00000002").exists():
+        if time.monotonic() > until:
+            raise TimeoutError("no checkpoint of step 2")
+        time.sleep(0.01)
+
+def loss(output, batch):
+    if torch.is_grad_enabled() and dist.is_initialized() and dist.get_backend() == "gloo":
+        BEGUN.append(1)
+        rank, again = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+        note(f"pid-{os.getpid()}")
+        if rank == 1 and len(BEGUN) == 4 and not again:
+            saved()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 0 and len(BEGUN) == 3 and again:
+            os.kill(os.getppid(), END)
+        if again and len(BEGUN) > 2:
+            time.sleep(0.05)
+    return output.square().mean()
+
+def job():
+    return px.Job(model=lambda: torch.nn.Linear(4, 2), data=lambda: list(torch.ones(4000, 4)), loss=loss,
+                  optimizer=lambda params: torch.optim.SGD(params, lr=0.1), batch=4, epochs=1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_of_torchrun_go_on_after_a_loss_and_end_with_their_agent(number: int, tmp_path: Path) -> None:
+    """Rank 1 is killed in step 3, started again by torchrun, and then the agent gets a signal."""
+    (tmp_path / "agent.py").write_text(f"END = {int(number)}{AGENT}")
+    run = RunSpec(job=str(tmp_path / "agent.py"), plan=Plan(dp=2), folder=tmp_path / "run", checkpoint_every=2)
+    (tmp_path / "run.toml").write_text(run.to_toml())
+    worker = ["--no-python", sys.executable, "-m", "phalanx", "worker", str(tmp_path / "run.toml")]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    with subprocess.Popen([*torchrun, *worker], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as agent:
+        said = agent.communicate()[1]
+    assert agent.returncode in (-number, 1), said
+    assert wait_until(lambda: alive(noted(tmp_path)) == [], LIMIT)
+    assert len(noted(tmp_path)) == 4
+    # the agent's SIGTERM lets rank 0 finish the save of what it holds
+    assert [event["first_step"] for event in events(run.folder, "start")] == [0, 3]
+    steps = [event["step"] for event in events(run.folder, "step")]
+    assert steps[:3] == [0, 1, 2]
+    taken = len(dict.fromkeys(steps))
+    if number == signal.SIGTERM:
+        (stopped,) = events(run.folder, "stopped")
+        assert stopped["step"] == taken
+        assert (run.folder / "checkpoints" / f"step-{taken:08d}").is_dir()
+    else:
+        assert taken < 900

@@ -1,0 +1,127 @@
+"""Checkpoints that one process writes by itself, since its peers are lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from test_checkpoint_store import some_tensors, zeros_like
+
+from phalanx.checkpoint import SaveRequest, latest, load, save, save_as_survivor, verify
+from phalanx.checkpoint.folder import begin, temporary_of, turn
+from phalanx.errors import CheckpointError, RunError
+from phalanx.files import join, release, take
+
+
+def request(folder: Path, step: int, **how: int) -> SaveRequest:
+    return SaveRequest(folder, step, some_tensors(), {"step": step}, **how)
+
+
+def is_whole(path: Path | None) -> None:
+    assert path is not None
+    verify(path)
+    found = zeros_like(some_tensors())
+    load(path, found)
+    assert all(torch.equal(found[name], one) for name, one in some_tensors().items())
+
+
+def test_it_is_a_checkpoint_like_any(tmp_path: Path) -> None:
+    is_whole(save_as_survivor(request(tmp_path, 7), rank=3))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+
+
+def test_who_comes_later_and_has_no_more_leaves_it(tmp_path: Path) -> None:
+    assert save_as_survivor(request(tmp_path, 7), rank=0)
+    assert save_as_survivor(request(tmp_path, 7), rank=1) is None
+    assert save_as_survivor(request(tmp_path, 6), rank=2) is None
+    is_whole(save_as_survivor(request(tmp_path, 8), rank=3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000007", "step-00000008"]
+
+
+def test_all_at_once(tmp_path: Path) -> None:
+    found: dict[int, Path | None] = {}
+
+    def saves(rank: int) -> None:
+        found[rank] = save_as_survivor(request(tmp_path, 7 + rank % 2), rank=rank)
+
+    threads = [threading.Thread(target=saves, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert [path.name for path in found.values() if path].count("step-00000008") == 1
+    is_whole(latest(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} <= {"step-00000007", "step-00000008"}
+
+
+def test_one_that_was_there_before_and_is_damaged_makes_way(tmp_path: Path) -> None:
+    damaged = save(tmp_path, step=7, tensors=some_tensors(), state={})
+    file = next(damaged.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    path = save_as_survivor(request(tmp_path, 7), rank=0, known={"step-00000007"})
+    is_whole(path)
+    assert save_as_survivor(request(tmp_path, 6), rank=0, known={"step-00000007"})
+
+
+def test_half_written_ones_are_no_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "step-00000009").mkdir()
+    is_whole(save_as_survivor(request(tmp_path, 7), rank=0))
+
+
+def test_a_save_that_begins_leaves_alone_what_a_survivor_writes(tmp_path: Path) -> None:
+    written = temporary_of(tmp_path, 7, 1)
+    with turn(tmp_path):
+        written.mkdir()
+        begin(tmp_path, 7)
+        assert written.is_dir()
+    begin(tmp_path, 8)  # its process is gone
+    assert not written.exists()
+
+
+def test_nothing_is_published_in_a_folder_that_another_run_has_taken(tmp_path: Path) -> None:
+    token = take(tmp_path)
+    try:
+        writer = tmp_path / "writer.json"
+        writer.write_text(json.dumps({**json.loads(writer.read_text()), "identity": "another"}).ljust(1024))
+        with pytest.raises(RunError, match="was taken over"):
+            save_as_survivor(request(tmp_path / "checkpoints", 7), rank=0)
+        assert list((tmp_path / "checkpoints").iterdir()) == []
+    finally:
+        release(token)
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    tensors = {"model.weight": torch.tensor([1.0, float("nan")])}
+    with pytest.raises(CheckpointError, match="is not finite"):
+        save_as_survivor(SaveRequest(tmp_path, 7, tensors, {}), rank=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="a symbolic link"):
+        save_as_survivor(request(tmp_path / "checkpoints", 7), rank=0)
+
+
+def test_older_ones_are_removed_as_by_any_save(tmp_path: Path) -> None:
+    for step in (5, 6):
+        save(tmp_path, step=step, tensors=some_tensors(), state={})
+    save_as_survivor(request(tmp_path, 7, keep=2), rank=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000007"]
+
+
+def test_one_that_joined_checks_too(tmp_path: Path) -> None:
+    """A rank that another agent has started has the right to write from rank 0, by its identity."""
+    token = take(tmp_path)
+    try:
+        assert join(tmp_path, token.identity).identity == token.identity
+        is_whole(save_as_survivor(request(tmp_path / "checkpoints", 7), rank=1))
+    finally:
+        release(token)

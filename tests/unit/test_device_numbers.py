@@ -1,0 +1,271 @@
+"""What becomes of a plan on another number of devices, which numbers a run may have, and when it takes another."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.cli.settings import Given, settle
+from phalanx.config import Job, Plan, RunSpec
+from phalanx.config.elastic import DeviceRange, plans_of, resized
+from phalanx.errors import RefusedError, SpecError
+from phalanx.launch import ElasticSize, Restarts
+from phalanx.launch.elastic_size import allowed_plans, fitted
+from phalanx.launch.failure import Failure
+from phalanx.launch.torchrun import place_from_environment
+
+pytestmark = pytest.mark.quick
+
+NO = None
+RESIZED = [
+    ("dp=4", ["single", "dp=2", "dp=3", "dp=4", "dp=5", "dp=6"]),
+    ("single", ["single", "dp=2", "dp=3", "dp=4", "dp=5", "dp=6"]),
+    ("dp=2 fsdp=2", ["single", "fsdp=2", "fsdp=3", "dp=2 fsdp=2", "fsdp=5", "dp=3 fsdp=2"]),
+    ("fsdp=4 zero=2", ["single", "fsdp=2 zero=2", "fsdp=3 zero=2", "fsdp=4 zero=2", "fsdp=5 zero=2", "fsdp=6 zero=2"]),
+    ("pp=2 dp=2", [NO, "pp=2", NO, "dp=2 pp=2", NO, "dp=3 pp=2"]),
+    ("tp=3 sequence=true", [NO, NO, "tp=3 sequence=true", NO, NO, "dp=2 tp=3 sequence=true"]),
+    ("fsdp=2 ep=2", [NO, "ep=2", NO, "fsdp=2 ep=2", NO, "fsdp=3 ep=2"]),
+    ("threads=4", ["single", "threads=2", "threads=3", "threads=4", "threads=5", "threads=6"]),
+    ("dp=2 compress=bf16", ["single", *(f"dp={size} compress=bf16" for size in range(2, 7))]),
+    ("dp=2 shares=auto", ["single", *(f"dp={size} shares=auto" for size in range(2, 7))]),
+    (
+        "fsdp=2 offload=parameters",
+        [NO, *(f"{how} offload=parameters" for how in ("fsdp=2", "fsdp=3", "dp=2 fsdp=2", "fsdp=5", "dp=3 fsdp=2"))],
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "there"), RESIZED)
+def test_a_plan_on_one_to_six_devices(plan: str, there: list[str | None]) -> None:
+    asked = Plan.parse(plan)
+    found = [resized(asked, size) for size in range(1, 7)]
+    assert found == [None if text is None else Plan.parse(text) for text in there]
+    assert all(one is None or one.devices == size for size, one in enumerate(found, 1))
+    assert resized(asked, asked.devices) == asked
+
+
+def test_a_forward_pass_holds_no_more_samples_on_fewer_devices() -> None:
+    plans = {size: str(plan) for size, plan in plans_of(Plan(dp=2), DeviceRange(1, 4), 30).items()}
+    assert plans == {1: "micro=8", 2: "dp=2 micro=8", 3: "dp=3 micro=8", 4: "dp=4"}
+    given = plans_of(Plan(dp=4, micro=3), DeviceRange(1, 4), 30)
+    assert {plan.micro for plan in given.values()} == {3}
+    assert list(plans_of(Plan(dp=4), DeviceRange(1, 4), 2)) == [1, 2]  # a sample for each replica
+
+
+@pytest.mark.parametrize("text", ["4:1", "0:2", "1:", "1", "a:b", "-1:2", "1:2:3", "1:99999999", "", 4, None, "1.5:2"])
+def test_what_is_no_range_is_refused(text: Any) -> None:
+    with pytest.raises(SpecError, match="LEAST:MOST"):
+        DeviceRange.parse(text, "-n")
+    if text is not None:
+        with pytest.raises(SpecError, match=r"run\.devices"):
+            RunSpec(job="a", plan=Plan(), folder=Path("a"), devices=text)
+
+
+@pytest.mark.parametrize(
+    ("plan", "how", "why"),
+    [
+        ("pp=8", {}, "a multiple of 8"),
+        ("dp=2 server=1", {}, "workers of servers may come and go"),
+        ("dp=2 shares=3,1", {}, "shares=auto finds it out"),
+        ("dp=2 sync=local every=4", {}, "it would learn something else"),
+        ("dp=2", {"grow_after": "soon"}, "grow_after"),
+        ("dp=2", {"grow_after": -1}, "grow_after"),
+        ("dp=2", {"devices": None, "grow_after": "5m"}, "without a range"),
+    ],
+)
+def test_a_run_that_cannot_change_its_size_says_why(plan: str, how: dict[str, Any], why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        RunSpec(job="a", plan=Plan.parse(plan), folder=Path("a"), **{"devices": "1:4", **how})
+
+
+def elastic(plan: str = "dp=4", devices: str = "1:4", **how: Any) -> RunSpec:
+    return RunSpec(job="a", plan=Plan.parse(plan), folder=Path("a"), devices=devices, **how)
+
+
+def job(**changes: Any) -> Job:
+    given: dict[str, Any] = dict.fromkeys(("model", "data", "loss", "optimizer"), print)
+    return Job(**{**given, "batch": 64, "epochs": 3, "name": "toy", **changes})
+
+
+def test_the_run_file_keeps_the_plan_that_was_asked_for() -> None:
+    run = elastic("dp=2 fsdp=2", grow_after=7)
+    smaller = run.resized_to(Plan()).resized_to(Plan(fsdp=2))
+    assert (smaller.plan, smaller.asked_plan) == (Plan(fsdp=2), run.plan)
+    assert RunSpec.from_toml(smaller.to_toml()) == run
+    with pytest.raises(SpecError, match="asked_plan"):
+        RunSpec.from_toml(run.to_toml() + 'asked_plan = "dp=2"\n')
+
+
+class TestCommandLine:
+    def given(self, **changes: Any) -> Given:
+        none: dict[str, Any] = {"plan": None, "devices": None, "folder": Path("a"), "resume": False, "values": {}}
+        return Given(**{**none, "job": "toy.py", **changes})
+
+    def test_a_range_alone_is_replicas(self) -> None:
+        run, settings = settle(self.given(devices="1:4"), None, job())
+        assert (run.plan, run.devices) == (Plan(dp=4), "1:4")
+        assert ("devices", "1:4", "argument") in {(one.name, one.value, one.source) for one in settings}
+
+    def test_a_plan_goes_with_a_range(self) -> None:
+        run, _ = settle(self.given(devices="2:8", plan=Plan(fsdp=2)), None, job())
+        assert (run.plan, run.devices) == (Plan(fsdp=2), "2:8")
+
+    @pytest.mark.parametrize(
+        ("changes", "plan", "devices", "grow_after"),
+        [
+            ({}, Plan(dp=4), "1:4", 7),
+            ({"devices": 2}, Plan(dp=2), None, None),
+            ({"plan": Plan(dp=3)}, Plan(dp=3), None, None),
+            ({"devices": "1:2"}, Plan(dp=2), "1:2", 7),
+        ],
+    )
+    def test_on_resume(self, changes: Any, plan: Plan, devices: str | None, grow_after: int | None) -> None:
+        run, _ = settle(self.given(resume=True, **changes), elastic(grow_after=7), job())
+        assert (run.plan, run.devices, run.grow_after) == (plan, devices, grow_after)
+
+    def test_what_is_none_is_refused(self) -> None:
+        with pytest.raises(SpecError, match=r"-n: given 4:1"):
+            self.given(devices="4:1")
+
+
+class TestWorkersThatAreThere:
+    @pytest.mark.parametrize(("world", "plan"), [(1, "micro=16"), (3, "dp=3 micro=16"), (4, "dp=4")])
+    def test_the_plan_is_resized_to_them(self, world: int, plan: str) -> None:
+        run = fitted(elastic(), world, job())
+        assert (run.plan, run.asked_plan) == (Plan.parse(plan), Plan(dp=4))
+
+    @pytest.mark.parametrize(("plan", "devices", "world"), [("dp=4", "2:4", 1), ("dp=4", "1:4", 5), ("pp=2", "2:4", 3)])
+    def test_others_are_refused(self, plan: str, devices: str, world: int) -> None:
+        with pytest.raises(RefusedError, match=f"given {world}; allowed: 2"):
+            fitted(elastic(plan, devices if world != 5 else "2:4"), world, job())
+
+    def test_agents_that_have_started_workers_differently_often_meet(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        for name, value in {**names, "TORCHELASTIC_RESTART_COUNT": "2"}.items():
+            monkeypatch.setenv(name, value)
+        for shared, attempt in (("True", 2), ("False", 0)):
+            monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+            place = place_from_environment()
+            assert place is not None
+            assert place.attempt == attempt
+
+
+class TestWhichNumbersServe:
+    def test_those_the_job_can_have(self) -> None:
+        assert list(allowed_plans(job(batch=3), elastic())) == [1, 2, 3]
+
+    def test_none_is_refused(self) -> None:
+        with pytest.raises(RefusedError, match="global batch of 1"):
+            allowed_plans(job(batch=1), elastic("dp=4", "2:4"))
+
+
+def size(there: float | Callable[[], float] = math.inf, **how: Any) -> ElasticSize:
+    plans = plans_of(Plan(dp=4), DeviceRange(1, 4), 64)
+    return ElasticSize(plans, there=lambda: there() if callable(there) else there, **how)
+
+
+class TestSize:
+    @pytest.mark.parametrize(("there", "begins"), [(math.inf, 4), (9, 4), (3, 3), (1, 1), (0, 1)])
+    def test_it_begins_with_the_most_there_are(self, there: float, begins: int) -> None:
+        assert size(there).devices == begins
+
+    def test_it_shrinks_down_to_the_least(self) -> None:
+        one = size()
+        assert [one.shrink("why") and one.devices for _ in range(4)] == [3, 2, 1, False]
+
+    def test_it_grows_after_so_many_steps_to_what_there_is(self) -> None:
+        there = [4]
+        one = size(lambda: there[0], steps=5)
+        there[0] = 2
+        assert one.lacks_devices()
+        assert one.shrink("gone")
+        one.started()
+        one.reached(10)
+        one.reached(15)
+        assert not one.grows()  # there are no more
+        there[0] = 3
+        assert one.grows()
+        one.grow()
+        assert one.devices == 3
+
+    def test_never_where_nothing_says_when(self) -> None:
+        one = size()
+        one.shrink("why")
+        one.started()
+        one.reached(0)
+        one.reached(10**6)
+        assert not one.grows()
+
+    def test_what_fails_soon_is_waited_for_twice_as_long(self) -> None:
+        one, waited = size(steps=5), list[int]()
+        one.shrink("why")
+        for _ in range(3):
+            one.started()
+            waited.append(next(step for step in range(99) if one.reached(step) or one.grows()))
+            one.grow()
+            assert one.on_trial
+            one.go_back("again")
+            assert one.devices == 3
+        assert waited == [5, 10, 20]
+        one.started()
+        one.reached(0)
+        one.reached(40)
+        one.grow()
+        one.started()
+        one.reached(50)
+        one.reached(90)  # as long as it had waited
+        assert not one.on_trial
+        assert one.shrink("later")
+        one.started()
+        one.reached(90)
+        one.reached(95)
+        assert one.grows()
+
+
+def failure(step: int | None, **how: Any) -> Failure:
+    given = {
+        "rank": 1,
+        "kind": "signal 9",
+        "message": "SIGKILL",
+        "traceback": "",
+        "time": 0.0,
+        "signal": signal.SIGKILL,
+    }
+    return Failure(step=step, **given | how)
+
+
+class TestRestarts:
+    @pytest.mark.parametrize(("kills", "starts"), [(0, 3), (1, 2)])  # memory that ran out is no accident
+    def test_the_same_again_is_a_reason_for_fewer(self, kills: int, starts: int, tmp_path: Path) -> None:
+        restarts = Restarts(9, tmp_path, size())
+        found = list[int]()
+        while restarts.allow(failure(5), memory_kills=kills):
+            assert restarts.size
+            found.append(restarts.size.devices)
+        assert found == [*[4] * (starts - 1), *[3] * starts, *[2] * starts, *[1] * starts][: len(found)]
+        assert len(found) == 9 if kills == 0 else found[-1] == 1
+
+    def test_fewer_devices_are_a_reason_whatever_failed(self, tmp_path: Path) -> None:
+        there = [4]
+        restarts = Restarts(3, tmp_path, size(lambda: there[0]))
+        broken = failure(5, signal=0, kind="AcceleratorError")
+        assert not restarts.allow(broken, memory_kills=0)
+        there[0] = 2
+        assert restarts.allow(broken, memory_kills=0)
+        assert restarts.size
+        assert (restarts.size.devices, restarts.count) == (2, 1)
+
+    def test_going_back_counts_for_nothing(self, tmp_path: Path) -> None:
+        restarts = Restarts(2, tmp_path, size(steps=5))
+        assert restarts.size
+        assert [restarts.allow(failure(None), memory_kills=0) for _ in range(2)] == [True, True]
+        assert (restarts.size.devices, restarts.count) == (3, 2)
+        restarts.grow()
+        assert restarts.allow(failure(None, signal=0, kind="ValueError"), memory_kills=0)
+        assert (restarts.size.devices, restarts.count) == (3, 2)
+        assert not restarts.allow(failure(7), memory_kills=0)

@@ -1,0 +1,122 @@
+"""Whom a report blames, from where ranks stand; who is a straggler, from what ranks spend their time on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed.distributed_c10d as c10d
+
+from phalanx.launch.hang_report import CollectiveCall, HangReport, RankStand, ranges
+from phalanx.launch.rank_probe import TimeSpent
+from phalanx.launch.stack_frames import StackFrame, parse_stacks, parse_traceback
+from phalanx.launch.straggler_watch import RankPace, straggler
+
+pytestmark = pytest.mark.quick
+
+JOB = StackFrame("/home/me/train.py", 41, "forward")
+WAITING = StackFrame(str(Path(c10d.__file__)), 100, "all_reduce")
+
+
+def call(number: int, *, group: str = "0", ranks: tuple[int, ...] = (0, 1), pending: bool = True) -> CollectiveCall:
+    return CollectiveCall(group=group, ranks=ranks, number=number, what="all_reduce of float 3", pending=pending)
+
+
+def waits(rank: int, *calls: CollectiveCall, step: int = 5) -> RankStand:
+    return RankStand(rank=rank, step=step, frames=(WAITING, JOB), calls=calls)
+
+
+def stands(rank: int, *calls: CollectiveCall, **how: object) -> RankStand:
+    return RankStand(rank=rank, **{"step": 5, "frames": (JOB,), "calls": calls, **how})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("those", "blamed", "cause"),
+    [
+        ([waits(0, call(7)), stands(1, call(6, pending=False))], (1,), "absent"),
+        ([waits(0), stands(1)], (1,), "absent"),  # without torch's flight recorder
+        ([waits(0, call(7)), stands(1, state="T")], (1,), "stopped"),
+        ([waits(0, call(7)), stands(1, frames=())], (1,), "silent"),
+        ([stands(0), stands(1)], (0, 1), "blocked"),
+        ([waits(0, call(7)), waits(1, call(7))], (0, 1), "link"),
+        ([waits(0, call(7)), waits(1, call(7, group="1"), step=4)], (1,), "mismatch"),
+        # 0 waits for 1 in one group, 1 for 2 in another: 2 is to blame, whom rank 0 does not even know
+        (
+            [
+                waits(0, call(7)),
+                waits(1, call(6, pending=False), call(3, group="1", ranks=(1, 2))),
+                stands(2, call(2, group="1", ranks=(1, 2), pending=False)),
+            ],
+            (2,),
+            "absent",
+        ),
+        # 2 computes as well, and nobody waits for it
+        (
+            [waits(0, call(7)), stands(1, call(6, pending=False)), stands(2, call(9, group="2", ranks=(2, 3)))],
+            (1,),
+            "absent",
+        ),
+    ],
+)
+def test_who_is_to_blame(those: list[RankStand], blamed: tuple[int, ...], cause: str) -> None:
+    report = HangReport.of(those, 300.0)
+    assert (report.blamed, report.cause) == (blamed, cause)
+    assert report.headline
+    assert report.advice
+    assert f"rank {blamed[0]}" in report.text
+
+
+def test_report_says_which_exchange_of_which_step_and_where() -> None:
+    report = HangReport.of([waits(0, call(7)), stands(1, call(6, pending=False), host="node2", pid=12)], 300.0)
+    assert report.headline == (
+        "rank 1 (process 12, host node2) did not come to all_reduce of float 3 (exchange 7 of its group) among ranks "
+        "0-1 of step 5 for 300 s: it stands in me/train.py:41 forward"
+    )
+
+
+def test_a_stand_goes_through_json() -> None:
+    stand = stands(1, call(6), host="node2", busy=0.5)
+    assert RankStand.from_json(stand.to_json()) == stand
+
+
+def test_stacks_are_those_of_the_main_thread() -> None:
+    inner, outer = '  File "/b.py", line 2 in inner\n', '  File "/b.py", line 9 in main\n'
+    other = 'Thread 0x01 (most recent call first):\n  File "/a.py", line 1 in other\n\n'
+    dump = f"{other}Current thread 0x02 (most recent call first):\n{inner}{outer}"
+    assert parse_stacks(dump) == (StackFrame("/b.py", 2, "inner"), StackFrame("/b.py", 9, "main"))
+    crash = dump.replace("Current thread", "Thread")  # in compiled code's own thread, which has no Python
+    assert parse_stacks(f"Fatal Python error: Aborted\n\n{crash}") == parse_stacks(dump)
+    assert parse_stacks("ready\n") == ()
+    raised = f"Traceback (most recent call last):\n{outer}    inner()\n{inner}".replace(" in ", ", in ")
+    assert parse_traceback(raised) == parse_stacks(dump)
+
+
+def test_ranges() -> None:
+    assert ranges([3, 0, 1, 2, 6]) == "0-3, 6"
+
+
+def pace(rank: int, computes: float, waits: float, *, loads: float = 0.0, queues: float = 0.0) -> RankPace:
+    return RankPace(rank=rank, step=9, computes=computes, waits=waits, loads=loads, queues=queues, host="node2")
+
+
+@pytest.mark.parametrize(
+    ("paces", "rank", "words"),
+    [
+        ([pace(0, 10, 20), pace(1, 29, 1), pace(2, 11, 19)], 1, "computes for longer"),
+        ([pace(0, 10, 20), pace(1, 29, 1, queues=15)], 1, "waits for a core"),
+        ([pace(0, 10, 20), pace(1, 2, 1, loads=27)], 1, "waits for its data"),
+        ([pace(0, 25, 5), pace(1, 29, 1)], None, ""),  # all ranks compute most of the time
+        ([pace(0, 2, 28), pace(1, 2, 28)], None, ""),  # all wait for the network
+        ([pace(0, 29, 1)], None, ""),  # nobody to compare with
+    ],
+)
+def test_a_straggler_is_slower_than_its_peers_by_a_half(paces: list[RankPace], rank: int | None, words: str) -> None:
+    found = straggler(paces, 30.0)
+    assert (found.pace.rank if found else None) == rank
+    if found:
+        assert words in str(found.to_dict()["message"])
+        assert "host node2" in str(found.to_dict()["message"])
+
+
+def test_time_spent_counts_looks() -> None:
+    assert TimeSpent(1, 2, 3, 0.5, 0.6).looks == 6

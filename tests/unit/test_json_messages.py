@@ -1,0 +1,129 @@
+"""Values between ranks: what JSON holds arrives as it was, what it does not is named, errors of the first are all's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.comm import Place, default_process_group, found_by_first, from_every_rank
+from phalanx.comm.json_messages import as_json, gather_json
+from phalanx.errors import (
+    LossError,
+    Problem,
+    RefusedError,
+    RunError,
+    SpecError,
+    WorkerError,
+    error_from_dict,
+    error_to_dict,
+)
+from phalanx.launch.local import launch
+
+VALUES: list[Any] = [
+    None,
+    True,
+    0.1 + 0.2,
+    -0.0,
+    5e-324,
+    math.inf,
+    1 << 70,
+    "ü\n",
+    [],
+    {"a": [1, {"b": None}]},
+    "x" * 5000,
+]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"a": [1, {2, 3}]}, r"value\['a'\]\[1\] is of type set"),
+        ([torch.ones(1)], r"value\[0\] is of type Tensor"),
+        ({"a": {1: 2}}, r"value\['a'\] has the key 1, of type int"),
+        (b"1", "value is of type bytes"),
+    ],
+)
+def test_what_is_not_json_is_named(value: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        from_every_rank(value)
+
+
+def test_a_single_process_gets_what_others_would() -> None:
+    assert from_every_rank((1, [2, (3,)])) == [[1, [2, [3]]]]
+    assert found_by_first(lambda: {"a": (1,)}) == {"a": [1]}
+    assert all(repr(as_json(value)) == repr(value) for value in VALUES)
+
+
+def in_ranks(world_size: int, found: Callable[[int], Any]) -> list[Any]:
+    def work(place: Place, report: Callable[[int], None]) -> Any:
+        with default_process_group(place, torch.device("cpu")):
+            return found(place.rank)
+
+    return launch(work, world_size)
+
+
+def test_values_of_every_rank_arrive_exactly() -> None:
+    """Of unlike lengths, below and beyond the first message; among all, and in a group of some."""
+
+    def found(rank: int) -> list[Any]:
+        some = dist.new_group([1, 2])
+        same = [from_every_rank(value if rank else "") for value in VALUES]
+        lengths = [len(one) for one in from_every_rank("y" * (1000 * rank))]
+        of_some = gather_json([rank], some) if rank and isinstance(some, dist.ProcessGroup) else []
+        nan = all(math.isnan(one) for one in from_every_rank(math.nan))
+        return [repr(same) == repr([["", value, value] for value in VALUES]), lengths, of_some, nan]
+
+    first, second, third = in_ranks(3, found)
+    assert first == [True, [0, 1000, 2000], [], True]
+    assert second == third == [True, [0, 1000, 2000], [[1], [2]], True]
+
+
+def test_what_the_first_finds_or_raises_is_everyones() -> None:
+    def found(rank: int) -> list[Any]:
+        def refuse() -> Any:
+            raise RefusedError.of(where="plan.tp", given="3", allowed="2", fix="tp=2")
+
+        def fail() -> Any:
+            raise ValueError("no such layer")
+
+        told: list[Any] = [found_by_first(lambda: {"rank": rank, "long": "z" * 3000})["rank"]]
+        for find in (refuse, fail, lambda: {1, 2}):
+            try:
+                found_by_first(find)
+            except Exception as error:
+                told.append([type(error).__name__, str(error)[:40]])
+        return told
+
+    rows = in_ranks(2, found)
+    assert rows[0] == rows[1]
+    assert [row if row == 0 else row[0] for row in rows[0]] == [0, "RefusedError", "ValueError", "TypeError"]
+
+
+class OwnError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (SpecError([Problem(where="a", given="b", allowed="c", fix="d")]), SpecError),
+        (LossError("it is NaN"), LossError),
+        (KeyError("weight"), KeyError),
+        (OwnError("mine"), RunError),
+        (WorkerError("gone", rank=1, step=2, kind="x", traceback=""), RunError),
+        (ExceptionGroup("two", [ValueError("1")]), RunError),
+        (UnicodeDecodeError("utf-8", b"x", 0, 1, "why"), RunError),
+    ],
+)
+def test_errors_are_told_as_json(error: Exception, kind: type[Exception]) -> None:
+    told = error_from_dict(as_json(error_to_dict(error)))
+    assert type(told) is kind
+    assert str(error).strip("'") in str(told)
+    if isinstance(error, SpecError):
+        assert isinstance(told, SpecError)
+        assert told.problems == error.problems
