@@ -28,7 +28,7 @@ from phalanx.comm import Place
 from phalanx.config import Plan, RunSpec
 from phalanx.demo.jobs.gpt import gpt_job, windows
 from phalanx.events import read
-from phalanx.launch import launch, prepare_run
+from phalanx.launch import RunFolder, launch
 from phalanx.launch.hosts import Hosts
 from phalanx.train.loop import train
 
@@ -75,12 +75,13 @@ def run(name: str, plan: str, task: px.Job, network: dict[str, Any]) -> Arm:
     chosen = Plan.parse(plan)
     with tempfile.TemporaryDirectory(prefix="phalanx-network-") as scratch, Hosts(2, **network) as hosts:
         spec = RunSpec(job="gpt", plan=chosen, folder=Path(scratch) / "run", forecast="none")
-        prepare_run(spec)
+        with RunFolder(spec, job=task) as folder:
+            begun = folder.prepare()
 
-        def work(place: Place, report: Any) -> Any:
-            return train(task, spec, place, report=report)
+            def work(place: Place, report: Any) -> Any:
+                return train(task, begun, place, report=report)
 
-        launch(work, chosen.processes, hosts=hosts)
+            launch(work, chosen.processes, hosts=hosts)
         sent = hosts.bytes_sent(0)
         events = list(read(spec.folder / "events.jsonl"))
     return arm(name, events, sent)

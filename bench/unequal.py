@@ -26,7 +26,7 @@ from phalanx.comm import Place
 from phalanx.config import Plan, RunSpec
 from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.events import read
-from phalanx.launch import launch, prepare_run
+from phalanx.launch import RunFolder, launch
 from phalanx.launch.hosts import Hosts
 from phalanx.train.loop import train
 
@@ -57,12 +57,13 @@ def run(plan: str, steps: int, slow: float, *, alone: int | None = None) -> Rate
         if alone != 0:
             hosts.throttle(0 if alone else 1, slow)
         spec = RunSpec(job="gpt", plan=chosen, folder=Path(scratch) / "run", forecast="none")
-        prepare_run(spec)
+        with RunFolder(spec, job=task) as folder:
+            begun = folder.prepare()
 
-        def work(place: Place, report: Any) -> Any:
-            return train(task, spec, place, report=report)
+            def work(place: Place, report: Any) -> Any:
+                return train(task, begun, place, report=report)
 
-        launch(work, chosen.processes, hosts=hosts)
+            launch(work, chosen.processes, hosts=hosts)
         events = list(read(spec.folder / "events.jsonl"))
     taken = [event for event in events if event["event"] == "step"]
     warm = len(taken) // 3  # shares have settled by then
