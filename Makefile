@@ -2,10 +2,15 @@
 
 SHELL := /bin/bash
 .NOTPARALLEL:
-.PHONY: help demo test check lint types contracts docs suite long parity cases mutants recommended bench gpu format clean
+.PHONY: help demo test check lint types contracts docs suite long parity resumed cases mutants hangs recommended chaos bench gpu \
+	pins audit format clean
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+# Only what is listed, and only files of the listed hashes; no code of a package runs while it is installed.
+PINNED := $(PIP) --require-hashes --only-binary :all:
+HAS_PINS := $(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 15))'
+NO_PINS := echo 'no pins for this Python (pins/ has 3.11 to 3.14): installing within constraints.txt, without hashes'
 NO_PYTHON := Phalanx needs Python 3.11 or newer.\n    try: make PYTHON=/path/to/python3.12 demo
 NO_VENV := this Python cannot create a virtual environment.\n    try: sudo apt-get install python3-venv
 
@@ -19,11 +24,16 @@ help:
 	@echo 'make check      style, types, import contracts and the tests that start no process: about a minute'
 	@echo 'make long       further rows of the laws that `make test` holds by some: other models, plans and ranks'
 	@echo 'make parity     every plan x model x ranks against one device -> docs/reference/parity.md'
+	@echo 'make resumed    every plan that saved x every plan that goes on, against one device -> docs/reference/resumed.md'
 	@echo 'make cases      jobs as people write them x plans: equal, named, or refused before they run -> docs/reference/cases.md'
 	@echo 'make mutants    faults put into the code one by one, and what finds each -> docs/reference/mutants.md'
+	@echo 'make hangs      hangs planted into runs, and who is named for each -> docs/reference/hangs.md'
 	@echo 'make recommended  what plan recommends for well-known models, run small -> docs/reference/recommended.md'
+	@echo 'make chaos      200 random kills of whole runs, and damaged checkpoints -> docs/reference/chaos.md'
 	@echo 'make bench      the comparisons with peers (about an hour on 2 cores)'
 	@echo 'make gpu        the tests that need CUDA devices'
+	@echo 'make pins       renew the exact versions and hashes of pins/'
+	@echo 'make audit      ask for known vulnerabilities of what pins/ lists'
 	@echo 'make docs       the documentation as a web site in site/'
 	@echo 'make format     let ruff format and fix the code'
 	@echo 'make clean      remove .venv and everything built'
@@ -75,20 +85,30 @@ gpu: .venv/.installed-dev
 parity: .venv/.installed-dev
 	$(BIN)/python tests/parity/write_page.py docs/reference/parity.md
 
+resumed: .venv/.installed-dev
+	$(BIN)/python tests/parity/write_resumed.py docs/reference/resumed.md
+
 cases: .venv/.installed-dev
 	$(BIN)/python tests/cases/run_cases.py docs/reference/cases.md
 
 mutants: .venv/.installed-dev
 	$(BIN)/python tests/mutants/run_mutants.py --page docs/reference/mutants.md
 
+hangs: .venv/.installed-dev
+	$(BIN)/python tests/faults/hangs.py docs/reference/hangs.md
+
 recommended: .venv/.installed-dev
 	$(BIN)/python tests/recommended/write_recommended.py docs/reference/recommended.md
+
+chaos: .venv/.installed-dev
+	$(BIN)/python bench/chaos_kills.py --write
 
 bench: .venv/.installed-bench
 	$(BIN)/python bench/startup.py
 	$(BIN)/python bench/step_time.py
 	$(BIN)/python bench/scaling.py
 	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/checkpoint.py
 	$(BIN)/python bench/bytes_sent.py
 	$(BIN)/python bench/split_memory.py
 	$(BIN)/python bench/split_limit.py
@@ -98,6 +118,13 @@ bench: .venv/.installed-bench
 	$(BIN)/python bench/server_transport.py
 	$(BIN)/python bench/unequal.py
 	$(BIN)/python bench/slow_network.py
+	$(BIN)/python bench/watching.py
+
+pins: .venv/bin/python
+	$(BIN)/python tools/pins.py
+
+audit: .venv/.installed-audit
+	@$(BIN)/python tools/audit.py
 
 format: .venv/.installed-dev
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
@@ -112,23 +139,39 @@ clean:
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { printf '$(NO_PYTHON)\n' >&2; exit 1; }
 	@"$(PYTHON)" -m venv .venv || { rm -rf .venv; printf '$(NO_VENV)\n' >&2; exit 1; }
 
-# torch first and alone: nothing that comes after may choose another build of it.
-.venv/.torch: constraints.txt | .venv/bin/python
+# torch first and alone: nothing that comes after may choose another build of it. One for CPUs if pip is led to one, else
+# the registry's; asked first, as pip would take whichever of two listed files comes with a hash.
+CPU_BUILD := $(shell sed -n 's/^\(torch==[^ ]*+cpu\).*/\1/p' pins/torch-cpu.txt)
+HAS_CPU_BUILD := $(PIP) --dry-run --no-deps --only-binary :all: '$(CPU_BUILD)' >/dev/null 2>&1
+.venv/.torch: constraints.txt pins/torch.txt pins/torch-cpu.txt | .venv/bin/python
 	@echo 'installing torch (a few minutes the first time)'
-	@$(PIP) torch
+	@if ! $(HAS_PINS); then $(NO_PINS); $(PIP) -c constraints.txt torch; \
+	elif $(HAS_CPU_BUILD); then $(PINNED) --no-deps -r pins/torch-cpu.txt; \
+	else $(PINNED) --no-deps -r pins/torch.txt; fi
 	@touch $@
 
 .venv/.installed: pyproject.toml .venv/.torch
 	@echo 'installing phalanx'
-	@$(PIP) -e .
+	@$(PIP) -c constraints.txt -e .
 	@touch $@
 
-.venv/.installed-dev: pyproject.toml .venv/.torch
+# The registry's build of torch for Linux asks for CUDA's libraries; one for CPUs does not.
+ASKS_FOR_CUDA := $(BIN)/python -c 'import sys; from importlib.metadata import requires; \
+	sys.exit(not any(one.startswith(("cuda-", "nvidia-", "triton")) for one in requires("torch")))'
+.venv/.installed-dev: pyproject.toml pins/dev.txt pins/cuda.txt .venv/.torch
 	@echo 'installing phalanx and what tests, types and docs need'
-	@$(PIP) -e '.[dev]'
+	@if $(HAS_PINS); then \
+		if $(ASKS_FOR_CUDA); then $(PINNED) -r pins/dev.txt -r pins/cuda.txt; else $(PINNED) -r pins/dev.txt; fi \
+		&& $(PIP) --no-deps --no-build-isolation -e .; \
+	else $(PIP) -c constraints.txt -e '.[dev]'; fi
 	@touch $@ .venv/.installed
 
 .venv/.installed-bench: .venv/.installed-dev
 	@echo 'installing the peers that bench/ compares with'
-	@$(PIP) -e '.[bench]'
+	@$(PIP) -c constraints.txt -e '.[bench]'
+	@touch $@
+
+.venv/.installed-audit: pins/audit.txt .venv/.installed-dev
+	@echo 'installing pip-audit'
+	@$(PINNED) -r pins/audit.txt
 	@touch $@

@@ -17,6 +17,7 @@ import click
 
 from phalanx.cli import main as cli
 from phalanx.config import Plan, RunSpec, plan
+from phalanx.config.run import NOT_IN_FILE
 from phalanx.events import SCHEMA, SCHEMA_VERSION
 from phalanx.hardware import entry, names
 from phalanx.hardware.catalog import HEADINGS, cells
@@ -89,7 +90,7 @@ def run_table() -> str:
     """Every key of a run file."""
     meanings = attributes(RunSpec)
     rows = ["| key | default | meaning |", "| --- | --- | --- |"]
-    for field in fields(RunSpec):
+    for field in (field for field in fields(RunSpec) if field.name not in NOT_IN_FILE):
         rows.append(f"| `{field.name}` | {_default(field.default)} | {meanings[field.name]} |")
     return "\n".join(rows)
 
