@@ -246,7 +246,7 @@ def run_with(hang: Hang, folder: Path) -> Found:
     marked = folder / "hangs"
     job = job_with(replace(hang, how=_marking(hang.how, marked)))
     run = px.RunSpec(
-        job="hangs", plan=px.Plan.parse(hang.plan), folder=folder / "run", timeout=TIMEOUT, forecast="none"
+        job="hangs", plan=px.Plan.parse(hang.plan), folder=folder / "run", timeout=TIMEOUT, forecast="none", restarts=0
     )
     with _saving_strikes(job):
         try:

@@ -20,7 +20,7 @@ from phalanx.data.saved_batch import SavedBatch
 from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.errors import DataError, SpecError, WorkerError
 from phalanx.events.schema import faults
-from phalanx.report.summary import samples_seen
+from phalanx.report.samples_seen import samples_seen
 from phalanx.train.accidents import Accidents, LossSpikes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))

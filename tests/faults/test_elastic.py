@@ -17,8 +17,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from test_stopping import events
-from test_stopping import spec as spec_of
+from test_stopping import events, spec
 
 import phalanx as px
 from phalanx.data import audit
@@ -31,11 +30,6 @@ from small import BATCH, LENGTH, job
 pytestmark = pytest.mark.timeout(120)
 STEPS, AT = 20, 3
 SAME = 1e-6  # relative: sums over another number of ranks are rounded in another order
-
-
-def spec(plan: str, folder: Path, **how: Any) -> px.RunSpec:
-    """A run whose survivors save nothing: what they save is progress, after which nothing is lost again and again."""
-    return spec_of(plan, folder, grace=0.0, **how)
 
 
 def failing(

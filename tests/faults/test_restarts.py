@@ -72,6 +72,20 @@ def test_an_exception_of_the_job_is_no_reason_to_start_again(tmp_path: Path) -> 
     assert not events(run.folder, "restart")
 
 
+def test_who_does_not_come_is_replaced_and_the_log_says_where_it_stood(tmp_path: Path) -> None:
+    def strike() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    run = spec("dp=2", tmp_path / "run", checkpoint_every=2, timeout=3)
+    done = px.fit(striking(strike, once=tmp_path / "struck"), run=run)
+    (hang,), (restart,) = events(run.folder, "hang"), events(run.folder, "restart")
+    assert (hang["cause"], restart["step"]) == ("stopped", hang["step"])
+    assert hang["ranks"] == [restart["rank"]]
+    assert hang["message"] == restart["cause"]
+    assert done.losses == undisturbed("dp=2")
+    assert audit(run.folder / "ledger", length=LENGTH, batch=BATCH, drop_last=False) == []
+
+
 def test_with_no_restarts_left_the_failure_is_told(tmp_path: Path) -> None:
     run = spec("single", tmp_path / "run", restarts=0)
     with pytest.raises(WorkerError, match="SIGKILL"):
@@ -94,6 +108,15 @@ class TestWhichFailures:
         restarts = Restarts(9, tmp_path)
         assert restarts.allow(failure(5, 0, kind="RuntimeError", lost_peer=True), memory_kills=0)
         assert not restarts.allow(failure(6, 0, kind="ValueError"), memory_kills=0)
+
+    @pytest.mark.parametrize(("cause", "again"), [("absent", True), ("link", True), ("mismatch", False)])
+    def test_who_did_not_come_may_come_the_next_time_unless_its_code_went_another_way(
+        self, cause: str, again: bool, tmp_path: Path
+    ) -> None:
+        restarts = Restarts(9, tmp_path)
+        hung = failure(5, 0, kind="hang", message="rank 1 did not come", hang={"cause": cause})
+        assert restarts.allow(hung, memory_kills=0) is again
+        assert not restarts.allow(hung, memory_kills=0)  # the second time it is no chance
 
     @pytest.mark.parametrize(
         ("step", "number", "kills", "starts"),

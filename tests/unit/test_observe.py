@@ -17,7 +17,8 @@ from phalanx.events import EventLog, faults
 from phalanx.report import trackers
 from phalanx.report.drawing import draw
 from phalanx.report.progress import Event, Follower, StepPace, Viewer, progress, step_text
-from phalanx.report.summary import RunSummary, SamplesSeen, idle_share, samples_seen, summarise, summary_of
+from phalanx.report.samples_seen import SamplesSeen, samples_seen
+from phalanx.report.summary import RunSummary, idle_share, summarise, summary_of
 from phalanx.report.tables import (
     memory_table,
     proof_table,
@@ -102,6 +103,22 @@ def rendered(something: Any, width: int = 100) -> str:
 
 def test_canned_events_follow_the_schema() -> None:
     assert [fault for event in canned() for fault in faults(event)] == []
+
+
+def test_what_came_between_is_told_of_all_parts_of_a_run(tmp_path: Path) -> None:
+    lost = {"rank": 1, "step": 5, "cause": "rank 1 was ended by SIGKILL in step 5", "seconds": 0.4}
+    restarts = [at(1.0, "restart", restarts=n + 1, source="from step 4", again=1, **lost) for n in range(4)]
+    resize = at(2.0, "resize", to=1, step=4, cause="again and again", **{"from": 2})
+    events = [start(), *restarts, start(), resize, start(first_step=4)]
+    assert [fault for event in events for fault in faults(event)] == []
+    summary = summary_of(events, tmp_path)
+    assert len(summary.interruptions) == 5
+    text = rendered(summary_table(summary), width=200)
+    assert "interrupted" in text
+    assert "5 times, at last:" in text
+    assert "started again (4): rank 1 was ended by SIGKILL in step 5; from step 4" in text
+    assert "goes on with 1 device instead of 2 from step 4: again and again" in text
+    assert "started again (2)" not in text
 
 
 class TestMemory:

@@ -37,7 +37,7 @@ def command(ctx: click.Context, run: Path, as_json: bool) -> None:
     from rich.console import Group
     from rich.text import Text
 
-    from phalanx.report.summary import samples_seen
+    from phalanx.report.samples_seen import samples_seen
     from phalanx.report.tables import seen_table, troubles
 
     result, log = samples_seen(run), troubles(run)

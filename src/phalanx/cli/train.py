@@ -132,7 +132,8 @@ def command(
         fit(loaded, run=run, watch=follower, launcher=launcher)
 
     from phalanx.report.comparison import beside_table
-    from phalanx.report.summary import samples_seen, summarise
+    from phalanx.report.samples_seen import samples_seen
+    from phalanx.report.summary import summarise
     from phalanx.report.tables import summary_table
 
     summary, samples = summarise(run.folder), samples_seen(run.folder)

@@ -17,16 +17,20 @@ _OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal
 
 _LONGEST = 30.0  # seconds between a failure and the next start
 
+_SOON, _IN_A_ROW = 600.0, 3  # seconds after a start; losses of one rank that soon: a bad place, which is left out
+
 
 @final
 class Restarts:
     """The restarts of one run.
 
-    A run is started again after a worker was lost: ended by a signal, or cut off from its peers. Not after an exception
-    of the job's own code, which would come again; nor where workers are lost in the same way at the same step again and
-    nothing was saved in between: the second time, or the third if it came from outside, when chance is left out. A run
-    whose number of devices may change then goes on with fewer. One that has just tried more goes back to fewer by
-    whatever it fails, which is no restart that counts.
+    A run is started again after a worker was lost: ended by a signal, cut off from its peers, or not come to an
+    exchange within the timeout. Not after an exception of the job's own code, which would come again, nor where ranks
+    were in different exchanges; nor where workers are lost in the same way at the same step again and nothing was saved
+    in between: the second time, or the third if it came from outside, when chance is left out. A run whose number of
+    devices may change then goes on with fewer, and also where one rank was lost three times running, each within ten
+    minutes, though it came further in between. One that has just tried more goes back to fewer by whatever it fails,
+    which is no restart that counts.
 
     Attributes:
         count: restarts so far.
@@ -44,6 +48,7 @@ class Restarts:
         self._furthest, self._idle = (-1, list[str]()), 0
         self._lost: Failure | None = None
         self._since, self._source, self._again = 0.0, "", 0
+        self._begun, self._soon = time.monotonic(), list[int | None]()
         self._devices = size.devices if size else 0
 
     def allow(self, failure: Failure, *, memory_kills: int, begun: int | None = None) -> bool:
@@ -59,15 +64,16 @@ class Restarts:
                 self.pause = 0.0
                 return True
         short = size is not None and size.lacks_devices()
-        if self.count >= self._limit or not (failure.signal or failure.lost_peer or short):
+        if self.count >= self._limit or not (_is_loss(failure) or short):
             return False
         known = self._furthest[1]
-        if short or self._repeated(failure, memory_kills):
+        nowhere, often = self._repeated(failure, memory_kills), self._lost_soon(failure)
+        if short or nowhere or (size and often):
             why = "fewer devices are there" if short else f"{cause}, again and again"
-            if not (size and size.shrink(why)):
+            if size and size.shrink(why):
+                self._forget()
+            elif short or nowhere:
                 return False
-            self._failures.clear()
-            self._idle = 0
         self.pause = min(_LONGEST, 2.0 ** (self._idle - 1)) if self.count and self._idle else 0.0
         self.count += 1
         self._lost, self._since = failure, time.monotonic()
@@ -78,14 +84,17 @@ class Restarts:
         """The run has stopped to go on with more devices."""
         assert self.size
         self.size.grow()
-        self._failures.clear()
+        self._forget()
 
     def started(self) -> None:
         """Workers have been started; the second time and later the log says why."""
         self.starts += 1
+        self._begun = time.monotonic()
         failure, self._lost = self._lost, None
         if failure:
             with EventLog(self._folder / "events.jsonl") as log:
+                if failure.hang:
+                    log.write("hang", step=failure.step, **failure.hang)
                 log.write(
                     "restart",
                     rank=failure.rank,
@@ -116,15 +125,38 @@ class Restarts:
         self._furthest = max(step, furthest), saved
         return False
 
+    def _lost_soon(self, failure: Failure) -> bool:
+        """Whether this rank alone was lost the last three times, each soon after workers were started."""
+        if time.monotonic() > self._begun + _SOON:
+            self._soon.clear()
+            return False
+        self._soon.append(failure.rank)
+        return self._soon[-_IN_A_ROW:] == [failure.rank] * _IN_A_ROW
+
+    def _forget(self) -> None:
+        """Begin to count anew: what failed did so on another number of devices."""
+        self._failures.clear()
+        self._soon.clear()
+        self._idle = 0
+
     def _saved(self) -> list[str]:
         folder = self._folder / "checkpoints"
         return sorted(path.name for path in folder.glob("step-*")) if folder.is_dir() else []
+
+
+def _is_loss(failure: Failure) -> bool:
+    """Whether a worker was lost, rather than that its code failed or went another way than its peers'."""
+    if failure.hang:
+        return failure.hang["cause"] != "mismatch"
+    return bool(failure.signal) or failure.lost_peer
 
 
 def _cause(failure: Failure) -> str:
     when = "before the first step" if failure.step is None else f"in step {failure.step}"
     if failure.signal:
         return f"rank {failure.rank} was ended by {failure.message} {when}"
+    if failure.hang:
+        return failure.message
     if failure.lost_peer:
         return f"rank {failure.rank} was cut off from its peers {when}"
     return f"rank {failure.rank} failed {when}: {failure.kind}"

@@ -145,18 +145,24 @@ def line_of(event: Event) -> str | None:
             return f"[dim]step {event['step']:>5}  checkpoint  {escape(event['path'])}  {size} in {seconds}[/]"
         case "stopped" if event["signal"] == "SIGURG":  # what follows says why
             return None
-        case "resize":
-            devices = f"{event['to']} device{'s' if event['to'] > 1 else ''} instead of {event['from']}"
-            return f"[yellow]goes on with {devices}[/] from step {event['step']}: {escape(event['cause'])}"
+        case "resize" | "restart":
+            what, _, why = interruption_text(event).partition(": ")
+            return f"[yellow]{what}[/]: {escape(why)}"
         case "stopped":
             return f"[yellow]stopped[/] after {event['step']} steps, by {event['signal']}"
-        case "restart":
-            source = f"; {escape(event['source'])}" if "source" in event else ""
-            return f"[yellow]started again[/] ({event['restarts']}): {escape(event['cause'])}{source}"
         case "warning" | "straggler":
             return f"[yellow]warning:[/] {escape(event['message'])}"
         case _:
             return None
+
+
+def interruption_text(event: Event) -> str:
+    """What came between, and why, as of a ``restart`` or ``resize`` event."""
+    if event["event"] == "resize":
+        devices = f"{event['to']} device{'s' if event['to'] > 1 else ''} instead of {event['from']}"
+        return f"goes on with {devices} from step {event['step']}: {event['cause']}"
+    source = f"; {event['source']}" if "source" in event else ""
+    return f"started again ({event['restarts']}): {event['cause']}{source}"
 
 
 def result_text(evaluation: Event) -> str:

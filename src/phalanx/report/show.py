@@ -18,7 +18,7 @@ from phalanx.placement.schedules import Action, Timed, order, timed, work
 from phalanx.placement.survey_file import MOST_RANKS, stored_survey
 from phalanx.report.comparison import LATE, stored
 from phalanx.report.drawing import Timeline, samples_of
-from phalanx.report.summary import RunSummary, events_of, left_out, summary_of
+from phalanx.report.summary import RunSummary, left_out, run_log, summary_of
 from phalanx.train.build_model import without_values
 from phalanx.train.look_ahead import preview
 
@@ -135,8 +135,8 @@ def of_run(folder: Path, job: Job | None, foretell: Callable[[Job, Plan], dict[s
     Raises:
         SpecError: if it holds no run.
     """
-    events, skipped = events_of(folder)
-    start = events[0]
+    log = run_log(folder)
+    start = log.part[0]
     plan, batch, missing = Plan.parse(start["plan"]), start["batch"], list[str]()
     if plan.processes > MOST_RANKS:
         allowed = f"at most {MOST_RANKS} processes"
@@ -154,8 +154,8 @@ def of_run(folder: Path, job: Job | None, foretell: Callable[[Job, Plan], dict[s
     if survey and survey.elements != start["parameters"]:
         counts = f"{survey.elements} parameters {'now' if job else 'stored'}, {start['parameters']} then"
         missing.append(f"the job has changed since the run: {counts}")
-    missing += left_out(skipped)
-    measured = _measured(events, plan, summary_of(events, folder, foretold))
+    missing += left_out(log.skipped)
+    measured = _measured(log.part, plan, summary_of(log.events, folder, foretold))
     if not measured.summary.peak_bytes:
         missing.append("no memory is shown: the run has not come to its end")
     elif not measured.summary.memory:

@@ -24,6 +24,7 @@ from phalanx.report.show import MeasuredRun, Planned, Shown, described
 from phalanx.report.tables import memory_table
 from phalanx.units import show_bytes, show_count, show_seconds, visible
 
+_MOST_CAUSES = 8  # of interruptions, the last
 _NUMBERS = ("bytes", "elements", "stepped", "parameters", "gradients", "share of work")
 
 Place = tuple[list[int], Mapping[str, ParameterShard]]  # ranks that hold the same, and what
@@ -44,6 +45,9 @@ def shown_text(shown: Shown, width: int) -> RenderableType:
         parts += ["", Text("forecast beside measurement", style="bold"), *beside]
     if shown.planned:
         parts += ["", *_schedule(shown.planned, shown.measured, known=shown.survey is not None, width=width)]
+    if shown.measured and (came_between := shown.measured.summary.interruptions):
+        parts += ["", Text("interrupted", style="bold"), *(Text(f"  {one}") for one in came_between[-_MOST_CAUSES:])]
+        parts += [Text(f"  and {len(came_between) - _MOST_CAUSES} times before")] * (len(came_between) > _MOST_CAUSES)
     said = [*(f"note: {note}" for note in shown.notes), *shown.missing]
     return Group(*parts, *([""] if said else []), *(Text(one, style="yellow") for one in said))
 

@@ -1,4 +1,4 @@
-"""What a run came to: numbers from its event log, averagings and servers among them; did it see each sample once?"""
+"""What a run came to: numbers from its event log, averagings, servers and interruptions among them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config import Plan
-from phalanx.errors import DataError, SpecError
+from phalanx.errors import SpecError
 from phalanx.events import EventReader
 from phalanx.report.comparison import Compared, memory_beside, step_beside, stored
-from phalanx.report.progress import Event
+from phalanx.report.progress import Event, interruption_text
 from phalanx.units import show_bytes, show_count, show_names
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations")  # of a rank's memory
@@ -48,6 +48,7 @@ class RunSummary:
         shares: samples of a full batch that each rank of ``dp`` took at last; empty where all took the same.
         moves: how often they changed.
         checkpoint: the newest, relative to the folder.
+        interruptions: of all of its parts: why it was started again, or went on with another number of devices.
     """
 
     folder: str
@@ -76,6 +77,7 @@ class RunSummary:
     shares: tuple[int, ...]
     moves: int
     checkpoint: str | None
+    interruptions: tuple[str, ...]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     finished: bool
@@ -90,20 +92,21 @@ def summarise(folder: Path) -> RunSummary:
     Raises:
         DataError: if its log holds no start.
     """
-    part, skipped = events_of(folder)
-    return summary_of(part, folder, skipped=skipped)
+    log = run_log(folder)
+    return summary_of(log.events, folder, skipped=log.skipped)
 
 
 def summary_of(
     events: Iterable[Event], folder: Path, foretold: dict[str, Any] | None = None, *, skipped: int = 0
 ) -> RunSummary:
-    """The summary of a run's events; ``summarise`` reads them from its folder.
+    """The summary of a run's events, or of its last part's; ``summarise`` reads them from its folder.
 
     ``foretold`` takes the place of what is stored of its forecast; ``skipped`` are lines that were no events.
 
     Raises:
         DataError: if there is no ``start`` among them.
     """
+    events = list(events)
     part = _last_part(events, folder)
     start = part[0]
     by_name: dict[str, list[Event]] = {}
@@ -141,6 +144,7 @@ def summary_of(
         shares=tuple(shares[-1]["shares"]) if shares else (),
         moves=max(0, len(shares) - 1),
         checkpoint=by_name["checkpoint"][-1]["path"] if "checkpoint" in by_name else None,
+        interruptions=tuple(interruption_text(event) for event in events if event["event"] in ("restart", "resize")),
         notes=tuple(start["notes"]),
         warnings=(
             *(event["message"] for name in ("warning", "straggler") for event in by_name.get(name, [])),
@@ -181,16 +185,30 @@ def idle_share(ranks: Sequence[Sequence[Action]]) -> float | None:
     return 1.0 - busy / (whole * len(ranks)) if whole > 0 else None
 
 
-def events_of(folder: Path) -> tuple[list[Event], int]:
-    """Events of the run in ``folder``, or of its last part where it was resumed; the first is its ``start``.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunLog:
+    """The event log of a run.
 
-    Gives also how many lines of its log were no events.
+    Attributes:
+        events: all of them, over all parts of the run.
+        part: those of its last part, since it was started last; the first is its ``start``.
+        skipped: lines that were no events.
+    """
+
+    events: tuple[Event, ...]
+    part: tuple[Event, ...]
+    skipped: int
+
+
+def run_log(folder: Path) -> RunLog:
+    """The log of the run in ``folder``.
 
     Raises:
-        SpecError: if its log holds none.
+        SpecError: if it holds no start.
     """
     reader = EventReader(folder / "events.jsonl")
-    return _last_part(reader.new(), folder), reader.skipped
+    events = tuple(reader.new())
+    return RunLog(events=events, part=tuple(_last_part(events, folder)), skipped=reader.skipped)
 
 
 def left_out(skipped: int) -> list[str]:
@@ -314,86 +332,3 @@ def _spread(counts: Mapping[int, int]) -> str:
         return f"{median} updates in every gradient" if median else "none: each gradient is of the newest parameters"
     shares = ", ".join(f"{value}: {count / every:.0%}" for value, count in counts.items())
     return f"{min(counts)} to {max(counts)} updates, median {median} ({shares})"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplesSeen:
-    """What the ledger of a run shows.
-
-    Attributes:
-        samples: in the data; ``None`` for a stream, of which only double samples and gaps can be told.
-        drop_last: whether the partial last batch of each epoch was dropped.
-        steps: optimizer steps recorded.
-        epochs: passes over the data that were finished; ``None`` for a stream.
-        wrong: what is wrong, one sentence each; empty where nothing is.
-        notes: of how the run's log could be read.
-        left_out: steps that were seen, and of which no update was made for an accident.
-    """
-
-    folder: str
-    samples: int | None
-    batch: int
-    drop_last: bool
-    steps: int
-    epochs: int | None
-    wrong: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    left_out: tuple[int, ...] = ()
-
-    @property
-    def once(self) -> bool:
-        return not self.wrong
-
-    @property
-    def answer(self) -> str:
-        """``yes`` or ``no``, and over what; and how many of it no update was made of."""
-        several = f"{len(self.left_out)} steps" if len(self.left_out) > 1 else f"step {max(self.left_out, default=0)}"
-        return self._seen + (f"; no update was made of {several}" if self.left_out else "")
-
-    @property
-    def _seen(self) -> str:
-        if self.wrong:
-            first, *others = self.wrong
-            return f"no: {first} (and {len(others)} more)" if others else f"no: {first}"
-        if self.samples is None:
-            return f"yes, in {self.steps} steps of a stream"
-        if self.epochs == 0:
-            return f"yes, in {self.steps} steps of the first epoch"
-        unfinished = self.steps - (self.epochs or 0) * _per_epoch(self.samples, self.batch, self.drop_last)
-        rest = f" and {unfinished} step{'s' if unfinished > 1 else ''} of the next" if unfinished else ""
-        return f"yes, in {self.epochs} epoch{'' if self.epochs == 1 else 's'}{rest}"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"once": self.once, **asdict(self)}
-
-
-def samples_seen(folder: Path) -> SamplesSeen:
-    """What the ledger of the run in ``folder`` shows, over all its parts where it was resumed.
-
-    Raises:
-        SpecError: if it holds no run.
-        DataError: if it holds no ledger, or was written before its log said how many samples there are.
-    """
-    from phalanx.data import audit, records  # which load torch
-
-    (start, *_), skipped = events_of(folder)  # of the last part: none may change its data or its batch
-    if "samples" not in start or "drop_last" not in start:
-        error = DataError(
-            f"the log of {folder} does not say how many samples its data hold: an earlier version wrote it\n"
-            "    try: phalanx.data.audit(folder, length=..., batch=..., drop_last=...)"
-        )
-        error.exit_code = 2  # what was given is wrong; nothing has run
-        raise error
-    samples, batch, drop_last = start["samples"], start["batch"], start["drop_last"]
-    recorded = records(folder / "ledger")
-    steps = len(recorded)
-    without_update = tuple(step for step, those in recorded.items() if any(one.left_out for one in those))
-    epochs = None if samples is None else steps // max(1, _per_epoch(samples, batch, drop_last))
-    wrong = tuple(audit(folder / "ledger", length=samples, batch=batch, drop_last=drop_last))
-    notes = tuple(left_out(skipped))
-    data: dict[str, Any] = {"folder": str(folder), "samples": samples, "batch": batch, "drop_last": drop_last}
-    return SamplesSeen(**data, steps=steps, epochs=epochs, wrong=wrong, notes=notes, left_out=without_update)
-
-
-def _per_epoch(samples: int, batch: int, drop_last: bool) -> int:
-    return samples // batch if drop_last else -(-samples // batch)

@@ -15,10 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.report.progress import result_text
-from phalanx.report.summary import PARTS, RunSummary, SamplesSeen, events_of
+from phalanx.report.samples_seen import SamplesSeen
+from phalanx.report.summary import PARTS, RunSummary, run_log
 from phalanx.units import show_bytes, show_count, show_names, show_seconds
 
 _MOST_ROWS = 8  # of ranks beside each other
+_MOST_INTERRUPTIONS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +104,10 @@ def summary_table(summary: RunSummary, seen: SamplesSeen | None = None) -> Rende
         rows.append(("in it", f"{held}{'  (each rank)' if len(summary.memory) > 1 else ''}"))
     if summary.checkpoint:
         rows.append(("checkpoint", summary.checkpoint))
+    if summary.interruptions:
+        last = "\n".join(summary.interruptions[-_MOST_INTERRUPTIONS:])
+        often = f"{len(summary.interruptions)} times, at last:\n" * (len(summary.interruptions) > _MOST_INTERRUPTIONS)
+        rows.append(("interrupted", often + last))
     rows.append(("run folder", summary.folder))
     table = _grid()
     for name, value in rows:
@@ -136,7 +142,7 @@ def memory_table(summary: RunSummary) -> RenderableType:
 
 def troubles(folder: Path) -> list[str]:
     """What the log of the run in ``folder`` says went wrong in its last part, in words; empty where nothing did."""
-    part, _ = events_of(folder)
+    part = run_log(folder).part
     found = [f"{event['event']}: {event['message']}" for event in part if event["event"] in ("error", "straggler")]
     found += [event["message"] for event in part if event["event"] == "warning" and "drifted apart" in event["message"]]
     return found if part[-1]["event"] == "end" or found else ["the run has not ended, or was ended from outside"]

@@ -1,0 +1,94 @@
+"""Whether each sample was seen exactly once per epoch, as the ledger of a run shows it, in words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import DataError
+from phalanx.report.summary import left_out, run_log
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplesSeen:
+    """What the ledger of a run shows.
+
+    Attributes:
+        samples: in the data; ``None`` for a stream, of which only double samples and gaps can be told.
+        drop_last: whether the partial last batch of each epoch was dropped.
+        steps: optimizer steps recorded.
+        epochs: passes over the data that were finished; ``None`` for a stream.
+        wrong: what is wrong, one sentence each; empty where nothing is.
+        notes: of how the run's log could be read.
+        left_out: steps that were seen, and of which no update was made for an accident.
+    """
+
+    folder: str
+    samples: int | None
+    batch: int
+    drop_last: bool
+    steps: int
+    epochs: int | None
+    wrong: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    left_out: tuple[int, ...] = ()
+
+    @property
+    def once(self) -> bool:
+        return not self.wrong
+
+    @property
+    def answer(self) -> str:
+        """``yes`` or ``no``, and over what; and how many of it no update was made of."""
+        several = f"{len(self.left_out)} steps" if len(self.left_out) > 1 else f"step {max(self.left_out, default=0)}"
+        return self._seen + (f"; no update was made of {several}" if self.left_out else "")
+
+    @property
+    def _seen(self) -> str:
+        if self.wrong:
+            first, *others = self.wrong
+            return f"no: {first} (and {len(others)} more)" if others else f"no: {first}"
+        if self.samples is None:
+            return f"yes, in {self.steps} steps of a stream"
+        if self.epochs == 0:
+            return f"yes, in {self.steps} steps of the first epoch"
+        unfinished = self.steps - (self.epochs or 0) * _per_epoch(self.samples, self.batch, self.drop_last)
+        rest = f" and {unfinished} step{'s' if unfinished > 1 else ''} of the next" if unfinished else ""
+        return f"yes, in {self.epochs} epoch{'' if self.epochs == 1 else 's'}{rest}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"once": self.once, **asdict(self)}
+
+
+def samples_seen(folder: Path) -> SamplesSeen:
+    """What the ledger of the run in ``folder`` shows, over all its parts where it was resumed.
+
+    Raises:
+        SpecError: if it holds no run.
+        DataError: if it holds no ledger, or was written before its log said how many samples there are.
+    """
+    from phalanx.data import audit, records  # which load torch
+
+    log = run_log(folder)
+    start = log.part[0]  # none of its parts may change its data or its batch
+    if "samples" not in start or "drop_last" not in start:
+        error = DataError(
+            f"the log of {folder} does not say how many samples its data hold: an earlier version wrote it\n"
+            "    try: phalanx.data.audit(folder, length=..., batch=..., drop_last=...)"
+        )
+        error.exit_code = 2  # what was given is wrong; nothing has run
+        raise error
+    samples, batch, drop_last = start["samples"], start["batch"], start["drop_last"]
+    recorded = records(folder / "ledger")
+    steps = len(recorded)
+    without_update = tuple(step for step, those in recorded.items() if any(one.left_out for one in those))
+    epochs = None if samples is None else steps // max(1, _per_epoch(samples, batch, drop_last))
+    wrong = tuple(audit(folder / "ledger", length=samples, batch=batch, drop_last=drop_last))
+    notes = tuple(left_out(log.skipped))
+    data: dict[str, Any] = {"folder": str(folder), "samples": samples, "batch": batch, "drop_last": drop_last}
+    return SamplesSeen(**data, steps=steps, epochs=epochs, wrong=wrong, notes=notes, left_out=without_update)
+
+
+def _per_epoch(samples: int, batch: int, drop_last: bool) -> int:
+    return samples // batch if drop_last else -(-samples // batch)
