@@ -30,6 +30,7 @@ from phalanx.demo.jobs.gpt import gpt_job, windows
 from phalanx.events import read
 from phalanx.launch import RunFolder, launch
 from phalanx.launch.hosts import Hosts
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.loop import train
 
 DDP, DILOCO = "dp=2", "dp=2 sync=diloco every=25 outer_momentum=0.5 compress=int8"
@@ -79,7 +80,7 @@ def run(name: str, plan: str, task: px.Job, network: dict[str, Any]) -> Arm:
             begun = folder.prepare()
 
             def work(place: Place, report: Any) -> Any:
-                return train(task, begun, place, report=report)
+                return train(task, begun, place, LauncherLink(report=report))
 
             launch(work, chosen.processes, hosts=hosts)
         sent = hosts.bytes_sent(0)

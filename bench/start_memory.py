@@ -25,6 +25,7 @@ import phalanx as px
 from phalanx.comm import Place
 from phalanx.launch import launch
 from phalanx.preflight import forecast_here
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.loop import train
 
 MIB = 2**20
@@ -96,7 +97,7 @@ def peaks(job: px.Job, plan: str) -> list[Peaks]:
                     raise _EnoughError
 
             with _Private() as private, suppress(_EnoughError):
-                train(job, run, place, report=begins)
+                train(job, run, place, LauncherLink(report=begins))
             return [1024 * (marks[0] - first), 1024 * (marks[STEPS] - first), private.most]
 
         found = launch(work, run.plan.world_size)

@@ -28,6 +28,7 @@ from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.events import read
 from phalanx.launch import RunFolder, launch
 from phalanx.launch.hosts import Hosts
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.loop import train
 
 EVEN = "dp=2"
@@ -61,7 +62,7 @@ def run(plan: str, steps: int, slow: float, *, alone: int | None = None) -> Rate
             begun = folder.prepare()
 
             def work(place: Place, report: Any) -> Any:
-                return train(task, begun, place, report=report)
+                return train(task, begun, place, LauncherLink(report=report))
 
             launch(work, chosen.processes, hosts=hosts)
         events = list(read(spec.folder / "events.jsonl"))

@@ -163,6 +163,7 @@ def _start(job: Job, spec: RunSpec, how: _Start, watch: Callable[[], None] | Non
     )
     from phalanx.preflight import RunForecaster, forecast_after_look
     from phalanx.train.assembly import Findings, refuse
+    from phalanx.train.interruptions import LauncherLink
     from phalanx.train.loop import train
     from phalanx.train.lr_schedule import RunStart
 
@@ -173,8 +174,8 @@ def _start(job: Job, spec: RunSpec, how: _Start, watch: Callable[[], None] | Non
     def work(place: Place, report: StepReport) -> dict[str, Any]:
         report_step = hosts.counted(place.rank, report) if hosts else report
         with StopSignals(report.asked) as signals:
-            asked, unsaved = signals.asked, report.unsaved
-            return train(job, begun, place, report=report_step, findings=found, asked=asked, unsaved=unsaved)
+            link = LauncherLink(report=report_step, asked=signals.asked, unsaved=report.unsaved)
+            return train(job, begun, place, link, findings=found)
 
     def wanted() -> Launch:
         nonlocal begun, found

@@ -22,6 +22,7 @@ from phalanx.comm import Place
 from phalanx.launch.addresses import own_address
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.local import launch
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.loop import train
 
 _CLONE_NEWUTS = 0x04000000
@@ -80,7 +81,7 @@ def test_on_one_machine_everything_listens_on_loopback(plan: str) -> None:
 
     def work(place: Place, report: Callable[[int], None]) -> dict[str, Any]:
         name_elsewhere(address)
-        return train(replace(job(), loss=waiting), run, place, report=report)
+        return train(replace(job(), loss=waiting), run, place, LauncherLink(report=report))
 
     launch(work, run.plan.processes, watch=listeners)
     assert len(listeners.processes) > 1, "the launcher's store, and workers"

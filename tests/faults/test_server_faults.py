@@ -24,6 +24,7 @@ from phalanx.comm.listener import Caller
 from phalanx.data import read_ledger
 from phalanx.errors import RunError
 from phalanx.launch.local import launch
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server import take_part
 from phalanx.train.parameter_server.role import ServerProcess
@@ -61,7 +62,7 @@ def served(plan: str, strike: Callable[[Place, int], None], *, reserves: int = 1
             report(step)
             strike(place, step)
 
-        return take_part(job(), run, place, reported, patience=QUICK)
+        return take_part(job(), run, place, LauncherLink(report=reported), patience=QUICK)
 
     launch(work, run.plan.processes, reserves=reserves)
     ids = np.concatenate([ids for _, ids in read_ledger(run.folder / "ledger").values()])
@@ -116,7 +117,7 @@ def test_a_killed_server_comes_back_and_no_more_is_lost_than_stated(plan: str, i
             report(step)
             strike(place, step)
 
-        return take_part(job(), run_of(plan), place, reported, patience=QUICK)
+        return take_part(job(), run_of(plan), place, LauncherLink(report=reported), patience=QUICK)
 
     launch(work, px.Plan.parse(plan).processes, reserves=1)
     ids = np.concatenate([ids for _, ids in read_ledger(Path("run/ledger")).values()])
@@ -161,7 +162,7 @@ def test_two_servers_of_one_shard_are_refused(place: Place) -> None:
 
     def first() -> None:
         try:
-            take_part(job(), run, place, lambda step: None, patience=quick)
+            take_part(job(), run, place, patience=quick)
         except RunError as error:
             failed.append(error)
 
@@ -170,7 +171,7 @@ def test_two_servers_of_one_shard_are_refused(place: Place) -> None:
     while Directory(place).find(0) is None:
         time.sleep(0.01)
     with pytest.raises(RunError, match="server 0 is running already, at 127"):
-        ServerProcess(job(), run, place, quick, Observer())
+        ServerProcess(job(), run, place, quick, Observer(), LauncherLink())
     thread.join()
     assert "no worker has been there for 1 s" in str(failed[0]), "and the first ends, since nobody comes"
 
@@ -188,14 +189,9 @@ def test_a_server_that_is_not_there_is_named_with_the_time(place: Place) -> None
 
 def test_a_server_without_its_coordinator_gives_up(place: Place) -> None:
     run = run_of("dp=1 server=2")
+    quick = replace(QUICK, back=0.2, parting=0.1)
     with pytest.raises(RunError, match="server 0, which coordinates the others, has not been there for 0"):
-        take_part(
-            job(),
-            run,
-            replace(place, rank=2, world_size=3),
-            lambda step: None,
-            patience=replace(QUICK, back=0.2, parting=0.1),
-        )
+        take_part(job(), run, replace(place, rank=2, world_size=3), patience=quick)
 
 
 class Cut:
@@ -229,7 +225,7 @@ def test_a_worker_that_is_cut_off_holds_nobody_up_and_comes_back_by_itself(hosts
             while place.rank == 0 and step > 20 and "returned" not in (run.folder / "events.jsonl").read_text():
                 time.sleep(0.02)
 
-        return take_part(job(), run, place, reported, patience=QUICK)
+        return take_part(job(), run, place, LauncherLink(report=reported), patience=QUICK)
 
     launch(work, 3, hosts=made, watch=cut)
     ids = np.concatenate([ids for _, ids in read_ledger(run.folder / "ledger").values()])

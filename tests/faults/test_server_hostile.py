@@ -28,6 +28,7 @@ from phalanx.comm.listener import Caller
 from phalanx.launch.local import launch
 from phalanx.parallel.parameter_server import FrameKind, StalenessBound, WorkQueue, deal_ticket
 from phalanx.parallel.parameter_server.protocol import FROM_COORDINATOR, FROM_WORKER, TO_COORDINATOR, TO_WORKER
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.observer import Observer, Scene
 from phalanx.train.parameter_server import take_part
 from phalanx.train.parameter_server.requests import RequestHandler
@@ -150,7 +151,7 @@ def trained(folder: str, attacker: Attacker | None = None) -> dict[str, torch.Te
                 time.sleep(0.02)
 
         observer = Ending(Path(f"{folder}.pt")) if place.rank == 2 else None
-        return take_part(job(), run, place, reported, observer=observer)
+        return take_part(job(), run, place, LauncherLink(report=reported), observer=observer)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Directory, "publish", published)

@@ -29,6 +29,7 @@ from phalanx.parallel.parameter_server.protocol import (
     TO_SERVER,
     TO_WORKER,
 )
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.observer import Observer, Scene
 from phalanx.train.parameter_server import take_part
 
@@ -95,7 +96,7 @@ def served(
             strike(place, step)
 
         observer = Onlooker() if place.rank == 2 else Observer()
-        return take_part(small, run, place, reported, patience=QUICK, observer=observer)
+        return take_part(small, run, place, LauncherLink(report=reported), patience=QUICK, observer=observer)
 
     launch(work, run.plan.processes, reserves=reserves)
 

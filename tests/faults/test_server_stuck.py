@@ -21,6 +21,7 @@ from phalanx.comm import Place
 from phalanx.data import read_ledger
 from phalanx.errors import WorkerError
 from phalanx.launch.local import launch
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.parameter_server import take_part
 from phalanx.train.parameter_server.server_group import Patience
 
@@ -54,7 +55,7 @@ def slept(asleep: Callable[[], bool], patience: Patience, *, reserves: int) -> l
             while place.rank == 0 and step == 23 and "returned" not in STATES.read_text():
                 time.sleep(0.02)  # the run is over only once the other is back
 
-        return take_part(replace(job(), model=small), run, place, reported, patience=patience)
+        return take_part(replace(job(), model=small), run, place, LauncherLink(report=reported), patience=patience)
 
     launch(work, 3, reserves=reserves)
     ids = np.concatenate([ids for _, ids in read_ledger(run.folder / "ledger").values()])
@@ -90,7 +91,7 @@ def stopped(strike: Callable[[Place, int], None], **given: Any) -> list[dict[str
             strike(place, step)
 
         # Only the launcher ends anybody here: a rank that waits for the other to be back would be taken for stuck.
-        return take_part(job(), run, place, reported, patience=replace(QUICK, stuck=60.0))
+        return take_part(job(), run, place, LauncherLink(report=reported), patience=replace(QUICK, stuck=60.0))
 
     launch(work, 3, **given)
     ids = np.concatenate([ids for _, ids in read_ledger(run.folder / "ledger").values()])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import final
 
@@ -37,6 +38,26 @@ class Unsaved(IntEnum):
 
 def unheard(unsaved: Unsaved) -> None:
     """Told what a rank has, where nobody waits for ranks anyway."""
+
+
+def unseen(step: int) -> None:
+    """Told which step begins, where nobody follows the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LauncherLink:
+    """What a worker tells whoever started it, and is asked; as it is, nobody listens or asks.
+
+    Attributes:
+        report: called with the number of each optimizer step as it begins.
+        asked: gives the number of the signal by which this worker was asked to stop, 0 where it was not; one worker is
+            enough for all to stop after the same step, which is saved.
+        unsaved: told whether this worker would save by itself if others were lost, and is to be given time for it.
+    """
+
+    report: Callable[[int], None] = unseen
+    asked: Callable[[], int] = nobody
+    unsaved: Callable[[Unsaved], None] = unheard
 
 
 @final

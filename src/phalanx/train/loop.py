@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
@@ -13,7 +13,7 @@ from phalanx.config import Job, RunSpec
 from phalanx.data import StepBatch
 from phalanx.train.assembly import Findings
 from phalanx.train.evaluate import Evaluation
-from phalanx.train.interruptions import Interruptions, Unsaved, nobody, unheard
+from phalanx.train.interruptions import Interruptions, LauncherLink
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
 from phalanx.train.run_recorder import Lap, RunRecorder
@@ -23,34 +23,28 @@ def train(
     job: Job,
     run: RunSpec,
     place: Place,
+    link: LauncherLink | None = None,
     *,
-    report: Callable[[int], None],
     observer: Observer | None = None,
     findings: Findings | None = None,
-    asked: Callable[[], int] = nobody,
-    unsaved: Callable[[Unsaved], None] = unheard,
 ) -> dict[str, Any]:
-    """Run the whole training on this worker; ``report(step)`` is called as each step begins.
+    """Run the whole training on this worker, which ``link`` binds to whoever started it.
 
     ``observer`` looks on; every run goes the same way, with and without one. ``findings`` are those of a look at the
     job before the run: causes of a difference from one device stand among the run's notes, facts are not looked for.
-    ``asked()`` gives the number of the signal by which this worker was asked to stop, 0 where it was not; one is enough
-    for all to stop after the same step, which is saved. ``unsaved`` takes whether this worker would save by itself if
-    others were lost, and is to be given time for it.
 
     Returns a summary: steps taken, last loss, last evaluation, the signal that stopped it or 0.
     """
-    observer, findings = observer or Observer(), findings or Findings()
+    link, observer, findings = link or LauncherLink(), observer or Observer(), findings or Findings()
     if run.plan.server:
         from phalanx.train.parameter_server import take_part
 
-        return take_part(job, run, place, report, observer=observer, findings=findings, asked=asked)
+        return take_part(job, run, place, link, observer=observer, findings=findings)
     from phalanx.train.mesh_stepper import rank_of_mesh
 
-    entered = rank_of_mesh(job, run, place, report, observer=observer, findings=findings, unsaved=unsaved)
-    with entered as (stepper, recorder):
+    with rank_of_mesh(job, run, place, link, observer=observer, findings=findings) as (stepper, recorder):
         group = group_of_run(run.plan, place)
-        interruptions = Interruptions(run, asked, group=group, leads=place.rank == 0)
+        interruptions = Interruptions(run, link.asked, group=group, leads=place.rank == 0)
         return TrainingLoop(job, run, stepper, recorder, observer, interruptions).run()
 
 

@@ -23,7 +23,7 @@ from phalanx.train.assembly import Assembly, Findings, build
 from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.drift import DriftWatch
 from phalanx.train.evaluate import Evaluation, evaluate
-from phalanx.train.interruptions import Interruptions, Unsaved, unheard
+from phalanx.train.interruptions import Interruptions, LauncherLink
 from phalanx.train.loop import Stepper, StepsLostError
 from phalanx.train.lr_schedule import RunStart, resume_notes
 from phalanx.train.memory_use import MeasuredStep
@@ -40,16 +40,15 @@ def rank_of_mesh(
     job: Job,
     run: RunSpec,
     place: Place,
-    report: Callable[[int], None],
+    link: LauncherLink,
     *,
     observer: Observer,
     findings: Findings,
-    unsaved: Callable[[Unsaved], None] = unheard,
 ) -> Generator[tuple[MeshStepper, RunRecorder]]:
     """Within, this process is the rank of the mesh that ``place.rank`` is, restored where the run resumes. Collective.
 
     What ends the block because peers are lost leaves a checkpoint of the last finished step, where this rank has it.
-    ``unsaved`` is told whether it has.
+    ``link`` is told whether it has.
 
     Raises:
         RefusedError: if the plan cannot serve the job.
@@ -93,7 +92,7 @@ def rank_of_mesh(
                 notes=assembly.notes,
             )
             assembly.step.accidents = Accidents(run, _event_writer(run, place, recorder))
-            with MeshStepper(job, run, place, assembly, recorder, report, unsaved) as stepper:
+            with MeshStepper(job, run, place, assembly, recorder, link) as stepper:
                 yield stepper, recorder
 
 
@@ -136,13 +135,12 @@ class MeshStepper(Stepper):
         place: Place,
         assembly: Assembly,
         recorder: RunRecorder,
-        report: Callable[[int], None],
-        unsaved: Callable[[Unsaved], None] = unheard,
+        link: LauncherLink,
     ) -> None:
-        self._survival = SurvivorSave.of(job, run, place, assembly, recorder, unsaved)
+        self._survival = SurvivorSave.of(job, run, place, assembly, recorder, link.unsaved)
         self._job, self._run, self._place, self._assembly = job, run, place, assembly
         self._saver = BackgroundSaver(ranks_here=place.workers_here)
-        self._recorder, self._report, self._ended = recorder, report, False
+        self._recorder, self._report, self._ended = recorder, link.report, False
         progress, loader, replicas = assembly.step.progress, assembly.loader, assembly.local_sgd
         self._samples_before = progress.samples
         self._batches = iter(loader)

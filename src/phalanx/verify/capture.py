@@ -17,6 +17,7 @@ from phalanx.config import Job, Plan, RunSpec
 from phalanx.launch import launch, make_ready
 from phalanx.train import loop
 from phalanx.train.assembly import Findings, build
+from phalanx.train.interruptions import LauncherLink
 from phalanx.train.observer import AssemblyScene
 from phalanx.train.state import restore
 from phalanx.verify.dropout import BySample
@@ -112,7 +113,7 @@ def _trained(
         observer = look(place)
         if isinstance(observer, MaskRecording):
             observer.install()
-        loop.train(given, run, place, report=report, observer=observer, findings=findings)
+        loop.train(given, run, place, LauncherLink(report=report), observer=observer, findings=findings)
         return {**observer.answer, "drops": off is not None and off.calls > 0}
 
     make_ready(run.plan)

@@ -19,7 +19,7 @@ from phalanx.parallel.compression import Codec, codec
 from phalanx.parallel.parameter_server import StalenessBound, WorkQueue
 from phalanx.parallel.parameter_server.protocol import TO_SERVER
 from phalanx.train.assembly import Findings
-from phalanx.train.interruptions import Interruptions, nobody
+from phalanx.train.interruptions import Interruptions, LauncherLink
 from phalanx.train.loop import StepsLostError, TrainingLoop
 from phalanx.train.lr_schedule import resume_notes
 from phalanx.train.observer import Observer
@@ -38,18 +38,17 @@ def take_part(
     job: Job,
     run: RunSpec,
     place: Place,
-    report: Callable[[int], None],
+    link: LauncherLink | None = None,
     *,
     patience: Patience | None = None,
     observer: Observer | None = None,
     findings: Findings | None = None,
-    asked: Callable[[], int] = nobody,
 ) -> dict[str, Any]:
     """Be the worker or the server that ``place.rank`` is, to the end of the run.
 
     Ranks 0 to dp - 1 are workers, the next are servers, the first of which coordinates. A process that takes the place
     of one that was killed has ``place.generation`` above 0. ``findings`` are of a look at the job before the run;
-    ``asked`` is as in ``train``.
+    ``link`` is as in ``train``.
 
     Returns on server 0 the run's summary, as ``train`` does, and nothing elsewhere.
 
@@ -57,20 +56,20 @@ def take_part(
         RefusedError: if the plan cannot serve the job.
         RunError: if a server or every worker is gone for longer than ``patience.back``.
     """
-    waits = patience or Patience(stuck=run.timeout)
+    link, waits = link or LauncherLink(), patience or Patience(stuck=run.timeout)
     if len(place.secret) != SECRET:
         raise RunError("this process was not given its run's secret, by which servers and workers know each other")
     if place.rank < run.plan.dp:
         directory = Directory(place)
 
         def reported(step: int) -> None:
-            report(step)
-            directory.ask_to_stop(asked())
+            link.report(step)
+            directory.ask_to_stop(link.asked())
 
         _work(job, run, place, reported, waits, observer or Observer())
         return {}
-    role = ServerProcess(job, run, place, waits, observer or Observer(), asked)
-    return role.serve(report, findings or Findings())
+    role = ServerProcess(job, run, place, waits, observer or Observer(), link)
+    return role.serve(findings or Findings())
 
 
 def _work(
@@ -100,7 +99,7 @@ class ServerProcess:
         place: Place,
         patience: Patience,
         observer: Observer,
-        asked: Callable[[], int] = nobody,
+        link: LauncherLink,
     ) -> None:
         """Refuses to hold what a live server holds already.
 
@@ -108,12 +107,12 @@ class ServerProcess:
             RunError: if there is one.
         """
         self._job, self._run, self._place, self._patience, self._observer = job, run, place, patience, observer
-        self._index, self._asked = place.rank - run.plan.dp, asked
+        self._index, self._link = place.rank - run.plan.dp, link
         self._directory = Directory(place)
         self._again = place.generation > 0
         self._refuse_second()
 
-    def serve(self, report: Callable[[int], None], findings: Findings) -> dict[str, Any]:
+    def serve(self, findings: Findings) -> dict[str, Any]:
         """Serve to the end; server 0 has the loop of the run."""
         store = ShardStore(self._job, self._run.plan, self._index, self._run.folder)
         resumed, state, damaged = None, dict[str, Any](), list[str]()
@@ -125,7 +124,7 @@ class ServerProcess:
         server = Server(store, self._place, self._run.plan.dp, _codec(self._run))
         try:
             if self._index == 0:
-                coordinator = self._coordinator(store, server, state, resumed, report)
+                coordinator = self._coordinator(store, server, state, resumed)
                 return self._lead(coordinator, resumed, damaged, findings)
             server.start()
             self._publish(server)
@@ -137,7 +136,7 @@ class ServerProcess:
         while not server.over.wait(0.2):
             if server.trouble:
                 raise server.trouble
-            self._directory.ask_to_stop(self._asked())
+            self._directory.ask_to_stop(self._link.asked())
             if server.alone_for > self._patience.back + self._patience.parting:
                 back = self._patience.back
                 raise gone(f"server 0, which coordinates the others, has not been there for {back:g} s")
@@ -149,7 +148,6 @@ class ServerProcess:
         server: Server,
         state: dict[str, Any],
         resumed: Path | None,
-        report: Callable[[int], None],
     ) -> Coordinator:
         job, run, plan, patience = self._job, self._run, self._run.plan, self._patience
         pieces, evaluation = _data(job, run)
@@ -174,7 +172,7 @@ class ServerProcess:
             patience=patience,
             observer=self._observer,
             scene=ServerScene(store, group, _notes(job, run, store)),
-            report=report,
+            report=self._link.report,
             samples_before=int(state.get("samples", 0)),
         )
 
@@ -189,7 +187,7 @@ class ServerProcess:
                     self._start(coordinator, resumed, damaged, findings)
                 coordinator.server.start(coordinator.requests)
                 self._publish(coordinator.server)
-                interruptions = Interruptions(self._run, lambda: self._asked() or self._directory.asked_to_stop())
+                interruptions = Interruptions(self._run, lambda: self._link.asked() or self._directory.asked_to_stop())
                 recorder, observer = coordinator.recorder, self._observer
                 return TrainingLoop(self._job, self._run, coordinator, recorder, observer, interruptions).run(lost)
             finally:
