@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self, final
 
 import torch
+from isal import isal_zlib
 from torch import Tensor
 
 from phalanx.checkpoint.format import BLOCK, StoredFile
@@ -76,7 +76,7 @@ def write_file(path: Path, pieces: Iterable[memoryview | bytes]) -> StoredFile:
                 # Few enough bytes at a time to stay in the cache between the checksum and the write.
                 part = rest[: BLOCK - size % BLOCK]
                 rest = rest[len(part) :]
-                crc = zlib.crc32(part, crc)
+                crc = isal_zlib.crc32(part, crc)
                 _write(file.fileno(), part)
                 size += len(part)
                 if size % BLOCK == 0:
@@ -167,7 +167,7 @@ class ShardFile:
         for first in range(0, self._file.size, BLOCK):
             part = piece[: min(BLOCK, self._file.size - first)]
             self._pread(part, first)
-            crc = zlib.crc32(part, crc)
+            crc = isal_zlib.crc32(part, crc)
         self._compare(crc, 0)
 
     def entries(self) -> dict[str, tuple[TensorEntry, int]]:
@@ -218,7 +218,7 @@ class ShardFile:
     def _fill(self, part: memoryview, first: int, block: int) -> None:
         self._pread(part, first)
         if not self._trusted:
-            self._compare(zlib.crc32(part), block)
+            self._compare(isal_zlib.crc32(part), block)
 
     def _compare(self, crc: int, block: int) -> None:
         if crc != self._file.checksums[block]:
