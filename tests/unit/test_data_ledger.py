@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from full_disk import FullDisk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,7 +130,7 @@ class TestReading:
 
     @pytest.mark.parametrize("room", [0, 20, 33, 35, 40])
     def test_what_was_begun_on_a_full_disk(self, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        disk = SmallDisk(monkeypatch)
+        disk = FullDisk(monkeypatch)
         with Ledger(tmp_path, rank=0, first_step=0) as ledger:
             disk.room = room
             ledger.begin(a_step(0, [1, 2, 3]))
@@ -148,7 +147,7 @@ class TestReading:
     def test_a_disk_that_fills_up_is_said_when_records_have_to_be_there(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        disk = SmallDisk(monkeypatch)
+        disk = FullDisk(monkeypatch)
         ledger = Ledger(tmp_path, rank=0, first_step=0)
         disk.room = 30
         for step in range(3):
@@ -162,7 +161,7 @@ class TestReading:
         assert {step: ids.tolist() for step, (_, ids) in read_ledger(tmp_path).items()} == {0: [0], 1: [1], 2: [2]}
 
     def test_what_ends_a_run_is_not_hidden_by_its_ledger(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        disk = SmallDisk(monkeypatch)
+        disk = FullDisk(monkeypatch)
 
         def fails() -> None:
             with Ledger(tmp_path, rank=0, first_step=0) as ledger:
@@ -190,21 +189,6 @@ class TestReading:
         with pytest.raises(SpecError, match="a symbolic link"):
             read_ledger(folder)
         assert [path.read_bytes() for path in victim.iterdir()] == [b"mine"]
-
-
-class SmallDisk:
-    """``os.write`` on a disk that holds so many more bytes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.room, self._write = 10**9, os.write
-        monkeypatch.setattr(os, "write", self)
-
-    def __call__(self, file: int, content: Any) -> int:
-        if len(content) and not self.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        part = bytes(content[: self.room])
-        self.room -= len(part)
-        return self._write(file, part)
 
 
 class TestAudit:

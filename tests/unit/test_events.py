@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
+from full_disk import FullDisk
 
 from phalanx.errors import SpecError
 from phalanx.events import EventLog, EventReader, faults, read
@@ -72,21 +71,6 @@ def test_a_write_that_is_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.M
         log.write("warning", message="a message of more than three bytes")
     monkeypatch.undo()
     assert [event["message"] for event in read(tmp_path / "e")] == ["a message of more than three bytes"]
-
-
-class FullDisk:
-    """``os.write`` on a disk that holds so many more bytes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.room, self._write = 10**9, os.write
-        monkeypatch.setattr(os, "write", self)
-
-    def __call__(self, file: int, content: Any) -> int:
-        if len(content) and not self.room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        part = bytes(content[: self.room])
-        self.room -= len(part)
-        return self._write(file, part)
 
 
 def messages(path: Path) -> list[str]:
