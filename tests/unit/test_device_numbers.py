@@ -250,6 +250,28 @@ class TestRestarts:
         assert found == [*[4] * (starts - 1), *[3] * starts, *[2] * starts, *[1] * starts][: len(found)]
         assert len(found) == 9 if kills == 0 else found[-1] == 1
 
+    @pytest.mark.parametrize(
+        ("ranks", "apart", "devices"),
+        [
+            ((1, 1, 1), 60.0, 3),
+            ((1, 0, 1), 60.0, 4),  # no place that is bad
+            ((1, 1, 1), 700.0, 4),  # it trained for long enough in between
+        ],
+    )
+    def test_a_bad_place_is_left_out_though_the_run_comes_further(
+        self, ranks: tuple[int, ...], apart: float, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        clock = [0.0]
+        monkeypatch.setattr("time.monotonic", lambda: clock[0])
+        restarts = Restarts(9, tmp_path, size())
+        for number, rank in enumerate(ranks):
+            restarts.started()
+            (tmp_path / f"checkpoints/step-{number}").mkdir(parents=True)
+            clock[0] += apart
+            assert restarts.allow(failure(100 * number, rank=rank), memory_kills=0)
+        assert restarts.size
+        assert restarts.size.devices == devices
+
     def test_fewer_devices_are_a_reason_whatever_failed(self, tmp_path: Path) -> None:
         there = [4]
         restarts = Restarts(3, tmp_path, size(lambda: there[0]))
