@@ -17,7 +17,7 @@ import signal
 import struct
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +41,8 @@ _LESS_MEMORY = "use less memory: a smaller micro= in the plan, then recompute=fu
 
 HANG = "hang"
 """The kind of failure that is a rank that did not come, found by whoever watches it."""
+
+_SAME_TIME, _SAME_TIME_LOST = 0.3, 1.0  # seconds; the second while all that is known is that peers were lost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +121,14 @@ def failure_of_exit(rank: int, step: int | None, code: int, traceback: str = "",
 def first_failure(failures: Sequence[Failure]) -> Failure:
     """The failure that caused the others: the earliest that is not merely about a lost peer, else the earliest."""
     return min(failures, key=lambda failure: (failure.lost_peer, failure.time))
+
+
+def time_for_others(failures: Collection[Failure]) -> float:
+    """Seconds, from the first of ``failures``, for reports of workers that failed at the same time.
+
+    With those of ending workers they stay under the 3 s in which everything has to be over.
+    """
+    return _SAME_TIME_LOST if all(failure.lost_peer for failure in failures) else _SAME_TIME
 
 
 def gave_up(failure: Failure) -> bool:

@@ -28,7 +28,7 @@ from phalanx.comm.roll_call import answers
 from phalanx.config import RunSpec
 from phalanx.errors import Problem, RunError, SpecError
 from phalanx.launch.addresses import LOOPBACK, listen_at, own_address
-from phalanx.launch.failure import Failure, WorkerReports, failure_of_exit, first_failure
+from phalanx.launch.failure import Failure, WorkerReports, failure_of_exit, first_failure, gave_up, time_for_others
 from phalanx.launch.hang_report import RankStand
 from phalanx.launch.hang_watch import WatchedRank
 from phalanx.launch.launcher import Launch, Launcher, Workers, refuse_what_needs_a_fork
@@ -44,8 +44,7 @@ _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _NAMES = (*_NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 
 # seconds; with those of the worker pool they stay under the 3 s in which everything has to be over
-_SAME_TIME = 0.3  # after a failure, for reports of workers that failed at the same time
-_SAME_TIME_LOST = 1.0  # the same, while all that is known is that peers were lost
+_AGENT_ENDS = 5.0  # after a worker whose peer was lost, which has ended: the agent knows how
 _KILL = 0.5  # after SIGKILL
 _SOON = 0.02  # between looks at what is about to end
 _PATIENCE = timedelta(seconds=2)  # for torchrun's store
@@ -111,8 +110,9 @@ class TorchrunWorkers(Workers):
             return True
         began = time.monotonic()
         while more:
-            lost = all(failure.lost_peer for failure in self._reports.failures())
-            if time.monotonic() > began + (_SAME_TIME_LOST if lost else _SAME_TIME):
+            known = self._reports.failures()
+            broken = all(failure.lost_peer and not gave_up(failure) for failure in known)
+            if time.monotonic() > began + (_AGENT_ENDS if broken else time_for_others(known)):
                 break
             more = self._agent.follow(_SOON)
         self._failures = [*self._reports.failures(), *self._unreported()]

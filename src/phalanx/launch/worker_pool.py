@@ -42,7 +42,7 @@ from phalanx.comm.handshake import new_secret
 from phalanx.comm.lost_peer import LOST
 from phalanx.errors import RunError
 from phalanx.launch.addresses import LOOPBACK, listen_at
-from phalanx.launch.failure import Failure, first_failure
+from phalanx.launch.failure import Failure, first_failure, time_for_others
 from phalanx.launch.hang_watch import WatchedRank, state_of
 from phalanx.launch.launcher import Launch, WorkerFunction, Workers
 from phalanx.launch.rank_probe import ProbeFiles
@@ -51,8 +51,6 @@ from phalanx.launch.worker_process import WorkerPipes, WorkerProcess, await_assi
 from phalanx.train.interruptions import Unsaved
 
 # seconds; together they stay well under the 3 s in which everything has to be over
-_SAME_TIME = 0.3  # after a failure, for reports of ranks that failed at the same time
-_SAME_TIME_LOST = 1.0  # the same, while all that is known is that peers were lost
 _GRACE = 0.5  # between SIGTERM and SIGKILL
 _GRACE_TRAINING = 0.05  # the same, where workers train
 _KILL = 1.0  # after SIGKILL
@@ -212,7 +210,7 @@ class WorkerPool(Workers):
         self._tell_of_the_lost()
         while not self._done:
             cause_known = any(not failure.lost_peer for failure in self.failures)
-            patience = max(self._patience(cause_known), _SAME_TIME if cause_known else _SAME_TIME_LOST)
+            patience = max(self._patience(cause_known), time_for_others(self.failures))
             if time.monotonic() > began + patience:
                 return
             self._listen(_SOON)
