@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -238,10 +238,3 @@ class ShardFile:
                 part, at = part[count:], at + count
         except OSError as error:
             raise unreadable(self._folder, self._file.name, error) from None
-
-
-def pieces_of(entries: Sequence[TensorEntry], tensors: Iterable[Tensor]) -> Iterator[memoryview | bytes]:
-    """The bytes of a safetensors file of ``tensors``, in the order of ``entries``: one at a time is copied to host."""
-    yield header_of(entries)
-    for tensor in tensors:
-        yield bytes_of(tensor.detach().cpu().contiguous())

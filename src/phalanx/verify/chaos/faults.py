@@ -26,6 +26,7 @@ class FaultKind:
         deadly: whether who is hit ends by it.
         seconds: how long it lasts where nothing is said; 0: it has no length.
         phases: when it can strike.
+        inside: whether it happens inside the process that it hits, as the process reads its data.
     """
 
     meaning: str
@@ -33,20 +34,23 @@ class FaultKind:
     deadly: bool = True
     seconds: float = 0.0
     phases: tuple[Phase, ...] = ("step", "save")
+    inside: bool = False
 
 
 KINDS: dict[str, FaultKind] = {
     "SIGKILL": FaultKind(meaning="the processes are killed", targets=_EVERYBODY),
     "SIGTERM": FaultKind(meaning="the processes are asked to end", targets=("launcher", "rank", "ranks")),
     "SIGSTOP": FaultKind(meaning="the processes stand still", targets=_EVERYBODY, deadly=False, seconds=1.0),
-    "exception": FaultKind(meaning="reading a sample raises", targets=_RANKS, phases=("step",)),
-    "nan": FaultKind(meaning="the numbers of a batch are NaN", targets=_RANKS, deadly=False, phases=("step",)),
+    "exception": FaultKind(meaning="reading a sample raises", targets=_RANKS, phases=("step",), inside=True),
+    "nan": FaultKind(
+        meaning="the numbers of a batch are NaN", targets=_RANKS, deadly=False, phases=("step",), inside=True
+    ),
     "clock": FaultKind(
-        meaning="Python's clock of the process is set back",
+        meaning="Python's clock of the process is set back by an hour",
         targets=_RANKS,
         deadly=False,
-        seconds=3600.0,
         phases=("step",),
+        inside=True,
     ),
     "cut": FaultKind(meaning="no packet passes between processes", targets=("links",), deadly=False, seconds=1.0),
     "full-disk": FaultKind(meaning="writing files fails", targets=("rank", "ranks"), deadly=False, seconds=1.0),
@@ -137,12 +141,7 @@ class Fault:
     @property
     def within(self) -> bool:
         """Whether it happens inside the process that it hits, as the process reads its data."""
-        return self.kind in ("exception", "nan", "clock")
-
-    @property
-    def damages(self) -> bool:
-        """Whether it changes a checkpoint."""
-        return self.kind in ("tear", "flip")
+        return KINDS[self.kind].inside
 
     def step(self, checkpoint_every: int) -> int:
         """The optimizer steps that are done when it is to strike, at the least."""

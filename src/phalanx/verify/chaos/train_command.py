@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from phalanx.checkpoint import latest
-from phalanx.config import Plan, RunSpec
+from phalanx.config import Plan
 from phalanx.launch.worker_process import die_with
 
-_GOES_ON_BY_ITSELF = "restarts" in {field.name for field in fields(RunSpec)}
 _LOOPBACK = 'ip link set lo up && exec "$@"'
 
 
@@ -43,7 +41,7 @@ class TrainCommand:
         """
         temporary = log.parent / "tmp"
         temporary.mkdir(exist_ok=True)
-        argv = ["env", f"TMPDIR={temporary}", *self._argv(folder), *_going_on(folder, restarts)]
+        argv = ["env", f"TMPDIR={temporary}", *self._argv(folder), "--resume", "auto", "--restarts", str(restarts)]
         if self.own_network:
             argv = ["unshare", "--net", "sh", "-c", _LOOPBACK, "sh", *argv]
         with log.open("ab") as output:
@@ -60,15 +58,3 @@ class TrainCommand:
         words = ["--plan", str(self.plan), "--steps", str(self.steps), "--run", str(folder)]
         words += ["--checkpoint-every", str(self.checkpoint_every), "--no-forecast", "--quiet", *self.options]
         return [sys.executable, "-m", "phalanx", "train", self.job, *words]
-
-
-def _going_on(folder: Path, restarts: int) -> list[str]:
-    """Options by which a run goes on where it was, wherever that is."""
-    if _GOES_ON_BY_ITSELF:
-        return ["--resume", "auto", "--restarts", str(restarts)]
-    if latest(folder / "checkpoints"):
-        return ["--resume"]
-    if folder.exists():  # it died before its first checkpoint
-        number = len(list(folder.parent.glob(f"{folder.name}-before-*")))
-        folder.rename(folder.with_name(f"{folder.name}-before-{number + 1}"))
-    return []

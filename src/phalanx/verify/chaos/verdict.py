@@ -278,7 +278,7 @@ def kinds_here(job: str) -> tuple[list[str], dict[str, str]]:
     for kind in KINDS:
         if problem := missing_for(kind):
             why[kind] = f"{problem.given}; needed: {problem.allowed}"
-        elif stream and kind in ("exception", "nan", "clock"):
+        elif stream and KINDS[kind].inside:
             why[kind] = "the job's data are a stream, in which no fault can be put"
     return [kind for kind in KINDS if kind not in why], why
 
