@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed.distributed_c10d as c10d
 
 from phalanx.launch.hang_report import CollectiveCall, HangReport, RankStand, ranges
 from phalanx.launch.rank_probe import TimeSpent
-from phalanx.launch.stack_frames import StackFrame, parse_stacks, parse_traceback
+from phalanx.launch.stack_frames import StackFrame, frames_of, parse_stacks, parse_traceback
 from phalanx.launch.straggler_watch import RankPace, straggler
 
 pytestmark = pytest.mark.quick
@@ -89,6 +90,14 @@ def test_stacks_are_those_of_the_main_thread() -> None:
     assert parse_stacks("ready\n") == ()
     raised = f"Traceback (most recent call last):\n{outer}    inner()\n{inner}".replace(" in ", ", in ")
     assert parse_traceback(raised) == parse_stacks(dump)
+
+
+def test_a_frame_between_two_lines_stands_in_the_first_of_its_function() -> None:
+    """What another thread runs may have no line: a thread that looks at it every tenth of a second meets that."""
+    code = test_ranges.__code__
+    (found,) = frames_of(SimpleNamespace(f_code=code, f_lineno=None, f_back=None))  # pyright: ignore[reportArgumentType]
+    assert (found.line, found.function) == (code.co_firstlineno, "test_ranges")
+    assert not RankStand(rank=0, frames=(found,)).waits
 
 
 def test_ranges() -> None:

@@ -41,7 +41,9 @@ def frames_of(frame: FrameType | None) -> tuple[StackFrame, ...]:
     """The frames from ``frame`` outward, as many as tell something."""
     found: list[StackFrame] = []
     while frame is not None and len(found) < _DEPTH:
-        found.append(StackFrame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        # another thread may be between two lines, at an instruction that belongs to none
+        line: int | None = frame.f_lineno
+        found.append(StackFrame(frame.f_code.co_filename, line or frame.f_code.co_firstlineno, frame.f_code.co_name))
         frame = frame.f_back
     return tuple(found)
 
