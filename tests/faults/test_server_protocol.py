@@ -123,6 +123,22 @@ def test_every_frame_is_one_that_the_other_end_takes(monkeypatch: pytest.MonkeyP
     assert TO_SERVER.keys() == {FrameKind.WELCOME}
 
 
+def test_what_a_worker_tells_of_a_number_that_is_not_finite_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    judged(monkeypatch, tmp_path / "said")
+
+    def change(job: Job, run: RunSpec) -> tuple[Job, RunSpec]:
+        rows = job.data()[range(64)]
+        rows["x"][5, 0] = float("nan")
+        return replace(job, data=lambda: px.Table(**rows), epochs=1), replace(run, on_nonfinite="skip")
+
+    served(change=change)
+    (event,) = px.Run(folder=Path("run")).events("accident")
+    assert event["samples"] == [5]
+    assert event["where"].startswith("First not finite: the output of 0, in micro-batch 0 on rank ")
+
+
 def without(name: str) -> FrameForms:
     """What servers take from the coordinator, but for one field of an order to update."""
     form = FROM_COORDINATOR[FrameKind.APPLY]

@@ -62,12 +62,12 @@ def outwards(frame: FrameType | None) -> Any:
 def recorded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Have workers write into ``folder`` what they call."""
 
-    def train(job: Any, run: Any, place: Any, **how: Any) -> Any:
+    def train(job: Any, run: Any, place: Any, *rest: Any, **how: Any) -> Any:
         calls = Calls()
         threading.setprofile(calls)
         sys.setprofile(calls)
         try:
-            return right(job, run, place, **how)
+            return right(job, run, place, *rest, **how)
         finally:
             sys.setprofile(None)
             threading.setprofile(None)

@@ -15,6 +15,7 @@ from phalanx.errors import DataError
 
 _TENSORS, _FACTS = "batch.safetensors", "accident.json"
 _MOST_BYTES = 64 * 2**20  # of a batch's tensors; of a larger one only what they are is written
+_MOST_SAVED = 20  # side by side in one folder
 
 
 @final
@@ -74,6 +75,17 @@ class SavedBatch:
             return cls(folder=folder, samples=tuple(int(one) for one in facts["samples"]), **known)
         except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
             raise _unreadable(folder, error) from error
+
+    def keep(self, batch: Any) -> bool:
+        """``write`` it, unless there are as many beside it as are kept. Returns whether it is there."""
+        beside = self.folder.parent
+        if beside.is_dir() and not self.folder.exists() and len(list(beside.iterdir())) >= _MOST_SAVED:
+            return False
+        try:
+            self.write(batch)
+        except OSError:  # a full disk must not hide what went wrong
+            return False
+        return True
 
     def write(self, batch: Any) -> None:
         """Write it, with ``batch``, into its folder, in place of what was there.

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, Literal, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ LOOK_AT_VALUES = 50
 
 _MOST_SKIPPED, _MOST_ROLLED_BACK = 10, 3  # one after the other; since the newest checkpoint
 _WINDOW, _FEWEST = 100, 20  # losses that a spike is told from, and how many there must be at least
-_MOST_SAVED, _MOST_NAMED = 20, 10  # batches in a run folder, samples in a message
+_MOST_NAMED = 10  # samples in a message
 
 
 @final
@@ -148,14 +148,14 @@ class Accidents:
         except Exception as error:  # of running the step again, such as memory that runs out
             raise self._error(accident, "", f"Where it comes from could not be found: {error}", "") from error
         if seen.parameter:
-            self._spoilt(accident.step, seen.parameter)
+            self.spoilt(accident.step, seen.parameter)
         here = dist.get_rank() if active() else 0
         kept = self._keep(accident, seen, step, batch) if here == seen.rank else None
         ids, path = from_every_rank(kept)[seen.rank]
         if self._buffers:
             self._buffers.put_back()
         ids = [ids[row] for row in seen.rows] or ids
-        self.answer(accident, _place(accident, seen, ids), samples=ids, path=path)
+        self.answer(accident, seen, samples=ids, path=path)
         return accident.told
 
     def look_at_values(self, step: int, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -166,20 +166,32 @@ class Accidents:
             RollBackError: the run is to go back.
         """
         if names := [name for names in from_every_rank(bad_parameters(parameters)[:1]) for name in names]:
-            self._spoilt(step, names[0])
+            self.spoilt(step, names[0])
 
-    def _spoilt(self, step: int, name: str) -> None:
+    def spoilt(self, step: int, name: str) -> NoReturn:
+        """Do what the run says about the parameter ``name``, which was not finite before ``step`` began.
+
+        Raises:
+            GradientError: the run stops.
+            RollBackError: the run is to go back.
+        """
         told = f"the parameter {name} is not finite after step {step - 1}"
-        self.answer(Accident(step=step, kind="parameter", told=told), "")
+        self.answer(Accident(step=step, kind="parameter", told=told))
+        raise AssertionError("no answer to this lets a run go on")
 
-    def answer(self, accident: Accident, place: str, *, samples: Collection[int] = (), path: str = "") -> None:
-        """Do what the run says about ``accident``, met at ``place``; returns where the update is to be left out.
+    def answer(
+        self, accident: Accident, seen: Sighting | None = None, *, samples: Collection[int] = (), path: str = ""
+    ) -> None:
+        """Do what the run says about ``accident``; returns where the update is to be left out.
+
+        ``seen``: where it was met first, with these ``samples``; ``path``: where their batch is, in the run folder.
 
         Raises:
             LossError, GradientError: the run stops.
             RollBackError: the run is to go back.
         """
         answer = self._answer_to_spikes if accident.kind == "spike" else self._answer
+        place = _place(accident, seen, samples) if seen else ""
         why = ""
         self._in_a_row += 1
         if answer == "skip" and accident.kind == "parameter":
@@ -205,8 +217,6 @@ class Accidents:
         if folder is None:
             return list(micro.ids), ""
         named = f"step-{accident.step:08d}"
-        if folder.is_dir() and not (folder / named).exists() and len(list(folder.iterdir())) >= _MOST_SAVED:
-            return list(micro.ids), ""
         saved = SavedBatch(
             folder=folder / named,
             step=accident.step,
@@ -217,11 +227,7 @@ class Accidents:
             micro=seen.micro,
             seed=stream(step.job.seed, accident.step, seen.micro, step.first_part + seen.part),
         )
-        try:
-            saved.write(micro.batch)
-        except OSError:  # a full disk must not hide what went wrong
-            return list(micro.ids), ""
-        return list(micro.ids), str(Path("accidents") / named)
+        return list(micro.ids), str(Path("accidents") / named) if saved.keep(micro.batch) else ""
 
     def _error(self, accident: Accident, place: str, why: str, path: str) -> RunError:
         lines = [f"{accident.told}.", *([f"    {place}"] if place else []), *([f"    {why}"] if why else [])]
@@ -248,9 +254,16 @@ class Accidents:
 def _place(accident: Accident, seen: Sighting, ids: Collection[int]) -> str:
     """Where numbers went wrong first, in words."""
     few = ", ".join(map(str, list(ids)[:_MOST_NAMED])) + (", ..." if len(ids) > _MOST_NAMED else "")
-    of = f"micro-batch {seen.micro} on rank {seen.rank} (samples {few})"
+    of = f"{f'micro-batch {seen.micro} on' if seen.micro >= 0 else 'the piece of'} rank {seen.rank} (samples {few})"
     if accident.kind == "spike":
         return f"Its largest part is the loss of {of}."
+    if seen.trouble:
+        return f"It came up in {of}. Where it comes from could not be found: {seen.trouble}"
+    if not seen.where and seen.micro < 0:
+        return (
+            "In every piece by itself all was finite: their sum overflowed, or they were changed on their way. "
+            f"The loss is largest in {of}."
+        )
     if not seen.where:
         return (
             "The same step, run again, gave finite numbers: code that does not repeat itself, or a device at fault. "

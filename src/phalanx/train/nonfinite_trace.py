@@ -1,18 +1,19 @@
 """Where numbers first were not finite: a step's forwards and backwards run again, with an eye on every module.
 
 Random streams begin as they did, so that the same numbers come out. All ranks run them together, under every plan; each
-tells what it saw, and the first place of all is the one that is named.
+tells what it saw, and the first place of all is the one that is named. A worker of servers runs its own piece
+again, alone.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.comm import from_every_rank, is_dtensor, local
 from phalanx.data import MicroBatch, StepBatch
+from phalanx.parallel.layout import Layout
 from phalanx.parallel.local_shards.tensor import is_sliced
 from phalanx.train.grad_accumulation import GradAccumulation
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from phalanx.train.step import Step
 
 _FORWARD, _BACKWARD, _AFTER, _LARGEST = range(4)
+
+Means = Mapping[tuple[int, int], float]
+"""(part, index) of micro-batches → their mean loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,10 +42,11 @@ class Sighting:
     Attributes:
         order: what comes before what; comparable between ranks.
         where: the place, in words.
-        part, micro: of which micro-batch.
+        part, micro: of which micro-batch; ``micro`` is -1 where that cannot be told.
         rows: which of its samples; none where that cannot be told.
         parameter: the one that was not finite before the step began; empty where all were.
         rank: who saw it.
+        trouble: why it could not be looked for; empty where it was.
     """
 
     order: tuple[float, ...]
@@ -50,6 +56,7 @@ class Sighting:
     rows: tuple[int, ...] = ()
     parameter: str = ""
     rank: int = 0
+    trouble: str = ""
 
 
 def bad_parameters(parameters: Mapping[str, Tensor]) -> list[str]:
@@ -67,8 +74,8 @@ def first_sighting(step: Step, batch: StepBatch) -> Sighting:
     spoilt = from_every_rank(bad_parameters(step.layout.parameters)[:1])
     for rank, names in enumerate(spoilt):
         for name in names:
-            return Sighting(order=(), where=f"the parameter {name}", part=0, micro=0, parameter=name, rank=rank)
-    here = min(_run_again(step, batch), key=lambda one: one.order)
+            return _of_parameter(name, rank)
+    here = _run_again(step, batch)
     told = [
         Sighting(**{**one, "order": tuple(one["order"]), "rows": tuple(one["rows"])})
         for one in from_every_rank(asdict(here))
@@ -77,63 +84,82 @@ def first_sighting(step: Step, batch: StepBatch) -> Sighting:
     return replace(told[rank], rank=rank)
 
 
-def _run_again(step: Step, batch: StepBatch) -> Iterator[Sighting]:
-    trace = _TracedAccumulation(step, batch)
-    with trace.watching():
+def first_sighting_here(layout: Layout, samples: Sequence[int], run: Callable[[ModuleWatch], Means]) -> Sighting:
+    """The first place in micro-batches of so many ``samples``, which are on this process alone.
+
+    ``run`` computes them once more, tells the watch of each forward and loss, and returns their mean losses. Where all
+    is finite this time, the place is as in ``first_sighting``, and so are gradients and running statistics.
+    """
+    for name in bad_parameters(layout.parameters)[:1]:
+        return _of_parameter(name, 0)
+    watch = ModuleWatch({(0, micro): number for micro, number in enumerate(samples)})
+    with watch.watching(layout.modules):
+        means = run(watch)
+    return watch.first(layout.parameters, means)
+
+
+def _of_parameter(name: str, rank: int) -> Sighting:
+    return Sighting(order=(), where=f"the parameter {name}", part=0, micro=0, parameter=name, rank=rank)
+
+
+def _run_again(step: Step, batch: StepBatch) -> Sighting:
+    watch = ModuleWatch(
+        {(part, at): micro.samples for part, micros in enumerate(batch.parts) for at, micro in enumerate(micros)}
+    )
+    work = _WatchedAccumulation(step, batch, watch)
+    with watch.watching(step.layout.modules):
         step.layout.begin()
-        step.layout.accumulate(batch.parts, trace)
+        step.layout.accumulate(batch.parts, work)
         step.layout.finish()
-        trace.totals()
-    yield from trace.found.values()
-    bad = [
-        name for name, tensor in step.layout.parameters.items() if tensor.grad is not None and not _finite(tensor.grad)
-    ]
-    if bad:
-        order = (_AFTER, 0.0, 0.0)
-        yield Sighting(order=order, where=f"the gradient of the parameter {bad[0]}", part=0, micro=0)
-    yield trace.largest()
+        work.totals()
+    return watch.first(step.layout.parameters, work.means())
 
 
-class _TracedAccumulation(GradAccumulation):
-    """The work of a step once more; notes in which forward or backward of its micro-batches numbers go wrong first."""
+class _WatchedAccumulation(GradAccumulation):
+    """The work of a step once more, as a watch looks on."""
 
-    def __init__(self, owner: Step, batch: StepBatch) -> None:
+    def __init__(self, owner: Step, batch: StepBatch, watch: ModuleWatch) -> None:
         super().__init__(owner, batch)
-        self.found: dict[tuple[int, int], Sighting] = {}  # by micro-batch
-        self._layout = owner.layout
+        self._watch = watch
+
+    def forward(self, module: nn.Module, device: torch.device, micro: MicroBatch) -> Any:
+        self._watch.forward_begins(self._places[id(micro)])
+        return super().forward(module, device, micro)
+
+    def loss(self, output: Any, device: torch.device, micro: MicroBatch, last: bool) -> Tensor:
+        place = self._places[id(micro)]
+        self._watch.loss_begins(place)
+        loss = super().loss(output, device, micro, last)
+        self._watch.loss_done(place, loss)
+        return loss
+
+    def means(self) -> Means:
+        """The mean loss of each micro-batch; none on a rank that computes no losses."""
+        read = {place: one for place, one in self._read.items() if one.samples}
+        return {place: float(one.value) * one.weight / (float(one.count) or 1.0) for place, one in read.items()}
+
+
+@final
+class ModuleWatch:
+    """Notes in which forward or backward of its micro-batches the numbers of a model go wrong first.
+
+    Whoever computes them says in which thread it begins with which micro-batch, ``(part, index)``.
+    """
+
+    def __init__(self, samples: Mapping[tuple[int, int], int]) -> None:
+        """``samples`` of each micro-batch; those of none are fillers, and not looked at."""
+        self._samples = samples
+        self._found: dict[tuple[int, int], Sighting] = {}  # by micro-batch
         self._now: dict[int, tuple[int, int]] = {}  # thread → its micro-batch
         self._passed: dict[int, tuple[str, Tensor]] = {}  # thread → the module that gradients last came to, finite
         self._weak: dict[tuple[int, int], tuple[float, str]] = {}  # where minus infinity was first seen
 
-    def forward(self, module: nn.Module, device: torch.device, micro: MicroBatch) -> Any:
-        self._now[threading.get_ident()] = self._places[id(micro)]
-        return super().forward(module, device, micro)
-
-    def loss(self, output: Any, device: torch.device, micro: MicroBatch, last: bool) -> Tensor:
-        place = self._now[threading.get_ident()] = self._places[id(micro)]
-        self._passed.pop(threading.get_ident(), None)
-        loss = super().loss(output, device, micro, last)
-        if micro.samples and not _finite(loss.detach()):
-            at, name = self._weak.get(place, (1e9, ""))
-            self._note(place, (_FORWARD, at), f"the output of {name}" if name else "the loss that job.loss gives")
-        return loss
-
-    def largest(self) -> Sighting:
-        """The micro-batch with the largest mean loss; the first on a rank that computes no losses."""
-        means = {place: self._mean(place) for place in self._read if self._read[place].samples}
-        part, micro = place = max(means, key=lambda one: means[one], default=(0, 0))
-        return Sighting(order=(_LARGEST, -means.get(place, -math.inf), 0.0), where="", part=part, micro=micro)
-
-    def _mean(self, place: tuple[int, int]) -> float:
-        read = self._read[place]
-        return float(read.value) * read.weight / (float(read.count) or 1.0)
-
     @contextmanager
-    def watching(self) -> Generator[None]:
-        """Within, modules of every copy of the model are looked at, also those that are compiled."""
+    def watching(self, modules: Iterable[nn.Module]) -> Generator[None]:
+        """Within, ``modules``, the copies of the model, are looked at, also those that are compiled."""
         handles: list[Any] = []
         try:
-            for module in self._layout.modules:
+            for module in modules:
                 for index, (name, child) in enumerate(module.named_modules()):
                     handles.append(child.register_forward_hook(partial(self._forward_done, float(index), name)))
                 for index, (name, one) in enumerate(module.named_parameters()):
@@ -146,19 +172,48 @@ class _TracedAccumulation(GradAccumulation):
             for handle in handles:
                 handle.remove()
 
+    def forward_begins(self, place: tuple[int, int]) -> None:
+        """This thread begins with the forward of the micro-batch ``place``."""
+        self._now[threading.get_ident()] = place
+
+    def loss_begins(self, place: tuple[int, int]) -> None:
+        """This thread goes on to its loss, and to its backward behind that."""
+        self._now[threading.get_ident()] = place
+        self._passed.pop(threading.get_ident(), None)
+
+    def loss_done(self, place: tuple[int, int], loss: Tensor) -> None:
+        """``loss`` came out, before its backward."""
+        if self._samples[place] and not _finite(loss.detach()):
+            at, name = self._weak.get(place, (1e9, ""))
+            self._note(place, (_FORWARD, at), f"the output of {name}" if name else "the loss that job.loss gives")
+
+    def first(self, parameters: Mapping[str, Tensor], means: Means) -> Sighting:
+        """The first place of all that were noted; then a gradient of ``parameters``, which all micro-batches add to.
+
+        Where all is finite, the micro-batch with the largest of ``means``; the first if there are none.
+        """
+        found = [*self._found.values()]
+        bad = [name for name, tensor in parameters.items() if tensor.grad is not None and not _finite(tensor.grad)]
+        if bad:
+            where = f"the gradient of the parameter {bad[0]}"
+            found.append(Sighting(order=(_AFTER, 0.0, 0.0), where=where, part=0, micro=0))
+        part, micro = place = max(means, key=lambda one: means[one], default=(0, 0))
+        order = (_LARGEST, -means.get(place, -math.inf), 0.0)
+        return min([*found, Sighting(order=order, where="", part=part, micro=micro)], key=lambda one: one.order)
+
     def _note(self, place: tuple[int, int], order: tuple[int, float], where: str, tensor: Tensor | None = None) -> None:
         part, micro = place
-        (phase, at), samples = order, self._batch.parts[part][micro].samples
+        (phase, at), samples = order, self._samples[place]
         rows: tuple[int, ...] = ()
         if tensor is not None and tensor.dim() and tensor.shape[0] == samples:
             bad = _wrong(tensor.detach().reshape(samples, -1)).any(dim=1)
             rows = tuple(bad.nonzero()[:, 0].tolist())
         seen = Sighting(order=(phase, micro, at), where=where, part=part, micro=micro, rows=rows)
-        self.found.setdefault(place, seen)
+        self._found.setdefault(place, seen)
 
     def _forward_done(self, at: float, name: str, module: nn.Module, args: Any, output: Any) -> None:
         place = self._now.get(threading.get_ident())
-        if place is None or place in self.found or not self._batch.parts[place[0]][place[1]].samples:
+        if place is None or place in self._found or not self._samples[place]:
             return
         for tensor in _tensors(output):
             if not _finite(tensor.detach(), above=True):
@@ -171,7 +226,7 @@ class _TracedAccumulation(GradAccumulation):
                 tensor.register_hook(partial(self._gradient_of_output, at, name, place, threading.get_ident()))
 
     def _gradient_of_output(self, at: float, name: str, place: tuple[int, int], thread: int, gradient: Tensor) -> None:
-        if place in self.found:
+        if place in self._found:
             return
         through = self._passed.get(thread)
         if _finite(gradient):
@@ -183,7 +238,7 @@ class _TracedAccumulation(GradAccumulation):
 
     def _gradient_of_parameter(self, at: float, name: str, gradient: Tensor) -> None:
         place = self._now.get(threading.get_ident()) or next(iter(self._now.values()), None)
-        if place is not None and place not in self.found and not _finite(gradient):
+        if place is not None and place not in self._found and not _finite(gradient):
             self._note(place, (_BACKWARD, -at), f"the gradient of the parameter {name}")
 
 

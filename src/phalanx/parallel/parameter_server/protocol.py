@@ -27,7 +27,8 @@ class FrameKind(IntEnum):
     WELCOME = 2
     """[server] ``term``, ``snapshots``: versions it could go back to, ``version``, what it holds."""
     ASK = 3
-    """[worker] ``done``: what it has computed since it last asked, if anything. To the coordinator."""
+    """[worker] ``done``: what it has computed since it last asked, if anything, with its ``sighting`` of what was not
+    finite in it. To the coordinator."""
     DEAL = 4
     """[coordinator] ``what`` (train or evaluate), ``step``, ``part``, ``term``, ``ticket``: that it dealt this."""
     PULL = 5
@@ -61,6 +62,16 @@ def deal_ticket(secret: bytes, rank: int, what: str, step: int, part: int, term:
     return ticket(secret, f"{rank} {what} {step} {part} {term}")
 
 
+MOST_TEXT, MOST_SAMPLES = 500, 1000
+"""Characters in each text, and sample ids, of what a worker tells of numbers that are not finite."""
+
+
+def line(text: str) -> str:
+    """``text`` as a worker may send it: on one line, of printable characters, cut off where it is too long."""
+    whole = "".join(one if one.isprintable() else "?" for one in " ".join(text.split()))
+    return whole if len(whole) <= MOST_TEXT else whole[: MOST_TEXT - 3] + "..."
+
+
 Allows = Callable[[Any], bool]
 
 _MOST = 1 << 53
@@ -88,6 +99,10 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _line(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MOST_TEXT and value.isprintable()
+
+
 def _anything(_: Any) -> bool:
     return True
 
@@ -97,6 +112,10 @@ def _each(allows: Allows, count: int | None = None) -> Allows:
         return isinstance(value, list) and count in (None, len(cast("list[Any]", value))) and all(map(allows, value))
 
     return allowed
+
+
+def _few(allows: Allows, most: int) -> Allows:
+    return lambda value: isinstance(value, list) and len(cast("list[Any]", value)) <= most and _each(allows)(value)
 
 
 def _row(*allow: Allows) -> Allows:
@@ -117,6 +136,17 @@ def _record(form: FrameForm) -> Allows:
 _COUNT, _ANY_VERSION, _TICKET = _whole(), _whole(-1), lambda value: isinstance(value, str) and len(value) == 64
 _PIECE: dict[str, Allows] = {"step": _COUNT, "part": _COUNT, "term": _COUNT, "ticket": _TICKET}
 _WHAT = _word("train", "evaluate")
+_SIGHTING = FrameForm(
+    fields={
+        "order": _row(_number, _number, _number),
+        "where": _line,
+        "parameter": _line,
+        "trouble": _line,
+        "micro": _whole(-1),
+        "samples": _few(_COUNT, MOST_SAMPLES),
+        "kept": _truth,
+    }
+)
 _DONE = FrameForm(
     fields={
         **_PIECE,
@@ -125,7 +155,9 @@ _DONE = FrameForm(
         "sums": _named(_row(_number, _number)),
         "samples": _COUNT,
         "seconds": _number,
-    }
+        "sighting": _record(_SIGHTING),
+    },
+    optional=frozenset({"sighting"}),
 )
 _PROGRESS = FrameForm(fields={"floor": _COUNT, "done": _each(_COUNT), "samples": _COUNT, "begun": _COUNT})
 _HELD = _each(_row(_text, _COUNT, _COUNT, _truth))

@@ -29,6 +29,7 @@ from phalanx.train.loop import Stepper, StepsLostError
 from phalanx.train.loss import check_count
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
+from phalanx.train.parameter_server.piece_accidents import first_of, take_over
 from phalanx.train.parameter_server.requests import RequestHandler
 from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Directory, Patience, ServerGroup, ServerScene, gone
@@ -155,7 +156,7 @@ class Coordinator(Stepper):
         norm = math.sqrt(sum(answer["square"] for answer in squares)) * scale
         scene.scale, scene.stepped_with = scale, False
         observer.gradients(batch, (total, count))
-        why = self._accident(step, total / count, norm, batch)
+        why = self._accident(step, total / count, norm, reports)
         if job.clip is not None:
             scale *= float(clip_factor(torch.tensor(norm, dtype=torch.float64), job.clip))
         with self.requests.news:
@@ -177,14 +178,21 @@ class Coordinator(Stepper):
         )
         return batch, metrics
 
-    def _accident(self, step: int, loss: float, norm: float, batch: StepBatch) -> str:
+    def _accident(self, step: int, loss: float, norm: float, reports: Mapping[int, Report]) -> str:
         """Why servers are to make no update of ``step``; empty where nothing is wrong."""
+        for report in reports.values():
+            if report.sighting and (name := report.sighting["parameter"]):
+                self._accidents.spoilt(step, name)
         accident = self._accidents.judge(step, loss, norm)
         if accident is None:
             self._accidents.passed()
             return ""
-        ids = [one for part in batch.parts for micro in part for one in micro.ids]
-        self._accidents.answer(accident, "", samples=ids)
+        spike = accident.kind == "spike"
+        part, seen = first_of(reports, spike=spike)
+        told = None if spike else reports[part].sighting
+        ids = told["samples"] if told else self.pieces.ids(step, part).tolist()
+        path = take_over(self.run.folder, step, seen.rank) if told and told["kept"] else ""
+        self._accidents.answer(accident, seen, samples=ids, path=path)
         return accident.told
 
     def snapshot(self) -> None:
@@ -218,9 +226,11 @@ class Coordinator(Stepper):
 
     def save(self, folder: Path, *, keep: int, keep_every: int | None) -> Saving:
         begun = time.perf_counter()
+        parameters = self.store.layout.parameters
+        tensors, states = put_together(self.group.gather("everything"), parameters)
+        self._accidents.look_at_values(self.taken, {name: tensors[f"model.{name}"] for name in parameters})
         if self.run.snapshots:  # before it: servers never go back to before the newest checkpoint
             self.snapshot()
-        tensors, states = put_together(self.group.gather("everything"), self.store.layout.parameters)
         progress = {"step": self.taken, "samples": self._samples, "divisor": self._divisor}
         kept = {"keep": keep, "keep_every": keep_every or 0}
         path = self.store.save(folder, tensors, states, {**progress, "length": self.pieces.length}, kept)

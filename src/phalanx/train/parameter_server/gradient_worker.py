@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, final
@@ -10,31 +11,42 @@ import torch
 
 from phalanx.comm.frames import Frame
 from phalanx.config import Job, Plan
+from phalanx.data import MicroBatch
 from phalanx.data.loader import BatchPieces
 from phalanx.hardware import peak_memory
 from phalanx.parallel import activation_checkpointing, torch_compile, without_gradient
-from phalanx.parallel.layout import Layout, SingleLayout
-from phalanx.parallel.parameter_server import Flat, FrameKind
+from phalanx.parallel.layout import Layout, SingleLayout, drop_gradients
+from phalanx.parallel.parameter_server import BatchPiece, Flat, FrameKind
 from phalanx.parallel.rng_streams import reseed, stream
+from phalanx.train.accidents import LOOK_AT_VALUES, BufferCopies
 from phalanx.train.build_model import build_model
 from phalanx.train.evaluate import Sums, add_up, evaluation_mode, measure
+from phalanx.train.grad_clipping import all_finite, local_gradients
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
+from phalanx.train.nonfinite_trace import Means, ModuleWatch, Sighting, first_sighting_here
 from phalanx.train.observer import Observer
+from phalanx.train.parameter_server.piece_accidents import PieceAccidents, not_found
 from phalanx.train.parameter_server.server_links import LinkLostError, ServerLinks
 from phalanx.train.parameter_server.shard_store import ServerStatistics
 
 
 @final
 class Worker:
-    """One worker with a whole model and no optimizer; its ``observer`` looks on."""
+    """One worker with a whole model and no optimizer.
+
+    Attributes:
+        observer: looks on.
+        accidents: what becomes of numbers that are not finite; ``None``: nobody looks for them.
+    """
 
     def __init__(
         self, job: Job, plan: Plan, device: torch.device, divisor: float, data: tuple[BatchPieces, BatchPieces | None]
     ) -> None:
         """``data`` are pieces to train on and to evaluate on."""
         self.observer = Observer()
+        self.accidents: PieceAccidents | None = None
         self._pieces, self._evaluation = data
         module = torch_compile.apply(activation_checkpointing.apply(build_model(job), plan), plan)
         self._layout = SingleLayout(module, device)
@@ -88,8 +100,21 @@ class Worker:
             links.push(self._gradients(), self._host, {**piece, "count": count})
         seconds = time.perf_counter() - begun
         done = {**piece, "what": what, "version": version, "sums": sums, "samples": samples, "seconds": seconds}
+        if what == "train":
+            done |= self._look(BatchPiece(step, part), sums)
         brings = what == "train" and part == 0 and self._statistics.tensors
         return done, self._statistics.take() if brings else None
+
+    def _look(self, piece: BatchPiece, sums: Sums) -> dict[str, Any]:
+        """What the coordinator is told of numbers in ``piece`` that are not finite, which is pushed already."""
+        (total, count), computer = sums["loss"], self._computer
+        if self.accidents is None or computer.finite(piece.step, total):
+            return {}
+        try:
+            seen = computer.first_sighting(piece.step, piece.part)
+        except Exception as error:
+            seen = not_found(error)
+        return {"sighting": self.accidents.tell(seen, piece, total / (count or 1.0), computer.micros)}
 
     def _land(self) -> None:
         """Bring pulled values to where forward reads them."""
@@ -116,13 +141,14 @@ def _on_host(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @final
 class Computer:
-    """Forward and backward over pieces."""
+    """Forward and backward over pieces; ``micros`` are those of the piece that gradients were computed of last."""
 
     def __init__(self, job: Job, plan: Plan, layout: Layout, device: torch.device, divisor: float) -> None:
         """``divisor`` is the constant that backward divides sums by."""
         self._job, self._plan, self._layout, self._device, self._divisor = job, plan, layout, device, divisor
         self._inputs = Inputs(job, layout.module)
         self._checked = False
+        self.micros: list[MicroBatch] = []
         self.moved: Callable[[], None] = lambda: None  # called between micro-batches
 
     def gradients(self, pieces: BatchPieces, step: int, part: int) -> tuple[Sums, int]:
@@ -133,27 +159,68 @@ class Computer:
         Raises:
             GradientError: if parameters get no gradient and the job does not allow it.
         """
-        module, device = self._layout.module, self._device
-        for tensor in self._layout.parameters.values():
-            tensor.grad = None
+        self.micros = []
         total, count, samples = 0.0, 0.0, 0
+        drop_gradients(self._layout.parameters.values())
         for index, micro in enumerate(pieces.micros(step, part)):
-            reseed(device, stream(self._job.seed, step, index, part))
-            with compute_context(self._plan, device):
-                args, kwargs, batch = self._inputs(micro.batch, device)
-                output = module(*args, **kwargs)
-                read = read_loss(self._job.loss(output, batch), micro.samples, step)
-            (read.value * (read.weight / self._divisor)).backward()
-            total += float(read.value.detach()) * read.weight
-            count += float(read.count)
-            samples += micro.samples
-            self.moved()
+            self.micros.append(micro)
+            loss, counted = self._compute(micro, index, step, part)
+            total, count, samples = total + loss, count + counted, samples + micro.samples
         if not self._checked and self._job.unused == "error":
             without = [name for name, tensor in self._layout.parameters.items() if tensor.grad is None]
             if without:
                 raise without_gradient(without, f"in step {step}")
         self._checked = True
         return {"loss": (total, count)}, samples
+
+    def _compute(
+        self, micro: MicroBatch, index: int, step: int, part: int, watch: ModuleWatch | None = None
+    ) -> tuple[float, float]:
+        """Forward and backward of one micro-batch, as ``watch`` looks on; returns sum and count of its loss."""
+        device = self._device
+        reseed(device, stream(self._job.seed, step, index, part))
+        with compute_context(self._plan, device):
+            if watch:
+                watch.forward_begins((0, index))
+            args, kwargs, batch = self._inputs(micro.batch, device)
+            output = self._layout.module(*args, **kwargs)
+            if watch:
+                watch.loss_begins((0, index))
+            read = read_loss(self._job.loss(output, batch), micro.samples, step)
+        value = read.value * (read.weight / self._divisor)
+        if watch:
+            watch.loss_done((0, index), value)
+        value.backward()
+        self.moved()
+        return float(read.value.detach()) * read.weight, float(read.count)
+
+    def finite(self, step: int, loss: float) -> bool:
+        """Whether ``loss`` and the gradients at hand are finite, and now and then the parameters, too."""
+        if not math.isfinite(loss):
+            return False
+        parameters = self._layout.parameters.values()
+        numbers = local_gradients(parameters)
+        if step % LOOK_AT_VALUES == 0:
+            numbers += [tensor.detach() for tensor in parameters]
+        return all_finite(numbers)
+
+    def first_sighting(self, step: int, part: int) -> Sighting:
+        """Compute the same piece once more, to see where numbers first were not finite.
+
+        Gradients are left as they come out; buffers, such as running statistics, as they were.
+        """
+
+        def again(watch: ModuleWatch) -> Means:
+            drop_gradients(self._layout.parameters.values())
+            sums = {(0, at): self._compute(micro, at, step, part, watch) for at, micro in enumerate(self.micros)}
+            return {place: total / (count or 1.0) for place, (total, count) in sums.items()}
+
+        buffers = BufferCopies()
+        buffers.take(self._layout.modules)
+        try:
+            return first_sighting_here(self._layout, [micro.samples for micro in self.micros], again)
+        finally:
+            buffers.put_back()
 
     def measures(self, pieces: BatchPieces, step: int, part: int) -> tuple[Sums, int]:
         """Sum and count of the loss and of each metric over a piece of the evaluation data, and its samples."""
