@@ -271,14 +271,16 @@ class TestBatches:
     def test_one_takes_the_place_of_the_step_and_the_others_go(self, tmp_path: Path) -> None:
         computer, _, _ = computed(Net, table)
         seen = Sighting(order=(0.0, 1.0, 0.0), where="the output of a", part=0, micro=1)
-        for rank in (0, 1):
-            told = PieceAccidents(folder=tmp_path, rank=rank, seed=0).tell(seen, BatchPiece(4, 0), 1.0, computer.micros)
+        for part, rank in ((0, 0), (1, 1), (2, 1)):  # rank 1 has computed two pieces of the step
+            piece = BatchPiece(4, part)
+            told = PieceAccidents(folder=tmp_path, rank=rank, seed=0).tell(seen, piece, 1.0, computer.micros)
             assert told["kept"]
             assert told["samples"] == list(computer.micros[1].ids)
-        assert take_over(tmp_path, 4, 1) == "accidents/step-00000004"
-        assert SavedBatch.read(tmp_path / "accidents" / "step-00000004").rank == 1
+        assert take_over(tmp_path, 4, 1, 1) == "accidents/step-00000004"
+        saved = SavedBatch.read(tmp_path / "accidents" / "step-00000004")
+        assert (saved.rank, saved.seed) == (1, stream(0, 4, 1, 1))
         assert len(list((tmp_path / "accidents").iterdir())) == 1
-        assert take_over(tmp_path, 4, 1) == ""  # there is none, and what is there stays
+        assert take_over(tmp_path, 4, 1, 1) == ""  # there is none, and what is there stays
         assert SavedBatch.read(tmp_path / "accidents" / "step-00000004").rank == 1
 
     def test_there_are_not_too_many(self, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ class Coordinator(Stepper):
         part, seen = first_of(reports, spike=spike)
         told = None if spike else reports[part].sighting
         ids = told["samples"] if told else self.pieces.ids(step, part).tolist()
-        path = take_over(self.run.folder, step, seen.rank) if told and told["kept"] else ""
+        path = take_over(self.run.folder, step, part, seen.rank) if told and told["kept"] else ""
         self._accidents.answer(accident, seen, samples=ids, path=path)
         return accident.told
 

@@ -1,7 +1,7 @@
 """Numbers in a piece that are not finite: what its worker keeps and tells of them, and what becomes of that.
 
-A worker leaves the micro-batch under a name of its own, so that two that meet something in the same step are not in
-each other's way; the coordinator gives the one that came first its place in the run folder.
+A worker leaves the micro-batch under a name of its own and of the piece, so that two pieces of a step in which something
+is met are not in each other's way; the coordinator gives the one that came first its place in the run folder.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PieceAccidents:
         of = f"part {part} of step {step}"
         fine = f"the gradient of {of} is not finite, and its loss is {loss:.4g}"
         saved = SavedBatch(
-            folder=_left_by(self.folder, step, self.rank),
+            folder=_left_by(self.folder, step, part, self.rank),
             step=step,
             reason=fine if math.isfinite(loss) else f"the loss of {of} is {loss}",
             where=seen.where,
@@ -98,12 +98,12 @@ def _mean(report: Report) -> float:
     return total / (count or 1.0)
 
 
-def take_over(folder: Path, step: int, rank: int) -> str:
-    """Give the batch of ``step`` that worker ``rank`` has kept its place in the run folder ``folder``.
+def take_over(folder: Path, step: int, part: int, rank: int) -> str:
+    """Give the batch of ``part`` of ``step`` that worker ``rank`` has kept its place in the run folder ``folder``.
 
     What others have kept of the step goes. Returns the place, relative to the folder; empty where there is no batch.
     """
-    mine, place = _left_by(folder, step, rank), Path("accidents") / f"step-{step:08d}"
+    mine, place = _left_by(folder, step, part, rank), Path("accidents") / f"step-{step:08d}"
     path = ""
     if mine.is_dir():
         shutil.rmtree(folder / place, ignore_errors=True)
@@ -112,16 +112,17 @@ def take_over(folder: Path, step: int, rank: int) -> str:
             path = str(place)
         except OSError:  # the batch stays where it is; what went wrong is told all the same
             pass
-    for other in mine.parent.glob(_left_by(folder, step, "*").name):
+    for other in mine.parent.glob(_left_by(folder, step, "*", "*").name):
         shutil.rmtree(other, ignore_errors=True)
     return path
 
 
 def discard(folder: Path) -> None:
     """Let go of batches of pieces that did not count, as the run ends."""
-    for left in (folder / "accidents").glob(_left_by(folder, "*", "*").name):
+    for left in (folder / "accidents").glob(_left_by(folder, "*", "*", "*").name):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _left_by(folder: Path, step: int | Literal["*"], rank: int | Literal["*"]) -> Path:
-    return folder / "accidents" / f".step-{step if isinstance(step, str) else f'{step:08d}'}-rank-{rank}"
+def _left_by(folder: Path, step: int | Literal["*"], part: int | Literal["*"], rank: int | Literal["*"]) -> Path:
+    number = step if isinstance(step, str) else f"{step:08d}"
+    return folder / "accidents" / f".step-{number}-part-{part}-rank-{rank}"
