@@ -1,6 +1,6 @@
 """The table of ``resumed_law``, every plan that saved × every plan that goes on, as a page of the docs.
 
-``write_resumed.py PAGE [--render]``. Measures all pairs (``make resumed``), stores what was measured beside this file
+``write_resumed.py [--render] PAGE``. Measures all pairs (``make resumed``), stores what was measured beside this file
 and writes the page from what is stored; ``--render`` only writes. Exits with 1 where a pair is not within its bound.
 """
 
@@ -96,11 +96,11 @@ def _cell(found: float | str | None, first: str, then: str) -> str:
 
 def main() -> int:
     """Measure unless told to render only; write the page."""
-    target, render = Path(sys.argv[1]), "--render" in sys.argv[2:]
+    (target,), render = [one for one in sys.argv[1:] if one != "--render"], "--render" in sys.argv[1:]
     if not render:
         RESULTS.write_text(json.dumps(measure(), indent=1) + "\n")
     store = json.loads(RESULTS.read_text())
-    target.write_text("\n".join(page(store)) + "\n")
+    Path(target).write_text("\n".join(page(store)) + "\n")
     for pair in wrong(store):
         print(f"not within its bound: {pair}", file=sys.stderr)
     return 1 if wrong(store) else 0

@@ -19,6 +19,7 @@ RENDERED: dict[str, tuple[str, ...]] = {
     "cases.md": ("tests/cases/run_cases.py", "--render"),
     "quality.md": ("bench/quality.py", "--render", "--page"),
     "staleness.md": ("bench/staleness.py", "--render", "--page"),
+    "resumed.md": ("tests/parity/write_resumed.py", "--render"),
     "chaos.md": ("bench/chaos_kills.py", "--render", "--page"),
 }
 

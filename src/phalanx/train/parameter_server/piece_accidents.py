@@ -1,7 +1,7 @@
 """Numbers in a piece that are not finite: what its worker keeps and tells of them, and what becomes of that.
 
-A worker leaves the micro-batch under a name of its own and of the piece, so that two pieces of a step in which something
-is met are not in each other's way; the coordinator gives the one that came first its place in the run folder.
+A worker leaves the micro-batch under a name of its own and of the piece, so that two pieces of a step in which
+something is met are not in each other's way; the coordinator gives the one that came first its place in the run folder.
 """
 
 from __future__ import annotations
