@@ -90,7 +90,13 @@ class MissingExtraError(PhalanxError):
 
 
 class RunError(PhalanxError):
-    """A run started and could not go on; exit code 2 where that is found before anything has run."""
+    """A run started and could not go on; exit code 2 where that is found before anything has run.
+
+    Attributes:
+        everywhere: all ranks have raised it together, so that none is to be named for it.
+    """
+
+    everywhere = False
 
 
 class LossError(RunError):

@@ -99,8 +99,8 @@ class RunSpec:
         spike: a loss this many robust standard deviations above the median of the last hundred is a spike; ``None``:
             none is looked for.
         on_spike: what to do about one.
-        timeout: seconds that ranks wait for one that does not come, in every exchange; then the run ends, with a report
-            of where each stands.
+        timeout: seconds that ranks wait for one that does not come, in every exchange; then there is a report of where
+            each stands, and all are started again as often as ``restarts`` says.
         drift: what is done where replicas' parameters are no longer the same: ``stop``, ``warn``, or ``off``, no look.
         drift_every: optimizer steps between looks at a fifth of the parameters.
         forecast: ``refuse`` a plan that is forecast not to fit; run it ``anyway``; or ``none``, make no forecast.

@@ -25,7 +25,16 @@ from typing import Any, final
 
 from phalanx.comm.lost_peer import reports_lost_peer
 from phalanx.config import RunSpec
-from phalanx.errors import PhalanxError, Problem, ProfileError, RefusedError, SpecError, WorkerError, is_out_of_memory
+from phalanx.errors import (
+    PhalanxError,
+    Problem,
+    ProfileError,
+    RefusedError,
+    RunError,
+    SpecError,
+    WorkerError,
+    is_out_of_memory,
+)
 from phalanx.events import EventLog
 from phalanx.files import token_of
 from phalanx.launch.runfile import absolute
@@ -58,6 +67,7 @@ class Failure:
         lost_peer: the exception only reports that another worker is gone.
         signal: the signal that ended the worker, 0 where none did.
         expected: raised by Phalanx on purpose; its message already says what to do.
+        everywhere: by all ranks together.
         problems: of a SpecError, each as JSON: it is raised again as what it was.
         hang: where every rank stands, as the ``hang`` event has it, where the run did not go on.
     """
@@ -71,6 +81,7 @@ class Failure:
     lost_peer: bool = False
     signal: int = 0
     expected: bool = False
+    everywhere: bool = False
     exit_code: int = 3
     problems: Sequence[Mapping[str, str]] = ()
     hang: Mapping[str, Any] | None = None
@@ -85,6 +96,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         "time": time.monotonic(),
         "lost_peer": reports_lost_peer(error),
         "expected": isinstance(error, PhalanxError),
+        "everywhere": isinstance(error, RunError) and error.everywhere,
         "exit_code": error.exit_code if isinstance(error, PhalanxError) else 3,
         "problems": [asdict(problem) for problem in error.problems] if isinstance(error, _WRITTEN) else [],
     }
@@ -151,8 +163,8 @@ def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> Wor
     """
     where = f"rank {failure.rank} of {world_size}"
     when = "before the first step" if failure.step is None else f"in step {failure.step}"
-    if failure.expected and failure.exit_code == 2:
-        text = failure.message  # what was written is wrong, whichever rank says so
+    if failure.expected and (failure.exit_code == 2 or failure.everywhere):
+        text = failure.message  # what was written is wrong, whichever rank says so; or all say so
     elif failure.expected:
         text = f"{where} {when}: {failure.message}"
     elif failure.hang:

@@ -230,6 +230,11 @@ class Accidents:
         return list(micro.ids), str(Path("accidents") / named) if saved.keep(micro.batch) else ""
 
     def _error(self, accident: Accident, place: str, why: str, path: str) -> RunError:
+        error = self._worded(accident, place, why, path)
+        error.everywhere = True
+        return error
+
+    def _worded(self, accident: Accident, place: str, why: str, path: str) -> RunError:
         lines = [f"{accident.told}.", *([f"    {place}"] if place else []), *([f"    {why}"] if why else [])]
         if path and self._folder:
             lines.append(f"    The batch is kept in {self._folder.parent / path}.")
