@@ -123,6 +123,30 @@ def test_every_frame_is_one_that_the_other_end_takes(monkeypatch: pytest.MonkeyP
     assert TO_SERVER.keys() == {FrameKind.WELCOME}
 
 
+DONE = {"step": 0, "part": 0, "term": 0, "ticket": "0" * 64, "what": "train", "version": 0}
+DONE |= {"sums": {"loss": [1.0, 8.0]}, "samples": 8, "seconds": 1.0}
+GATHERED: dict[str, Any] = {"held": [["weight", 0, 2, True]], "states": {"weight": {"step": 1}}, "tensors": []}
+
+
+@pytest.mark.parametrize(
+    ("table", "kind", "meta", "wrong"),
+    [
+        (FROM_WORKER, FrameKind.ASK, {}, {"done": DONE | {"ticket": "é" * 64}}),
+        (FROM_WORKER, FrameKind.ASK, {"done": DONE}, {"done": DONE | {"sums": {}}}),
+        (FROM_WORKER, FrameKind.ASK, {"done": DONE}, {"done": DONE | {"sums": {"loss": [10**400, 1]}}}),
+        (TO_COORDINATOR, FrameKind.GATHER, GATHERED, {"states": 1}),
+        (TO_COORDINATOR, FrameKind.GATHER, GATHERED, {"states": {"weight": 1}}),
+        (TO_COORDINATOR, FrameKind.GATHER, GATHERED, {"states": ["weight"]}),
+    ],
+)
+@pytest.mark.quick
+def test_a_table_takes_what_can_be_handled_alone(
+    table: FrameForms, kind: FrameKind, meta: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    assert not table[kind].fault(meta)
+    assert table[kind].fault(meta | wrong)
+
+
 def without(name: str) -> FrameForms:
     """What servers take from the coordinator, but for one field of an order to update."""
     form = FROM_COORDINATOR[FrameKind.APPLY]

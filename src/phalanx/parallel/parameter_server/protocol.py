@@ -11,6 +11,7 @@ Nothing else gets past ``Connection.receive``, so whoever handles a frame need n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, cast
@@ -72,8 +73,12 @@ def _whole(least: int = 0) -> Allows:
 
 
 def _number(value: Any) -> bool:
-    """NaN and infinities are the trainer's business: a loss may be that."""
-    return type(value) in (int, float)
+    """NaN and infinities are the trainer's business: a loss may be that. An integer may be too large for a float."""
+    return type(value) is float or (type(value) is int and -_MOST <= value <= _MOST)
+
+
+def _duration(value: Any) -> bool:
+    return _number(value) and 0 <= value <= _MOST
 
 
 def _truth(value: Any) -> bool:
@@ -86,6 +91,10 @@ def _word(*allowed: str) -> Allows:
 
 def _text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def _ticket(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def _anything(_: Any) -> bool:
@@ -114,20 +123,28 @@ def _record(form: FrameForm) -> Allows:
     return lambda value: not form.fault(value)
 
 
-_COUNT, _ANY_VERSION, _TICKET = _whole(), _whole(-1), lambda value: isinstance(value, str) and len(value) == 64
-_PIECE: dict[str, Allows] = {"step": _COUNT, "part": _COUNT, "term": _COUNT, "ticket": _TICKET}
+def _sums(value: Any) -> bool:
+    """Of the loss, by which updates and evaluations are made; of metrics beside it."""
+    return _named(_row(_number, _number))(value) and "loss" in value
+
+
+_COUNT, _ANY_VERSION = _whole(), _whole(-1)
+_PIECE: dict[str, Allows] = {"step": _COUNT, "part": _COUNT, "term": _COUNT, "ticket": _ticket}
 _WHAT = _word("train", "evaluate")
 _DONE = FrameForm(
     fields={
         **_PIECE,
         "what": _WHAT,
         "version": _COUNT,
-        "sums": _named(_row(_number, _number)),
+        "sums": _sums,
         "samples": _COUNT,
-        "seconds": _number,
+        "seconds": _duration,
     }
 )
 _PROGRESS = FrameForm(fields={"floor": _COUNT, "done": _each(_COUNT), "samples": _COUNT, "begun": _COUNT})
+_MEMORY = FrameForm(
+    fields=dict.fromkeys(("peak_bytes", "parameters", "gradients", "optimizer", "buffers", "activations"), _COUNT)
+)
 _HELD = _each(_row(_text, _COUNT, _COUNT, _truth))
 _INTRODUCTION: dict[str, Allows] = {
     "index": _COUNT,
@@ -146,7 +163,7 @@ FROM_WORKER: FrameForms = {
         fields={**_PIECE, "version": _COUNT, "count": _number, "without": _each(_COUNT)}, tensors=True, most=1 << 20
     ),
     FrameKind.BEAT: FrameForm(fields={"progress": _COUNT}),
-    FrameKind.END: FrameForm(fields={"memory": _named(_COUNT)}),
+    FrameKind.END: FrameForm(fields={"memory": _record(_MEMORY)}),
 }
 """What servers take from workers."""
 
@@ -191,9 +208,9 @@ TO_COORDINATOR: FrameForms = {
     FrameKind.SNAPSHOT: _NOTHING,
     FrameKind.RESTORE: _NOTHING,
     FrameKind.GATHER: FrameForm(
-        fields={"held": _HELD, "groups": _anything, "tensors": _TENSORS}, tensors=True, most=_NAMES
+        fields={"held": _HELD, "states": _named(_named(_anything)), "tensors": _TENSORS}, tensors=True, most=_NAMES
     ),
-    FrameKind.END: FrameForm(fields={"memory": _named(_COUNT), "refused": _named(_COUNT)}),
+    FrameKind.END: FrameForm(fields={"memory": _record(_MEMORY), "refused": _named(_COUNT)}),
 }
 """What the coordinator takes from servers."""
 

@@ -94,7 +94,7 @@ class ServerGroup:
 
         def taken(connection: Connection) -> ServerShare:
             frame = _answer(connection, FrameKind.GATHER)
-            return ServerShare(frame.meta["held"], receive_tensors(connection, frame), frame.meta["groups"])
+            return ServerShare(frame.meta["held"], receive_tensors(connection, frame), frame.meta["states"])
 
         self._wait(self._patience.task)
         for index in self._others:

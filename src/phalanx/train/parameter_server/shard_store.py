@@ -35,12 +35,13 @@ from phalanx.train.state import buffer_names, identity, model_config, model_tens
 class ServerShare:
     """What one server has: parameters, as ``ShardStore.held`` has them, and what is no tensor of its optimizer's state.
 
-    ``tensors`` are ``model.<parameter>`` and ``optimizer.<parameter>.<key>`` → its rows.
+    ``tensors`` are ``model.<parameter>`` and ``optimizer.<parameter>.<key>`` → its rows; ``states`` are parameter → key
+    → JSON, as ``optimizer_tensors`` gives it.
     """
 
     held: list[list[Any]]
     tensors: dict[str, torch.Tensor]
-    groups: dict[str, Any]
+    states: dict[str, dict[str, Any]]
 
 
 @final
@@ -157,7 +158,7 @@ class ShardStore:
             return ServerShare(self.held, model, {})
         tensors, groups = checkpoint.optimizer_tensors(shard.optimizer, shard.parameters)
         model |= {name: one for name, one in tensors.items() if isinstance(one, torch.Tensor)}
-        return ServerShare(self.held, model, groups)
+        return ServerShare(self.held, model, groups["state"])
 
     def save(
         self,
@@ -210,13 +211,13 @@ def _rows(value: Any, whole: torch.Tensor, part: RowSlice) -> Any:
 
 def put_together(
     parts: Iterable[ServerShare], whole: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], Any]:
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
     """Whole tensors by name, and the states' JSON by parameter, from what each server has.
 
     ``whole`` are the parameters, for their names.
     """
     found: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    states: dict[str, Any] = {}
+    states: dict[str, dict[str, Any]] = {}
     cut: set[str] = set()
     for part in parts:
         starts = {name: start for name, start, _, _ in part.held}
@@ -226,7 +227,7 @@ def put_together(
             owner = _owner(name, whole)
             alike = owner in cut and tensor.dim() == whole[owner].dim() and tensor.shape[0] == rows[owner]
             found.setdefault(name, []).append((starts[owner] if alike else -1, tensor))
-        states = part.groups.get("state", {}) | states
+        states = part.states | states
     return {name: _joined(pieces) for name, pieces in found.items()}, states
 
 
