@@ -27,7 +27,13 @@ from phalanx.comm.handshake import CallerHandshake, Identity, Role, new_secret
 from phalanx.comm.listener import Caller
 from phalanx.launch.local import launch
 from phalanx.parallel.parameter_server import FrameKind, StalenessBound, WorkQueue, deal_ticket
-from phalanx.parallel.parameter_server.protocol import FROM_COORDINATOR, FROM_WORKER, TO_COORDINATOR, TO_WORKER
+from phalanx.parallel.parameter_server.protocol import (
+    FROM_COORDINATOR,
+    FROM_WORKER,
+    TO_COORDINATOR,
+    TO_SERVER,
+    TO_WORKER,
+)
 from phalanx.train.interruptions import LauncherLink
 from phalanx.train.observer import Observer, Scene
 from phalanx.train.parameter_server import take_part
@@ -389,6 +395,24 @@ def test_a_worker_that_comes_again_replaces_itself(server: Server) -> None:
     assert again.receive().kind == FrameKind.VALUES
     again.close()
     assert threading.active_count() < 10
+
+
+def test_snapshots_are_verified_for_the_coordinators_question_alone(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for whoever connects: it reads every byte of them."""
+    asked: list[int] = []
+    monkeypatch.setattr(ShardStore, "snapshots", lambda self: asked.append(1) or [3, 6])
+    open_ones = [connected(server, one) for one in (*WORKERS, WORKERS[0])]
+    probe = Caller(identity=SERVER, secret=SECRET).call(SERVER, "127.0.0.1", server.port, TO_SERVER, patience=5.0)
+    assert probe.receive().meta["index"] == 0
+    coordinator = connected(server, COORDINATOR)
+    assert not asked
+    coordinator.send(FrameKind.HELLO)
+    assert coordinator.receive().meta == {"term": 0, "snapshots": [3, 6]}
+    assert len(asked) == 1
+    for one in (*open_ones, probe, coordinator):
+        one.close()
 
 
 def test_every_kind_of_frame_has_its_table() -> None:

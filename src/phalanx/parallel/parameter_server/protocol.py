@@ -24,9 +24,9 @@ class FrameKind(IntEnum):
     """Each frame's kind; in brackets who sends it, and what its JSON holds."""
 
     HELLO = 1
-    """[worker] ``length`` of its data. [coordinator] nothing."""
+    """[worker] who it is, first. [coordinator] so too; later, what the server could go back to. [server] that."""
     WELCOME = 2
-    """[server] ``term``, ``snapshots``: versions it could go back to, ``version``, what it holds."""
+    """[server] what it holds, to whoever is new."""
     ASK = 3
     """[worker] ``done``: what it has computed since it last asked, if anything. To the coordinator."""
     DEAL = 4
@@ -146,13 +146,7 @@ _MEMORY = FrameForm(
     fields=dict.fromkeys(("peak_bytes", "parameters", "gradients", "optimizer", "buffers", "activations"), _COUNT)
 )
 _HELD = _each(_row(_text, _COUNT, _COUNT, _truth))
-_INTRODUCTION: dict[str, Allows] = {
-    "index": _COUNT,
-    "term": _COUNT,
-    "version": _COUNT,
-    "snapshots": _each(_COUNT),
-    "held": _HELD,
-}
+_WELCOME = FrameForm(fields={"index": _COUNT, "held": _HELD}, most=_NAMES)
 _NOTHING = FrameForm()
 
 FROM_WORKER: FrameForms = {
@@ -168,7 +162,7 @@ FROM_WORKER: FrameForms = {
 """What servers take from workers."""
 
 TO_WORKER: FrameForms = {
-    FrameKind.WELCOME: FrameForm(fields=_INTRODUCTION, most=_NAMES),
+    FrameKind.WELCOME: _WELCOME,
     FrameKind.DEAL: FrameForm(fields={**_PIECE, "what": _WHAT, "version": _COUNT}),
     FrameKind.VALUES: FrameForm(fields={"version": _COUNT, "term": _COUNT}, tensors=True),
     FrameKind.TAKEN: FrameForm(fields={"new": _truth}),
@@ -201,8 +195,8 @@ FROM_COORDINATOR: FrameForms = {
 
 _TENSORS = _each(_row(_text, _each(_COUNT), _text))
 TO_COORDINATOR: FrameForms = {
-    FrameKind.WELCOME: FrameForm(fields=_INTRODUCTION, most=_NAMES),
-    FrameKind.HELLO: FrameForm(fields=_INTRODUCTION, most=_NAMES),
+    FrameKind.WELCOME: _WELCOME,
+    FrameKind.HELLO: FrameForm(fields={"term": _COUNT, "snapshots": _each(_COUNT)}),
     FrameKind.PREPARE: FrameForm(fields={"square": _number}),
     FrameKind.APPLY: _NOTHING,
     FrameKind.SNAPSHOT: _NOTHING,
@@ -214,5 +208,5 @@ TO_COORDINATOR: FrameForms = {
 }
 """What the coordinator takes from servers."""
 
-TO_SERVER: FrameForms = {FrameKind.WELCOME: FrameForm(fields=_INTRODUCTION, most=_NAMES)}
+TO_SERVER: FrameForms = {FrameKind.WELCOME: _WELCOME}
 """What a server takes from another of the same number, which it asks whether it is there."""

@@ -93,7 +93,7 @@ class Server:
             case FrameKind.RESTORE:
                 store.go_back(meta["version"], meta["term"], meta["progress"])
             case FrameKind.HELLO:
-                return self._introduction()
+                return {"term": shard.term, "snapshots": store.snapshots()}
             case FrameKind.END:
                 memory = {"peak_bytes": peak_memory(), **shard.memory, "buffers": 0, "activations": 0}
                 return {"memory": memory, "refused": dict(self.listener.refusals())}
@@ -102,14 +102,7 @@ class Server:
         return {}
 
     def _introduction(self) -> dict[str, Any]:
-        shard = self._store.shard
-        return {
-            "index": self._store.index,
-            "term": shard.term,
-            "version": shard.version,
-            "snapshots": self._store.snapshots(),
-            "held": self._store.held,
-        }
+        return {"index": self._store.index, "held": self._store.held}
 
     def _run(self, work: Callable[..., None], *arguments: Any) -> None:
         def guarded() -> None:
