@@ -21,7 +21,7 @@ from phalanx.comm.frames import Connection, FrameForm, FrameForms
 from phalanx.config import Job, RunSpec
 from phalanx.errors import RunError
 from phalanx.launch.local import launch
-from phalanx.parallel.parameter_server import FrameKind
+from phalanx.parallel.parameter_server import FrameKind, RunProgress
 from phalanx.parallel.parameter_server.protocol import (
     FROM_COORDINATOR,
     FROM_WORKER,
@@ -182,3 +182,11 @@ def test_a_server_that_is_lost_again_and_again_ends_the_run(monkeypatch: pytest.
     with pytest.raises(RunError, match=r"server 1 was lost 3 times with no update between: it has ended") as raised:
         served()
     assert "rank 2" in str(raised.value)
+
+
+@pytest.mark.quick
+def test_progress_travels_in_the_fields_that_its_class_has() -> None:
+    progress = RunProgress(floor=7, done=[9, 11], samples=144, begun=16)
+    came = json.loads(json.dumps(progress.to_dict()))
+    assert not FROM_COORDINATOR[FrameKind.SNAPSHOT].fault({"progress": came})
+    assert RunProgress.from_dict(came) == progress

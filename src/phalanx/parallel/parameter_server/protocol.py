@@ -21,40 +21,38 @@ from phalanx.comm.handshake import ticket
 
 
 class FrameKind(IntEnum):
-    """Each frame's kind; in brackets who sends it, and what its JSON holds."""
+    """What each frame is for; in brackets who sends it."""
 
     HELLO = 1
-    """[worker] who it is, first. [coordinator] so too; later, what the server could go back to. [server] that."""
+    """[worker, coordinator] who is new. [coordinator] later: what could you go back to? [server] that."""
     WELCOME = 2
     """[server] what it holds, to whoever is new."""
     ASK = 3
-    """[worker] ``done``: what it has computed since it last asked, if anything. To the coordinator."""
+    """[worker] what it has computed since it last asked, if anything, and for more. To the coordinator."""
     DEAL = 4
-    """[coordinator] ``what`` (train or evaluate), ``step``, ``part``, ``term``, ``ticket``: that it dealt this."""
+    """[coordinator] the piece that the worker is to compute."""
     PULL = 5
-    """[worker] ``version`` and ``term`` it is at."""
+    """[worker] bring me up to date."""
     VALUES = 6
-    """[server] ``version``; the parameters of that version, and from the coordinator buffers; or nothing to change."""
+    """[server] the parameters, and from the coordinator buffers; or nothing, where the worker has them."""
     PUSH = 7
-    """[worker] ``step``, ``part``, ``version``, ``term``, ``ticket``, ``without`` gradient; gradients. Taken in once or
-    dropped."""
+    """[worker] the gradients of a piece that it was dealt. Taken in once or dropped."""
     TAKEN = 8
-    """[server] ``new``: whether it counted."""
+    """[server] whether they counted."""
     BEAT = 9
-    """[worker] it lives; ``progress``: how often its main thread has come on. [coordinator] so does that."""
+    """[worker] it lives, and has come on so often. [coordinator] so does that."""
     END = 10
-    """[coordinator] all is done. [worker] what it held in memory."""
+    """[coordinator] all is done. [worker] what it held in memory. [server] that, and whom it refused."""
     PREPARE = 11
-    """[coordinator] ``step``, ``parts``: sum them. [server] ``square`` of the sum's norm."""
+    """[coordinator] bring the gradient of a step together. [server] how large it is."""
     APPLY = 12
-    """[coordinator] ``step``, ``scale``, ``rate``, ``oldest`` version that a gradient may still come of, ``watched``,
-    ``left_out``: it makes no update."""
+    """[coordinator] make the update of a step, or leave it out. [server] done."""
     SNAPSHOT = 13
-    """[coordinator] write one, of ``version``. [server] done."""
+    """[coordinator] write one. [server] done."""
     RESTORE = 14
-    """[coordinator] go back to ``version``, in a new ``term``. [server] done."""
+    """[coordinator] go back to a snapshot, or to the beginning. [server] done."""
     GATHER = 15
-    """[coordinator] ``what``: parameters, gradients of ``step``, or everything. [server] the tensors, with names."""
+    """[coordinator] send me what you hold, all of it or some. [server] that."""
 
 
 def deal_ticket(secret: bytes, rank: int, what: str, step: int, part: int, term: int) -> str:

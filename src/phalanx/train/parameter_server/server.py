@@ -25,7 +25,7 @@ from phalanx.comm.listener import RunListener
 from phalanx.errors import RunError
 from phalanx.hardware import peak_memory
 from phalanx.parallel.compression import Codec, read
-from phalanx.parallel.parameter_server import FrameKind, Pushed, deal_ticket
+from phalanx.parallel.parameter_server import FrameKind, Pushed, RunProgress, deal_ticket
 from phalanx.parallel.parameter_server.protocol import FROM_COORDINATOR, FROM_WORKER
 from phalanx.train.parameter_server.shard_store import ShardStore
 
@@ -89,9 +89,9 @@ class Server:
                 named = {name: meta[name] for name in ("scale", "rate", "oldest", "watched", "left_out")}
                 shard.apply(meta["step"], **named)
             case FrameKind.SNAPSHOT:
-                store.snapshot(meta["progress"])
+                store.snapshot(RunProgress.from_dict(meta["progress"]))
             case FrameKind.RESTORE:
-                store.go_back(meta["version"], meta["term"], meta["progress"])
+                store.go_back(meta["version"], meta["term"], RunProgress.from_dict(meta["progress"]))
             case FrameKind.HELLO:
                 return {"term": shard.term, "snapshots": store.snapshots()}
             case FrameKind.END:
