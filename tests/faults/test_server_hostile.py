@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,13 @@ from phalanx.comm.handshake import CallerHandshake, Identity, Role, new_secret
 from phalanx.comm.listener import Caller
 from phalanx.launch.local import launch
 from phalanx.parallel.parameter_server import FrameKind, StalenessBound, WorkQueue, deal_ticket
-from phalanx.parallel.parameter_server.protocol import FROM_COORDINATOR, FROM_WORKER, TO_COORDINATOR, TO_WORKER
+from phalanx.parallel.parameter_server.protocol import (
+    FROM_COORDINATOR,
+    FROM_WORKER,
+    TO_COORDINATOR,
+    TO_SERVER,
+    TO_WORKER,
+)
 from phalanx.train.interruptions import LauncherLink
 from phalanx.train.observer import Observer, Scene
 from phalanx.train.parameter_server import take_part
@@ -177,51 +183,106 @@ def test_hostile_connections_change_nothing(count: int) -> None:
     assert {event["rank"] for event in of(events, "worker")} == {0, 1}
 
 
+SECRET = new_secret()
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    """Server 0 of ``dp=2 server=1``, in this process, which has dealt nothing yet."""
+    run = run_of("dp=2 server=1")
+    store = ShardStore(job(), run.plan, 0, Path("run"))
+    made = Server(store, Place(rank=2, world_size=3, secret=SECRET), 2)
+    queue = WorkQueue(lambda step: [8, 8], first=0, limit=4, pace=StalenessBound())
+    made.start(RequestHandler(queue, 64, store.statistics.form, QUICK, SECRET))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
 @pytest.fixture
 def server() -> Iterator[Server]:
-    """Server 0 of ``dp=2 server=1``, in this process, which has dealt nothing yet."""
-    run, secret = run_of("dp=2 server=1"), new_secret()
-    store = ShardStore(job(), run.plan, 0, Path("run"))
-    made = Server(store, Place(rank=2, world_size=3, secret=secret), 2)
-    queue = WorkQueue(lambda step: [8, 8], first=0, limit=4, pace=StalenessBound())
-    made.start(RequestHandler(queue, 64, store.statistics.form, QUICK, secret))
-    yield made
-    made.close()
+    with serving() as made:
+        yield made
     assert made.trouble is None, "nothing that a connection says is the run's trouble"
 
 
 def connected(server: Server, identity: Identity) -> Connection:
     forms = TO_COORDINATOR if identity == COORDINATOR else TO_WORKER
-    caller = Caller(identity=identity, secret=server._secret)
+    caller = Caller(identity=identity, secret=SECRET)
     connection = caller.call(SERVER, "127.0.0.1", server.port, forms, patience=5.0)
     connection.send(FrameKind.HELLO, {} if identity == COORDINATOR else {"length": 64})
     assert connection.receive().kind == FrameKind.WELCOME
     return connection
 
 
+def refused(server: Server) -> str:
+    """The one thing that was refused, once it is."""
+    until = time.monotonic() + 5.0
+    while not server.listener.refusals() and time.monotonic() < until:
+        time.sleep(0.01)
+    (text,) = server.listener.refusals()
+    return text
+
+
 WORKERS = [Identity(Role.WORKER, rank) for rank in range(2)]
-DONE = {
+DEALT = deal_ticket(SECRET, 0, "train", 0, 0, 0)
+DONE: dict[str, Any] = {
     "step": 0,
     "part": 0,
     "term": 0,
-    "ticket": "0" * 64,
+    "ticket": DEALT,
     "what": "train",
     "version": 0,
+    "sums": {"loss": [1.0, 8.0]},
     "samples": 8,
     "seconds": 1.0,
 }
 PUSH = {"step": 0, "part": 0, "term": 0, "ticket": "0" * 64, "version": 0, "count": 1.0, "without": []}
+MEMORY = dict.fromkeys(("peak_bytes", "parameters", "gradients", "optimizer", "buffers", "activations"), 0)
+TICKETS = {
+    "of 64 other characters": "é" * 64,
+    "that is longer": "0" * 65,
+    "in capitals": "A" * 64,
+    "of digits of another script": "٠" * 64,
+    "that ends a line": "0" * 63 + "\n",
+}
+HUGE = 10**400  # an integer that no float can be
+DONE_LIES: dict[str, dict[str, Any]] = {
+    "a piece that was not dealt": {"part": 1},
+    "sums of another form": {"sums": {"loss": 1.0}},
+    "sums of three": {"sums": {"loss": [1.0, 8.0, 8.0]}},
+    "no sums": {"sums": {}},
+    "sums without a loss": {"sums": {"accuracy": [1.0, 8.0]}},
+    "an evaluation without a loss": {
+        "what": "evaluate",
+        "ticket": deal_ticket(SECRET, 0, "evaluate", 0, 0, 0),
+        "sums": {},
+    },
+    "a sum that is too large for a float": {"sums": {"loss": [HUGE, 8]}},
+    "a count that is too small for a float": {"sums": {"loss": [1, -HUGE]}},
+    "endless seconds": {"seconds": float("inf")},
+    "seconds that are no number": {"seconds": float("nan")},
+    "seconds back": {"seconds": -1.0},
+    "seconds that are too many for a float": {"seconds": HUGE},
+    "samples that are too many": {"samples": HUGE},
+    **{f"done with a ticket {how}": {"ticket": ticket} for how, ticket in TICKETS.items()},
+}
 LIES: dict[str, tuple[int, dict[str, Any]]] = {
-    "a piece that was not dealt": (FrameKind.ASK, {"done": {**DONE, "sums": {"loss": [1.0, 8.0]}}}),
-    "sums of another form": (FrameKind.ASK, {"done": {**DONE, "sums": {"loss": 1.0}}}),
+    **{name: (FrameKind.ASK, {"done": DONE | change}) for name, change in DONE_LIES.items()},
+    **{f"a gradient with a ticket {how}": (FrameKind.PUSH, PUSH | {"ticket": one}) for how, one in TICKETS.items()},
+    "a count that is too large for a float": (FrameKind.PUSH, PUSH | {"ticket": DEALT, "count": HUGE}),
     "a rank": (FrameKind.HELLO, {"rank": -1, "length": 64}),
     "a second hello": (FrameKind.HELLO, {"length": 64}),
     "what the coordinator says": (FrameKind.GATHER, {"what": "everything"}),
     "an unknown kind": (99, {}),
     "a version that is none": (FrameKind.PULL, {"version": "1", "term": 0}),
     "a term below none": (FrameKind.PULL, {"version": 0, "term": -2}),
+    "a version that is too large": (FrameKind.PULL, {"version": HUGE, "term": 0}),
     "no progress": (FrameKind.BEAT, {}),
-    "memory that is no number": (FrameKind.END, {"memory": {"peak_bytes": "all"}}),
+    "memory that is no number": (FrameKind.END, {"memory": MEMORY | {"peak_bytes": "all"}}),
+    "memory that is the name of an event": (FrameKind.END, {"memory": MEMORY | {"event": 1}}),
+    "memory of nothing": (FrameKind.END, {"memory": {}}),
 }
 
 
@@ -234,6 +295,58 @@ def test_what_a_worker_may_not_say_ends_its_connection_alone(server: Server, kin
     other.send(FrameKind.PULL, {"version": -1, "term": -1})
     assert other.receive().kind == FrameKind.VALUES
     other.close()
+    said = "a connection from worker 0 was ended: the peer does not keep to this protocol: "
+    assert refused(server).startswith(said)
+
+
+def test_what_a_worker_says_and_may_is_heard(server: Server) -> None:
+    """The lies are departures from this."""
+    honest = connected(server, WORKERS[0])
+    honest.send(FrameKind.ASK, {"done": DONE})
+    assert honest.receive().kind == FrameKind.DEAL
+    honest.send(FrameKind.END, {"memory": MEMORY})
+    with pytest.raises(LostError):
+        honest.receive()
+    assert not server.listener.refusals()
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, OverflowError, KeyError, IndexError])
+def test_a_frame_that_cannot_be_taken_in_ends_its_connection_alone(
+    server: Server, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Whatever the tables let through."""
+
+    def failing(*_: Any) -> None:
+        raise error("of some kind")
+
+    liar, other = (connected(server, one) for one in WORKERS)
+    monkeypatch.setattr(RequestHandler, "_take_in", failing)
+    liar.send(FrameKind.ASK, {"done": DONE})
+    with pytest.raises(LostError):
+        liar.receive()
+    other.send(FrameKind.ASK, {})
+    assert other.receive().kind == FrameKind.DEAL
+    other.close()
+    assert f"ASK could not be taken in ({error.__name__} at test_server_hostile.py:" in refused(server)
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [("_take_in", AssertionError), ("_take_in", RuntimeError), ("answer", KeyError), ("connected", ValueError)],
+)
+def test_what_fails_in_the_server_itself_is_the_runs_trouble(
+    monkeypatch: pytest.MonkeyPatch, where: str, error: type[Exception]
+) -> None:
+    def failing(*_: Any) -> None:
+        raise error("a fault of the server")
+
+    monkeypatch.setattr(RequestHandler, where, failing)
+    with serving() as made:
+        honest = connected(made, WORKERS[0])
+        with suppress(LostError):
+            honest.send(FrameKind.ASK, {"done": DONE})
+            honest.receive()
+    assert isinstance(made.trouble, error)
 
 
 @pytest.mark.parametrize(
@@ -247,11 +360,11 @@ def test_a_gradient_that_is_not_of_a_dealt_piece_displaces_none(
     liar, honest = (connected(server, one) for one in WORKERS)
     gradient = [torch.full((sum(_sizes(server)),), 5.0)]
     rank = 0 if dealt else 1
-    word = deal_ticket(server._secret, rank, "train", 0, 0, 0)
+    word = deal_ticket(SECRET, rank, "train", 0, 0, 0)
     liar.send(FrameKind.PUSH, {**PUSH, "ticket": word, **change}, views(gradient))
     with pytest.raises(LostError):
         liar.receive()
-    word = deal_ticket(server._secret, 1, "train", 0, 0, 0)
+    word = deal_ticket(SECRET, 1, "train", 0, 0, 0)
     honest.send(FrameKind.PUSH, {**PUSH, "ticket": word}, views([torch.ones(sum(_sizes(server)))]))
     assert honest.receive().meta == {"new": True}
     assert server._store.shard.prepare(0, [0]) == sum(_sizes(server))
@@ -264,7 +377,7 @@ def _sizes(server: Server) -> list[int]:
 
 def test_a_gradient_of_another_size_ends_its_connection_alone(server: Server) -> None:
     liar, other = (connected(server, one) for one in WORKERS)
-    word = deal_ticket(server._secret, 0, "train", 0, 0, 0)
+    word = deal_ticket(SECRET, 0, "train", 0, 0, 0)
     liar.send(FrameKind.PUSH, {**PUSH, "ticket": word}, views([torch.ones(3)]))
     with pytest.raises(LostError):
         liar.receive()
@@ -282,6 +395,24 @@ def test_a_worker_that_comes_again_replaces_itself(server: Server) -> None:
     assert again.receive().kind == FrameKind.VALUES
     again.close()
     assert threading.active_count() < 10
+
+
+def test_snapshots_are_verified_for_the_coordinators_question_alone(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for whoever connects: it reads every byte of them."""
+    asked: list[int] = []
+    monkeypatch.setattr(ShardStore, "snapshots", lambda self: asked.append(1) or [3, 6])
+    open_ones = [connected(server, one) for one in (*WORKERS, WORKERS[0])]
+    probe = Caller(identity=SERVER, secret=SECRET).call(SERVER, "127.0.0.1", server.port, TO_SERVER, patience=5.0)
+    assert probe.receive().meta["index"] == 0
+    coordinator = connected(server, COORDINATOR)
+    assert not asked
+    coordinator.send(FrameKind.HELLO)
+    assert coordinator.receive().meta == {"term": 0, "snapshots": [3, 6]}
+    assert len(asked) == 1
+    for one in (*open_ones, probe, coordinator):
+        one.close()
 
 
 def test_every_kind_of_frame_has_its_table() -> None:

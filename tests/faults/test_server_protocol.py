@@ -21,7 +21,7 @@ from phalanx.comm.frames import Connection, FrameForm, FrameForms
 from phalanx.config import Job, RunSpec
 from phalanx.errors import RunError
 from phalanx.launch.local import launch
-from phalanx.parallel.parameter_server import FrameKind
+from phalanx.parallel.parameter_server import FrameKind, RunProgress
 from phalanx.parallel.parameter_server.protocol import (
     FROM_COORDINATOR,
     FROM_WORKER,
@@ -139,6 +139,30 @@ def test_what_a_worker_tells_of_a_number_that_is_not_finite_is_taken(
     assert event["where"].startswith("First not finite: the output of 0, in micro-batch 0 on rank ")
 
 
+DONE = {"step": 0, "part": 0, "term": 0, "ticket": "0" * 64, "what": "train", "version": 0}
+DONE |= {"sums": {"loss": [1.0, 8.0]}, "samples": 8, "seconds": 1.0}
+GATHERED: dict[str, Any] = {"held": [["weight", 0, 2, True]], "states": {"weight": {"step": 1}}, "tensors": []}
+
+
+@pytest.mark.parametrize(
+    ("table", "kind", "meta", "wrong"),
+    [
+        (FROM_WORKER, FrameKind.ASK, {}, {"done": DONE | {"ticket": "é" * 64}}),
+        (FROM_WORKER, FrameKind.ASK, {"done": DONE}, {"done": DONE | {"sums": {}}}),
+        (FROM_WORKER, FrameKind.ASK, {"done": DONE}, {"done": DONE | {"sums": {"loss": [10**400, 1]}}}),
+        (TO_COORDINATOR, FrameKind.GATHER, GATHERED, {"states": 1}),
+        (TO_COORDINATOR, FrameKind.GATHER, GATHERED, {"states": {"weight": 1}}),
+        (TO_COORDINATOR, FrameKind.GATHER, GATHERED, {"states": ["weight"]}),
+    ],
+)
+@pytest.mark.quick
+def test_a_table_takes_what_can_be_handled_alone(
+    table: FrameForms, kind: FrameKind, meta: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    assert not table[kind].fault(meta)
+    assert table[kind].fault(meta | wrong)
+
+
 def without(name: str) -> FrameForms:
     """What servers take from the coordinator, but for one field of an order to update."""
     form = FROM_COORDINATOR[FrameKind.APPLY]
@@ -174,3 +198,11 @@ def test_a_server_that_is_lost_again_and_again_ends_the_run(monkeypatch: pytest.
     with pytest.raises(RunError, match=r"server 1 was lost 3 times with no update between: it has ended") as raised:
         served()
     assert "rank 2" in str(raised.value)
+
+
+@pytest.mark.quick
+def test_progress_travels_in_the_fields_that_its_class_has() -> None:
+    progress = RunProgress(floor=7, done=[9, 11], samples=144, begun=16)
+    came = json.loads(json.dumps(progress.to_dict()))
+    assert not FROM_COORDINATOR[FrameKind.SNAPSHOT].fault({"progress": came})
+    assert RunProgress.from_dict(came) == progress

@@ -85,7 +85,7 @@ class FrameForm:
         for name, allows in self.fields.items():
             if name in given:
                 if not allows(given[name]):
-                    return f"{name} = {str(given[name])[:40]}"
+                    return f"{name} = {repr(given[name])[:40]}"
             elif name not in self.optional:
                 return f"no {name}"
         return ""

@@ -87,6 +87,10 @@ class RunListener:
         """What connections were refused for so far, and how often; a bounded number of sentences."""
         return Counter(self._refused)
 
+    def note_ended(self, caller: Identity, reason: str) -> None:
+        """Count, among the refusals, the connection of a caller that had got in, and was ended for ``reason``."""
+        self._note(f"from {caller} was ended: ", reason)
+
     def _let_go(self) -> None:
         for stranger in tuple(self._strangers):
             stranger.plug.close()

@@ -11,6 +11,7 @@ Nothing else gets past ``Connection.receive``, so whoever handles a frame need n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, cast
@@ -20,41 +21,39 @@ from phalanx.comm.handshake import ticket
 
 
 class FrameKind(IntEnum):
-    """Each frame's kind; in brackets who sends it, and what its JSON holds."""
+    """What each frame is for; in brackets who sends it."""
 
     HELLO = 1
-    """[worker] ``length`` of its data. [coordinator] nothing."""
+    """[worker, coordinator] who is new. [coordinator] later: what could you go back to? [server] that."""
     WELCOME = 2
-    """[server] ``term``, ``snapshots``: versions it could go back to, ``version``, what it holds."""
+    """[server] what it holds, to whoever is new."""
     ASK = 3
-    """[worker] ``done``: what it has computed since it last asked, if anything, with its ``sighting`` of what was not
-    finite in it. To the coordinator."""
+    """[worker] what it has computed since it last asked, if anything, with what was not finite in it; and for more. To
+    the coordinator."""
     DEAL = 4
-    """[coordinator] ``what`` (train or evaluate), ``step``, ``part``, ``term``, ``ticket``: that it dealt this."""
+    """[coordinator] the piece that the worker is to compute."""
     PULL = 5
-    """[worker] ``version`` and ``term`` it is at."""
+    """[worker] bring me up to date."""
     VALUES = 6
-    """[server] ``version``; the parameters of that version, and from the coordinator buffers; or nothing to change."""
+    """[server] the parameters, and from the coordinator buffers; or nothing, where the worker has them."""
     PUSH = 7
-    """[worker] ``step``, ``part``, ``version``, ``term``, ``ticket``, ``without`` gradient; gradients. Taken in once or
-    dropped."""
+    """[worker] the gradients of a piece that it was dealt. Taken in once or dropped."""
     TAKEN = 8
-    """[server] ``new``: whether it counted."""
+    """[server] whether they counted."""
     BEAT = 9
-    """[worker] it lives; ``progress``: how often its main thread has come on. [coordinator] so does that."""
+    """[worker] it lives, and has come on so often. [coordinator] so does that."""
     END = 10
-    """[coordinator] all is done. [worker] what it held in memory."""
+    """[coordinator] all is done. [worker] what it held in memory. [server] that, and whom it refused."""
     PREPARE = 11
-    """[coordinator] ``step``, ``parts``: sum them. [server] ``square`` of the sum's norm."""
+    """[coordinator] bring the gradient of a step together. [server] how large it is."""
     APPLY = 12
-    """[coordinator] ``step``, ``scale``, ``rate``, ``oldest`` version that a gradient may still come of, ``watched``,
-    ``left_out``: it makes no update."""
+    """[coordinator] make the update of a step, or leave it out. [server] done."""
     SNAPSHOT = 13
-    """[coordinator] write one, of ``version``. [server] done."""
+    """[coordinator] write one. [server] done."""
     RESTORE = 14
-    """[coordinator] go back to ``version``, in a new ``term``. [server] done."""
+    """[coordinator] go back to a snapshot, or to the beginning. [server] done."""
     GATHER = 15
-    """[coordinator] ``what``: parameters, gradients of ``step``, or everything. [server] the tensors, with names."""
+    """[coordinator] send me what you hold, all of it or some. [server] that."""
 
 
 def deal_ticket(secret: bytes, rank: int, what: str, step: int, part: int, term: int) -> str:
@@ -83,8 +82,12 @@ def _whole(least: int = 0) -> Allows:
 
 
 def _number(value: Any) -> bool:
-    """NaN and infinities are the trainer's business: a loss may be that."""
-    return type(value) in (int, float)
+    """NaN and infinities are the trainer's business: a loss may be that. An integer may be too large for a float."""
+    return type(value) is float or (type(value) is int and -_MOST <= value <= _MOST)
+
+
+def _duration(value: Any) -> bool:
+    return _number(value) and 0 <= value <= _MOST
 
 
 def _truth(value: Any) -> bool:
@@ -101,6 +104,10 @@ def _text(value: Any) -> bool:
 
 def _line(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= MOST_TEXT and value.isprintable()
+
+
+def _ticket(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def _anything(_: Any) -> bool:
@@ -133,8 +140,13 @@ def _record(form: FrameForm) -> Allows:
     return lambda value: not form.fault(value)
 
 
-_COUNT, _ANY_VERSION, _TICKET = _whole(), _whole(-1), lambda value: isinstance(value, str) and len(value) == 64
-_PIECE: dict[str, Allows] = {"step": _COUNT, "part": _COUNT, "term": _COUNT, "ticket": _TICKET}
+def _sums(value: Any) -> bool:
+    """Of the loss, by which updates and evaluations are made; of metrics beside it."""
+    return _named(_row(_number, _number))(value) and "loss" in value
+
+
+_COUNT, _ANY_VERSION = _whole(), _whole(-1)
+_PIECE: dict[str, Allows] = {"step": _COUNT, "part": _COUNT, "term": _COUNT, "ticket": _ticket}
 _WHAT = _word("train", "evaluate")
 _SIGHTING = FrameForm(
     fields={
@@ -152,22 +164,19 @@ _DONE = FrameForm(
         **_PIECE,
         "what": _WHAT,
         "version": _COUNT,
-        "sums": _named(_row(_number, _number)),
+        "sums": _sums,
         "samples": _COUNT,
-        "seconds": _number,
+        "seconds": _duration,
         "sighting": _record(_SIGHTING),
     },
     optional=frozenset({"sighting"}),
 )
 _PROGRESS = FrameForm(fields={"floor": _COUNT, "done": _each(_COUNT), "samples": _COUNT, "begun": _COUNT})
+_MEMORY = FrameForm(
+    fields=dict.fromkeys(("peak_bytes", "parameters", "gradients", "optimizer", "buffers", "activations"), _COUNT)
+)
 _HELD = _each(_row(_text, _COUNT, _COUNT, _truth))
-_INTRODUCTION: dict[str, Allows] = {
-    "index": _COUNT,
-    "term": _COUNT,
-    "version": _COUNT,
-    "snapshots": _each(_COUNT),
-    "held": _HELD,
-}
+_WELCOME = FrameForm(fields={"index": _COUNT, "held": _HELD}, most=_NAMES)
 _NOTHING = FrameForm()
 
 FROM_WORKER: FrameForms = {
@@ -178,12 +187,12 @@ FROM_WORKER: FrameForms = {
         fields={**_PIECE, "version": _COUNT, "count": _number, "without": _each(_COUNT)}, tensors=True, most=1 << 20
     ),
     FrameKind.BEAT: FrameForm(fields={"progress": _COUNT}),
-    FrameKind.END: FrameForm(fields={"memory": _named(_COUNT)}),
+    FrameKind.END: FrameForm(fields={"memory": _record(_MEMORY)}),
 }
 """What servers take from workers."""
 
 TO_WORKER: FrameForms = {
-    FrameKind.WELCOME: FrameForm(fields=_INTRODUCTION, most=_NAMES),
+    FrameKind.WELCOME: _WELCOME,
     FrameKind.DEAL: FrameForm(fields={**_PIECE, "what": _WHAT, "version": _COUNT}),
     FrameKind.VALUES: FrameForm(fields={"version": _COUNT, "term": _COUNT}, tensors=True),
     FrameKind.TAKEN: FrameForm(fields={"new": _truth}),
@@ -216,18 +225,18 @@ FROM_COORDINATOR: FrameForms = {
 
 _TENSORS = _each(_row(_text, _each(_COUNT), _text))
 TO_COORDINATOR: FrameForms = {
-    FrameKind.WELCOME: FrameForm(fields=_INTRODUCTION, most=_NAMES),
-    FrameKind.HELLO: FrameForm(fields=_INTRODUCTION, most=_NAMES),
+    FrameKind.WELCOME: _WELCOME,
+    FrameKind.HELLO: FrameForm(fields={"term": _COUNT, "snapshots": _each(_COUNT)}),
     FrameKind.PREPARE: FrameForm(fields={"square": _number}),
     FrameKind.APPLY: _NOTHING,
     FrameKind.SNAPSHOT: _NOTHING,
     FrameKind.RESTORE: _NOTHING,
     FrameKind.GATHER: FrameForm(
-        fields={"held": _HELD, "groups": _anything, "tensors": _TENSORS}, tensors=True, most=_NAMES
+        fields={"held": _HELD, "states": _named(_named(_anything)), "tensors": _TENSORS}, tensors=True, most=_NAMES
     ),
-    FrameKind.END: FrameForm(fields={"memory": _named(_COUNT), "refused": _named(_COUNT)}),
+    FrameKind.END: FrameForm(fields={"memory": _record(_MEMORY), "refused": _named(_COUNT)}),
 }
 """What the coordinator takes from servers."""
 
-TO_SERVER: FrameForms = {FrameKind.WELCOME: FrameForm(fields=_INTRODUCTION, most=_NAMES)}
+TO_SERVER: FrameForms = {FrameKind.WELCOME: _WELCOME}
 """What a server takes from another of the same number, which it asks whether it is there."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
 
@@ -59,6 +59,32 @@ class StalenessBound:
     def allows(self, step: int, version: int) -> bool:
         """Whether a piece of ``step`` may be of the parameters after ``version`` updates."""
         return step - version <= (0 if step < self.after else self.staleness)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunProgress:
+    """How far the coordinator had come when servers wrote a snapshot, which keep it beside the values.
+
+    Attributes:
+        floor: every step below it has been applied.
+        done: steps above it that have.
+        samples: that were trained on.
+        begun: those of them that were before this run.
+    """
+
+    floor: int = 0
+    done: Sequence[int] = ()
+    samples: int = 0
+    begun: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it travels and is kept."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> RunProgress:
+        """What ``to_dict`` gave."""
+        return cls(**fields)
 
 
 @final

@@ -20,7 +20,7 @@ from phalanx.config import Job, RunSpec
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.data.loader import BatchPieces
 from phalanx.errors import RunError
-from phalanx.parallel.parameter_server import FrameKind, Report, StalenessBound, WorkQueue
+from phalanx.parallel.parameter_server import FrameKind, Report, RunProgress, StalenessBound, WorkQueue
 from phalanx.train.accidents import Accidents
 from phalanx.train.evaluate import Evaluation, Sums, add_up
 from phalanx.train.grad_clipping import clip_factor
@@ -198,9 +198,9 @@ class Coordinator(Stepper):
     def snapshot(self) -> None:
         """Have every server write one."""
         with self.requests.news:
-            queue = {"floor": self._queue.floor, "done": sorted(self._queue.done)}
-        progress = {**queue, "samples": self._samples, "begun": self.samples_before}
-        self.group.tell(FrameKind.SNAPSHOT, {"progress": progress})
+            floor, done = self._queue.floor, sorted(self._queue.done)
+        progress = RunProgress(floor=floor, done=done, samples=self._samples, begun=self.samples_before)
+        self.group.tell(FrameKind.SNAPSHOT, {"progress": progress.to_dict()})
 
     def evaluate(self, interruptions: Interruptions, *, batches: int | None = None) -> Evaluation | None:
         data, begun, given_up = self.evaluation, time.perf_counter(), False
@@ -254,17 +254,17 @@ class Coordinator(Stepper):
             what = "a server is lost, and there is no snapshot that all servers have"
             raise RunError(f"{what}\n    try: --resume, from a checkpoint")
         version, term = max(common), max([self.requests.term, *(answer["term"] for answer in answers)]) + 1
-        progress = self.store.progress(version) or {"floor": 0, "done": [], "samples": 0, "begun": 0}
+        progress = self.store.progress(version)
         self.requests.restart(term)
-        self.group.tell(FrameKind.RESTORE, {"version": version, "term": term, "progress": progress})
+        self.group.tell(FrameKind.RESTORE, {"version": version, "term": term, "progress": progress.to_dict()})
         with self.requests.news:
             before = queue.version
-            queue.restore(progress["floor"], progress["done"])
-        self._samples, self.samples_before = progress["samples"], progress["begun"]
+            queue.restore(progress.floor, progress.done)
+        self._samples, self.samples_before = progress.samples, progress.begun
         pieces = self.pieces
-        taken = {step: [part for part, size in enumerate(pieces.sizes(step)) if size] for step in progress["done"]}
+        taken = {step: [part for part, size in enumerate(pieces.sizes(step)) if size] for step in progress.done}
         done = (batch_of(pieces, step, parts) for step, parts in taken.items())
-        self.recorder.go_back(lambda: segment(self.run, progress["floor"]), done)
+        self.recorder.go_back(lambda: segment(self.run, progress.floor), done)
         undone = max(0, before - version)
         self.recorder.write("server", index=index, restarted=True, version=version, lost_updates=undone)
 

@@ -78,7 +78,7 @@ class RequestHandler:
         with self.news:
             waiting = [rank for rank, known in sorted(self.workers.items()) if known.waiting]
         for rank in waiting:
-            self._answer(rank)
+            self.answer(rank)
 
     def restart(self, term: int) -> None:
         """What was dealt before counts no more."""
@@ -163,7 +163,7 @@ class RequestHandler:
             self.news.notify_all()
 
     def asked(self, rank: int, connection: Connection, frame: Frame) -> None:
-        """A worker brings what it has computed, and wants more."""
+        """A worker brings what it has computed, and wants more, which ``answer`` gives it."""
         brought = None
         if frame.size:
             brought = Flat(self._form)
@@ -176,7 +176,27 @@ class RequestHandler:
                 self._take_in(rank, known, done, brought)
             self.queue.leave(rank)
             known.waiting = True
-        self._answer(rank)
+
+    def answer(self, rank: int) -> None:
+        """Give a worker that waits its next piece, if there is one, or tell it that all is done."""
+        with self.news:
+            known = self.workers.get(rank)
+            if known is None or not known.waiting or known.connection is None:
+                return
+            piece = None if self._finished else self.queue.ask(rank)
+            if piece is None and not self._finished:
+                return
+            known.waiting, connection, known.moved = False, known.connection, time.monotonic()
+            what, term, version = self._what, self.term, self.queue.version
+        try:
+            if piece is None:
+                connection.send(FrameKind.END)
+            else:
+                place = {"what": what, "step": piece.step, "part": piece.part, "term": term}
+                ticket = deal_ticket(self._secret, rank, **place)
+                connection.send(FrameKind.DEAL, {**place, "version": version, "ticket": ticket})
+        except LostError:
+            return  # its own thread hears of it, too
 
     def parted(self, rank: int, memory: dict[str, int]) -> None:
         """A worker has heard that all is done, and goes."""
@@ -220,26 +240,6 @@ class RequestHandler:
         self._laps.append(report.seconds)
         if self.queue.ready() is not None:
             self.news.notify_all()
-
-    def _answer(self, rank: int) -> None:
-        with self.news:
-            known = self.workers.get(rank)
-            if known is None or not known.waiting or known.connection is None:
-                return
-            piece = None if self._finished else self.queue.ask(rank)
-            if piece is None and not self._finished:
-                return
-            known.waiting, connection, known.moved = False, known.connection, time.monotonic()
-            what, term, version = self._what, self.term, self.queue.version
-        try:
-            if piece is None:
-                connection.send(FrameKind.END)
-            else:
-                place = {"what": what, "step": piece.step, "part": piece.part, "term": term}
-                ticket = deal_ticket(self._secret, rank, **place)
-                connection.send(FrameKind.DEAL, {**place, "version": version, "ticket": ticket})
-        except LostError:
-            return  # its own thread hears of it, too
 
     def _note(self, rank: int, state: str, reason: str) -> None:
         self.happened.append({"rank": rank, "state": state, "reason": reason})

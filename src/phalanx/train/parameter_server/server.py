@@ -10,8 +10,10 @@ import math
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from hmac import compare_digest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -23,7 +25,7 @@ from phalanx.comm.listener import RunListener
 from phalanx.errors import RunError
 from phalanx.hardware import peak_memory
 from phalanx.parallel.compression import Codec, read
-from phalanx.parallel.parameter_server import FrameKind, Pushed, deal_ticket
+from phalanx.parallel.parameter_server import FrameKind, Pushed, RunProgress, deal_ticket
 from phalanx.parallel.parameter_server.protocol import FROM_COORDINATOR, FROM_WORKER
 from phalanx.train.parameter_server.shard_store import ShardStore
 
@@ -87,11 +89,11 @@ class Server:
                 named = {name: meta[name] for name in ("scale", "rate", "oldest", "watched", "left_out")}
                 shard.apply(meta["step"], **named)
             case FrameKind.SNAPSHOT:
-                store.snapshot(meta["progress"])
+                store.snapshot(RunProgress.from_dict(meta["progress"]))
             case FrameKind.RESTORE:
-                store.go_back(meta["version"], meta["term"], meta["progress"])
+                store.go_back(meta["version"], meta["term"], RunProgress.from_dict(meta["progress"]))
             case FrameKind.HELLO:
-                return self._introduction()
+                return {"term": shard.term, "snapshots": store.snapshots()}
             case FrameKind.END:
                 memory = {"peak_bytes": peak_memory(), **shard.memory, "buffers": 0, "activations": 0}
                 return {"memory": memory, "refused": dict(self.listener.refusals())}
@@ -100,14 +102,7 @@ class Server:
         return {}
 
     def _introduction(self) -> dict[str, Any]:
-        shard = self._store.shard
-        return {
-            "index": self._store.index,
-            "term": shard.term,
-            "version": shard.version,
-            "snapshots": self._store.snapshots(),
-            "held": self._store.held,
-        }
+        return {"index": self._store.index, "held": self._store.held}
 
     def _run(self, work: Callable[..., None], *arguments: Any) -> None:
         def guarded() -> None:
@@ -147,10 +142,13 @@ class Server:
                 self._follow(connection)
             else:
                 self._serve(caller.rank, connection, hello.meta["length"])
-        except LostError as error:
-            if caller.role == Role.COORDINATOR and isinstance(error, ProtocolError):
+        except ProtocolError as error:
+            if caller.role == Role.COORDINATOR:
                 what = f"server {self._store.index} cannot follow its coordinator, which is a fault of Phalanx's"
                 raise RunError(f"{what}: {error}") from error
+            self.listener.note_ended(caller, str(error))
+        except LostError:
+            pass  # it may come again
         finally:
             connection.close()
             with self._changing:
@@ -166,7 +164,7 @@ class Server:
                 kind = FrameKind(frame.kind)
                 if kind == FrameKind.GATHER:
                     share = self._store.share(frame.meta["what"])
-                    send_tensors(connection, kind, {"held": share.held, "groups": share.groups}, share.tensors)
+                    send_tensors(connection, kind, {"held": share.held, "states": share.states}, share.tensors)
                 else:
                     connection.send(kind, self.obey(kind, frame.meta))
                 if kind == FrameKind.END:
@@ -182,31 +180,46 @@ class Server:
         if requests:
             requests.connected(rank, connection, length)
         try:
-            while True:
-                frame = connection.receive()
-                match FrameKind(frame.kind):
-                    case FrameKind.PULL:
-                        self._pull(connection, frame)
-                    case FrameKind.PUSH:
-                        self._push(rank, connection, frame)
-                    case FrameKind.BEAT if requests:
-                        requests.heard(rank, connection, frame.meta["progress"])
-                        connection.send(FrameKind.BEAT)
-                    case FrameKind.ASK if requests:
-                        if done := frame.meta.get("done"):
-                            self._check_deal(rank, done["what"], done)
-                        requests.asked(rank, connection, frame)
-                    case FrameKind.END if requests:
-                        requests.parted(rank, frame.meta["memory"])
-                        return
-                    case kind:
-                        raise LostError(f"a {kind.name} from a worker")
+            while self._handle(rank, connection, connection.receive()):
+                pass
         except LostError as error:
             reason = str(error)
             raise
         finally:
             if requests:
                 requests.lost(rank, connection, reason)
+
+    def _handle(self, rank: int, connection: Connection, frame: Frame) -> bool:
+        """Do what a worker's frame says. Returns whether more are to come.
+
+        Raises:
+            ProtocolError: if it says what it may not; also where that is found out by failing at it.
+        """
+        requests, kind = self._requests, FrameKind(frame.kind)
+        try:
+            match kind:
+                case FrameKind.PULL:
+                    self._pull(connection, frame)
+                case FrameKind.PUSH:
+                    self._push(rank, connection, frame)
+                case FrameKind.BEAT if requests:
+                    requests.heard(rank, connection, frame.meta["progress"])
+                    connection.send(FrameKind.BEAT)
+                case FrameKind.ASK if requests:
+                    if done := frame.meta.get("done"):
+                        self._check_deal(rank, done["what"], done)
+                    requests.asked(rank, connection, frame)
+                case FrameKind.END if requests:
+                    requests.parted(rank, frame.meta["memory"])
+                case _:
+                    raise ProtocolError(f"a {kind.name} from a worker")
+        except (ValueError, TypeError, OverflowError, LookupError) as error:
+            *_, last = traceback.extract_tb(error.__traceback__)
+            where = f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}"
+            raise ProtocolError(f"{kind.name} could not be taken in ({where}: {error})") from error
+        if requests and kind == FrameKind.ASK:  # what goes wrong in dealing is no fault of the frame
+            requests.answer(rank)
+        return kind != FrameKind.END
 
     def _pull(self, connection: Connection, frame: Frame) -> None:
         shard = self._store.shard
@@ -223,7 +236,7 @@ class Server:
         self._check_deal(rank, "train", meta)
         del meta["ticket"]
         if max(meta["without"], default=0) >= len(shard.form):
-            raise LostError("a gradient came without what is not held here")
+            raise ProtocolError("a gradient came without what is not held here")
         flat = shard.blank()
         try:
             if self._codec is None:
@@ -234,17 +247,17 @@ class Server:
                 connection.fill(frame, views([sent]))
                 read(self._codec, sent, target)
             if meta["term"] == shard.term and meta["version"] > shard.version:
-                raise LostError("a gradient came of parameters that are still to be")
+                raise ProtocolError("a gradient came of parameters that are still to be")
         except BaseException:
             shard.give_back(flat)
             raise
         connection.send(FrameKind.TAKEN, {"new": shard.push(Pushed(**meta), flat)})
 
     def _check_deal(self, rank: int, what: str, piece: dict[str, Any]) -> None:
-        """Raises LostError if the coordinator did not deal this piece to this worker."""
+        """Raises ProtocolError if the coordinator did not deal this piece to this worker."""
         expected = deal_ticket(self._secret, rank, what, piece["step"], piece["part"], piece["term"])
         if not compare_digest(expected, piece["ticket"]):
-            raise LostError(f"it brought part {piece['part']} of step {piece['step']}, which it was not dealt")
+            raise ProtocolError(f"it brought part {piece['part']} of step {piece['step']}, which it was not dealt")
 
 
 _NAMES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

@@ -79,7 +79,7 @@ class ServerGroup:
             StepsLostError: if one is gone.
         """
         meta = meta or {}
-        self._wait(self._patience.task if kind in (FrameKind.SNAPSHOT, FrameKind.RESTORE) else self._patience.answer)
+        self._wait(self._patience.task if kind in _TASKS else self._patience.answer)
         for index in self._others:
             self._of(index, lambda connection: connection.send(kind, meta))
         here = self._server.obey(kind, meta)
@@ -94,7 +94,7 @@ class ServerGroup:
 
         def taken(connection: Connection) -> ServerShare:
             frame = _answer(connection, FrameKind.GATHER)
-            return ServerShare(frame.meta["held"], receive_tensors(connection, frame), frame.meta["groups"])
+            return ServerShare(frame.meta["held"], receive_tensors(connection, frame), frame.meta["states"])
 
         self._wait(self._patience.task)
         for index in self._others:
@@ -123,6 +123,9 @@ class ServerGroup:
         except LostError as error:
             self.lose(index)
             raise StepsLostError(index, str(error)) from None
+
+
+_TASKS = {FrameKind.HELLO, FrameKind.SNAPSHOT, FrameKind.RESTORE}  # for which snapshots are read or written
 
 
 def _answer(connection: Connection, kind: FrameKind) -> Frame:
@@ -203,7 +206,7 @@ class Patience:
             piece takes in the median.
         stuck: without progress, or any sign of life, after which a worker counts as lost and its process ends itself.
         answer: for a peer that is connected to say anything at all.
-        task: for a server to write a snapshot, go back to one, or send all it has.
+        task: for a server to write a snapshot, verify those it has, go back to one, or send all it has.
         back: for a server that is gone to be there again, and for any worker where there is none.
         parting: for workers to say good-bye.
     """

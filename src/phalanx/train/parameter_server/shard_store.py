@@ -23,7 +23,7 @@ from phalanx.checkpoint.format import step_of
 from phalanx.config import Job, Plan
 from phalanx.errors import RefusedError
 from phalanx.parallel.layout import SingleLayout
-from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, Shard, cut_out, form_of, partition
+from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, RunProgress, Shard, cut_out, form_of, partition
 from phalanx.train.assembly import build_optimizer
 from phalanx.train.build_model import build_model
 from phalanx.train.elementwise import Parameters, elementwise
@@ -35,12 +35,13 @@ from phalanx.train.state import buffer_names, identity, model_config, model_tens
 class ServerShare:
     """What one server has: parameters, as ``ShardStore.held`` has them, and what is no tensor of its optimizer's state.
 
-    ``tensors`` are ``model.<parameter>`` and ``optimizer.<parameter>.<key>`` → its rows.
+    ``tensors`` are ``model.<parameter>`` and ``optimizer.<parameter>.<key>`` → its rows; ``states`` are parameter → key
+    → JSON, as ``optimizer_tensors`` gives it.
     """
 
     held: list[list[Any]]
     tensors: dict[str, torch.Tensor]
-    groups: dict[str, Any]
+    states: dict[str, dict[str, Any]]
 
 
 @final
@@ -109,8 +110,8 @@ class ShardStore:
         """Forget the snapshots of an earlier run in this folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def snapshot(self, progress: Mapping[str, Any]) -> None:
-        """Write one of this moment; nobody may make an update meanwhile. ``progress`` is the coordinator's, as JSON."""
+    def snapshot(self, progress: RunProgress) -> None:
+        """Write one of this moment; nobody may make an update meanwhile."""
         shard = self.shard
         tensors, groups = checkpoint.optimizer_tensors(shard.optimizer, shard.parameters)
         model = {f"model.{name}": tensor.detach() for name, tensor in shard.parameters.items()}
@@ -119,14 +120,14 @@ class ShardStore:
             self._folder,
             step=shard.version,
             tensors={**model, **statistics, **tensors},
-            state={"optimizer": groups, "progress": dict(progress)},
+            state={"optimizer": groups, "progress": progress.to_dict()},
             keep=2,
         )
 
-    def go_back(self, version: int, term: int, progress: Mapping[str, Any]) -> None:
+    def go_back(self, version: int, term: int, progress: RunProgress) -> None:
         """Return to the snapshot of ``version``; to the initial values for 0 where there is none."""
         path, shard = self._folder / name_of(version), self.shard
-        with shard.restoring(version, term, int(progress["floor"]), progress["done"]):
+        with shard.restoring(version, term, progress.floor, progress.done):
             if path.exists():
                 model = {f"model.{name}": tensor.data for name, tensor in shard.parameters.items()}
                 statistics = Flat(self.statistics.form)
@@ -141,10 +142,10 @@ class ShardStore:
                 self._set()
                 self.settle()
 
-    def progress(self, version: int) -> dict[str, Any]:
-        """The coordinator's progress at the snapshot of ``version``; empty where there is none."""
+    def progress(self, version: int) -> RunProgress:
+        """The coordinator's progress at the snapshot of ``version``; none where there is no such snapshot."""
         path = self._folder / name_of(version)
-        return checkpoint.read_state(path)["progress"] if path.exists() else {}
+        return RunProgress.from_dict(checkpoint.read_state(path)["progress"]) if path.exists() else RunProgress()
 
     def share(self, what: str) -> ServerShare:
         """What this server has: ``parameters``, ``gradients`` prepared or ``used``, or ``everything`` to be saved."""
@@ -157,7 +158,7 @@ class ShardStore:
             return ServerShare(self.held, model, {})
         tensors, groups = checkpoint.optimizer_tensors(shard.optimizer, shard.parameters)
         model |= {name: one for name, one in tensors.items() if isinstance(one, torch.Tensor)}
-        return ServerShare(self.held, model, groups)
+        return ServerShare(self.held, model, groups["state"])
 
     def save(
         self,
@@ -210,13 +211,13 @@ def _rows(value: Any, whole: torch.Tensor, part: RowSlice) -> Any:
 
 def put_together(
     parts: Iterable[ServerShare], whole: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], Any]:
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
     """Whole tensors by name, and the states' JSON by parameter, from what each server has.
 
     ``whole`` are the parameters, for their names.
     """
     found: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    states: dict[str, Any] = {}
+    states: dict[str, dict[str, Any]] = {}
     cut: set[str] = set()
     for part in parts:
         starts = {name: start for name, start, _, _ in part.held}
@@ -226,7 +227,7 @@ def put_together(
             owner = _owner(name, whole)
             alike = owner in cut and tensor.dim() == whole[owner].dim() and tensor.shape[0] == rows[owner]
             found.setdefault(name, []).append((starts[owner] if alike else -1, tensor))
-        states = part.groups.get("state", {}) | states
+        states = part.states | states
     return {name: _joined(pieces) for name, pieces in found.items()}, states
 
 
