@@ -14,6 +14,8 @@ from phalanx import checkpoint
 from phalanx.checkpoint import PartTensor, TensorPart
 from phalanx.checkpoint.folder import name_of
 from phalanx.checkpoint.format import BLOCK, Manifest, not_filled
+from phalanx.checkpoint.reading import fill
+from phalanx.checkpoint.shard_file import ShardFile
 from phalanx.errors import CheckpointError, DamagedError
 
 
@@ -172,7 +174,7 @@ class TestFormatOne:
         import json
         import zlib
 
-        path = saved(folder)
+        path = checkpoint.save(folder, step=1, tensors={"model.x": torch.ones(5), "model.y": torch.ones(2)}, state={})
         given = json.loads((path / "manifest.json").read_text())
         given["version"] = 1
         for name, file in given["files"].items():
@@ -182,7 +184,7 @@ class TestFormatOne:
         return path
 
     def test_loads(self, tmp_path: Path) -> None:
-        path, loaded = self.old(tmp_path), {"model.x": torch.zeros(5)}
+        path, loaded = self.old(tmp_path), {"model.x": torch.zeros(5), "model.y": torch.zeros(2)}
         checkpoint.load(path, loaded)
         assert loaded["model.x"].tolist() == [1.0] * 5
         assert checkpoint.read_state(path) == {}
@@ -194,11 +196,30 @@ class TestFormatOne:
         data = bytearray((path / name).read_bytes())
         data[-2] ^= 1
         (path / name).write_bytes(data)
-        loaded = {"model.x": torch.zeros(5)}
+        loaded = {"model.x": torch.zeros(5), "model.y": torch.zeros(2)}
         with pytest.raises(DamagedError, match=f"{name} has changed"):
             checkpoint.load(path, loaded)
         assert loaded["model.x"].tolist() == [0.0] * 5
         assert checkpoint.verify(path) != []
+        with pytest.raises(DamagedError, match=f"{name} has changed"):
+            checkpoint.export(path, tmp_path / "out.safetensors")
+        assert not (tmp_path / "out.safetensors").exists()
+
+    def test_is_verified_by_whoever_fills_from_it(self, tmp_path: Path) -> None:
+        path = self.old(tmp_path)
+        manifest, file = Manifest.read(path), path / "rank-00000.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-2] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(DamagedError, match="has changed"):
+            fill(path, manifest, {"model.x": torch.zeros(5)})
+
+    def test_export_reads_each_file_once_to_verify_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path, read = self.old(tmp_path), list[str]()
+        whole = ShardFile.verify
+        monkeypatch.setattr(ShardFile, "verify", lambda file: (read.append(file._file.name), whole(file)))
+        assert checkpoint.export(path, tmp_path / "out.safetensors").tensors == 2
+        assert read == ["rank-00000.safetensors"]
 
 
 class TestWhichStay:
