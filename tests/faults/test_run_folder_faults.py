@@ -154,6 +154,8 @@ class TestOneWriter:
             assert result.exit_code == 2
             assert re.search(rf"another training goes on: process {owner.pid} on ", result.stderr)
             assert result.stderr.count("error") == 1
+        pruned = invoke("checkpoint", "prune", "out", "--keep", "1")
+        assert (pruned.exit_code, f"process {owner.pid}" in pruned.stderr) == (2, True)
         owner.send_signal(signal.SIGKILL)
         owner.wait()
         newest = checkpoint.latest(Path("out/checkpoints"))

@@ -16,7 +16,8 @@ from phalanx.checkpoint.folder import name_of
 from phalanx.checkpoint.format import BLOCK, Manifest, not_filled
 from phalanx.checkpoint.reading import fill
 from phalanx.checkpoint.shard_file import ShardFile
-from phalanx.errors import CheckpointError, DamagedError
+from phalanx.errors import CheckpointError, DamagedError, RunError
+from phalanx.files import release, take
 
 
 @pytest.fixture(autouse=True)
@@ -248,6 +249,22 @@ class TestWhichStay:
         assert found[1].nbytes == sum(file.stat().st_size for file in found[1].path.iterdir())
         assert begun < found[1].time <= time.time() + 2
         assert checkpoint.checkpoints(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "servers/0"])
+def test_nothing_is_published_or_pruned_in_a_run_that_another_has_taken(folder: str, tmp_path: Path) -> None:
+    token = take(tmp_path)
+    try:
+        for step in (1, 2):
+            saved(tmp_path / folder, step)
+        (tmp_path / "writer.json").write_text('{"identity": "another"}')
+        with pytest.raises(CheckpointError, match="taken over"):
+            saved(tmp_path / folder, 3)
+        with pytest.raises(RunError, match="taken over"):
+            checkpoint.prune(tmp_path / folder, keep=1)
+        assert names(tmp_path / folder) == [name_of(1), name_of(2)]
+    finally:
+        release(token)
 
 
 class TestResumeNewest:

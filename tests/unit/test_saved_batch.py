@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.data.saved_batch import SavedBatch
-from phalanx.errors import SpecError
+from phalanx.errors import RunError, SpecError
+from phalanx.files import release, take
 
 pytestmark = pytest.mark.quick
 
@@ -31,3 +32,17 @@ def test_no_link_is_written_or_read_through(linked: str, tmp_path: Path) -> None
         with pytest.raises(SpecError, match="a symbolic link"):
             attempt()
     assert list(victim.iterdir()) == []
+
+
+def test_nothing_is_written_in_a_folder_that_another_run_has_taken(tmp_path: Path) -> None:
+    token = take(tmp_path)
+    saved = SavedBatch(
+        folder=tmp_path / "accidents" / "step-0", step=0, reason="r", where="w", samples=(1,), rank=0, micro=0, seed=5
+    )
+    (tmp_path / "writer.json").write_text('{"identity": "another"}')
+    try:
+        with pytest.raises(RunError, match="taken over"):
+            saved.write({"a": 1})
+        assert not (tmp_path / "accidents").exists()
+    finally:
+        release(token)

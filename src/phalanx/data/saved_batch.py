@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 
 from phalanx.errors import DataError
-from phalanx.files import make_folder, open_plain, replace_file
+from phalanx.files import check_writer, make_folder, open_plain, replace_file
 
 _TENSORS, _FACTS = "batch.safetensors", "accident.json"
 _MOST_BYTES = 64 * 2**20  # of a batch's tensors; of a larger one only what they are is written
@@ -85,12 +85,14 @@ class SavedBatch:
 
         Raises:
             OSError: if it cannot be written.
+            RunError: if another run has taken the run folder that it is in.
             SpecError: if its folder, or the one that is in, is a link.
         """
         from safetensors.torch import save
 
         tensors: dict[str, torch.Tensor] = {}
         described = _encoded(batch, "batch", tensors)
+        check_writer(self.folder)
         make_folder(self.folder, below=_BELOW)
         replace_file(self.folder / _TENSORS, save(tensors), below=_BELOW + 1)
         facts = {name: getattr(self, name) for name in ("step", "reason", "where", "rank", "micro", "seed")}

@@ -24,7 +24,7 @@ from phalanx.config import RunSpec
 from phalanx.config.run import Answer
 from phalanx.data import StepBatch
 from phalanx.data.saved_batch import SavedBatch
-from phalanx.errors import GradientError, LossError, RunError, SpecError
+from phalanx.errors import GradientError, LossError, PhalanxError, RunError
 from phalanx.parallel.rng_streams import stream
 from phalanx.train.nonfinite_trace import Sighting, bad_parameters, first_sighting
 
@@ -219,7 +219,7 @@ class Accidents:
         )
         try:
             saved.write(micro.batch)
-        except (OSError, SpecError):  # a full disk, or a link there, must not hide what went wrong
+        except (OSError, PhalanxError):  # a full disk, a link there or another writer must not hide what went wrong
             return list(micro.ids), ""
         return list(micro.ids), str(Path("accidents") / named)
 
