@@ -15,7 +15,8 @@ from small import job
 import phalanx as px
 from phalanx import checkpoint
 from phalanx.checkpoint.mirror import Mirror, ObjectStore, fetch_newest
-from phalanx.errors import CheckpointError, SpecError, WorkerError
+from phalanx.errors import CheckpointError, RunError, SpecError, WorkerError
+from phalanx.files import release, take
 
 pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
@@ -96,6 +97,20 @@ def test_the_thread_copies_prunes_and_tells(bucket: str, tmp_path: Path) -> None
     told = list(mirror.news())
     assert [Path(one["path"]).name[-1] for one in told] == ["2", "4", "6", "8"]
     assert all(one["bytes"] > 48_000 for one in told)
+
+
+def test_nothing_is_copied_or_pruned_for_a_run_whose_folder_was_taken(bucket: str, tmp_path: Path) -> None:
+    token = take(tmp_path)
+    try:
+        path = saved(tmp_path / "checkpoints", 2)
+        (tmp_path / "writer.json").write_text('{"identity": "another"}')
+        mirror = Mirror(bucket, keep=2)
+        mirror.add(path)
+        with pytest.raises(RunError, match="taken over"):
+            mirror.close()
+        assert ObjectStore(bucket).steps() == []
+    finally:
+        release(token)
 
 
 def test_a_store_that_is_gone_is_told_at_once_and_at_the_end(bucket: str, tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ from phalanx import checkpoint
 from phalanx.cli import main
 from phalanx.errors import PhalanxError, SpecError, WorkerError
 from phalanx.events import read
+from phalanx.launch.runfile import ENTRIES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-from small import fit, job
+from small import LENGTH, fit, job, table
 
 TOY = """
 import time
@@ -153,6 +154,8 @@ class TestOneWriter:
             assert result.exit_code == 2
             assert re.search(rf"another training goes on: process {owner.pid} on ", result.stderr)
             assert result.stderr.count("error") == 1
+        pruned = invoke("checkpoint", "prune", "out", "--keep", "1")
+        assert (pruned.exit_code, f"process {owner.pid}" in pruned.stderr) == (2, True)
         owner.send_signal(signal.SIGKILL)
         owner.wait()
         newest = checkpoint.latest(Path("out/checkpoints"))
@@ -239,10 +242,7 @@ class TestFullDisk:
         assert audit(run.folder / "ledger", length=103, batch=32, drop_last=False) == []
 
 
-ENTRIES = ("run.toml", "plan.toml", "events.jsonl", "placement.json", "forecast.json", "writer.json")
-
-
-@pytest.mark.parametrize("name", [*ENTRIES, "checkpoints", "ledger", "ledger/00000000-rank00000.bin"])
+@pytest.mark.parametrize("name", [*ENTRIES, "ledger/00000000-rank00000.bin"])
 def test_nothing_outside_is_written_through_a_link(name: str, tmp_path: Path) -> None:
     run = fit("single", "run", steps=2, epochs=None)
     entry, victim = run.folder / name, tmp_path / "victim"
@@ -261,6 +261,39 @@ def test_nothing_outside_is_written_through_a_link(name: str, tmp_path: Path) ->
     with pytest.raises(PhalanxError, match="a symbolic link"):
         fit("single", "run", steps=4, epochs=None, resume=not name.startswith("ledger/"))
     assert content() == before
+
+
+def unusable() -> px.Table:
+    columns = table()[range(LENGTH)]
+    return px.Table(x=columns["x"] * float("nan"), y=columns["y"])
+
+
+def test_a_link_hides_no_accident() -> None:
+    """One that was put where the batch is kept after the run had begun."""
+    Path("victim").mkdir()
+    launcher = os.getpid()
+
+    def data() -> px.Table:
+        if os.getpid() != launcher and Path("run/writer.json").exists() and not Path("run/accidents").exists():
+            Path("run/accidents").symlink_to(Path("victim").absolute())
+        return unusable()
+
+    with pytest.raises(WorkerError) as caught:
+        fit("single", "run", data=data)
+    assert caught.value.kind == "LossError"
+    assert Path("run/accidents").is_symlink()
+    assert list(Path("victim").iterdir()) == []
+
+
+def test_all_that_a_run_writes_is_looked_at_before(toy: Path) -> None:
+    """With accidents, servers, a forecast and TensorBoard: no name but those in which links are refused."""
+    with pytest.raises(WorkerError):
+        fit("dp=2", "run", data=unusable)
+    argv = ["train", toy, "--run", "all", "--plan", "dp=2 server=1", "--epochs", "1", "--tensorboard", "--quiet"]
+    done = invoke(*argv)
+    assert done.exit_code == 0, done.output
+    there = {path.name for folder in ("run", "all") for path in Path(folder).iterdir()}
+    assert there == {*ENTRIES}
 
 
 def test_a_fifo_is_refused_not_waited_for() -> None:

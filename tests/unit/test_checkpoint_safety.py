@@ -14,7 +14,10 @@ from phalanx import checkpoint
 from phalanx.checkpoint import PartTensor, TensorPart
 from phalanx.checkpoint.folder import name_of
 from phalanx.checkpoint.format import BLOCK, Manifest, not_filled
-from phalanx.errors import CheckpointError, DamagedError
+from phalanx.checkpoint.reading import fill
+from phalanx.checkpoint.shard_file import ShardFile
+from phalanx.errors import CheckpointError, DamagedError, RunError
+from phalanx.files import release, take
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +175,7 @@ class TestFormatOne:
         import json
         import zlib
 
-        path = saved(folder)
+        path = checkpoint.save(folder, step=1, tensors={"model.x": torch.ones(5), "model.y": torch.ones(2)}, state={})
         given = json.loads((path / "manifest.json").read_text())
         given["version"] = 1
         for name, file in given["files"].items():
@@ -182,7 +185,7 @@ class TestFormatOne:
         return path
 
     def test_loads(self, tmp_path: Path) -> None:
-        path, loaded = self.old(tmp_path), {"model.x": torch.zeros(5)}
+        path, loaded = self.old(tmp_path), {"model.x": torch.zeros(5), "model.y": torch.zeros(2)}
         checkpoint.load(path, loaded)
         assert loaded["model.x"].tolist() == [1.0] * 5
         assert checkpoint.read_state(path) == {}
@@ -194,11 +197,30 @@ class TestFormatOne:
         data = bytearray((path / name).read_bytes())
         data[-2] ^= 1
         (path / name).write_bytes(data)
-        loaded = {"model.x": torch.zeros(5)}
+        loaded = {"model.x": torch.zeros(5), "model.y": torch.zeros(2)}
         with pytest.raises(DamagedError, match=f"{name} has changed"):
             checkpoint.load(path, loaded)
         assert loaded["model.x"].tolist() == [0.0] * 5
         assert checkpoint.verify(path) != []
+        with pytest.raises(DamagedError, match=f"{name} has changed"):
+            checkpoint.export(path, tmp_path / "out.safetensors")
+        assert not (tmp_path / "out.safetensors").exists()
+
+    def test_is_verified_by_whoever_fills_from_it(self, tmp_path: Path) -> None:
+        path = self.old(tmp_path)
+        manifest, file = Manifest.read(path), path / "rank-00000.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-2] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(DamagedError, match="has changed"):
+            fill(path, manifest, {"model.x": torch.zeros(5)})
+
+    def test_export_reads_each_file_once_to_verify_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path, read = self.old(tmp_path), list[str]()
+        whole = ShardFile.verify
+        monkeypatch.setattr(ShardFile, "verify", lambda file: (read.append(file._file.name), whole(file)))
+        assert checkpoint.export(path, tmp_path / "out.safetensors").tensors == 2
+        assert read == ["rank-00000.safetensors"]
 
 
 class TestWhichStay:
@@ -227,6 +249,22 @@ class TestWhichStay:
         assert found[1].nbytes == sum(file.stat().st_size for file in found[1].path.iterdir())
         assert begun < found[1].time <= time.time() + 2
         assert checkpoint.checkpoints(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "servers/0"])
+def test_nothing_is_published_or_pruned_in_a_run_that_another_has_taken(folder: str, tmp_path: Path) -> None:
+    token = take(tmp_path)
+    try:
+        for step in (1, 2):
+            saved(tmp_path / folder, step)
+        (tmp_path / "writer.json").write_text('{"identity": "another"}')
+        with pytest.raises(CheckpointError, match="taken over"):
+            saved(tmp_path / folder, 3)
+        with pytest.raises(RunError, match="taken over"):
+            checkpoint.prune(tmp_path / folder, keep=1)
+        assert names(tmp_path / folder) == [name_of(1), name_of(2)]
+    finally:
+        release(token)
 
 
 class TestResumeNewest:

@@ -95,6 +95,18 @@ def test_where_there_are_no_locks_the_earlier_writer_is_told_to_stop(tmp_path: P
     release(token)
 
 
+@pytest.mark.parametrize("where", ["", "checkpoints", "servers/0", "servers/0/step-00000001"])
+def test_whoever_writes_in_the_run_folder_is_told(tmp_path: Path, where: str) -> None:
+    token, path = take(tmp_path), tmp_path / where
+    check_writer(path)
+    (tmp_path / "writer.json").write_text(json.dumps({"identity": "another"}))
+    with pytest.raises(RunError, match="taken over"):
+        check_writer(path)
+    check_writer(tmp_path.parent)
+    release(token)
+    check_writer(path)
+
+
 @pytest.mark.parametrize("kind", ["gone", "empty", "link", "another's text"])
 def test_a_token_that_cannot_be_read_counts_as_lost(tmp_path: Path, kind: str) -> None:
     token = take(tmp_path)

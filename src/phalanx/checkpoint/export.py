@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from phalanx.checkpoint.format import Manifest, dtype_name
-from phalanx.checkpoint.reading import fill, read_state
+from phalanx.checkpoint.reading import fill, read_state, verify_first
 from phalanx.checkpoint.safe_files import remove
 from phalanx.checkpoint.shard_file import TensorEntry, bytes_of, header_of, write_file
 from phalanx.errors import CheckpointError, SpecError
@@ -60,6 +60,8 @@ def export(path: Path, target: Path, *, dtype: torch.dtype | None = None, shard:
     if target.exists() or target.is_symlink():
         allowed = "a folder or a file that does not exist yet"
         raise SpecError.of(where="--to", given=f"{target}, which exists", allowed=allowed, fix=f"--to {target}-1")
+    chunks = (chunk for name, stored in manifest.tensors.items() if name.startswith(_MODEL) for chunk in stored.chunks)
+    verify_first(path, manifest, sorted({chunk.file for chunk in chunks}))
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         if target.suffix == ".safetensors":
@@ -110,7 +112,7 @@ def _pieces(path: Path, manifest: Manifest, entries: list[TensorEntry]) -> Itera
     for entry in entries:
         name = f"{_MODEL}{entry.key}"
         whole = torch.empty(entry.shape, dtype=manifest.tensors[name].dtype)
-        fill(path, manifest, {name: whole})
+        fill(path, manifest, {name: whole}, verified=True)
         yield bytes_of(whole.to(entry.dtype))
 
 

@@ -154,7 +154,7 @@ def publish(folder: Path, step: int, written: Path | None = None) -> Path:
     Raises:
         RunError: another run has taken the run folder that ``folder`` is in.
     """
-    check_writer(folder.parent)
+    check_writer(folder)
     path, old = folder / name_of(step), folder / f".{name_of(step)}.old"
     written = written or temporary(folder, step)
     sync(written)
@@ -180,7 +180,11 @@ def prune(folder: Path, *, keep: int, keep_every: int = 0, upto: int | None = No
         keep: the newest that stay; the newest complete one stays in any case.
         keep_every: those whose step is a multiple of it stay for ever; 0: none.
         upto: later steps than this are neither counted nor deleted.
+
+    Raises:
+        RunError: another run has taken the run folder that ``folder`` is in.
     """
+    check_writer(folder)
     steps = {path: step_of(path) or 0 for path in newest_first(folder)}
     found = [path for path, step in steps.items() if upto is None or step <= upto]
     stay = {*found[:keep], *(path for path in found if keep_every and steps[path] % keep_every == 0)}

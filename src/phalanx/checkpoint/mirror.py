@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 from phalanx.checkpoint.folder import begin, give_up, latest, name_of, publish, temporary
 from phalanx.checkpoint.format import MANIFEST, Manifest, step_of
 from phalanx.checkpoint.safe_files import create
-from phalanx.errors import CheckpointError, MissingExtraError, SpecError
+from phalanx.errors import CheckpointError, MissingExtraError, RunError, SpecError
+from phalanx.files import check_writer
 
 _PIECE = 8 << 20
 # Elsewhere a folder is there with its first file, and to make one might make a bucket.
@@ -156,7 +157,7 @@ class Mirror:
         self._waiting: SimpleQueue[Path | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._news: SimpleQueue[dict[str, Any]] = SimpleQueue()
-        self._last: tuple[Path, CheckpointError] | None = None
+        self._last: tuple[Path, RunError] | None = None
 
     def add(self, path: Path) -> None:
         """Have the whole checkpoint in folder ``path`` copied."""
@@ -175,6 +176,7 @@ class Mirror:
 
         Raises:
             CheckpointError: the last one could not be, neither when it was added nor now.
+            RunError: another run has taken the folder that they are in.
         """
         if self._thread is None:
             return
@@ -188,13 +190,15 @@ class Mirror:
         store: ObjectStore | None = None
         while (path := self._waiting.get()) is not None:
             try:
+                check_writer(path)  # whoever has taken the run folder copies there now
                 store = store or ObjectStore(self._url)
                 self._news.put({"path": str(path), "bytes": store.put(path)})
                 self._last = None
+                check_writer(path)
                 store.prune(self._keep, self._keep_every)
             except FileNotFoundError:
                 continue  # a later one has taken its place meanwhile
-            except CheckpointError as error:
+            except RunError as error:
                 if path.exists():
                     self._last = (path, error)
                     self._news.put({"path": str(path), "error": str(error)})

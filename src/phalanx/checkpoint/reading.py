@@ -7,7 +7,7 @@ contiguous or is on a device, rows are read into a buffer first, a few megabytes
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -49,8 +49,10 @@ class ChunkReading:
         return sum(one.target.numel() for one in self.wanted) * self.dtype.itemsize
 
 
-def fill(path: Path, manifest: Manifest, targets: Mapping[str, Tensor | PartTensor]) -> None:
+def fill(path: Path, manifest: Manifest, targets: Mapping[str, Tensor | PartTensor], *, verified: bool = False) -> None:
     """Fill ``targets`` from the checkpoint in folder ``path``. No rank talks to another.
+
+    ``verified``: ``verify_first`` has been called with the files that hold them, on this rank or another.
 
     Raises:
         DamagedError: what is read is not what was written; targets may be filled in part.
@@ -59,6 +61,8 @@ def fill(path: Path, manifest: Manifest, targets: Mapping[str, Tensor | PartTens
     for name, held in targets.items():
         for reading in _readings(manifest, name, blocks_of(held)):
             by_file.setdefault(reading.chunk.file, []).append(reading)
+    if not verified:
+        verify_first(path, manifest, by_file)
     tasks = [
         (path, manifest, file, part)
         for file, readings in by_file.items()
@@ -107,6 +111,16 @@ def verify(path: Path) -> list[str]:
     except CheckpointError as error:
         problems.append(str(error))
     return problems
+
+
+def verify_first(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read those files ``names`` that cannot be verified by the part: each of format 1 has one checksum.
+
+    Raises:
+        DamagedError: one is not what was written, or does not hold what ``manifest`` says.
+    """
+    for name in names if manifest.version == 1 else ():
+        verify_file(path, manifest, manifest.files[name])
 
 
 def verify_file(path: Path, manifest: Manifest, stored: StoredFile) -> None:

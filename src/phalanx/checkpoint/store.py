@@ -26,7 +26,7 @@ from phalanx.checkpoint.all_ranks import (
 )
 from phalanx.checkpoint.folder import begin, give_up, name_of, newest_first, prune, publish, temporary, to_json
 from phalanx.checkpoint.format import DTYPES, MANIFEST, STATE, Manifest, StoredFile, StoredTensor, dtype_name
-from phalanx.checkpoint.reading import fill, verify_file
+from phalanx.checkpoint.reading import fill, verify_first
 from phalanx.checkpoint.safe_files import is_folder
 from phalanx.checkpoint.shard_file import write_file
 from phalanx.checkpoint.tensor_part import PartTensor
@@ -215,9 +215,8 @@ def load(path: Path, tensors: Tensors) -> None:
     path = Path(path)
     names = _anywhere(tensors)
     manifest = on_all_ranks(lambda: _fitting(path, tensors, names))
-    if manifest.version == 1:
-        on_all_ranks(lambda: _verify_share(path, manifest))
-    on_all_ranks(lambda: fill(path, manifest, tensors))
+    on_all_ranks(lambda: _verify_share(path, manifest))
+    on_all_ranks(lambda: fill(path, manifest, tensors, verified=True))
 
 
 def resume_newest(folder: Path, attempt: Callable[[Path], T]) -> tuple[Path, T, list[str]]:
@@ -284,10 +283,8 @@ def _fitting(path: Path, tensors: Tensors, names: set[str]) -> Manifest:
 
 
 def _verify_share(path: Path, manifest: Manifest) -> None:
-    """Every file of a checkpoint of format 1 has one checksum: each rank reads its share of the files."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped() else (0, 1)
-    for file in [*manifest.files.values()][rank::world_size]:
-        verify_file(path, manifest, file)
+    verify_first(path, manifest, [*manifest.files][rank::world_size])
 
 
 def _different(tensors: Tensors, names: set[str], stored: Mapping[str, StoredTensor]) -> list[str]:

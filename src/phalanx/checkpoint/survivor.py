@@ -45,7 +45,7 @@ def save_as_survivor(asked: SaveRequest, *, rank: int, known: Collection[str] = 
     with alone(), turn(folder):
         if needless():
             return None
-        check_writer(folder.parent)
+        check_writer(folder)
         ready, written = prepared(asked), temporary_of(folder, step, rank)
         with suppress(FileNotFoundError):
             remove(written)

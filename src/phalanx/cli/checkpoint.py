@@ -84,11 +84,16 @@ def verify_command(ctx: click.Context, place: Path, step: int | None, as_json: b
 @click.option("--keep-every", type=click.IntRange(min=0), default=0, help="Multiples of it stay, too.")
 @json_option
 def prune_command(place: Path, keep: int, keep_every: int, as_json: bool) -> None:
-    """Delete all checkpoints of RUN but the newest; the newest whole one stays in any case."""
+    """Delete all checkpoints of RUN but the newest; the newest whole one stays in any case.
+
+    Refused while a training writes RUN: it has --keep itself.
+    """
     from phalanx.checkpoint import prune
+    from phalanx.files import refuse_taken
     from phalanx.report.checkpoint_tables import checkpoints_table
 
     _found(place)
+    refuse_taken(_folder(place).parent)
     gone = prune(_folder(place), keep=keep, keep_every=keep_every)
     left = [_told(one) for one in _found(place)]
     told = {"deleted": sorted(path.name for path in gone), "checkpoints": left}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any, final
 
 import torch
 
-from phalanx.errors import DataError
+from phalanx.errors import DataError, PhalanxError
+from phalanx.files import check_writer, make_folder, open_plain, replace_file
 
 _TENSORS, _FACTS = "batch.safetensors", "accident.json"
 _MOST_BYTES = 64 * 2**20  # of a batch's tensors; of a larger one only what they are is written
 _MOST_SAVED = 20  # side by side in one folder
+_BELOW = 2  # a batch's folder and the one it is in, of a run that may be a stranger's, are no links
 
 
 @final
@@ -51,13 +54,14 @@ class SavedBatch:
 
         Raises:
             DataError: if it cannot be read.
+            SpecError: if a link or no plain file stands in its place.
         """
         from safetensors import SafetensorError
-        from safetensors.torch import load_file
+        from safetensors.torch import load
 
         try:
-            tensors = load_file(self.folder / _TENSORS)
-            return _decoded(json.loads((self.folder / _FACTS).read_text(encoding="utf-8"))["batch"], tensors)
+            tensors = load(_content(self.folder / _TENSORS))
+            return _decoded(json.loads(_content(self.folder / _FACTS))["batch"], tensors)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
             raise _unreadable(self.folder, error) from error
 
@@ -67,9 +71,10 @@ class SavedBatch:
 
         Raises:
             DataError: if there is none, or it cannot be read.
+            SpecError: if a link or no plain file stands in its place.
         """
         try:
-            facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+            facts = json.loads(_content(folder / _FACTS))
             known: dict[str, Any] = {name: int(facts[name]) for name in ("step", "rank", "micro", "seed")}
             known |= {name: str(facts[name]) for name in ("reason", "where")}
             return cls(folder=folder, samples=tuple(int(one) for one in facts["samples"]), **known)
@@ -83,7 +88,7 @@ class SavedBatch:
             return False
         try:
             self.write(batch)
-        except OSError:  # a full disk must not hide what went wrong
+        except (OSError, PhalanxError):  # a full disk, a link there or another writer must not hide what went wrong
             return False
         return True
 
@@ -92,21 +97,29 @@ class SavedBatch:
 
         Raises:
             OSError: if it cannot be written.
+            RunError: if another run has taken the run folder that it is in.
+            SpecError: if its folder, or the one that is in, is a link.
         """
         from safetensors.torch import save
 
         tensors: dict[str, torch.Tensor] = {}
         described = _encoded(batch, "batch", tensors)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / _TENSORS).write_bytes(save(tensors))
+        check_writer(self.folder)
+        make_folder(self.folder, below=_BELOW)
+        replace_file(self.folder / _TENSORS, save(tensors), below=_BELOW + 1)
         facts = {name: getattr(self, name) for name in ("step", "reason", "where", "rank", "micro", "seed")}
         facts |= {"samples": list(self.samples), "batch": described}
-        (self.folder / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        replace_file(self.folder / _FACTS, json.dumps(facts, indent=1).encode(), below=_BELOW + 1)
+
+
+def _content(path: Path) -> bytes:
+    with os.fdopen(open_plain(path, os.O_RDONLY, below=_BELOW + 1), "rb") as file:
+        return file.read()
 
 
 def _unreadable(folder: Path, error: Exception) -> DataError:
     return DataError(
-        f"{folder} holds no batch that can be read: {error}\n    try: phalanx report {folder.parent.parent}"
+        f"{folder} holds no batch that can be read: {error}\n    try: phalanx audit {folder.parent.parent}"
     )
 
 

@@ -1,7 +1,7 @@
 """Files that may be a stranger's: opening, reading and replacing them safely, and who may write a run folder."""
 
 from phalanx.files.documents import json_value, read_json, read_toml, toml_table
-from phalanx.files.plain_files import open_plain, read_text, refuse_links, replace_text
+from phalanx.files.plain_files import make_folder, open_plain, read_text, refuse_links, replace_file, replace_text
 from phalanx.files.single_writer import Token, check_writer, join, refuse_taken, release, take, token_of
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "check_writer",
     "join",
     "json_value",
+    "make_folder",
     "open_plain",
     "read_json",
     "read_text",
@@ -16,6 +17,7 @@ __all__ = [
     "refuse_links",
     "refuse_taken",
     "release",
+    "replace_file",
     "replace_text",
     "take",
     "token_of",

@@ -43,12 +43,7 @@ def open_plain(path: Path, flags: int, *, below: int = 1, mode: int = 0o666) -> 
         OSError: as of ``os.open``, such as ``FileNotFoundError``.
     """
     path = Path(path)
-    try:
-        parent = _open_folder(path.parent, below - 1)
-    except NotADirectoryError:
-        if below > 1 and path.parent.is_symlink():
-            raise _unsafe(path.parent, "a symbolic link") from None
-        raise
+    parent = _open_parent(path, below)
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (os.O_NOFOLLOW if below > 0 else 0)
     try:
         descriptor = os.open(path.name, flags, mode, dir_fd=parent)
@@ -95,25 +90,54 @@ def read_text(path: Path, *, where: str, fix: str, below: int = 1, most: int = M
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, in place of what was there.
+    """Write a file whole or not at all, in place of what was there. Raises as ``replace_file`` does."""
+    replace_file(path, text.encode())
+
+
+def replace_file(path: Path, content: bytes, *, below: int = 1) -> None:
+    """Write a file whole or not at all, in place of what was there, a link too; ``below``: as of ``open_plain``.
 
     Raises:
+        SpecError: one of the folders that ``below`` counts is a link.
         OSError: it cannot be written; what was there stands.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with suppress(FileNotFoundError):
-        partial.unlink()  # of a process of the same number that was killed
+    path = Path(path)
+    partial = f".{path.name}.{os.getpid()}"
+    parent = _open_parent(path, below)
     try:
-        descriptor = open_plain(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with suppress(FileNotFoundError):
+            os.unlink(partial, dir_fd=parent)  # of a process of the same number that was killed
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(partial, flags, 0o666, dir_fd=parent), "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+        os.replace(partial, path.name, src_dir_fd=parent, dst_dir_fd=parent)
     except OSError:
         with suppress(OSError):
-            partial.unlink()
+            os.unlink(partial, dir_fd=parent)
         raise
+    finally:
+        os.close(parent)
+
+
+def make_folder(path: Path, *, below: int = 1) -> None:
+    """Make the folder ``path``, and of those it is in the ``below`` - 1 last, where they are missing.
+
+    Raises:
+        SpecError: one of these ``below`` folders is a link.
+        OSError: it cannot be made, or is no folder.
+    """
+    path = Path(path)
+    if below > 1:
+        make_folder(path.parent, below=below - 1)
+    parent = _open_parent(path, below)
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(path.name, dir_fd=parent)
+    finally:
+        os.close(parent)
+    os.close(_open_parent(path / "any", below + 1))
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
@@ -126,6 +150,17 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
         kind = _kind(folder / name)
         if kind and kind != "a folder":
             raise _unsafe(folder / name, kind)
+
+
+def _open_parent(path: Path, below: int) -> int:
+    """A descriptor of the folder that ``path`` is in; ``below``: as of ``open_plain``."""
+    try:
+        return _open_folder(path.parent, below - 1)
+    except NotADirectoryError:
+        for folder in [*path.parents][: max(0, below - 1)]:
+            if folder.is_symlink():
+                raise _unsafe(folder, "a symbolic link") from None
+        raise
 
 
 def _open_folder(folder: Path, below: int) -> int:

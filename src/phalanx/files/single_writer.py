@@ -149,16 +149,18 @@ def release(token: Token) -> None:
             os.close(descriptor)
 
 
-def check_writer(folder: Path) -> None:
-    """``Token.check`` of the token that this process, or the one it was forked from, has of ``folder``, if it has one.
+def check_writer(path: Path) -> None:
+    """``Token.check`` of the token that this process, or the one it was forked from, has of the run ``path`` is in.
 
+    That is of the nearest folder from ``path`` upwards of which it has one; nothing is checked where there is none.
     What publishes into a run folder (a checkpoint, a snapshot, ``run.toml``) calls it just before the rename.
 
     Raises:
         RunError: another run has taken the folder.
     """
-    if token := token_of(folder):
-        token.check()
+    path = Path(path).resolve()
+    if folder := next((folder for folder in (path, *path.parents) if folder in _held), None):
+        _held[folder][0].check()
 
 
 def _lock(folder: Path, descriptor: int) -> None:

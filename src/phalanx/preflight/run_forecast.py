@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from phalanx.config import Job, RunSpec
-from phalanx.errors import Problem, RefusedError, WorkerError, is_out_of_memory
+from phalanx.errors import Problem, RefusedError, RunError, WorkerError, is_out_of_memory
 from phalanx.events import EventLog, read
-from phalanx.files import open_plain, replace_text
+from phalanx.files import check_writer, open_plain, replace_text
 from phalanx.launch.side_process import Afterwards, SideProcess
 from phalanx.preflight.plan_choice import answer
 from phalanx.report.comparison import FORECAST, LATE, memory_beside, stored, under_forecast
@@ -88,7 +88,10 @@ class RunForecaster:
                 self._take(self._next(PATIENCE * (time.monotonic() - self._began)))
             if self._side and self._run.folder.is_dir() and (self._said or not stored(self._run.folder)):
                 told = self._said or {"missing": LATE}
-                with suppress(OSError):  # a full disk is not what ends a run, nor what its end is to be about
+                with suppress(
+                    OSError, RunError
+                ):  # a full disk, or another writer, is not what a run's end is to be about
+                    check_writer(self._run.folder)
                     replace_text(self._run.folder / FORECAST, json.dumps(told, indent=2) + "\n")
         finally:
             self._end()

@@ -313,5 +313,6 @@ def saved_batches(folder: Path) -> list[SavedBatch]:
 
     Raises:
         DataError: if one cannot be read.
+        SpecError: if a link or no plain file stands in its place.
     """
     return [SavedBatch.read(path) for path in sorted((folder / "accidents").glob("step-*"))]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from phalanx.config import Job, RunSpec
 from phalanx.data import Ledger, StepBatch
-from phalanx.errors import CheckpointError, RunError
+from phalanx.errors import RunError
 from phalanx.events import SCHEMA_VERSION, EventLog
 from phalanx.files import check_writer, replace_text
 from phalanx.placement.survey_file import PLACEMENT
@@ -61,7 +61,7 @@ class RunRecorder:
                 self._ledger.__exit__(*error)
         finally:
             if self._mirror:  # a run that failed still copies what it had saved; ``finish`` has said what became of it
-                with suppress(CheckpointError):
+                with suppress(RunError):
                     self._mirror.close()
                 self._write_copied()
             if self._log:

@@ -22,6 +22,7 @@ from phalanx.checkpoint.folder import name_of, newest_first
 from phalanx.checkpoint.format import step_of
 from phalanx.config import Job, Plan
 from phalanx.errors import RefusedError
+from phalanx.files import check_writer
 from phalanx.parallel.layout import SingleLayout
 from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, RunProgress, Shard, cut_out, form_of, partition
 from phalanx.train.assembly import build_optimizer
@@ -107,7 +108,8 @@ class ShardStore:
         return [step_of(path) or 0 for path in newest_first(self._folder) if not checkpoint.verify(path)]
 
     def clear(self) -> None:
-        """Forget the snapshots of an earlier run in this folder."""
+        """Forget the snapshots of an earlier run in this folder. Raises RunError if another run has taken it."""
+        check_writer(self._folder)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def snapshot(self, progress: RunProgress) -> None:
