@@ -73,6 +73,26 @@ def test_a_damaged_checkpoint_is_not_exported_and_an_existing_target_stays(tmp_p
     assert sorted(one.name for one in tmp_path.iterdir()) == ["run", "there"]
 
 
+def test_a_flipped_bit_is_neither_exported_nor_all_that_stays(tmp_path: Path) -> None:
+    """All files of a checkpoint with a flipped bit are there in full length."""
+    spec = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", checkpoint_every=2, keep=9)
+    px.fit(small_job(epochs=2), run=spec)
+    newest = tmp_path / "run/checkpoints/step-00000008"
+    (file,) = newest.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    target = str(tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"has changed since (?s:.*)checkpoint export .* --from 6 --to"
+    ):
+        verbs(tmp_path / "run", "export", "--to", target)
+    assert verbs(tmp_path / "run", "export", "--from", "6", "--to", target)[0] == 0
+    _, told = verbs(tmp_path / "run", "prune", "--keep", "1")
+    assert [one["step"] for one in told["checkpoints"]] == [8, 6]
+    assert verbs(tmp_path / "run", "verify", "--from", "6")[0] == 0
+
+
 def verbs(run: Path, *argv: str) -> tuple[int, Any]:
     answered = CliRunner().invoke(main, ["checkpoint", *argv[:1], str(run), *argv[1:], "--json"], standalone_mode=False)
     if answered.exception:

@@ -145,3 +145,21 @@ def test_a_step_of_which_there_is_no_checkpoint_is_told_which_there_are(tmp_path
     saved(run, 2, 4)
     with pytest.raises(SpecError, match=r"--from: given 3, .*; allowed: one of 2, 4\n    try: --from 4"):
         set_aside(run)
+
+
+def test_a_step_whose_checkpoint_is_damaged_is_not_gone_on_from(tmp_path: Path) -> None:
+    """It was named: another is not taken in its place, and nothing is set aside for it."""
+    run = spec(tmp_path / "run", resume=True, from_step=4)
+    saved(run, 2, 4, 6)
+    flip(run.folder / "checkpoints" / "step-00000004")
+    with pytest.raises(SpecError, match=r"given 4, whose checkpoint is damaged: .*\n    try: --from 6"):
+        set_aside(run)
+    assert not list((run.folder / "checkpoints").glob("set-aside-*"))
+
+
+def flip(path: Path) -> None:
+    """Change one bit of the tensors of a checkpoint."""
+    (file,) = path.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)

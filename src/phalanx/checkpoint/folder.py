@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,11 +173,18 @@ def give_up(folder: Path, step: int) -> None:
         remove(temporary(folder, step))
 
 
-def prune(folder: Path, *, keep: int, keep_every: int = 0, upto: int | None = None) -> list[Path]:
+def prune(
+    folder: Path,
+    *,
+    keep: int,
+    keep_every: int = 0,
+    upto: int | None = None,
+    stays: Callable[[Path], bool] = is_complete,
+) -> list[Path]:
     """Delete checkpoints in ``folder``. Returns which.
 
     Args:
-        keep: the newest that stay; the newest complete one stays in any case.
+        keep: the newest that stay; the newest of which ``stays`` is true stays in any case.
         keep_every: those whose step is a multiple of it stay for ever; 0: none.
         upto: later steps than this are neither counted nor deleted.
 
@@ -188,7 +195,7 @@ def prune(folder: Path, *, keep: int, keep_every: int = 0, upto: int | None = No
     steps = {path: step_of(path) or 0 for path in newest_first(folder)}
     found = [path for path, step in steps.items() if upto is None or step <= upto]
     stay = {*found[:keep], *(path for path in found if keep_every and steps[path] % keep_every == 0)}
-    stay |= set(next(([path] for path in found if is_complete(path)), []))
+    stay |= set(next(([path] for path in found if stays(path)), []))
     gone = list[Path]()
     for path in reversed(found):
         if path not in stay:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phalanx.cli.output import answer, json_option
-from phalanx.errors import SpecError
+from phalanx.errors import CheckpointError, DamagedError, SpecError
 
 if TYPE_CHECKING:
     from phalanx.checkpoint import FoundCheckpoint
@@ -84,17 +84,17 @@ def verify_command(ctx: click.Context, place: Path, step: int | None, as_json: b
 @click.option("--keep-every", type=click.IntRange(min=0), default=0, help="Multiples of it stay, too.")
 @json_option
 def prune_command(place: Path, keep: int, keep_every: int, as_json: bool) -> None:
-    """Delete all checkpoints of RUN but the newest; the newest whole one stays in any case.
+    """Delete all checkpoints of RUN but the newest; the newest whole one, which is read to be sure, stays in any case.
 
     Refused while a training writes RUN: it has --keep itself.
     """
-    from phalanx.checkpoint import prune
+    from phalanx.checkpoint import prune, verify
     from phalanx.files import refuse_taken
     from phalanx.report.checkpoint_tables import checkpoints_table
 
     _found(place)
     refuse_taken(_folder(place).parent)
-    gone = prune(_folder(place), keep=keep, keep_every=keep_every)
+    gone = prune(_folder(place), keep=keep, keep_every=keep_every, stays=lambda path: not verify(path))
     left = [_told(one) for one in _found(place)]
     told = {"deleted": sorted(path.name for path in gone), "checkpoints": left}
     answer(as_json, told, lambda _: checkpoints_table(left, deleted=len(gone)))
@@ -118,7 +118,12 @@ def export_command(place: Path, step: int | None, target: Path, dtype: str | Non
     from phalanx.units import show_bytes
 
     chosen = _chosen(place, step)
-    done = export(chosen.path, target, dtype=getattr(torch, dtype) if dtype else None)
+    try:
+        done = export(chosen.path, target, dtype=getattr(torch, dtype) if dtype else None)
+    except DamagedError as error:
+        before = next((f" --from {one.step}" for one in _found(place) if one.step < chosen.step), "")
+        way_on = f"\n    try: phalanx checkpoint export {place}{before} --to {target}, of the one before"
+        raise CheckpointError(f"{error}{way_on}" if before else str(error)) from error
     told = {"from": str(chosen.path), "files": [str(file) for file in done.files]}
     told |= {"tensors": done.tensors, "bytes": done.nbytes, "config": done.configured}
     plain = "" if done.configured or target.suffix == ".safetensors" else "; no config.json: no model of transformers"

@@ -192,10 +192,11 @@ def set_aside(run: RunSpec) -> None:
     They go to a folder ``set-aside-N`` beside it, so that no later resume takes them for the newest.
 
     Raises:
-        SpecError: there is no whole checkpoint of that step.
+        SpecError: there is no checkpoint of that step, or it is damaged, which is read to be sure.
     """
     if run.from_step is None:
         return
+    from phalanx.checkpoint import verify
     from phalanx.checkpoint.folder import is_complete
 
     folder = run.folder / "checkpoints"
@@ -207,6 +208,14 @@ def set_aside(run: RunSpec) -> None:
             given=f"{run.from_step}, of which {run.folder} holds no whole checkpoint",
             allowed=f"one of {', '.join(map(str, whole))}" if whole else "a step of which there is one",
             fix=f"--from {whole[-1]}" if whole else "a new run, without --from",
+        )
+    if problems := verify(steps[run.from_step]):
+        others = [step for step in whole if step != run.from_step]
+        raise SpecError.of(
+            where="--from",
+            given=f"{run.from_step}, whose checkpoint is damaged: {problems[0]}",
+            allowed=f"another of {', '.join(map(str, whole))}" if others else "one that is whole",
+            fix=f"--from {others[-1]}" if others else "a new run, without --from",
         )
     if later := [path for step, path in sorted(steps.items()) if step > run.from_step]:
         aside = _next_free(folder / "set-aside-0")
