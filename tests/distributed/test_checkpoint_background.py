@@ -6,15 +6,18 @@ import errno
 import json
 import os
 import threading
+import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_ranks import laid_out, local, ranks
-from small import fit
+from small import fit, job
 
+import phalanx as px
 from phalanx import checkpoint
 from phalanx.checkpoint import BackgroundSaver, SaveRequest, background, writing
 from phalanx.errors import CheckpointError, WorkerError
@@ -227,6 +230,27 @@ class TestRuns:
         assert checkpoint.verify(newest) == []  # written anew
         state = json.loads((newest / "state.json").read_text())
         assert state["step"] == 8
+
+    def test_a_damaged_newest_is_named_by_a_run_that_goes_back(self, tmp_path: Path) -> None:
+        """To the one before it, in step 5, without being started again."""
+        losses, path = [0], tmp_path / "run" / "checkpoints" / "step-00000004"
+
+        def loss(output: torch.Tensor, batch: Any) -> px.Loss:
+            losses[0] += 1
+            found = px.cross_entropy(output, batch["y"])
+            if losses[0] != 6:
+                return found
+            until = time.monotonic() + 20
+            while not path.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            (path / "state.json").write_bytes(b"{")
+            return px.Loss(found.sum * float("nan"), found.count)
+
+        settings: dict[str, Any] = {"on_nonfinite": "rollback", "checkpoint_every": 2, "forecast": "none"}
+        spec = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", **settings)
+        run = px.fit(job(loss=loss), run=spec)
+        assert [event["path"] for event in run.events("resume")] == ["checkpoints/step-00000002"]
+        assert any("step-00000004 is damaged" in event["message"] for event in run.events("warning"))
 
     def test_none_whole_is_an_error_that_lists_each(self, tmp_path: Path) -> None:
         fit("single", tmp_path / "run", checkpoint_every=3)

@@ -14,7 +14,7 @@ from small import job as small_job
 from test_pretrained import Tokens, gpt2, job
 
 import phalanx as px
-from phalanx.checkpoint import export
+from phalanx.checkpoint import export, save
 from phalanx.cli.app import main
 from phalanx.errors import CheckpointError, SpecError
 
@@ -54,6 +54,17 @@ def test_one_file_loads_into_a_plain_model(tmp_path: Path) -> None:
     assert 2 * half.nbytes == told["bytes"]
     for name, value in load_file(tmp_path / "half.safetensors").items():
         assert torch.equal(value, model.state_dict()[name].bfloat16())
+
+
+def test_the_index_says_where_each_tensor_is_and_how_many_bytes_all_have(tmp_path: Path) -> None:
+    tensors = {"model.a": torch.ones(5, 3), "model.b": torch.ones(7).bfloat16(), "optimizer.a": torch.ones(9)}
+    path = save(tmp_path / "checkpoints", step=1, tensors=tensors, state={})
+    export(path, tmp_path / "out", shard=60)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 4 * 15 + 2 * 7}
+    assert len(set(index["weight_map"].values())) == 2
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / "out" / file)[name], tensors[f"model.{name}"])
 
 
 def test_a_damaged_checkpoint_is_not_exported_and_an_existing_target_stays(tmp_path: Path) -> None:

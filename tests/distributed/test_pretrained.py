@@ -147,6 +147,21 @@ def test_what_may_be_missing_or_left_over_is_said_by_name(tmp_path: Path) -> Non
         build_model(job(model=model, initial=tmp_path))
 
 
+@pytest.mark.parametrize("name", ["first.weight", "again.weight"])
+def test_of_tied_weights_any_name_will_do(name: str, tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.again = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.again.weight = self.first.weight
+
+    value = torch.arange(16.0).reshape(4, 4)
+    save_file({name: value}, tmp_path / "model.safetensors")
+    found = build_model(job(model=Tied, initial=tmp_path))
+    assert torch.equal(found.get_parameter("first.weight"), value)
+    assert found.get_parameter("again.weight") is found.get_parameter("first.weight")
+
+
 def test_a_half_fills_a_whole(tmp_path: Path) -> None:
     values = {name: one.bfloat16() for name, one in nn.Linear(4, 3).state_dict().items()}
     save_file(values, tmp_path / "half.safetensors")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,8 @@ from phalanx.checkpoint import SaveRequest, latest, load, save, save_as_survivor
 from phalanx.checkpoint.folder import begin, temporary_of, turn
 from phalanx.errors import CheckpointError, RunError
 from phalanx.files import join, release, take
+from phalanx.train.interruptions import Unsaved
+from phalanx.train.survivor_save import SurvivorSave
 
 
 def request(folder: Path, step: int, **how: int) -> SaveRequest:
@@ -84,16 +90,41 @@ def test_a_save_that_begins_leaves_alone_what_a_survivor_writes(tmp_path: Path) 
     assert not written.exists()
 
 
-def test_nothing_is_published_in_a_folder_that_another_run_has_taken(tmp_path: Path) -> None:
+def save_with_all(asked: SaveRequest) -> None:
+    save(asked.folder, step=asked.step, tensors=asked.tensors, state=asked.state)
+
+
+@pytest.mark.parametrize("write", [partial(save_as_survivor, rank=0), save_with_all], ids=["survivor", "all"])
+def test_nothing_is_published_in_a_folder_that_another_run_has_taken(
+    write: Callable[[SaveRequest], object], tmp_path: Path
+) -> None:
     token = take(tmp_path)
     try:
         writer = tmp_path / "writer.json"
         writer.write_text(json.dumps({**json.loads(writer.read_text()), "identity": "another"}).ljust(1024))
         with pytest.raises(RunError, match="was taken over"):
-            save_as_survivor(request(tmp_path / "checkpoints", 7), rank=0)
+            write(request(tmp_path / "checkpoints", 7))
         assert list((tmp_path / "checkpoints").iterdir()) == []
     finally:
         release(token)
+
+
+@pytest.mark.parametrize("drifted", [False, True])
+def test_what_replicas_do_not_hold_alike_is_not_saved(
+    drifted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, told = list[object](), list[Unsaved]()
+    monkeypatch.setattr(SurvivorSave, "_save", lambda self, assembly: saved.append(assembly))
+    step = SimpleNamespace(
+        progress=SimpleNamespace(step=7),
+        drift=SimpleNamespace(found=drifted),
+        boundary=SimpleNamespace(go_back=lambda: True),
+    )
+    run: Any = SimpleNamespace(folder=tmp_path)
+    absent: Any = None
+    assembly: Any = SimpleNamespace(step=step)
+    SurvivorSave(absent, run, absent, absent, told.append).failed(ConnectionResetError(), assembly)
+    assert (len(saved), told) == ((0, []) if drifted else (1, [Unsaved.SAVING]))
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:

@@ -136,6 +136,12 @@ def test_whoever_is_called_must_be_the_one_that_is_wanted(door: Door) -> None:
     assert door.came == []
 
 
+@pytest.mark.parametrize("wanted", [Identity(Role.SERVER, 1), Identity(Role.WORKER, 0)], ids=str)
+def test_a_listener_answers_only_those_that_want_it(wanted: Identity) -> None:
+    with pytest.raises(HandshakeError, match="looks for somebody else"):
+        ListenerHandshake(SECRET, SERVER, CallerHandshake(SECRET, WORKER, wanted).hello)
+
+
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n".ljust(HELLO), b"\0" * HELLO, b"\xff" * 100_000])
 def test_noise_is_refused_and_counted(door: Door, said: bytes) -> None:
     with door.connect() as plug:
