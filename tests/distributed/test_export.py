@@ -94,9 +94,7 @@ def test_a_flipped_bit_is_neither_exported_nor_all_that_stays(tmp_path: Path) ->
     content[-5] ^= 1
     file.write_bytes(content)
     target = str(tmp_path / "model.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"has changed since (?s:.*)checkpoint export .* --from 6 --to"
-    ):
+    with pytest.raises(CheckpointError, match=r"has changed since (?s:.*)checkpoint export .* --from 6 --to"):
         verbs(tmp_path / "run", "export", "--to", target)
     assert verbs(tmp_path / "run", "export", "--from", "6", "--to", target)[0] == 0
     _, told = verbs(tmp_path / "run", "prune", "--keep", "1")
