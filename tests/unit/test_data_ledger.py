@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,25 @@ class TestReading:
             disk.room = 10**9
         (record,) = records(tmp_path)[0]
         assert (record.ids.tolist(), record.begun, record.left_out) == ([1, 2, 3], False, True)
+
+    def test_that_a_step_is_finished_is_written_when_it_can_be(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        writes = os.pwrite
+        with Ledger(tmp_path, rank=0, first_step=0) as ledger:
+            ledger.begin(a_step(0, [1, 2]))
+
+            def refuses(*_: Any) -> int:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            monkeypatch.setattr(os, "pwrite", refuses)  # a copy-on-write disk that is full
+            ledger.record(a_step(0, [1, 2]), left_out=True)
+            with pytest.raises(DataError, match="No space left"):
+                ledger.flush()
+            assert records(tmp_path)[0][0].begun
+            monkeypatch.setattr(os, "pwrite", lambda file, data, at: writes(file, data[:1], at))  # byte by byte
+        (record,) = records(tmp_path)[0]
+        assert (record.ids.tolist(), record.begun, record.left_out) == ([1, 2], False, True)
 
     def test_a_file_that_is_no_ledger(self, tmp_path: Path) -> None:
         (tmp_path / "00000000-rank00000.bin").write_bytes(b"something else entirely")

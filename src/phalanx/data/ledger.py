@@ -62,6 +62,7 @@ class Ledger:
         self._waiting = bytearray(_FILE.pack(_MAGIC, world_size))
         self._written = 0  # bytes in the file
         self._begun: tuple[int, int, int] | None = None  # step, where its record stands, bytes of an id
+        self._patches: list[tuple[int, bytes]] = []  # of what is in the file: place, and what is to stand there
         self._failed: OSError | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -109,15 +110,13 @@ class Ledger:
 
     def _patch(self, at: int, data: bytes) -> None:
         """Put ``data`` in the place of what was recorded ``at`` this many bytes from the file's begin."""
-        self._write()
-        there = data[: max(0, self._written - at)]  # all of it, unless the disk is full
+        there = data[: max(0, self._written - at)]  # all of it, unless the disk was full
         if rest := data[len(there) :]:
             first = at + len(there) - self._written
             self._waiting[first : first + len(rest)] = rest
-        try:
-            os.pwrite(self._file, there, at)
-        except OSError as error:
-            self._failed = error
+        if there:
+            self._patches.append((at, there))
+        self._write()
 
     def flush(self) -> None:
         """Hands everything recorded to the operating system.
@@ -142,13 +141,25 @@ class Ledger:
     def _write(self) -> None:
         """Write what waits, as far as that goes: what is left is tried again by the next call."""
         self._failed = None
-        try:
-            while self._waiting:
-                written = os.write(self._file, self._waiting)
-                self._written += written
-                del self._waiting[:written]
-        except OSError as error:
-            self._failed = error
+        for written in (self._write_patches, self._write_new):  # on a full disk a patch may go where nothing new does
+            try:
+                written()
+            except OSError as error:
+                self._failed = error
+
+    def _write_patches(self) -> None:
+        while self._patches:
+            at, data = self._patches[0]
+            done = os.pwrite(self._file, data, at)
+            self._patches[0] = at + done, data[done:]
+            if done == len(data):
+                del self._patches[0]
+
+    def _write_new(self) -> None:
+        while self._waiting:
+            written = os.write(self._file, self._waiting)
+            self._written += written
+            del self._waiting[:written]
 
     def __enter__(self) -> Self:
         return self
