@@ -36,6 +36,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.comm.handshake import new_secret
+
 WORKERS, WARM_UP = 2, 2
 MP = multiprocessing.get_context("fork")
 
@@ -50,6 +52,7 @@ class Trial:
         begin: all processes wait here before the timed rounds, and after them.
         times: when each worker began and ended.
         port: where the server listens.
+        secret: of the run, by which server and workers know each other.
     """
 
     elements: int
@@ -58,6 +61,7 @@ class Trial:
     times: Any = field(default_factory=lambda: MP.SimpleQueue())
     port: Any = field(default_factory=lambda: MP.Value("i", 0))
     folder: str = field(default_factory=tempfile.mkdtemp)
+    secret: bytes = field(default_factory=new_secret, repr=False)
 
     def measure(self, rank: int, once: Callable[[int], None]) -> None:
         """In a worker: warm up, wait for the others, take the time."""
@@ -90,15 +94,12 @@ class _Kept:
     """Stands in for the store: a shard without a job."""
 
     shard: Any
-    statistics: Any
+    statistics: Any  # of no layers
     index: int = 0
 
     @property
     def held(self) -> list[list[Any]]:
         return [["flat", 0, self.shard.form["flat"][0][0], True]]
-
-    def snapshots(self) -> list[int]:
-        return []
 
 
 class _Summed:
@@ -119,43 +120,45 @@ class _Summed:
 
 
 def ours_server(trial: Trial) -> None:
-    """The real server, whose shard forgets a round's sum when it is complete."""
+    """The real server, whose shard forgets a round's sum when it is complete; nobody coordinates it."""
+    from phalanx.comm import Place
     from phalanx.parallel.parameter_server import Flat, Rule, Shard
     from phalanx.train.parameter_server.server import Server
 
     shard = Shard({"flat": torch.zeros(trial.elements)}, lambda named: torch.optim.SGD(named.values(), lr=0.1), Rule())
     shard.push = _Summed(shard).push  # type: ignore[method-assign]
-    servant = Server(_Kept(shard, Flat({})), "127.0.0.1")  # type: ignore[arg-type]
-    servant.start(_NoFront())  # type: ignore[arg-type]
-    trial.port.value = servant.port
+    place = Place(rank=WORKERS, world_size=WORKERS + 1, secret=trial.secret)
+    server = Server(_Kept(shard, Flat({})), place, WORKERS)  # type: ignore[arg-type]
+    server.start()
+    trial.port.value = server.port
     trial.begin.wait()
     trial.begin.wait()
-    servant.close()
-    if servant.trouble:
-        raise servant.trouble
-
-
-class _NoFront:
-    """No coordinator: workers here know what to do."""
-
-    def joined(self, *_: Any) -> None: ...
-    def lost(self, *_: Any) -> None: ...
+    server.close()
+    if server.trouble:
+        raise server.trouble
 
 
 def ours_worker(trial: Trial, rank: int) -> None:
-    """The real links."""
-    from phalanx.train.parameter_server.gradient_worker import ServerLinks
+    """The real links. What would be dealt is known here, and so are the coordinator's tickets for it."""
+    from phalanx.comm.handshake import Identity, Role
+    from phalanx.comm.listener import Caller
+    from phalanx.parallel.parameter_server import deal_ticket
     from phalanx.train.parameter_server.server_group import Patience
+    from phalanx.train.parameter_server.server_links import ServerLinks
 
     while not trial.port.value:
         time.sleep(0.01)
-    links = ServerLinks(rank, 1, 1, _Fixed(trial.port.value), Patience(), None)  # type: ignore[arg-type]
+    caller = Caller(identity=Identity(Role.WORKER, rank), secret=trial.secret)
+    links = ServerLinks(caller, 1, 1, _Fixed(trial.port.value), Patience(), None)  # type: ignore[arg-type]
     links.connect()
+    (link,) = links._links
     gradient, values = torch.ones(trial.elements), torch.zeros(trial.elements)
 
     def once(index: int) -> None:
-        links.push({"flat": gradient}, {"flat": values}, {"step": index, "part": rank, "term": 0})
-        links.first.version = -1  # as if there had been an update
+        piece = {"step": index, "part": rank, "term": 0}
+        ticket = deal_ticket(trial.secret, rank, "train", **piece)
+        links.push({"flat": gradient}, {"flat": values}, {**piece, "ticket": ticket, "count": 1.0})
+        link.version = -1  # as if there had been an update
         links.pull({"flat": values}, [])
 
     links.pull({"flat": values}, [])
@@ -271,11 +274,16 @@ def turn(name: str, elements: int, rounds: int) -> float:
     processes += [MP.Process(target=_child, args=(worker, trial, rank)) for rank in range(WORKERS)]
     for process in processes:
         process.start()
-    times = [trial.times.get() for _ in range(WORKERS)]
+    while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
+        time.sleep(0.01)
+    failed = [process.exitcode for process in processes if process.exitcode]
     for process in processes:
+        if failed:  # the others would wait for it
+            process.kill()
         process.join()
-        assert process.exitcode == 0, f"{name}: a process ended with {process.exitcode}"
     shutil.rmtree(trial.folder)
+    assert not failed, f"{name}: a process ended with {failed[0]}"
+    times = [trial.times.get() for _ in range(WORKERS)]
     seconds = max(end for _, end in times) - min(began for began, _ in times)
     return 2 * WORKERS * rounds * elements * 4 / seconds
 
