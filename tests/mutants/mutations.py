@@ -230,7 +230,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "the audit of a ledger misses samples that were never seen",
-        "data/ledger.py",
+        "data/ledger_audit.py",
         "if unseen > max(0, length - whole):",
         "if unseen > length:",
         ("test unit/test_data_ledger.py",),

@@ -155,7 +155,7 @@ class TestReading:
             ledger.record(a_step(0, [1, 2]), left_out=True)
             with pytest.raises(DataError, match="No space left"):
                 ledger.flush()
-            assert records(tmp_path)[0][0].begun
+            assert records(tmp_path) == {}  # nobody has finished it
             monkeypatch.setattr(os, "pwrite", lambda file, data, at: writes(file, data[:1], at))  # byte by byte
         (record,) = records(tmp_path)[0]
         assert (record.ids.tolist(), record.begun, record.left_out) == ([1, 2], False, True)

@@ -1,6 +1,7 @@
 """Data: which samples each step holds on any number of devices, reading them, and the ledger that shows it."""
 
-from phalanx.data.ledger import Ledger, LedgerRecord, audit, last_steps, read_ledger, records
+from phalanx.data.ledger import Ledger, LedgerRecord, last_steps, read_ledger, records
+from phalanx.data.ledger_audit import audit
 from phalanx.data.loader import Loader, evaluation_batches
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.step_batch import MicroBatch, StepBatch

@@ -1,0 +1,115 @@
+"""What is wrong in a sample ledger, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.data.ledger import LedgerRecord, records
+
+_NAMED = 5  # how many samples of a kind are named before "and N more"
+
+
+def audit(folder: Path, *, length: int | None, batch: int, drop_last: bool) -> list[str]:
+    """What is wrong in the ledger of a run, one sentence each; empty if each sample was seen exactly once an epoch.
+
+    Args:
+        folder: of the ledger.
+        length: samples in the data; ``None`` for a stream, of which only double samples and gaps can be told.
+        batch: samples in a global batch.
+        drop_last: whether the partial last batch of each epoch was dropped.
+
+    Raises:
+        DataError: if a file is no ledger.
+    """
+    steps = records(folder)
+    if not steps:
+        return [f"the ledger {folder} is empty: no step was recorded"]
+    found = list(_missing(list(steps)))
+    last = max(steps)
+    for epoch, group in groupby(steps.values(), key=lambda those: those[0].epoch):
+        those = [record for step in group for record in step]
+        found += _twice(epoch, those)
+        if length is not None:
+            found += _unknown(epoch, those, length)
+            per_epoch = max(1, length // batch if drop_last else -(-length // batch))
+            found += _short(epoch, those, length, batch, per_epoch)
+            if last >= (epoch + 1) * per_epoch - 1:
+                found += _unseen(epoch, those, length, per_epoch * batch)
+    return found
+
+
+def _missing(steps: list[int]) -> Iterator[str]:
+    for before, after in zip([-1, *steps], steps, strict=False):
+        if after == before + 2:
+            yield f"step {before + 1} is missing"
+        elif after > before + 1:
+            yield f"steps {before + 1} to {after - 1} are missing"
+
+
+def _twice(epoch: int, those: list[LedgerRecord]) -> Iterator[str]:
+    ids = np.concatenate([record.ids for record in those])
+    ordered = np.sort(ids)
+    repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not len(repeated):
+        return
+    samples = []
+    for sample in repeated[:_NAMED].tolist():
+        places = [
+            f"rank {record.rank} in step {record.step}"
+            for record in those
+            for _ in range(np.count_nonzero(record.ids == sample))
+        ]
+        samples.append(f"{sample} (by {_listed(places)})")
+    yield f"epoch {epoch}: {_counted(len(repeated), 'sample')} seen more than once: " + _more(samples, len(repeated))
+
+
+def _unknown(epoch: int, those: list[LedgerRecord], length: int) -> Iterator[str]:
+    ids = np.unique(np.concatenate([record.ids for record in those]))
+    beyond = ids[ids >= length]
+    if len(beyond):
+        names = _more([str(sample) for sample in beyond[:_NAMED].tolist()], len(beyond))
+        yield f"epoch {epoch}: {_counted(len(beyond), 'id')} beyond the {length} samples of the data: {names}"
+
+
+def _short(epoch: int, those: list[LedgerRecord], length: int, batch: int, per_epoch: int) -> Iterator[str]:
+    for step, group in groupby(those, key=lambda record: record.step):
+        members = list(group)
+        count = sum(len(record.ids) for record in members)
+        wanted = min(batch, length - step % per_epoch * batch)
+        if count != wanted:
+            ranks = _listed([str(record.rank) for record in members])
+            yield f"epoch {epoch}: step {step} holds {count} samples instead of {wanted} (recorded by ranks {ranks})"
+        if step // per_epoch != epoch:
+            yield f"step {step} is recorded in epoch {epoch}, but belongs to epoch {step // per_epoch}"
+
+
+def _unseen(epoch: int, those: list[LedgerRecord], length: int, whole: int) -> Iterator[str]:
+    """Samples never seen in a finished epoch, beyond the ``length - whole`` that were dropped on purpose."""
+    ids = np.concatenate([record.ids for record in those]).astype(np.uint64)
+    seen = np.unique(ids[ids < length])
+    unseen = length - len(seen)
+    if unseen > max(0, length - whole):
+        # all numbers below this are seen or among the first so many that are not
+        most = min(length, len(seen) + _NAMED)
+        first = np.setdiff1d(np.arange(most, dtype=np.uint64), seen)[:_NAMED]
+        names = _more([str(sample) for sample in first.tolist()], unseen)
+        allowed = f" ({length - whole} are dropped on purpose)" if whole < length else ""
+        yield f"epoch {epoch}: {_counted(unseen, 'sample')} never seen{allowed}: {names}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+
+
+def _more(named: Iterable[str], count: int) -> str:
+    names = list(named)
+    rest = f" and {count - len(names)} more" if count > len(names) else ""
+    return ", ".join(names) + rest
