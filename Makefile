@@ -109,6 +109,7 @@ bench: .venv/.installed-bench
 	$(BIN)/python bench/scaling.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/checkpoint.py
+	$(BIN)/python bench/restart.py
 	$(BIN)/python bench/bytes_sent.py
 	$(BIN)/python bench/split_memory.py
 	$(BIN)/python bench/split_limit.py

@@ -79,11 +79,39 @@ def test_a_copy_that_was_cut_short_is_none(bucket: str, tmp_path: Path) -> None:
     assert fetch_newest(bucket, tmp_path / "new") == tmp_path / "new" / "step-00000002"
 
 
-def test_a_file_that_is_lost_there_leaves_nothing_here(bucket: str, tmp_path: Path) -> None:
+def test_what_is_damaged_there_is_left_to_be_named_and_the_one_before_fetched(bucket: str, tmp_path: Path) -> None:
     store = ObjectStore(bucket)
-    store.put(saved(tmp_path, 2))
-    store._files.rm_file("bucket/runs/a/step-00000002/rank-00000.safetensors")
-    with pytest.raises(CheckpointError, match="s3://bucket/runs/a could not be read"):
+    for step in (2, 4, 6, 8):
+        store.put(saved(tmp_path, step))
+    store._files.rm_file("bucket/runs/a/step-00000008/rank-00000.safetensors")
+    store._files.pipe_file("bucket/runs/a/step-00000006/manifest.json", b"{}")
+    content = bytearray(store._files.cat_file(torn := "bucket/runs/a/step-00000004/rank-00000.safetensors"))
+    content[-1] ^= 1
+    store._files.pipe_file(torn, bytes(content))
+    assert fetch_newest(bucket, tmp_path / "new") == tmp_path / "new" / "step-00000002"
+    named, attempted = [], []
+
+    def attempt(path: Path) -> None:
+        attempted.append(path.name[-1])
+        checkpoint.load(path, {"model.weight": torch.zeros(300, 40), "model.bias": torch.zeros(40)})
+
+    path, _, named = checkpoint.resume_newest(tmp_path / "new", attempt)
+    assert path.name[-1] == "2"
+    assert attempted == ["8", "6", "4", "2"]
+    assert len(named) == 3
+
+
+def test_a_store_that_cannot_be_read_leaves_nothing_here(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ObjectStore(bucket).put(saved(tmp_path, 2))
+
+    def cut(self: ObjectStore, source: str, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise TimeoutError("gone")
+
+    monkeypatch.setattr(ObjectStore, "_copy", cut)
+    with pytest.raises(CheckpointError, match="s3://bucket/runs/a could not be read: TimeoutError"):
         fetch_newest(bucket, tmp_path / "new")
     assert list((tmp_path / "new").iterdir()) == []
 
@@ -145,6 +173,8 @@ def test_a_run_goes_on_elsewhere_from_its_mirror(bucket: str, tmp_path: Path) ->
     second = px.fit(job(epochs=2), run=spec("there", resume="auto"))
     assert [event["step"] for event in second.events("resume")] == [4]
     assert first.losses + second.losses == pytest.approx(whole, rel=1e-5)
+    third = px.fit(job(epochs=2), run=spec("third", resume=True, from_step=6))
+    assert [event["step"] for event in third.events("resume")] == [6]
     with pytest.raises(SpecError, match="which does not exist"):
         px.fit(job(epochs=2), run=replace(spec("other", resume=True), mirror=f"{bucket}-empty"))
 

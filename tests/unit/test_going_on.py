@@ -124,6 +124,19 @@ def test_auto_goes_on_or_begins_and_never_takes_another_jobs_folder(tmp_path: Pa
         prepare_run(RunSpec(job="other.py", plan=Plan(), folder=run.folder, resume="auto"))
 
 
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(resume: bool | str, tmp_path: Path) -> None:
+    run = spec(tmp_path / "run", resume=resume)
+    prepare_run(spec(run.folder))
+    saved(run, 2, 4)
+    for step in (2, 4):
+        (run.folder / "checkpoints" / f"step-0000000{step}" / "rank-00000.safetensors").write_bytes(b"")
+    with pytest.raises(SpecError, match=r"04 is damaged: .* 0 bytes.*; step-00000002 is damaged: ") as refused:
+        prepare_run(run)
+    assert refused.value.problems[0].fix == f"--run {tmp_path / 'run-1'}"
+    assert settled(run).resume is True  # workers that are started again name them, too
+
+
 def test_who_goes_on_from_an_earlier_step_gives_later_ones_up(tmp_path: Path) -> None:
     run = spec(tmp_path / "run", resume=True, from_step=4)
     saved(run, 2, 4, 6, 8)

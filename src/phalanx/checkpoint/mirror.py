@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, final
 from urllib.parse import urlsplit
 
-from phalanx.checkpoint.folder import begin, give_up, latest, name_of, publish, temporary
+from phalanx.checkpoint.folder import begin, give_up, is_complete, latest, name_of, publish, temporary
 from phalanx.checkpoint.format import MANIFEST, Manifest, step_of
+from phalanx.checkpoint.reading import verify
 from phalanx.checkpoint.safe_files import create
-from phalanx.errors import CheckpointError, MissingExtraError, RunError, SpecError
+from phalanx.errors import CheckpointError, DamagedError, MissingExtraError, RunError, SpecError
 from phalanx.files import check_writer
 
 _PIECE = 8 << 20
@@ -88,16 +89,20 @@ class ObjectStore:
     def fetch(self, step: int, folder: Path) -> Path:
         """Copy the checkpoint of ``step`` into ``folder``, the ``checkpoints`` of a run. It is not verified yet.
 
+        A file that is not there is missing here as well.
+
         Raises:
             CheckpointError: it cannot be read or written; nothing of it is left in ``folder``.
         """
-        source = f"{self._root}/{name_of(step)}"
+        source, here = f"{self._root}/{name_of(step)}", temporary(folder, step)
         try:
             begin(folder, step)
             with self._told("read"):
-                self._copy(f"{source}/{MANIFEST}", temporary(folder, step) / MANIFEST)
-                for name in Manifest.read(temporary(folder, step)).files:
-                    self._copy(f"{source}/{name}", temporary(folder, step) / name)
+                self._copy(f"{source}/{MANIFEST}", here / MANIFEST)
+            with suppress(DamagedError):  # whoever verifies it says so
+                for name in Manifest.read(here).files:
+                    with self._told("read"), suppress(FileNotFoundError):
+                        self._copy(f"{source}/{name}", here / name)
             return publish(folder, step)
         except BaseException:
             give_up(folder, step)
@@ -134,18 +139,37 @@ class ObjectStore:
 
 
 def fetch_newest(url: str, folder: Path) -> Path | None:
-    """The newest checkpoint of the store at ``url`` in ``folder``, if it is newer than all that are there whole.
+    """The newest whole checkpoint of the store at ``url`` in ``folder``, if it is newer than all that are there whole.
 
+    Those that turn out to be damaged are left in ``folder``, for the run to name, and the one before is fetched.
     ``None`` where there is nothing to fetch.
 
     Raises:
         CheckpointError: the store cannot be read.
     """
-    store, newest = ObjectStore(url), latest(folder)
-    step = next(iter(store.steps()), None)
-    if step is None or (newest is not None and (step_of(newest) or 0) >= step):
-        return None
-    return store.fetch(step, folder)
+    newest = latest(folder)
+    have = -1 if newest is None else step_of(newest) or 0
+    store = ObjectStore(url)
+    for step in store.steps():
+        if step <= have:
+            break
+        path = store.fetch(step, folder)
+        if not verify(path):
+            return path
+    return None
+
+
+def fetch_step(url: str, folder: Path, step: int) -> None:
+    """Have the checkpoint of ``step`` in ``folder``, from the store at ``url`` if that has it and ``folder`` does not.
+
+    Raises:
+        CheckpointError: the store cannot be read.
+    """
+    if is_complete(folder / name_of(step)):
+        return
+    store = ObjectStore(url)
+    if step in store.steps():
+        store.fetch(step, folder)
 
 
 @final

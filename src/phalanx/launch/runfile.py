@@ -121,12 +121,14 @@ def check_folder(run: RunSpec, *, job: Job | None = None, given: Path | None = N
             "a new folder, or --resume to go on (in a run file: resume = true)",
             "--resume" if step is not None else f"--run {_next_free(folder)}",
         )
-    if run.resume is True and newest is None and not (run.mirror and _mirrored(run.mirror)):
-        there = "holds no checkpoint" if folder.is_dir() else "does not exist"
+    damaged = _damages(folder) if run.resume and newest is None else []
+    if (run.resume is True or damaged) and newest is None and not (run.mirror and _mirrored(run.mirror)):
+        none = "holds no whole checkpoint: " + "; ".join(damaged) if damaged else "holds no checkpoint"
+        there = none if folder.is_dir() else "does not exist"
         raise _wrong(
             f"--resume with {folder}, which {there}",
             "a run folder with a whole checkpoint in checkpoints/",
-            f"--run {folder} without --resume",
+            f"--run {_next_free(folder)}" if damaged else f"--run {folder} without --resume",
         )
     if run.resume and job and newest:
         _refuse_another_job(run, job, newest)
@@ -167,23 +169,30 @@ def _refuse_another_job(run: RunSpec, job: Job, newest: Path) -> None:
 
 
 def fetch(run: RunSpec) -> None:
-    """Where ``run`` goes on: fetch the newest checkpoint from its mirror, if none in its folder is as new.
+    """Where ``run`` goes on: fetch the checkpoint that it goes on from out of its mirror, if that is not in its folder.
 
     Raises:
         SpecError: the mirror is none.
         CheckpointError: it cannot be read.
     """
-    if run.mirror and run.resume and run.from_step is None:
-        from phalanx.checkpoint.mirror import fetch_newest
+    if not (run.mirror and run.resume):
+        return
+    from phalanx.checkpoint.mirror import fetch_newest, fetch_step
 
+    if run.from_step is None:
         fetch_newest(run.mirror, run.folder / "checkpoints")
+    else:
+        fetch_step(run.mirror, run.folder / "checkpoints", run.from_step)
 
 
 def settled(run: RunSpec) -> RunSpec:
-    """``run`` with ``resume`` true or false where it was ``auto``: whether its folder holds a whole checkpoint."""
+    """``run`` with ``resume`` true or false where it was ``auto``: whether its folder holds a checkpoint.
+
+    One that is damaged counts: the workers name it, and go on from one before it or not at all.
+    """
     if run.resume != "auto":
         return run
-    return replace(run, resume=_newest(run.folder) is not None)
+    return replace(run, resume=_newest(run.folder) is not None or bool(_damages(run.folder)))
 
 
 def set_aside(run: RunSpec) -> None:
@@ -251,6 +260,16 @@ def _newest(folder: Path) -> Path | None:
     from phalanx.checkpoint import latest  # needs torch
 
     return latest(folder / "checkpoints")
+
+
+def _damages(folder: Path) -> list[str]:
+    """What is wrong with each checkpoint of the run in ``folder``; as of a run that has no whole one."""
+    if not (folder / "checkpoints").is_dir():
+        return []
+    from phalanx.checkpoint import checkpoints, verify
+
+    found = [one.path for one in checkpoints(folder / "checkpoints")]
+    return [f"{path.name} is damaged: {'; '.join(verify(path)[:1])}" for path in found]
 
 
 def newest_step(folder: Path) -> int | None:
