@@ -14,9 +14,10 @@ from small import job
 
 import phalanx as px
 from phalanx import checkpoint
-from phalanx.checkpoint.mirror import Mirror, ObjectStore, fetch_newest
+from phalanx.checkpoint.mirror import Mirror, ObjectStore, fetch_newest, fetch_step
 from phalanx.errors import CheckpointError, RunError, SpecError, WorkerError
 from phalanx.files import release, take
+from phalanx.launch.runfile import set_aside
 
 pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
@@ -101,6 +102,64 @@ def test_what_is_damaged_there_is_left_to_be_named_and_the_one_before_fetched(bu
     assert len(named) == 3
 
 
+def test_what_is_damaged_here_and_whole_there_is_fetched(bucket: str, tmp_path: Path) -> None:
+    here = tmp_path / "checkpoints"
+    for step in (2, 4):
+        ObjectStore(bucket).put(saved(tmp_path, step))
+    for step in (2, 4):
+        file = here / f"step-0000000{step}" / "rank-00000.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert fetch_newest(bucket, here) == here / "step-00000004"
+    fetch_step(bucket, here, 2)
+    for step in (2, 4):
+        assert checkpoint.verify(here / f"step-0000000{step}") == []
+
+
+def test_a_copy_over_another_one_is_none_until_it_is_whole(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ObjectStore(bucket)
+    assert store.put(path := saved(tmp_path, 4))
+    assert store.put(path) == 0  # it is there
+    tensors = {"model.weight": torch.zeros(300, 40), "model.bias": torch.arange(40.0)}
+    path = checkpoint.save(tmp_path / "checkpoints", step=4, tensors=tensors, state={"step": 4, "other": True})
+
+    def cut(*_: Any) -> None:
+        raise TimeoutError("gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store._files, "put_file", cut)
+        with pytest.raises(CheckpointError, match="could not be written to: TimeoutError"):
+            store.put(path)
+    assert store.steps() == []
+    store.put(saved(tmp_path, 6))
+    assert store.prune(1) == []
+    assert not store._files.exists("bucket/runs/a/step-00000004")  # what was cut short is removed
+    assert store.steps() == [6]
+
+
+def test_who_goes_on_from_an_earlier_step_gives_later_ones_up_there_too(bucket: str, tmp_path: Path) -> None:
+    store = ObjectStore(bucket)
+    for step in (0, 2, 4, 6):
+        store.put(saved(tmp_path, step))
+    run = px.RunSpec(
+        job="small", plan=px.Plan(), folder=tmp_path, mirror=bucket, resume=True, from_step=2, checkpoint_every=2
+    )
+    set_aside(run)
+    assert store.steps() == [2, 0]
+    assert ObjectStore(f"{bucket}/set-aside-1").steps() == [6, 4]
+    assert ObjectStore(f"{bucket}/set-aside-1").fetch(6, tmp_path / "again").name == "step-00000006"
+    assert checkpoint.verify(tmp_path / "again" / "step-00000006") == []
+
+
+def test_a_store_that_there_is_none_for_ends_no_copying_in_silence(tmp_path: Path) -> None:
+    mirror = Mirror("nosuch://bucket/runs/a", keep=2)
+    mirror.add(saved(tmp_path, 2))
+    with pytest.raises(CheckpointError, match="--mirror"):
+        mirror.close()
+    assert "--mirror" in next(mirror.news())["error"]
+
+
 def test_a_store_that_cannot_be_read_leaves_nothing_here(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +236,18 @@ def test_a_run_goes_on_elsewhere_from_its_mirror(bucket: str, tmp_path: Path) ->
     assert [event["step"] for event in third.events("resume")] == [6]
     with pytest.raises(SpecError, match="which does not exist"):
         px.fit(job(epochs=2), run=replace(spec("other", resume=True), mirror=f"{bucket}-empty"))
+
+
+def test_what_was_not_copied_is_copied_by_who_goes_on(bucket: str, tmp_path: Path) -> None:
+    """A survivor's save, or one that a run ended before it was copied."""
+
+    def spec(**how: Any) -> px.RunSpec:
+        return px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", checkpoint_every=0, **how)
+
+    px.fit(job(epochs=1), run=spec())
+    assert ObjectStore(bucket).steps() == []
+    second = px.fit(job(epochs=2), run=spec(resume=True, mirror=bucket))
+    assert [event["path"][-1] for event in second.events("copied")] == ["4", "8"]
 
 
 def test_a_run_whose_last_checkpoint_could_not_be_copied_says_so(bucket: str, tmp_path: Path) -> None:

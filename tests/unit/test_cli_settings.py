@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,38 @@ def test_the_run_file_stands_where_nothing_is_given(tmp_path: Path) -> None:
     run, settings = settle(given(folder=tmp_path, resume=True), earlier, job())
     assert (run.plan, run.epochs) == (Plan(fsdp=2), 7)
     assert sources(settings)["epochs"] == ("7", "run file")
+
+
+def test_a_resume_takes_each_setting_of_the_run_file(tmp_path: Path) -> None:
+    """Else the command that a run prints as it dies, such as one begun with --anyway, would be refused."""
+    changed: dict[str, Any] = {
+        "lr_scale": 2.0,
+        "checkpoint_every": 7,
+        "keep": 5,
+        "keep_every": 3,
+        "mirror": "s3://a/b",
+        "grace": 5.0,
+        "restarts": 9,
+        "log_every": 4,
+        "on_nonfinite": "skip",
+        "spike": 8.0,
+        "on_spike": "skip",
+        "timeout": 90.0,
+        "drift": "warn",
+        "drift_every": 6,
+        "forecast": "anyway",
+        "snapshot_every": 2,
+        "devices": "1:2",
+        "grow_after": "9m",
+    }
+    asked_anew = {"job", "plan", "asked_plan", "folder", "resume", "from_step", "batch", "epochs", "steps"}
+    assert {field.name for field in fields(RunSpec)} == {*changed, *asked_anew}
+    for plan, lacking in ((Plan(dp=2), {"snapshot_every"}), (Plan(dp=2, server=1), {"devices", "grow_after"})):
+        kept = {name: value for name, value in changed.items() if name not in lacking}
+        earlier = RunSpec(job="toy.py", plan=plan, folder=tmp_path, **kept)
+        run, settings = settle(given(folder=tmp_path, resume=True), earlier, job())
+        assert {name: getattr(run, name) for name in kept} == kept
+        assert {sources(settings)[name.replace("_", "-")][1] for name in kept} == {"run file"}
 
 
 def test_only_a_resume_reads_the_run_file(tmp_path: Path) -> None:

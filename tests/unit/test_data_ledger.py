@@ -160,6 +160,16 @@ class TestReading:
         (record,) = records(tmp_path)[0]
         assert (record.ids.tolist(), record.begun, record.left_out) == ([1, 2], False, True)
 
+    def test_a_run_that_has_lost_the_folder_writes_into_nobodys_file(self, tmp_path: Path) -> None:
+        earlier = Ledger(tmp_path, rank=0, first_step=0)
+        with Ledger(tmp_path, rank=0, first_step=0) as ledger:
+            ledger.record(a_step(0, [7]))
+            ledger.flush()
+            for step in range(3):
+                earlier.record(a_step(step, [1, 2, 3, 4]))
+            earlier.close()
+        assert {step: ids.tolist() for step, (_, ids) in read_ledger(tmp_path).items()} == {0: [7]}
+
     def test_a_file_that_is_no_ledger(self, tmp_path: Path) -> None:
         (tmp_path / "00000000-rank00000.bin").write_bytes(b"something else entirely")
         with pytest.raises(DataError, match="is no sample ledger"):

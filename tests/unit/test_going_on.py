@@ -137,6 +137,16 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(resume: boo
     assert settled(run).resume is True  # workers that are started again name them, too
 
 
+def test_a_checkpoint_that_a_crash_moved_aside_is_gone_on_from(tmp_path: Path) -> None:
+    run = spec(tmp_path / "run", resume="auto")
+    prepare_run(run)
+    saved(run, 2, 4)
+    newest = run.folder / "checkpoints" / "step-00000004"
+    newest.rename(newest.with_name(".step-00000004.old"))
+    prepare_run(run)
+    assert checkpoint.latest(newest.parent) == newest
+
+
 def test_who_goes_on_from_an_earlier_step_gives_later_ones_up(tmp_path: Path) -> None:
     run = spec(tmp_path / "run", resume=True, from_step=4)
     saved(run, 2, 4, 6, 8)

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.errors import RunError, SpecError
+from phalanx import checkpoint
+from phalanx.errors import CheckpointError, RunError, SpecError
 from phalanx.files import check_writer, join, refuse_taken, release, take
 
 OWNER = """
@@ -144,6 +145,35 @@ def test_workers_are_writers_with_their_launcher(tmp_path: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     os.close(descriptor)
     release(token)
+
+
+def test_a_run_that_has_lost_its_folder_leaves_what_the_new_owner_is_writing(tmp_path: Path) -> None:
+    token, folder = take(tmp_path), tmp_path / "checkpoints"
+    (tmp_path / "writer.json").write_text(json.dumps({"identity": "another"}))
+    being_written = folder / ".step-00000004.tmp"
+    being_written.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="taken over"):
+        checkpoint.save(folder, step=4, tensors={}, state={})
+    assert being_written.is_dir()
+    release(token)
+
+
+def test_a_folder_is_asked_for_on_nfs_where_only_who_may_write_locks_alone(
+    tmp_path: Path, owner: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def of_nfs(descriptor: int, kind: int) -> None:
+        if kind & fcntl.LOCK_EX and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", of_nfs)
+    with pytest.raises(SpecError, match=f"process {owner.pid} on "):
+        refuse_taken(tmp_path)
+    owner.kill()
+    owner.wait()
+    refuse_taken(tmp_path)
 
 
 def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:

@@ -136,13 +136,15 @@ def begin(folder: Path, step: int) -> None:
 
     Raises:
         CheckpointError: ``folder`` is a symbolic link.
+        RunError: another run has taken the run folder that ``folder`` is in, and what is there is its own.
     """
+    check_writer(folder)
     _refuse_link(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for path in list(folder.iterdir()):
         found = _LEFTOVER.fullmatch(path.name)
-        if found and not (found["survivor"] and _taken(folder)):
-            _give_back_or_remove(path)
+        if found and not (found["survivor"] and _taken(folder)) and not _give_back(path):
+            remove(path)
     temporary(folder, step).mkdir()
 
 
@@ -226,13 +228,25 @@ def _refuse_link(folder: Path) -> None:
         )
 
 
-def _give_back_or_remove(leftover: Path) -> None:
+def give_back_replaced(folder: Path) -> None:
+    """Give each checkpoint its name again whose successor of the same step has not come to be there.
+
+    Raises:
+        CheckpointError: ``folder`` is a symbolic link.
+    """
+    _refuse_link(folder)
+    for path in list(folder.iterdir()):
+        if _LEFTOVER.fullmatch(path.name):
+            _give_back(path)
+
+
+def _give_back(leftover: Path) -> bool:
     # An ".old" without its successor: the save that replaced it died between two renames.
     final = leftover.with_name(leftover.name[1:].removesuffix(".old"))
-    if leftover.suffix == ".old" and is_folder(leftover) and not final.exists():
-        leftover.rename(final)
-    else:
-        remove(leftover)
+    if leftover.suffix != ".old" or not is_folder(leftover) or final.exists():
+        return False
+    leftover.rename(final)
+    return True
 
 
 def to_json(value: Any, what: str) -> bytes:

@@ -15,11 +15,11 @@ from queue import SimpleQueue
 from typing import Any, final
 from urllib.parse import urlsplit
 
-from phalanx.checkpoint.folder import begin, give_up, is_complete, latest, name_of, publish, temporary
+from phalanx.checkpoint.folder import begin, give_up, latest, name_of, publish, temporary
 from phalanx.checkpoint.format import MANIFEST, Manifest, step_of
 from phalanx.checkpoint.reading import verify
 from phalanx.checkpoint.safe_files import create
-from phalanx.errors import CheckpointError, DamagedError, MissingExtraError, RunError, SpecError
+from phalanx.errors import CheckpointError, DamagedError, MissingExtraError, PhalanxError, RunError, SpecError
 from phalanx.files import check_writer
 
 _PIECE = 8 << 20
@@ -63,13 +63,13 @@ class ObjectStore:
         with self._told("asked"):
             if not self._files.exists(self._root):
                 return []
-            found = [str(entry).rstrip("/") for entry in self._files.ls(self._root, detail=False)]
-            steps = {entry: step_of(Path(entry)) for entry in found}
-            whole = [step for entry, step in steps.items() if step and self._files.exists(f"{entry}/{MANIFEST}")]
+            whole = [step for step in self._names() if self._files.exists(f"{self._path(step)}/{MANIFEST}")]
         return sorted(whole, reverse=True)
 
     def put(self, path: Path) -> int:
-        """Copy the checkpoint in folder ``path``; there is none before the last byte. Returns the bytes copied.
+        """Copy the checkpoint in folder ``path``; there is none before the last byte.
+
+        Returns the bytes copied: none where it is there already.
 
         Raises:
             CheckpointError: it cannot be copied, or is damaged.
@@ -77,6 +77,10 @@ class ObjectStore:
         manifest, total = Manifest.read(path), 0
         with self._told("written to"):
             target = f"{self._root}/{path.name}"
+            if self._files.exists(f"{target}/{MANIFEST}"):
+                if self._files.cat_file(f"{target}/{MANIFEST}") == (path / MANIFEST).read_bytes():
+                    return 0
+                self._files.rm_file(f"{target}/{MANIFEST}")  # until all of this one is there, there is none
             if self._has_folders:
                 self._files.makedirs(target, exist_ok=True)
             for name in [*manifest.files, MANIFEST]:
@@ -111,16 +115,54 @@ class ObjectStore:
     def prune(self, keep: int, keep_every: int = 0) -> list[int]:
         """Delete all but the newest ``keep``, and those whose step is a multiple of ``keep_every``. Returns which.
 
+        So are copies that were cut short and have a later one.
+
         Raises:
             CheckpointError: the store cannot be asked or written to.
         """
-        gone = [step for step in self.steps()[keep:] if not (keep_every and step % keep_every == 0)]
+        whole = self.steps()
+        gone = [step for step in whole[keep:] if not (keep_every and step % keep_every == 0)]
         with self._told("written to"):
-            for step in gone:
-                # The manifest first: from then on there is none.
-                self._files.rm_file(f"{self._root}/{name_of(step)}/{MANIFEST}")
-                self._files.rm(f"{self._root}/{name_of(step)}", recursive=True)
+            cut_short = [step for step in self._names() if whole and step < whole[0] and step not in whole]
+            for step in (*gone, *cut_short):
+                self._remove(step)
         return gone
+
+    def set_aside(self, after: int) -> list[int]:
+        """Move the checkpoints of later steps than ``after`` into a folder ``set-aside-N``. Returns which.
+
+        Raises:
+            CheckpointError: the store cannot be asked or written to.
+        """
+        later = [step for step in self.steps() if step > after]
+        with self._told("written to"):
+            number = 1
+            while later and self._files.exists(f"{self._root}/set-aside-{number}"):
+                number += 1
+            for step in later:
+                source, target = self._path(step), f"{self._root}/set-aside-{number}/{name_of(step)}"
+                if self._has_folders:
+                    self._files.makedirs(target, exist_ok=True)
+                files = [str(entry).rsplit("/", 1)[-1] for entry in self._files.ls(source, detail=False)]
+                for name in sorted(files, key=lambda name: name == MANIFEST):
+                    self._files.cp_file(f"{source}/{name}", f"{target}/{name}")
+                self._remove(step)
+        return later
+
+    def _names(self) -> list[int]:
+        """The steps of the checkpoints of which there is anything."""
+        names = [Path(str(entry)) for entry in self._files.ls(self._root, detail=False)]
+        return [step for name in names if (step := step_of(name)) is not None]
+
+    def _path(self, step: int) -> str:
+        return f"{self._root}/{name_of(step)}"
+
+    def _remove(self, step: int) -> None:
+        manifest = f"{self._path(step)}/{MANIFEST}"
+        if self._files.exists(manifest):
+            self._files.rm_file(manifest)  # first: from then on there is none
+        if self._files.exists(self._path(step)):
+            self._files.rm(self._path(step), recursive=True)
 
     def _copy(self, source: str, target: Path) -> None:
         with self._files.open(source, "rb") as there, open(create(target), "wb") as here:
@@ -139,7 +181,7 @@ class ObjectStore:
 
 
 def fetch_newest(url: str, folder: Path) -> Path | None:
-    """The newest whole checkpoint of the store at ``url`` in ``folder``, if it is newer than all that are there whole.
+    """The newest whole checkpoint of the store at ``url`` in ``folder``, if that holds none as new that is whole.
 
     Those that turn out to be damaged are left in ``folder``, for the run to name, and the one before is fetched.
     ``None`` where there is nothing to fetch.
@@ -147,11 +189,10 @@ def fetch_newest(url: str, folder: Path) -> Path | None:
     Raises:
         CheckpointError: the store cannot be read.
     """
-    newest = latest(folder)
+    store, newest = ObjectStore(url), latest(folder)
     have = -1 if newest is None else step_of(newest) or 0
-    store = ObjectStore(url)
     for step in store.steps():
-        if step <= have:
+        if newest is not None and (step < have or (step == have and not verify(newest))):
             break
         path = store.fetch(step, folder)
         if not verify(path):
@@ -160,15 +201,13 @@ def fetch_newest(url: str, folder: Path) -> Path | None:
 
 
 def fetch_step(url: str, folder: Path, step: int) -> None:
-    """Have the checkpoint of ``step`` in ``folder``, from the store at ``url`` if that has it and ``folder`` does not.
+    """Have the checkpoint of ``step`` in ``folder``, from the store at ``url`` if it is not there, whole.
 
     Raises:
         CheckpointError: the store cannot be read.
     """
-    if is_complete(folder / name_of(step)):
-        return
     store = ObjectStore(url)
-    if step in store.steps():
+    if verify(folder / name_of(step)) and step in store.steps():
         store.fetch(step, folder)
 
 
@@ -181,7 +220,7 @@ class Mirror:
         self._waiting: SimpleQueue[Path | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._news: SimpleQueue[dict[str, Any]] = SimpleQueue()
-        self._last: tuple[Path, RunError] | None = None
+        self._last: RunError | None = None
 
     def add(self, path: Path) -> None:
         """Have the whole checkpoint in folder ``path`` copied."""
@@ -208,7 +247,7 @@ class Mirror:
         self._thread.join()
         self._thread = None
         if self._last:
-            raise self._last[1]
+            raise self._last
 
     def _run(self) -> None:
         store: ObjectStore | None = None
@@ -216,13 +255,12 @@ class Mirror:
             try:
                 check_writer(path)  # whoever has taken the run folder copies there now
                 store = store or ObjectStore(self._url)
-                self._news.put({"path": str(path), "bytes": store.put(path)})
+                if copied := store.put(path):
+                    self._news.put({"path": str(path), "bytes": copied})
                 self._last = None
                 check_writer(path)
                 store.prune(self._keep, self._keep_every)
-            except FileNotFoundError:
-                continue  # a later one has taken its place meanwhile
-            except RunError as error:
-                if path.exists():
-                    self._last = (path, error)
+            except PhalanxError as error:
+                if path.exists():  # else a later one has taken its place meanwhile
+                    self._last = error if isinstance(error, RunError) else CheckpointError(str(error))
                     self._news.put({"path": str(path), "error": str(error)})

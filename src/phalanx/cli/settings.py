@@ -18,11 +18,9 @@ if TYPE_CHECKING:
     from phalanx.report.tables import Setting
 
 # of the run alone: a job says nothing of them
-_OWN = (
-    *("lr_scale", "checkpoint_every", "snapshot_every", "keep", "keep_every", "mirror"),
-    *("grace", "restarts", "devices", "grow_after", "log_every", "on_nonfinite", "spike", "on_spike"),
-    *("timeout", "drift", "drift_every"),
-)
+_ASKED_EACH_TIME = {"job", "plan", "asked_plan", "folder", "resume", "from_step"}
+_OF_JOB = {"batch", "epochs", "steps"}
+_OWN = tuple(field.name for field in fields(RunSpec) if field.name not in _ASKED_EACH_TIME | _OF_JOB)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,8 +66,9 @@ class Ledger:
         self._failed: OSError | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open_plain(self.path, os.O_WRONLY | os.O_CREAT, below=2)
-            os.ftruncate(self._file, 0)
+            os.close(open_plain(self.path, os.O_WRONLY | os.O_CREAT, below=2))
+            self.path.unlink()  # a run that has lost the folder and does not know it yet goes on in the old file
+            self._file = open_plain(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, below=2)
             for found in _files(folder):
                 # A run that goes on from before a segment's start takes that segment's place.
                 if found.first_step > first_step:

@@ -27,8 +27,8 @@ _KEPT = 1000  # events that wait while the log cannot be written
 class EventLog:
     """Appends events to a file, one JSON object a line; what a run that was killed left half written stays a line.
 
-    Where the file cannot be written this is said once on stderr. The newest thousand events wait and are written as
-    soon as that works; how many older ones were lost then stands before them, in an event ``lost``.
+    Where the file cannot be written this is said once on stderr, until it can be again. The newest thousand events wait
+    and are written as soon as that works; how many older ones were lost then stands before them, in an event ``lost``.
     """
 
     def __init__(self, path: Path, *, warns: bool = True) -> None:
@@ -80,6 +80,7 @@ class EventLog:
         except OSError as error:
             self._fails(error)
             return False
+        self._reason = ""  # the next time is said again
         return True
 
     def _append(self, line: bytes) -> None:

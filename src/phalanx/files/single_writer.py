@@ -114,7 +114,9 @@ def refuse_taken(folder: Path) -> None:
     try:
         key = Path(folder).resolve()
         if not (key in _held and _held[key][2] == os.getpid()):
-            _lock(folder, descriptor)
+            _lock(folder, descriptor, fcntl.LOCK_SH)  # NFS locks what is open for reading in no other way
+    except OSError as error:
+        raise _unwritable(folder, error) from None
     finally:
         os.close(descriptor)
 
@@ -163,11 +165,11 @@ def check_writer(path: Path) -> None:
         _held[folder][0].check()
 
 
-def _lock(folder: Path, descriptor: int) -> None:
+def _lock(folder: Path, descriptor: int, kind: int = fcntl.LOCK_EX) -> None:
     until = time.monotonic() + _PATIENCE
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = _parse(os.pread(descriptor, _LENGTH, 0))
             gone = owner.get("host") == socket.gethostname() and not _lives(_whole(owner.get("pid")))

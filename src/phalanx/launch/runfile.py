@@ -66,6 +66,7 @@ class RunFolder:
             raise _unusable(folder, error) from None
         take(folder)
         check_folder(self.run, job=self._job, given=self._given)  # another may have come and gone in it meanwhile
+        give_back(folder / "checkpoints")
         fetch(self.run)
         set_aside(self.run)
         return replace(settled(self.run), from_step=None)
@@ -73,6 +74,7 @@ class RunFolder:
     def again(self) -> RunSpec:
         """From now on the run is one whose workers are started again. Returns it as it begins."""
         self.run = replace(self.run, resume="auto", from_step=None)
+        give_back(self.folder / "checkpoints")
         return settled(self.run)
 
     def __exit__(self, *_: object) -> None:
@@ -185,6 +187,14 @@ def fetch(run: RunSpec) -> None:
         fetch_step(run.mirror, run.folder / "checkpoints", run.from_step)
 
 
+def give_back(folder: Path) -> None:
+    """Where a process died as it replaced a checkpoint in ``folder``, give the older one, which is whole, its name."""
+    if folder.is_dir():
+        from phalanx.checkpoint.folder import give_back_replaced
+
+        give_back_replaced(folder)
+
+
 def settled(run: RunSpec) -> RunSpec:
     """``run`` with ``resume`` true or false where it was ``auto``: whether its folder holds a checkpoint.
 
@@ -231,6 +241,10 @@ def set_aside(run: RunSpec) -> None:
         aside.mkdir()
         for path in later:
             path.rename(aside / path.name)
+    if run.mirror:
+        from phalanx.checkpoint.mirror import ObjectStore
+
+        ObjectStore(run.mirror).set_aside(run.from_step)
 
 
 def default_folder(job_name: str, base: Path = Path("runs")) -> Path:

@@ -146,6 +146,8 @@ class TrainingLoop:
             try:
                 if lost:
                     self._stepper.recover(lost)
+                    self._record_saved()
+                    self._saving = None  # one that could not be written is over, too
                     self._saved_at = self._evaluated_at = -1
                 if not tried:  # what cannot be evaluated is known before anything is trained
                     self._stepper.evaluate(self._interruptions, batches=1)

@@ -107,6 +107,7 @@ class RunRecorder:
             self.write("warning", message=message)
         if resumed:
             self.write("resume", step=facts["first_step"], path=str(resumed.relative_to(self._run.folder)))
+            self.copy(resumed)  # whoever wrote it may have ended before it was copied
 
     def begin(self) -> None:
         """The first step begins now: what came before is not among its seconds."""
@@ -195,7 +196,7 @@ class RunRecorder:
         Raises:
             CheckpointError: the last checkpoint could not be copied to the run's ``mirror``.
         """
-        if self._mirror:
+        if self._mirror and not stopped:
             self._mirror.close()
         self.flush()
         if self._unwritten:
@@ -208,7 +209,10 @@ class RunRecorder:
             self.write(event, **fields)
         summary = {"step": step, "samples": samples, "seconds": self._last - self._first, "loss": loss}
         if stopped:
-            self.write("stopped", step=step, signal=stopped)
+            self.write("stopped", step=step, signal=stopped)  # before what may take longer than there is time for
+            if self._mirror:
+                self._mirror.close()
+                self._write_copied()
         else:
             self.write("end", **summary)
         return summary
