@@ -26,7 +26,7 @@ from phalanx.launch.jobfile import load_job
 from phalanx.launch.reaper import RESIZE, Interrupts
 from phalanx.launch.restarts import Restarts
 from phalanx.launch.straggler_watch import StragglerWatch
-from phalanx.train.interruptions import Unsaved
+from phalanx.train.launcher_link import Unsaved
 
 # A text each, so that what one launcher needs is imported only where that one is asked for.
 LAUNCHERS = {"local": "phalanx.launch.local:LocalLauncher", "torchrun": "phalanx.launch.torchrun:TorchrunLauncher"}
