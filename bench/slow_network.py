@@ -30,7 +30,7 @@ from phalanx.demo.jobs.gpt import gpt_job, windows
 from phalanx.events import read
 from phalanx.launch import RunFolder, launch
 from phalanx.launch.hosts import Hosts
-from phalanx.train.interruptions import LauncherLink
+from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.loop import train
 
 DDP, DILOCO = "dp=2", "dp=2 sync=diloco every=25 outer_momentum=0.5 compress=int8"

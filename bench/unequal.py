@@ -28,7 +28,7 @@ from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.events import read
 from phalanx.launch import RunFolder, launch
 from phalanx.launch.hosts import Hosts
-from phalanx.train.interruptions import LauncherLink
+from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.loop import train
 
 EVEN = "dp=2"

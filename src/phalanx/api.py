@@ -163,7 +163,7 @@ def _start(job: Job, spec: RunSpec, how: _Start, watch: Callable[[], None] | Non
     )
     from phalanx.preflight import RunForecaster, forecast_after_look
     from phalanx.train.assembly import Findings, refuse
-    from phalanx.train.interruptions import LauncherLink
+    from phalanx.train.launcher_link import LauncherLink
     from phalanx.train.loop import train
     from phalanx.train.lr_schedule import RunStart
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+
+DURATION_UNITS = "s, m, h or d"
+"""What a time that ``parse_duration`` reads may be given in, for messages."""
 
 _BYTES = {"b": 1, **{f"{unit}b": 1000**power for power, unit in enumerate("kmgt", 1)}}
 _BYTES |= {f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", 1)}
 _BIT_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "b/s": 1.0, "kb/s": 1e3, "mb/s": 1e6, "gb/s": 1e9}
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+_DURATIONS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_bytes(text: str) -> int:
@@ -47,6 +52,22 @@ def parse_seconds(text: str) -> float:
     if unit not in _SECONDS:
         raise ValueError("a number and one of us, ms, s, such as 20ms")
     return number * _SECONDS[unit]
+
+
+def parse_duration(text: str) -> float:
+    """Seconds, more than 0, from text such as ``90s``, ``15m``, ``1.5h`` or ``3d``.
+
+    Raises:
+        ValueError: if the text is no finite number above 0 with a known unit.
+    """
+    number, unit = text.strip()[:-1], text.strip()[-1:]
+    try:
+        seconds = float(number) * _DURATIONS[unit]
+    except (ValueError, KeyError):
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"a time above 0 in {DURATION_UNITS}, such as 15m")
+    return seconds
 
 
 def parse_share(text: str) -> float:

@@ -68,10 +68,10 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {name: PartTensor(value[rows], part) if value.shape == (64, 8) else value for name, value in whole.items()}
         )
     described = [writing.describe(one) for one in held]
-    stored, deal = writing.dealt([said for said, _ in described], [0, 1])
+    stored, writers = writing.assign_writers([said for said, _ in described], [0, 1])
     files = [write_file(path / "state.json", [json.dumps(STATE).encode()])]
     for rank, (_, memory) in enumerate(described):
-        content = writing.FileContent.of(rank, stored, deal, memory, ())
+        content = writing.FileContent.of(rank, stored, writers, memory, ())
         file = content.write(path / writing.file_of(rank))
         assert file is not None
         files.append(file)

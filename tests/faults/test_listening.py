@@ -22,7 +22,7 @@ from phalanx.comm import Place
 from phalanx.launch.addresses import own_address
 from phalanx.launch.jobfile import load_job
 from phalanx.launch.local import launch
-from phalanx.train.interruptions import LauncherLink
+from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.loop import train
 
 _CLONE_NEWUTS = 0x04000000

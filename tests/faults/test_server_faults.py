@@ -24,7 +24,7 @@ from phalanx.comm.listener import Caller
 from phalanx.data import read_ledger
 from phalanx.errors import RunError
 from phalanx.launch.local import launch
-from phalanx.train.interruptions import LauncherLink
+from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server import take_part
 from phalanx.train.parameter_server.role import ServerProcess

@@ -29,7 +29,7 @@ from phalanx.parallel.parameter_server.protocol import (
     TO_SERVER,
     TO_WORKER,
 )
-from phalanx.train.interruptions import LauncherLink
+from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.observer import Observer, Scene
 from phalanx.train.parameter_server import take_part
 

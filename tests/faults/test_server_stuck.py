@@ -21,7 +21,7 @@ from phalanx.comm import Place
 from phalanx.data import read_ledger
 from phalanx.errors import WorkerError
 from phalanx.launch.local import launch
-from phalanx.train.interruptions import LauncherLink
+from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.parameter_server import take_part
 from phalanx.train.parameter_server.server_group import Patience
 

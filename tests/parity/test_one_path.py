@@ -22,7 +22,7 @@ from phalanx.train import loop
 PACKAGES = ("train/", "parallel/", "data/", "comm/", "checkpoint/")
 BY_CHANCE = ("__del__", "<module>", "_files.<locals>.<lambda>")
 """Called when memory is let go, by who is first to import, and once for each file that other ranks have begun."""
-NO_SIGNALS = "train/interruptions.py:nobody"
+NO_SIGNALS = "train/launcher_link.py:no_signal"
 """Nobody asks a proof to stop; a run's answer to that question comes from its launcher."""
 ONLOOKERS = ("train/observer.py", "verify/recording.py", "verify/fingerprints.py")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -15,7 +16,7 @@ from phalanx.checkpoint import PartTensor, TensorPart
 from phalanx.checkpoint.folder import name_of
 from phalanx.checkpoint.format import BLOCK, Manifest, not_filled
 from phalanx.checkpoint.reading import fill
-from phalanx.checkpoint.shard_file import ShardFile
+from phalanx.checkpoint.shard_file import ShardFile, write_file
 from phalanx.errors import CheckpointError, DamagedError, RunError
 from phalanx.files import release, take
 
@@ -106,6 +107,33 @@ class TestFinite:
         mask[0, 0] = NAN
         with pytest.raises(CheckpointError, match=r"model.mask is not finite \(1 NaN and 3 infinite of 4 values\)"):
             checkpoint.save(tmp_path, step=2, tensors={"model.mask": mask}, state={}, infinite={"model.mask"})
+
+
+DEEP = "[" * 200_000
+TWICE = '{"format": "phalanx-checkpoint", "version": 1, "step": 1, "step": 2, "files": {}, "tensors": {}}'
+
+
+class TestJson:
+    """Manifest, header and state are read as every other JSON of a run is: each key once, nothing without an end."""
+
+    @pytest.mark.parametrize(("text", "why"), [(TWICE, "'step' stands twice"), (DEEP, "nested too deeply")])
+    def test_a_manifest_of_the_first_format_which_has_no_checksum(self, text: str, why: str, tmp_path: Path) -> None:
+        (tmp_path / "manifest.json").write_text(text)
+        with pytest.raises(DamagedError, match=why):
+            Manifest.read(tmp_path)
+
+    @pytest.mark.parametrize(("text", "why"), [('{"a": 1, "a": 2}', "'a' stands twice"), (DEEP, "nested too deeply")])
+    def test_the_header_of_a_shard(self, text: str, why: str, tmp_path: Path) -> None:
+        stored = write_file(tmp_path / "rank-00000.safetensors", [len(text).to_bytes(8, "little") + text.encode()])
+        with ShardFile(tmp_path, stored) as file, pytest.raises(DamagedError, match=why):
+            file.entries()
+
+    def test_a_state_keeps_what_is_not_finite(self, tmp_path: Path) -> None:
+        state = {"worst": INF, "best": -INF, "least": 5e-324}
+        path = checkpoint.save(tmp_path, step=1, tensors={"model.x": torch.zeros(5)}, state={**state, "loss": NAN})
+        read = checkpoint.read_state(path)
+        assert math.isnan(read.pop("loss"))
+        assert read == state
 
 
 class TestReading:

@@ -18,7 +18,7 @@ from phalanx.checkpoint import SaveRequest, latest, load, save, save_as_survivor
 from phalanx.checkpoint.folder import begin, temporary_of, turn
 from phalanx.errors import CheckpointError, RunError
 from phalanx.files import join, release, take
-from phalanx.train.interruptions import Unsaved
+from phalanx.train.launcher_link import Unsaved
 from phalanx.train.survivor_save import SurvivorSave
 
 

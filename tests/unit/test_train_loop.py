@@ -19,7 +19,8 @@ from phalanx.errors import CheckpointError
 from phalanx.events import read
 from phalanx.events.schema import faults
 from phalanx.train.evaluate import Evaluation
-from phalanx.train.interruptions import Interruptions, nobody
+from phalanx.train.interruptions import Interruptions
+from phalanx.train.launcher_link import no_signal
 from phalanx.train.loop import Stepper, StepsLostError, TrainingLoop
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
@@ -94,7 +95,7 @@ def looped(
     *,
     evaluate_every: int,
     save_every: int | str,
-    asked: Callable[[], int] = nobody,
+    asked: Callable[[], int] = no_signal,
     **how: Any,
 ) -> dict[str, Any]:
     run = px.RunSpec(job="small", plan=px.Plan(), folder=folder, checkpoint_every=save_every, **how)

@@ -128,34 +128,34 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-Decide = Callable[[list[Any]], Any]
+Decision = Callable[[list[Any]], Any]
 """What rank 0 makes of what each rank gave, by rank; what it returns all ranks get."""
 
 
-class Meeting(ABC):
-    """Where ranks give rank 0 what they have, and hear what it made of it; all values are JSON."""
+class Rendezvous(ABC):
+    """Where each rank gives rank 0 a value, and all get what rank 0 makes of them; all values are JSON."""
 
     rank: int
 
     @abstractmethod
-    def decided(self, given: Any, decide: Decide) -> Any:
-        """What ``decide`` returned on rank 0, on every rank. Every rank calls it, as often as the others."""
+    def decide(self, given: Any, decision: Decision) -> Any:
+        """What ``decision`` returned on rank 0, on every rank. Every rank calls it, as often as the others."""
 
 
 @final
-class GroupMeeting(Meeting):
+class GroupRendezvous(Rendezvous):
     """By collectives of the default process group; alone where there is none."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank() if grouped() else 0
 
-    def decided(self, given: Any, decide: Decide) -> Any:
+    def decide(self, given: Any, decision: Decision) -> Any:
         everything = from_all(given)
-        return from_all(decide(everything) if self.rank == 0 else None)[0]
+        return from_all(decision(everything) if self.rank == 0 else None)[0]
 
 
 @final
-class StoreMeeting(Meeting):
+class StoreRendezvous(Rendezvous):
     """By keys of a store, so that a thread can take part while the main thread is in collectives.
 
     Args:
@@ -172,20 +172,20 @@ class StoreMeeting(Meeting):
         self._store = PrefixStore(prefix, store)
         self._patience, self._given_up, self._rounds = patience, given_up, 0
 
-    def decided(self, given: Any, decide: Decide) -> Any:
+    def decide(self, given: Any, decision: Decision) -> Any:
         self._rounds += 1
         if self.rank:
             self._store.set(f"{self._rounds}/{self.rank}", json.dumps(given))
-            return json.loads(self._heard(f"{self._rounds}/verdict"))
+            return json.loads(self._wait_for(f"{self._rounds}/verdict"))
         others = [f"{self._rounds}/{rank}" for rank in range(1, self._world_size)]
-        everything = [given, *(json.loads(self._heard(key)) for key in others)]
+        everything = [given, *(json.loads(self._wait_for(key)) for key in others)]
         for key in others:
             self._store.delete_key(key)
-        verdict = decide(everything)
+        verdict = decision(everything)
         self._store.set(f"{self._rounds}/verdict", json.dumps(verdict))
         return verdict
 
-    def _heard(self, key: str) -> bytes:
+    def _wait_for(self, key: str) -> bytes:
         deadline, pause = time.monotonic() + self._patience, 0.002
         while not self._store.check([key]):
             if self._given_up.wait(pause):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from phalanx.checkpoint.all_ranks import GroupMeeting, Meeting, StoreMeeting, from_all, grouped, is_first
+from phalanx.checkpoint.all_ranks import GroupRendezvous, Rendezvous, StoreRendezvous, from_all, grouped, is_first
 from phalanx.checkpoint.store import Agreement, PreparedSave, SaveRequest, prepared
 from phalanx.comm.process_group import group_timeout
 from phalanx.errors import CheckpointError
@@ -112,14 +112,14 @@ class BackgroundSaver:
         ready = prepared(asked, self._agreement)
         self._agreement = ready.agreement
         if at_once:
-            return Saving.done(asked.step, ready.write(GroupMeeting()), begun)
+            return Saving.done(asked.step, ready.write(GroupRendezvous()), begun)
         needed = ready.content.nbytes
         on_device = any(tensor.device.type == "cuda" for tensor in ready.content.tensors)
         meets = self._find_store()
         answers = from_all([meets and self._allocate(needed, on_device), uuid4().hex if is_first() else ""])
         if not all(room for room, _ in answers):
             self._memory = _nothing()
-            saving = Saving.done(asked.step, ready.write(GroupMeeting()), begun)
+            saving = Saving.done(asked.step, ready.write(GroupRendezvous()), begun)
             saving.note = (
                 "no host memory for a copy of what is saved, or no store that threads can meet at: training waits "
                 "until a checkpoint is written"
@@ -153,15 +153,15 @@ class BackgroundSaver:
         self._memory, self._store, self._saving = _nothing(), None, None
 
     def _start(self, ready: PreparedSave, saving: Saving, prefix: str) -> None:
-        meeting: Meeting = GroupMeeting()
+        rendezvous: Rendezvous = GroupRendezvous()
         if self._store is not None:
             under, patience = f"phalanx/checkpoint/{prefix}", group_timeout().total_seconds()
             rank, size, given_up = dist.get_rank(), dist.get_world_size(), self._given_up
-            meeting = StoreMeeting(self._store, under, rank, size, patience=patience, given_up=given_up)
+            rendezvous = StoreRendezvous(self._store, under, rank, size, patience=patience, given_up=given_up)
 
         def run() -> None:
             try:
-                ready.write(meeting)
+                ready.write(rendezvous)
                 saving.end(None)
             except CheckpointError as error:
                 saving.end(error)

@@ -20,6 +20,7 @@ import torch
 
 from phalanx.checkpoint.safe_files import damaged, is_link, read_file, size_of
 from phalanx.errors import CheckpointError, DamagedError
+from phalanx.files import json_value
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -123,8 +124,8 @@ class Manifest:
         if sealed and int(sealed[1], 16) != zlib.crc32(content[: sealed.start()]):
             raise _no_manifest(path, "it has changed since it was written")
         try:
-            given = json.loads(content.decode())
-        except (ValueError, RecursionError) as error:
+            given = json_value(content.decode())
+        except ValueError as error:
             raise _no_manifest(path, error) from None
         return cls.from_json(given, path, sealed=sealed is not None)
 

@@ -6,7 +6,6 @@ contiguous or is on a device, rows are read into a buffer first, a few megabytes
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from phalanx.checkpoint.safe_files import damaged
 from phalanx.checkpoint.shard_file import ShardFile, TensorEntry, bytes_of
 from phalanx.checkpoint.tensor_part import PartTensor, blocks_of
 from phalanx.errors import CheckpointError, DamagedError
+from phalanx.files import json_value
 
 _BUFFER = 8 << 20
 _MOST_THREADS = 4
@@ -149,10 +149,10 @@ def _state(path: Path, manifest: Manifest) -> dict[str, Any]:
         content = bytearray(stored.size)
         file.read_into(memoryview(content), 0)
     try:
-        state = json.loads(content.decode())
+        state = json_value(content.decode(), finite=False)
         if not isinstance(state, dict):
             raise ValueError("it holds no JSON object")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise damaged(path, f"{path / STATE} is damaged: {error}", file=STATE) from None
     return state
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from phalanx.checkpoint.format import BLOCK, StoredFile
 from phalanx.checkpoint.safe_files import create, damaged, open_file, unreadable
 from phalanx.errors import CheckpointError
+from phalanx.files import json_value
 
 _CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -180,7 +181,7 @@ class ShardFile:
             length = int.from_bytes(self._read(8, 0), "little")
             if length > self._file.size - 8:
                 raise ValueError(f"a header of {length} bytes")
-            header = json.loads(self._read(length, 8).decode())
+            header = json_value(self._read(length, 8).decode())
             header.pop("__metadata__", None)
             found, expected = dict[str, tuple[TensorEntry, int]](), 8 + length
             for key, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
@@ -194,7 +195,7 @@ class ShardFile:
                 found[key], expected = (described, expected), expected + described.nbytes
             if expected != self._file.size:
                 raise ValueError("the tensors do not fill it")
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             name = self._file.name
             text = f"{self._folder / name} is not a safetensors file: {error}"
             raise damaged(self._folder, text, file=name) from None

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.checkpoint.all_ranks import (
-    GroupMeeting,
-    Meeting,
+    GroupRendezvous,
     RankOutcome,
+    Rendezvous,
     digest_of,
     distinct,
     distinct_of,
@@ -30,7 +30,7 @@ from phalanx.checkpoint.reading import fill, verify_first
 from phalanx.checkpoint.safe_files import is_folder
 from phalanx.checkpoint.shard_file import write_file
 from phalanx.checkpoint.tensor_part import PartTensor
-from phalanx.checkpoint.writing import Deal, FileContent, Tensors, dealt, describe, file_of
+from phalanx.checkpoint.writing import FileContent, Tensors, WriterAssignment, assign_writers, describe, file_of
 from phalanx.comm.process_group import is_dtensor
 from phalanx.errors import CheckpointError, DamagedError
 
@@ -82,7 +82,7 @@ def save(
         CheckpointError: on all ranks, if it cannot be written on any. The previous checkpoint stands.
     """
     asked = SaveRequest(Path(folder), step, tensors, state, keep, keep_every, infinite)
-    return prepared(asked).write(GroupMeeting())
+    return prepared(asked).write(GroupRendezvous())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class Agreement:
 
     digests: list[str]
     stored: Mapping[str, StoredTensor]
-    deal: Deal
+    writers: WriterAssignment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ class PreparedSave:
         """Of the checkpoint, once it is written."""
         return self.asked.folder / name_of(self.asked.step)
 
-    def write(self, meeting: Meeting) -> Path:
+    def write(self, rendezvous: Rendezvous) -> Path:
         """Write and publish it. Every rank calls it. Returns the path.
 
         Raises:
@@ -123,7 +123,7 @@ class PreparedSave:
             path = temporary(folder, step)
             if not is_folder(path):
                 raise CheckpointError(f"{folder} is not on storage that all ranks share")
-            file = self.content.write(path / file_of(meeting.rank))
+            file = self.content.write(path / file_of(rendezvous.rank))
             return file and {"name": file.name, "size": file.size, "checksums": file.checksums}
 
         def published(reports: Sequence[Any]) -> Any:
@@ -136,10 +136,10 @@ class PreparedSave:
             return failures
 
         outcome = RankOutcome(None, None)
-        failures = [meeting.decided(None, begun)]
+        failures = [rendezvous.decide(None, begun)]
         if failures == [None]:
             outcome = RankOutcome.of(written)
-            failures = meeting.decided([outcome.failure, outcome.result], published)
+            failures = rendezvous.decide([outcome.failure, outcome.result], published)
         try:
             outcome.settle(failures)
         except CheckpointError as error:
@@ -185,12 +185,12 @@ def prepared(asked: SaveRequest, before: Agreement | None = None) -> PreparedSav
         different = distinct_of(digests, said)
         places = {digest: index for index, digest in enumerate(dict.fromkeys(digests))}
         try:  # the same on every rank
-            stored, deal = dealt(different, [places[digest] for digest in digests])
+            stored, writers = assign_writers(different, [places[digest] for digest in digests])
         except CheckpointError as error:
             raise _unwritten(asked, error) from None
-        before = Agreement(digests=digests, stored=stored, deal=deal)
+        before = Agreement(digests=digests, stored=stored, writers=writers)
     rank = dist.get_rank() if grouped() else 0
-    content = FileContent.of(rank, before.stored, before.deal, memory, asked.infinite)
+    content = FileContent.of(rank, before.stored, before.writers, memory, asked.infinite)
     return PreparedSave(asked=asked, state=text, content=content, agreement=before)
 
 

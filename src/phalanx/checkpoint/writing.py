@@ -1,7 +1,7 @@
 """Who writes which block of which tensor, and the writing itself; what is not finite is not written.
 
-Every rank says which blocks it has. What several have is dealt out so that all write about as many bytes: each rank
-works the same deal out of the same descriptions, and no rank is asked.
+Every rank describes which blocks it has. A block that several have is assigned to one of them so that all write about
+as many bytes: each rank works out the same assignment from the same descriptions, and no rank is asked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Description = dict[str, Any]
 
 _PIECE = 1 << 15  # torch computes on no more elements than these without starting threads of its own
 
-Deal = dict[str, dict[Box, int]]
+WriterAssignment = dict[str, dict[Box, int]]
 """Name → box → the rank that writes it; no box for what is held as copies only."""
 
 
@@ -45,7 +45,9 @@ def describe(tensors: Tensors) -> tuple[Description, dict[tuple[str, tuple[int, 
     return said, memory
 
 
-def dealt(descriptions: Sequence[Description], of_rank: Sequence[int]) -> tuple[dict[str, StoredTensor], Deal]:
+def assign_writers(
+    descriptions: Sequence[Description], of_rank: Sequence[int]
+) -> tuple[dict[str, StoredTensor], WriterAssignment]:
     """All tensors as they will be stored, and who writes what of them; the same on every rank.
 
     Args:
@@ -64,17 +66,17 @@ def dealt(descriptions: Sequence[Description], of_rank: Sequence[int]) -> tuple[
     if copies := [name for name, boxes in holders.items() if not boxes and math.prod(forms[name][1])]:
         why = "held as copies only, each to be saved by a rank that does not have it"
         raise CheckpointError(f"{why}: {some(copies)}")
-    deal = _fair(holders, {name: DTYPES[dtype].itemsize for name, (dtype, _) in forms.items()})
+    writers = _balance_bytes(holders, {name: DTYPES[dtype].itemsize for name, (dtype, _) in forms.items()})
     stored: dict[str, StoredTensor] = {}
     for name, (dtype, shape) in forms.items():
         if wrong := not_filled(shape, holders[name]):
             raise CheckpointError(f"what the ranks hold of {name} is not all of it once: {wrong}")
         chunks = [
             Chunk(offsets=box[0], sizes=box[1], file=file_of(rank), key=key_of(name, shape, box))
-            for box, rank in sorted(deal[name].items())
+            for box, rank in sorted(writers[name].items())
         ]
         stored[name] = StoredTensor(shape=tuple(shape), dtype=DTYPES[dtype], chunks=tuple(chunks))
-    return stored, deal
+    return stored, writers
 
 
 def file_of(rank: int) -> str:
@@ -93,10 +95,10 @@ def _forms(descriptions: Sequence[Description]) -> dict[str, tuple[str, tuple[in
     return forms
 
 
-def _fair(holders: Mapping[str, Mapping[Box, list[int]]], itemsizes: Mapping[str, int]) -> Deal:
+def _balance_bytes(holders: Mapping[str, Mapping[Box, list[int]]], itemsizes: Mapping[str, int]) -> WriterAssignment:
     """Large blocks first, each to the holder that has least to write so far."""
     load: dict[int, int] = {}
-    deal: Deal = {name: {} for name in holders}
+    writers: WriterAssignment = {name: {} for name in holders}
     blocks = [
         (len(ranks) > 1, -math.prod(box[1]) * itemsizes[name], name, box, ranks)
         for name, boxes in holders.items()
@@ -105,8 +107,8 @@ def _fair(holders: Mapping[str, Mapping[Box, list[int]]], itemsizes: Mapping[str
     for _, size, name, box, ranks in sorted(blocks, key=lambda block: block[:4]):
         writer = min(ranks, key=lambda rank: (load.get(rank, 0), rank))
         load[writer] = load.get(writer, 0) - size
-        deal[name][box] = writer
-    return deal
+        writers[name][box] = writer
+    return writers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,13 +132,13 @@ class FileContent:
         cls,
         rank: int,
         stored: Mapping[str, StoredTensor],
-        deal: Deal,
+        writers: WriterAssignment,
         memory: Mapping[tuple[str, tuple[int, ...]], Tensor],
         infinite: Collection[str],
     ) -> FileContent:
         """What ``rank`` writes of ``stored``; ``memory`` is this rank's, by name and where the block begins."""
         boxes = [(name, (offsets, tuple(block.shape))) for (name, offsets), block in memory.items()]
-        mine = [(name, box) for name, box in boxes if deal[name].get(box) == rank]
+        mine = [(name, box) for name, box in boxes if writers[name].get(box) == rank]
         # Large to small keeps every tensor aligned to its own element size behind the header.
         mine.sort(key=lambda block: -stored[block[0]].dtype.itemsize)
         entries = [

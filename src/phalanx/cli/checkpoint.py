@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from phalanx.checkpoint import FoundCheckpoint
 
 _NO = 1
-_STEP = re.compile(r"step-\d{8,18}")
 _DTYPES = ("float32", "float16", "bfloat16")
 
 _place = click.argument("place", metavar="RUN", type=click.Path(path_type=Path, file_okay=False))
@@ -133,16 +131,19 @@ def export_command(place: Path, step: int | None, target: Path, dtype: str | Non
 
 def _folder(place: Path) -> Path:
     """The folder ``checkpoints`` that ``place`` stands for: a run's, or itself."""
-    return place / "checkpoints" if not _STEP.fullmatch(place.name) else place.parent
+    from phalanx.checkpoint.format import step_of
+
+    return place / "checkpoints" if step_of(place) is None else place.parent
 
 
 def _found(place: Path) -> list[FoundCheckpoint]:
     from phalanx.checkpoint import checkpoints
+    from phalanx.checkpoint.format import step_of
 
     if not place.is_dir():
         raise _wrong(f"{place}, which is no folder")
     found = checkpoints(_folder(place))
-    if _STEP.fullmatch(place.name):
+    if step_of(place) is not None:
         found = [one for one in found if one.path.name == place.name]
     if not found:
         raise _wrong(f"{place}, which holds no checkpoint")

@@ -14,6 +14,7 @@ from phalanx.config import Plan, plan
 from phalanx.config.plan import Precision
 from phalanx.errors import Problem, SpecError
 from phalanx.files import read_text
+from phalanx.units import DURATION_UNITS, parse_duration
 
 if TYPE_CHECKING:
     from phalanx.preflight.subject import Subject
@@ -65,7 +66,6 @@ class _JobReference(click.ParamType):
 
 
 PRECISIONS = get_args(Precision)
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 profile_option = click.option(
@@ -119,18 +119,15 @@ def subject(what: str, *, batch: int, seq: int, steps: int, profile: str = "trac
     return Subject.of(load_job(what), batch=batch, length=seq, steps=steps, values=profile == "measure")
 
 
-def span(text: str | None) -> float:
+def deadline_of(given: str | None) -> float:
     """Seconds from ``90m``, ``24h`` or ``3d``; 0 from ``None``. A ``SpecError`` if it is no time above 0."""
-    if text is None:
+    if given is None:
         return 0.0
     try:
-        seconds = float(text[:-1]) * _UNITS[text[-1:]]
-    except (ValueError, KeyError):
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        allowed = "a time above 0 in s, m, h or d"
-        raise SpecError.of(where="--deadline", given=repr(text), allowed=allowed, fix="--deadline 24h")
-    return seconds
+        return parse_duration(given)
+    except ValueError:
+        allowed = f"a time above 0 in {DURATION_UNITS}"
+        raise SpecError.of(where="--deadline", given=repr(given), allowed=allowed, fix="--deadline 24h") from None
 
 
 def budget_of(given: float | None) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from phalanx.cli.options import PRECISIONS, budget_of, html_option, span, subject, subject_options, write
+from phalanx.cli.options import PRECISIONS, budget_of, deadline_of, html_option, subject, subject_options, write
 from phalanx.cli.output import answer, json_option
 
 _NO = 1
@@ -45,7 +45,8 @@ def command(ctx: click.Context, on: str, precision: Any, html: Path | None, as_j
     from phalanx.planner.rank import Goal
     from phalanx.report.planner_tables import plan_view
 
-    goal = Goal(by=given.pop("best"), deadline=span(given.pop("deadline")), budget=budget_of(given.pop("budget")))
+    deadline, budget = deadline_of(given.pop("deadline")), budget_of(given.pop("budget"))
+    goal = Goal(by=given.pop("best"), deadline=deadline, budget=budget)
     there, priced, because = cluster(on), prices(given.pop("price")), given.pop("because")
     asked = subject(given.pop("what"), **given)
     advice = advise(asked.question(there, precision=precision, prices=priced), goal, because)

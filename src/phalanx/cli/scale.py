@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from phalanx.cli.options import PRECISIONS, budget_of, html_option, span, subject, subject_options, write
+from phalanx.cli.options import PRECISIONS, budget_of, deadline_of, html_option, subject, subject_options, write
 from phalanx.cli.output import answer, json_option
 from phalanx.errors import SpecError
 
@@ -42,7 +42,7 @@ def command(ctx: click.Context, on: str, html: Path | None, as_json: bool, **giv
     if not 0 < share <= 1:
         allowed = "a share above 0, at most 1, of what twice the devices could gain"
         raise SpecError.of(where="--worth", given=f"{share:g}", allowed=allowed, fix="--worth 0.5")
-    deadline, budget = span(given.pop("deadline")), budget_of(given.pop("budget"))
+    deadline, budget = deadline_of(given.pop("deadline")), budget_of(given.pop("budget"))
     from phalanx.hardware import cluster
     from phalanx.planner import prices
     from phalanx.planner.rank import Goal

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,6 +15,7 @@ from phalanx.config.job import Job
 from phalanx.config.plan import Plan
 from phalanx.errors import Problem, SpecError
 from phalanx.files import toml_table
+from phalanx.units import DURATION_UNITS, parse_duration
 
 Foresight = Literal["refuse", "anyway", "none"]
 """What is made of a run's forecast."""
@@ -59,8 +60,6 @@ _SNAPSHOTS = 100
 _GROW_AFTER = "5m"
 _LONGEST = 86_400
 _OPTIONAL = ("batch", "epochs", "steps", "snapshot_every", "keep_every", "from_step")
-_SPAN = re.compile(r"(\d+(?:\.\d+)?)([smh])")
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +198,7 @@ class RunSpec:
     @property
     def save_seconds(self) -> float:
         """Seconds between checkpoints; 0 where steps say when, or nothing does before the end."""
-        return _span(self.checkpoint_every) if isinstance(self.checkpoint_every, str) else 0.0
+        return parse_duration(self.checkpoint_every) if isinstance(self.checkpoint_every, str) else 0.0
 
     @property
     def device_range(self) -> DeviceRange | None:
@@ -215,7 +214,7 @@ class RunSpec:
     def grow_seconds(self) -> float:
         """Seconds after which fewer devices become more; 0 where steps say when, or nothing does."""
         after = _GROW_AFTER if self.grow_after is None else self.grow_after
-        return _span(after) if isinstance(after, str) else 0.0
+        return parse_duration(after) if isinstance(after, str) else 0.0
 
     def resized_to(self, plan: Plan) -> RunSpec:
         """The run under ``plan``, which is its own on another number of devices."""
@@ -281,8 +280,8 @@ def _of_going_on(run: RunSpec) -> list[Problem]:
     """What is wrong in when a run saves, and in what it goes on from."""
     problems: list[Problem] = []
     every, grace = run.checkpoint_every, run.grace
-    if not (is_whole(every, 0) or (isinstance(every, str) and _span(every))):
-        allowed = "steps, 0 or more, or a time above 0 in s, m or h; 0: a checkpoint at the end only"
+    if not _is_interval(every):
+        allowed = f"steps, 0 or more, or a time above 0 in {DURATION_UNITS}; 0: a checkpoint at the end only"
         problems.append(_wrong("checkpoint_every", repr(every), allowed, "--checkpoint-every 15m"))
     if run.mirror is not None and not (isinstance(run.mirror, str) and "://" in run.mirror):  # pyright: ignore
         allowed, fix = (
@@ -306,8 +305,8 @@ def _of_resizing(run: RunSpec) -> list[Problem]:
     after = run.grow_after
     if after is None:
         return problems
-    if not (is_whole(after, 0) or (isinstance(after, str) and _span(after))):
-        allowed = "steps, 0 or more, or a time above 0 in s, m or h; 0: it stays with fewer devices"
+    if not _is_interval(after):
+        allowed = f"steps, 0 or more, or a time above 0 in {DURATION_UNITS}; 0: it stays with fewer devices"
         problems.append(_wrong("grow_after", repr(after), allowed, "--grow-after 5m"))
     elif run.devices is None:
         allowed = "only together with a range of devices, such as -n 1:4"
@@ -315,10 +314,13 @@ def _of_resizing(run: RunSpec) -> list[Problem]:
     return problems
 
 
-def _span(text: str) -> float:
-    """Seconds of ``15m`` and the like; 0 where it is none."""
-    found = _SPAN.fullmatch(text)
-    return float(found[1]) * _SECONDS[found[2]] if found else 0.0
+def _is_interval(given: object) -> bool:
+    """Whether it is a number of optimizer steps, 0 or more, or a time such as ``15m``."""
+    if not isinstance(given, str):
+        return is_whole(given, 0)
+    with suppress(ValueError):
+        return parse_duration(given) > 0
+    return False
 
 
 def _wrong(name: str, given: str, allowed: str, fix: str) -> Problem:

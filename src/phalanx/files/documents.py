@@ -24,13 +24,17 @@ def toml_table(text: str, *, where: str, fix: str, allowed: str = "a TOML docume
         raise SpecError.of(where, _said(error), allowed, fix) from None
 
 
-def json_value(text: str | bytes) -> Any:
-    """The value of a JSON document, in which every number is finite and every key of an object stands once.
+def json_value(text: str | bytes, *, finite: bool = True) -> Any:
+    """The value of a JSON document, in which every key of an object stands once.
+
+    ``finite``: so is every number; without it NaN and infinities are read as Python writes them.
 
     Raises:
         ValueError: it is none, or nested too deeply.
     """
     try:
+        if not finite:
+            return json.loads(text, object_pairs_hook=_once)
         return json.loads(text, object_pairs_hook=_once, parse_constant=_not_finite, parse_float=_finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None

@@ -26,7 +26,7 @@ from phalanx.launch.jobfile import load_job
 from phalanx.launch.reaper import RESIZE, Interrupts
 from phalanx.launch.restarts import Restarts
 from phalanx.launch.straggler_watch import StragglerWatch
-from phalanx.train.interruptions import Unsaved
+from phalanx.train.launcher_link import Unsaved
 
 # A text each, so that what one launcher needs is imported only where that one is asked for.
 LAUNCHERS = {"local": "phalanx.launch.local:LocalLauncher", "torchrun": "phalanx.launch.torchrun:TorchrunLauncher"}
@@ -262,10 +262,9 @@ def supervise(
     with Interrupts() as interrupts:
         while True:
             kills_before, launch = memory_kills(), wanted()
-            watches = _Watches(launch, interrupts, watch, restarts)
-            workers, hung = _follow(start, launch, grace, watches)
+            workers, hung, growing = _follow(start, launch, grace, interrupts, watch, restarts)
             failure, kills = hung or workers.failure(), memory_kills() - kills_before
-            if failure is None and not (watches.growing and workers.stopped and not interrupts.caught):
+            if failure is None and not (growing and workers.stopped and not interrupts.caught):
                 break
             if failure is None:
                 assert restarts
@@ -298,26 +297,20 @@ class _Watches:
 
     def __init__(
         self,
+        workers: Workers,
         launch: Launch,
         interrupts: Interrupts,
         watch: Callable[[], None] | None,
         restarts: Restarts | None,
     ) -> None:
-        self.interrupts, self.growing = interrupts, False
-        self._launch, self._watch, self._restarts = launch, watch, restarts
-        self._hangs = HangWatch(dict, TIMEOUT)
-        self._stragglers: StragglerWatch | None = None
-        self._next_watch = 0.0
-
-    def begin(self, workers: Workers) -> None:
-        """``workers`` have been started."""
-        launch, run = self._launch, self._launch.run
+        run = launch.run
+        self.growing = False
+        self._workers, self._interrupts, self._watch, self._restarts = workers, interrupts, watch, restarts
         self._hangs = HangWatch(workers.watched, launch.timeout, run.plan if run else None)
         # workers of servers take their steps each at its own pace
-        if run and launch.world_size > 1 and not run.plan.server:
-            self._stragglers = StragglerWatch(workers.watched, run.plan, run.folder)
-        if self._restarts:
-            self._restarts.started()
+        paced = run if run and launch.world_size > 1 and not run.plan.server else None
+        self._stragglers = StragglerWatch(workers.watched, paced.plan, paced.folder) if paced else None
+        self._next_watch = 0.0
 
     def look(self) -> Failure | None:
         """Take in how workers go on. Returns how the run failed where it has to be ended from here."""
@@ -325,7 +318,7 @@ class _Watches:
             self._stragglers.look()
         return self._hangs.look()
 
-    def tell(self, workers: Workers) -> None:
+    def tell(self) -> None:
         """About ten times a second: call who watches, and ask workers to stop where there are to be more."""
         if time.monotonic() < self._next_watch:
             return
@@ -333,28 +326,38 @@ class _Watches:
             self._watch()
         size = self._restarts.size if self._restarts else None
         if size and not self.growing:
-            size.reached(max((at.step for at in workers.watched().values() if at.step is not None), default=None))
-            self.growing = not self.interrupts.caught and size.grows() and workers.request_stop(RESIZE)
+            size.reached(max((at.step for at in self._workers.watched().values() if at.step is not None), default=None))
+            self.growing = not self._interrupts.caught and size.grows() and self._workers.request_stop(RESIZE)
         self._next_watch = time.monotonic() + _WATCH
 
-    def blamed(self, workers: Workers) -> Failure | None:
+    def blamed(self) -> Failure | None:
         """How the run failed, where a worker only says that another did not come; not yet ended are those that hang."""
-        first = workers.failure()
+        first = self._workers.failure()
         if first is None or not first.lost_peer:
             return None
         self._hangs.last_look()
-        return self._hangs.blamed(first, workers.known_failures())
+        return self._hangs.blamed(first, self._workers.known_failures())
 
 
 def _follow(
-    start: Callable[[Launch], _Started], launch: Launch, grace: float, watches: _Watches
-) -> tuple[_Started, Failure | None]:
-    """Start workers, follow them to their end, and stop them. Gives, too, how the run failed if the watches say so."""
-    interrupts = watches.interrupts
+    start: Callable[[Launch], _Started],
+    launch: Launch,
+    grace: float,
+    interrupts: Interrupts,
+    watch: Callable[[], None] | None,
+    restarts: Restarts | None,
+) -> tuple[_Started, Failure | None, bool]:
+    """Start workers, follow them to their end, and stop them.
+
+    Returns:
+        The workers, how the run failed if the watches say so, and whether they were asked to stop for more devices.
+    """
     interrupts.held = True
     workers, hung = start(launch), None
     try:
-        watches.begin(workers)
+        watches = _Watches(workers, launch, interrupts, watch, restarts)
+        if restarts:
+            restarts.started()
         interrupts.held = False
         more, deadline = True, 0.0
         while more and not hung:
@@ -365,13 +368,13 @@ def _follow(
             if interrupts.caught and time.monotonic() >= deadline:
                 interrupts.check()
             hung = watches.look() if more else None
-            watches.tell(workers)
-        hung = hung or watches.blamed(workers)
+            watches.tell()
+        hung = hung or watches.blamed()
     finally:
         interrupts.held = True
         workers.stop()
         interrupts.held = False
-    return workers, hung
+    return workers, hung, watches.growing
 
 
 _STOPPING = "{}: saving after this step, {:g} s at most; the same once more ends the run at once"

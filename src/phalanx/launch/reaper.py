@@ -123,12 +123,12 @@ class StopSignals:
     once by the second, or when the time for the last checkpoint is over.
     """
 
-    def __init__(self, word: Callable[[], int] | None = None, *, alone: float | None = None) -> None:
-        """``word()`` is what the launcher asks for: a signal's number, 0 for nothing, ``ENDING`` if it ends workers.
+    def __init__(self, launcher_asks: Callable[[], int] | None = None, *, alone: float | None = None) -> None:
+        """``launcher_asks()`` gives a signal's number, 0 for nothing, ``ENDING`` if the launcher ends workers.
 
         ``alone``: seconds for the last checkpoint, where nobody else looks at the time.
         """
-        self._word, self._alone = word, alone
+        self._launcher_asks, self._alone = launcher_asks, alone
         self._pid, self._number, self._when, self._over = os.getpid(), 0, 0.0, False
         self._before: dict[int, Any] = {}
 
@@ -142,16 +142,16 @@ class StopSignals:
 
     def asked(self) -> int:
         """The number of the signal that asks this worker to stop, 0 where none does."""
-        return self._number or (max(0, self._word()) if self._word else 0)
+        return self._number or (max(0, self._launcher_asks()) if self._launcher_asks else 0)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now, alone = time.monotonic(), self._alone is not None
         again = alone and self._number != 0 and number != signal.SIGUSR1 and now - self._when > _SAME
-        ending = self._word is not None and self._word() == ENDING
+        ending = self._launcher_asks is not None and self._launcher_asks() == ENDING
         if os.getpid() != self._pid or ending or again:
             signal.signal(number, signal.SIG_DFL)  # a process that the job has forked has this handler, too
             os.kill(os.getpid(), number)
-        elif not self._number and not (self._word and number == signal.SIGINT):
+        elif not self._number and not (self._launcher_asks and number == signal.SIGINT):
             self._number, self._when = number, now
             if self._alone is not None:
                 threading.Thread(target=self._end_after, args=(self._alone,), daemon=True).start()

@@ -140,8 +140,9 @@ class Restarts:
         self._idle = 0
 
     def _saved(self) -> list[str]:
-        folder = self._folder / "checkpoints"
-        return sorted(path.name for path in folder.glob("step-*")) if folder.is_dir() else []
+        from phalanx.checkpoint.folder import newest_first
+
+        return [path.name for path in newest_first(self._folder / "checkpoints")]
 
 
 def _is_loss(failure: Failure) -> bool:

@@ -37,7 +37,7 @@ from phalanx.launch.torchrun import SharedStands, agent_serves, begun_before, cl
 from phalanx.launch.worker_process import die_with, show_rank
 from phalanx.parallel import devices_here
 from phalanx.train.assembly import Findings, refuse
-from phalanx.train.interruptions import LauncherLink, nobody
+from phalanx.train.launcher_link import LauncherLink, no_signal
 from phalanx.train.look_ahead import refuse_job
 from phalanx.train.loop import train
 from phalanx.train.lr_schedule import RunStart
@@ -172,7 +172,7 @@ def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None) -
                 found = look_ahead(job, run.plan, RunStart.of(run))
         alone = run.grace if status.alone else None
         with StopSignals(alone=alone) as signals:
-            link = LauncherLink(report=status.report_step, asked=signals.asked if run.grace else nobody)
+            link = LauncherLink(report=status.report_step, asked=signals.asked if run.grace else no_signal)
             summary = train(job, run, place, link, findings=found)
     finally:
         entered.__exit__()

@@ -48,7 +48,7 @@ from phalanx.launch.launcher import Launch, WorkerFunction, Workers
 from phalanx.launch.rank_probe import ProbeFiles
 from phalanx.launch.reaper import ENDING, Reaper, fork, kill_group
 from phalanx.launch.worker_process import WorkerPipes, WorkerProcess, await_assignment, run_worker
-from phalanx.train.interruptions import Unsaved
+from phalanx.train.launcher_link import Unsaved
 
 # seconds; together they stay well under the 3 s in which everything has to be over
 _GRACE = 0.5  # between SIGTERM and SIGKILL

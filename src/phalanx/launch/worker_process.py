@@ -29,7 +29,7 @@ from phalanx.launch.launcher import WorkerFunction
 from phalanx.launch.rank_probe import ProbeFiles, RankProbe
 from phalanx.launch.reaper import kill_group
 from phalanx.launch.torch_warmup import leave_compiler_out
-from phalanx.train.interruptions import Unsaved
+from phalanx.train.launcher_link import Unsaved
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 

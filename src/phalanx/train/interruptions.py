@@ -12,52 +12,16 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import final
 
 import torch
 import torch.distributed as dist
 
 from phalanx.config import Plan, RunSpec
+from phalanx.train.launcher_link import no_signal
 
 _PERIOD = 1.0  # seconds between exchanges
 _MOST = 1000  # steps between exchanges
-
-
-def nobody() -> int:
-    """Asks for nothing: the ``asked`` of a run that nobody can stop."""
-    return 0
-
-
-class Unsaved(IntEnum):
-    """What a rank has to be given time for if others are lost: nothing, to find out, or to save."""
-
-    NOTHING, STEPS, SAVING = range(3)
-
-
-def unheard(unsaved: Unsaved) -> None:
-    """Told what a rank has, where nobody waits for ranks anyway."""
-
-
-def unseen(step: int) -> None:
-    """Told which step begins, where nobody follows the run."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LauncherLink:
-    """What a worker tells whoever started it, and is asked; as it is, nobody listens or asks.
-
-    Attributes:
-        report: called with the number of each optimizer step as it begins.
-        asked: gives the number of the signal by which this worker was asked to stop, 0 where it was not; one worker is
-            enough for all to stop after the same step, which is saved.
-        unsaved: told whether this worker would save by itself if others were lost, and is to be given time for it.
-    """
-
-    report: Callable[[int], None] = unseen
-    asked: Callable[[], int] = nobody
-    unsaved: Callable[[Unsaved], None] = unheard
 
 
 @final
@@ -72,7 +36,7 @@ class Interruptions:
     def __init__(
         self,
         run: RunSpec,
-        asked: Callable[[], int] = nobody,
+        asked: Callable[[], int] = no_signal,
         *,
         group: dist.ProcessGroup | None = None,
         leads: bool = True,

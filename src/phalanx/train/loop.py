@@ -13,7 +13,8 @@ from phalanx.config import Job, RunSpec
 from phalanx.data import StepBatch
 from phalanx.train.assembly import Findings
 from phalanx.train.evaluate import Evaluation
-from phalanx.train.interruptions import Interruptions, LauncherLink
+from phalanx.train.interruptions import Interruptions
+from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.metrics import Metrics
 from phalanx.train.observer import Observer
 from phalanx.train.run_recorder import Lap, RunRecorder

@@ -23,7 +23,8 @@ from phalanx.train.assembly import Assembly, Findings, build
 from phalanx.train.consistency import same_length, same_stream
 from phalanx.train.drift import DriftWatch
 from phalanx.train.evaluate import Evaluation, evaluate
-from phalanx.train.interruptions import Interruptions, LauncherLink
+from phalanx.train.interruptions import Interruptions
+from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.loop import Stepper, StepsLostError
 from phalanx.train.lr_schedule import RunStart, resume_notes
 from phalanx.train.memory_use import MeasuredStep

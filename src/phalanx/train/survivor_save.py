@@ -29,7 +29,7 @@ from phalanx.data import last_steps
 from phalanx.errors import CheckpointError
 from phalanx.events import EventLog
 from phalanx.files import token_of
-from phalanx.train.interruptions import Unsaved
+from phalanx.train.launcher_link import Unsaved
 from phalanx.train.run_recorder import RunRecorder
 from phalanx.train.state import SURVIVOR, to_save
 from phalanx.units import show_names

@@ -17,7 +17,7 @@ from phalanx.config import Job, Plan, RunSpec
 from phalanx.launch import launch, make_ready
 from phalanx.train import loop
 from phalanx.train.assembly import Findings, build
-from phalanx.train.interruptions import LauncherLink
+from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.observer import AssemblyScene
 from phalanx.train.state import restore
 from phalanx.verify.dropout import BySample

@@ -19,7 +19,8 @@ from phalanx.parallel.compression import Codec, codec
 from phalanx.parallel.parameter_server import StalenessBound, WorkQueue
 from phalanx.parallel.parameter_server.protocol import TO_SERVER
 from phalanx.train.assembly import Findings
-from phalanx.train.interruptions import Interruptions, LauncherLink
+from phalanx.train.interruptions import Interruptions
+from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.loop import StepsLostError, TrainingLoop
 from phalanx.train.lr_schedule import resume_notes
 from phalanx.train.observer import Observer

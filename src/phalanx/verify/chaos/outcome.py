@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.checkpoint.folder import newest_first
 from phalanx.verify.chaos.faults import Fault
 
 
@@ -65,11 +66,11 @@ def missed(fault: Fault, why: str) -> Outcome:
 
 def damage(checkpoints: Path, fault: Fault, dice: random.Random) -> str:
     """Cut a file of the newest checkpoint short, or change a bit of it; says which, and nothing where there is none."""
-    whole = sorted(checkpoints.glob("step-*"))
-    if not whole:
+    newest = next(iter(newest_first(checkpoints)), None)
+    if newest is None:
         return ""
     names = {"tensors": "*.safetensors", "manifest": "manifest.json", "state": "state.json"}
-    path = dice.choice(sorted(whole[-1].glob(names.get(fault.target, "*"))))
+    path = dice.choice(sorted(newest.glob(names.get(fault.target, "*"))))
     content = bytearray(path.read_bytes())
     at = dice.randrange(len(content))
     if fault.kind == "tear":
@@ -77,4 +78,4 @@ def damage(checkpoints: Path, fault: Fault, dice: random.Random) -> str:
     else:
         content[at] ^= 1 << dice.randrange(8)
     path.write_bytes(content)
-    return f"{whole[-1].name}/{path.name}"
+    return f"{newest.name}/{path.name}"
