@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from phalanx.demo.jobs.gpt import gpt_job
 from phalanx.errors import DataError, SpecError, WorkerError
 from phalanx.events.schema import faults
 from phalanx.report.samples_seen import samples_seen
+from phalanx.train import nonfinite_trace
 from phalanx.train.accidents import Accidents, LossSpikes
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
@@ -157,16 +159,17 @@ class TestStop:
             step(next(iter(loader)))
         assert all(map(torch.equal, before, step.layout.parameters.values()))
 
-    def test_what_cannot_be_run_again_hides_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fails(*_: Any) -> None:
-            raise MemoryError("no room")
+    def test_where_one_rank_cannot_run_it_again_nothing_is_hidden(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        again = nonfinite_trace._run_again
 
-        monkeypatch.setattr("phalanx.train.accidents.first_sighting", fails)
-        step, loader = px.build(job(**GRADIENT))
-        with pytest.raises(
-            px.PhalanxError, match=r"gradient of step 0 is not finite(?s:.*)could not be found: no room"
-        ):
-            step(next(iter(loader)))
+        def fails(*given: Any) -> Any:
+            if torch.distributed.get_rank() == 1:
+                raise MemoryError("no room")
+            return again(*given)
+
+        monkeypatch.setattr(nonfinite_trace, "_run_again", fails)
+        told = r"rank 1 of 2 in step 0: the gradient of step 0 is not finite(?s:.*)could not be found: no room"
+        assert re.match(told, str(stopped("dp=2", "run", GRADIENT)))
 
     def test_large_gradients_are_finite(self) -> None:
         step, loader = px.build(job(loss=lambda output, batch: px.Loss(output.sum() * 1e25, 1)))

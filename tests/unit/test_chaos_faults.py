@@ -6,13 +6,16 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import phalanx as px
+from phalanx.cli import main
 from phalanx.config import Plan
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.errors import CheckpointError, SpecError
@@ -20,6 +23,7 @@ from phalanx.events import EventLog
 from phalanx.verify.chaos import Chaos, Fault, draw, faulty_data
 from phalanx.verify.chaos.faults import KINDS
 from phalanx.verify.chaos.faulty_data import arm, faulty
+from phalanx.verify.chaos.injector import InjectedRun
 from phalanx.verify.chaos.outcome import Outcome, damage
 from phalanx.verify.chaos.run_equality import Repeats, compare_samples, compare_weights
 from phalanx.verify.chaos.verdict import Verdict
@@ -324,3 +328,37 @@ class TestWithinARank:
         with pytest.raises(OSError, match="phalanx chaos"):
             dataset[1]
         assert dataset[1]["y"] == 1
+
+
+def damaged(folder: Path, seed: int) -> bytes:
+    """A file of a checkpoint after a bit of it was flipped in a run whose faults come from ``seed``."""
+    file = folder / "run" / "checkpoints" / "step-00000003" / "rank-00000.safetensors"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(1000))
+    process = SimpleNamespace(pid=0, wait=lambda: 0)
+    command: Any = SimpleNamespace(start=lambda *_, **__: process)
+    flip = Fault.parse("flip tensors step 7")
+    run = InjectedRun(command, folder, faults=[flip], limit=1.0, seed=seed)
+    run._begin()
+    run._harm(flip, (), None)
+    return file.read_bytes()
+
+
+def test_the_seed_says_which_bytes_are_damaged(tmp_path: Path) -> None:
+    found = [damaged(tmp_path / str(at), seed) for at, seed in enumerate((1, 1, 2, 3))]
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+def test_the_seed_of_the_command_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = list[int]()
+
+    def made(*_: Any, seed: int, **__: Any) -> None:
+        seeds.append(seed)
+        raise SpecError([])
+
+    monkeypatch.setattr(Chaos, "undisturbed", lambda _: tmp_path)
+    monkeypatch.setattr("phalanx.verify.chaos.verdict.InjectedRun", made)
+    argv = ["chaos", "job.py", "--plan", "dp=2", "--at", "flip tensors step 14", "--run", str(tmp_path / "chaos")]
+    CliRunner().invoke(main, [*argv, "--seed", "5"])
+    assert seeds == [5]

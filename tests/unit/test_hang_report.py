@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +11,7 @@ import pytest
 import torch.distributed.distributed_c10d as c10d
 
 from phalanx.launch.hang_report import CollectiveCall, HangReport, RankStand, ranges
-from phalanx.launch.rank_probe import TimeSpent
+from phalanx.launch.rank_probe import TimeSpent, collective_calls
 from phalanx.launch.stack_frames import StackFrame, frames_of, parse_stacks, parse_traceback
 from phalanx.launch.straggler_watch import RankPace, straggler
 
@@ -129,3 +131,32 @@ def test_a_straggler_is_slower_than_its_peers_by_a_half(paces: list[RankPace], r
 
 def test_time_spent_counts_looks() -> None:
     assert TimeSpent(1, 2, 3, 0.5, 0.6).looks == 6
+
+
+ENTRY = {
+    "process_group": ["0", "default"],
+    "is_p2p": False,
+    "input_sizes": [[3]],
+    "input_dtypes": ["Float"],
+    "profiling_name": "gloo:all_reduce",
+    "collective_seq_id": 7,
+    "retired": False,
+}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {name: value for name, value in ENTRY.items() if name != "collective_seq_id"},
+        ENTRY | {"process_group": []},
+        ENTRY | {"input_sizes": None},
+        ENTRY | {"profiling_name": 7},
+        "an entry of another kind",
+    ],
+)
+def test_an_exchange_that_torch_tells_otherwise_ends_no_probe(odd: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = json.dumps({"entries": [ENTRY, odd]}).encode()
+    recorder = SimpleNamespace(_dump_fr_trace_json=lambda: told)
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", recorder)
+    (known,) = collective_calls()
+    assert (known.number, known.what, known.pending) == (7, "all_reduce of float 3", True)

@@ -24,7 +24,7 @@ _COUNT = click.IntRange(min=0)
 @click.option("--kills", type=_COUNT, default=0, help="So many SIGKILLs at random moments, a third during a save.")
 @click.option("--faults", type=_COUNT, default=0, help="So many random faults of every kind to be had here.")
 @click.option("--at", "given", multiple=True, metavar="FAULT", help='A fault in words: "SIGKILL rank 1 step 7".')
-@click.option("--seed", type=int, default=0, show_default=True, help="What random faults are drawn from.")
+@click.option("--seed", type=int, default=0, show_default=True, help="What faults and bytes to damage are drawn from.")
 @click.option("--steps", type=int, default=60, show_default=True, help="Optimizer steps of the run.")
 @click.option("--checkpoint-every", type=int, default=5, show_default=True, help="Steps between checkpoints.")
 @click.option("--batch", type=int, help="Global batch, in place of the job's.")
@@ -69,7 +69,7 @@ def command(ctx: click.Context, job: str, plan: Plan, given: tuple[str, ...], as
     chosen = _chosen(chaos, job, given, kills if kills or faults or given else 10, faults, seed)
     click.echo(f"{chaos.folder}: {len(chosen)} faults for {job} under {plan}; undisturbed first", err=True)
     chaos.undisturbed()
-    verdict = chaos.run(chosen, say=lambda outcome: click.echo(str(outcome), err=True))
+    verdict = chaos.run(chosen, say=lambda outcome: click.echo(str(outcome), err=True), seed=seed)
 
     from phalanx.report.tables import chaos_table
 

@@ -146,7 +146,8 @@ class Accidents:
         try:
             seen = first_sighting(step, batch)
         except Exception as error:  # of running the step again, such as memory that runs out
-            raise self._error(accident, "", f"Where it comes from could not be found: {error}", "") from error
+            # perhaps on this rank alone, which is to be named then
+            raise self._worded(accident, "", f"Where it comes from could not be found: {error}", "") from error
         if seen.parameter:
             self.spoilt(accident.step, seen.parameter)
         here = dist.get_rank() if active() else 0

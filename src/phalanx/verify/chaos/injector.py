@@ -73,8 +73,13 @@ class InjectedRun:
         seconds: from the first begin to the end.
     """
 
-    def __init__(self, command: TrainCommand, folder: Path, *, faults: Sequence[Fault] = (), limit: float) -> None:
-        """``limit``: seconds without an event after which the run is ended as hung."""
+    def __init__(
+        self, command: TrainCommand, folder: Path, *, faults: Sequence[Fault] = (), limit: float, seed: int = 0
+    ) -> None:
+        """``limit``: seconds without an event after which the run is ended as hung.
+
+        ``seed``: what is drawn from it, which bytes of a file are damaged.
+        """
         self.outcomes: list[Outcome] = []
         self.ended, self.failure = False, ""
         self.starts = self.lives = 0
@@ -85,7 +90,8 @@ class InjectedRun:
         self._armed = folder / ARMED
         self._before = set[int]()
         self._over = False
-        self._dice = random.Random(len(self._faults))
+        # by themselves: how often a save is waited for, and drawn for, differs from run to run
+        self._dice, self._moments = random.Random(seed), random.Random(seed)
         self._events: list[tuple[float, dict[str, Any]]] = []
         self._strike: _Strike | None = None
         self._hit_since_start = False
@@ -156,7 +162,7 @@ class InjectedRun:
         pids = _hit(fault, ranks, self._process.pid)
         if fault.phase == "step":
             return self._harm(fault, pids, None)
-        time.sleep(self._dice.random() * 0.004)
+        time.sleep(self._moments.random() * 0.004)
         with _standing([*ranks.values(), self._process.pid], unless=pids if _stands_on(fault) else ()):
             saving = self._saving()
             if saving is None or saving < fault.step(self._command.checkpoint_every):

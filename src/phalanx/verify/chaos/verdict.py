@@ -179,8 +179,12 @@ class Chaos:
             self._undisturbed = run
         return self._undisturbed.run_folder
 
-    def run(self, faults: Sequence[Fault | str], say: Callable[[Outcome], None] = lambda _: None) -> Verdict:
+    def run(
+        self, faults: Sequence[Fault | str], say: Callable[[Outcome], None] = lambda _: None, *, seed: int = 0
+    ) -> Verdict:
         """Run under ``faults``, and compare with the undisturbed run. ``say`` is given each outcome when it is known.
+
+        The same ``seed`` has ``tear`` and ``flip`` hit the same place of the same files.
 
         Raises:
             SpecError: a fault cannot be had with this plan or on this machine.
@@ -194,7 +198,7 @@ class Chaos:
         undisturbed = self.undisturbed()
         self._trials += 1
         folder = self._new_folder(f"disturbed-{self._trials}")
-        run = InjectedRun(self._disturbed(chosen, folder), folder, faults=chosen, limit=self._limit)
+        run = InjectedRun(self._disturbed(chosen, folder), folder, faults=chosen, limit=self._limit, seed=seed)
         with adopting():
             run.run(say)
             processes = left_over(before, patience=_PATIENCE)
