@@ -144,11 +144,30 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     assert latest(tmp_path / "run" / "checkpoints") is None
 
 
+@pytest.mark.parametrize("slow", ["steps", "evaluation"])
+def test_what_gets_slower_than_it_was_is_stopped_at_once_too(slow: str, tmp_path: Path) -> None:
+    """After hundreds of steps of a few milliseconds each, a step or a batch of an evaluation takes half a second."""
+    launcher, run, fast = os.getpid(), spec("dp=2", tmp_path / "run", grace=8.0), 300
+    given, calls = striking(lambda: os.kill(launcher, signal.SIGTERM), at=fast, once=tmp_path / "struck"), list[int]()
+
+    def loss(output: Any, batch: Any) -> Any:
+        calls.append(1)
+        if len(calls) > fast + 1 and torch.is_grad_enabled() == (slow == "steps"):
+            time.sleep(0.5)
+        return given.loss(output, batch)
+
+    evaluated = {"evaluate": lambda: table(1600), "evaluate_every": fast + 1} if slow == "evaluation" else {}
+    assert stops(replace(given, loss=loss, steps=2 * fast, **evaluated), run) == 75
+    (stopped,) = events(run.folder, "stopped")
+    assert fast < stopped["step"] < fast + 15
+
+
 @pytest.mark.parametrize("grace", [0.0, 0.3])
 def test_when_the_time_to_save_is_over_the_newest_checkpoint_stands(grace: float, tmp_path: Path) -> None:
     launcher = os.getpid()
 
     def hang() -> None:
+        assert wait_until(lambda: latest(run.folder / "checkpoints") is not None, LIMIT)  # a thread writes it
         os.kill(launcher, signal.SIGTERM)
         time.sleep(600)
 

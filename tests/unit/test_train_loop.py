@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import phalanx as px
 from phalanx.checkpoint import Saving
@@ -206,33 +205,3 @@ def test_by_the_clock_it_saves_when_the_time_has_come(tmp_path: Path, monkeypatc
     monkeypatch.setattr("phalanx.train.interruptions.time.monotonic", lambda: 20.0 * stepper.taken)
     looped(stepper, tmp_path, evaluate_every=0, save_every="1m")
     assert stepper.moments == [("save", 3), ("save", 6), ("save", 9), ("save", 10), ("evaluate", 10)]
-
-
-class Others:
-    """Stands in for the exchange with another rank, which got the signal ``asked``; done once it is waited for."""
-
-    def __init__(self, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._asked, self._numbers = asked, torch.zeros(0)
-        monkeypatch.setattr("phalanx.train.interruptions.dist.all_reduce", self._begin)
-
-    def _begin(self, numbers: torch.Tensor, **_: Any) -> Others:
-        self._numbers = numbers
-        return self
-
-    def wait(self) -> None:
-        self._numbers[0] = max(self._numbers[0], self._asked)
-
-
-@pytest.mark.parametrize(("mine", "theirs"), [(0, signal.SIGTERM), (signal.SIGTERM, 0)])
-@pytest.mark.parametrize(("plan", "expected"), [("dp=2", [True]), ("dp=2 sync=local every=2", [False, True])])
-def test_all_ranks_stop_after_the_step_in_which_they_have_heard_of_a_signal(
-    plan: str, expected: list[bool], mine: int, theirs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who got it stops no sooner than who did not."""
-    Others(theirs, monkeypatch)
-    group: Any = object()
-    asked = iter([mine, 0, 0])  # it is asked once an exchange
-    run = px.RunSpec(job="small", plan=px.Plan.parse(plan), folder=tmp_path)
-    interruptions = Interruptions(run, lambda: next(asked), group=group)
-    assert [interruptions.reached(step) for step in range(1, len(expected) + 1)] == expected
-    assert interruptions.stop == signal.SIGTERM

@@ -1,6 +1,7 @@
 """Process groups, meshes and the few collectives that are Phalanx's own."""
 
-from phalanx.comm.mesh import Counterparts, Mesh, data_mesh, group_of_run, place_within
+from phalanx.comm.mesh import Counterparts, Mesh, data_mesh, place_within
+from phalanx.comm.point_agreement import PointAgreement
 from phalanx.comm.process_group import (
     Place,
     active,
@@ -11,6 +12,7 @@ from phalanx.comm.process_group import (
     from_every_rank,
     is_dtensor,
     local,
+    meet,
     reduce_scatter_sum,
     share_timeout,
     sum_over_ranks,
@@ -20,6 +22,7 @@ __all__ = [
     "Counterparts",
     "Mesh",
     "Place",
+    "PointAgreement",
     "active",
     "all_gather_flat",
     "data_mesh",
@@ -27,9 +30,9 @@ __all__ = [
     "device_for",
     "found_by_first",
     "from_every_rank",
-    "group_of_run",
     "is_dtensor",
     "local",
+    "meet",
     "place_within",
     "reduce_scatter_sum",
     "share_timeout",

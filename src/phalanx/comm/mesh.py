@@ -188,24 +188,6 @@ def _seen(plan: Plan, rank: int) -> tuple[int, int]:
     return at["dp"], inner
 
 
-def group_of_run(plan: Plan, place: Place) -> dist.ProcessGroup | None:
-    """A group of all ranks of the run, for host tensors; ``None`` where there is one rank. Collective.
-
-    Where replicas step by themselves the default group is of one replica, and this is another one.
-    """
-    if place.world_size == 1:
-        return None
-    if plan.sync != "each":
-        return _gloo_group(f"run/{next(_joins)}", place, place.rank, place.world_size)
-    default = dist.distributed_c10d._get_default_group()
-    if "gloo" in dist.get_backend_config(default):
-        return default
-    group = dist.new_group(backend="gloo", timeout=group_timeout())  # the default one is the user's own
-    assert isinstance(group, dist.ProcessGroup)
-    keep(group)
-    return group
-
-
 def _gloo_group(name: str, place: Place, rank: int, size: int) -> dist.ProcessGroup:
     """A group of those that meet under ``name``, beside the default one and what was made of it."""
     store = PrefixStore(f"phalanx/{name}", meet(place))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from phalanx.checkpoint import Saving
-from phalanx.comm import Place, group_of_run
+from phalanx.comm import Place
 from phalanx.config import Job, RunSpec
 from phalanx.data import StepBatch
 from phalanx.train.assembly import Findings
@@ -44,9 +44,8 @@ def train(
     from phalanx.train.mesh_stepper import rank_of_mesh
 
     with rank_of_mesh(job, run, place, link, observer=observer, findings=findings) as (stepper, recorder):
-        group = group_of_run(run.plan, place)
-        interruptions = Interruptions(run, link.asked, group=group, leads=place.rank == 0)
-        return TrainingLoop(job, run, stepper, recorder, observer, interruptions).run()
+        with Interruptions(run, link.asked, place=place) as interruptions:
+            return TrainingLoop(job, run, stepper, recorder, observer, interruptions).run()
 
 
 class StepsLostError(Exception):
