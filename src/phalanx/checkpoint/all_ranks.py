@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from phalanx.comm.json_messages import gather_json
-from phalanx.comm.lost_peer import LOST
+from phalanx.comm.roll_call import LOST
 from phalanx.errors import CheckpointError, DamagedError, PeerLostError
 from phalanx.units import show_names
 

@@ -162,7 +162,7 @@ def show_apart(
     """Print what was measured."""
     from phalanx.hardware import this_machine
     from phalanx.report.comparison import apart_table
-    from phalanx.report.terminal import PlainConsole
+    from phalanx.report.tables import PlainConsole
 
     if as_json:
         measured = {"job": job.name, "batch": job.batch, "steps": job.steps, "network": about}
@@ -230,8 +230,7 @@ def command(
     chosen = list(plans or [Plan(dp=asked.hosts)]) if asked.hosts is not None else _plans(counts, plans)
     refuse_plans(loaded, chosen)
 
-    from phalanx.report.tables import scaled, scaling_table
-    from phalanx.report.terminal import PlainConsole
+    from phalanx.report.tables import PlainConsole, scaled, scaling_table
 
     if asked.hosts is not None:
         rows, about = measure_apart(loaded, job, chosen, asked, PlainConsole(stderr=True))

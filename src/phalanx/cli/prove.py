@@ -46,8 +46,7 @@ def command(
 
     from phalanx.api import prove
     from phalanx.report.progress import Waiting
-    from phalanx.report.tables import proof_table
-    from phalanx.report.terminal import PlainConsole
+    from phalanx.report.tables import PlainConsole, proof_table
 
     stderr = PlainConsole(stderr=True)
 

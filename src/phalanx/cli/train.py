@@ -148,7 +148,7 @@ class _Output:
     """What one run says: the answer on stdout, everything before it on stderr."""
 
     def __init__(self, job: Job, run: RunSpec, *, quiet: bool) -> None:
-        from phalanx.report.terminal import PlainConsole
+        from phalanx.report.tables import PlainConsole
 
         self._job, self._run, self._quiet = job, run, quiet
         self._stderr = PlainConsole(stderr=True)
@@ -159,7 +159,7 @@ class _Output:
 
     def answer(self, something: Any) -> None:
         """Show the result."""
-        from phalanx.report.terminal import PlainConsole
+        from phalanx.report.tables import PlainConsole
 
         if not self._quiet:
             self._stderr.print()

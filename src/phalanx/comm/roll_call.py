@@ -1,11 +1,12 @@
-"""How workers of torchrun meet: at the store that its variables tell of, where each says that it is there.
+"""Who is there: how workers of torchrun meet at a store, and which errors only say that a peer is gone.
 
-torch waits there in silence until all have come. Where ``RANK`` and ``WORLD_SIZE`` are left over from something else
-nobody comes, so whoever waits for more than a few seconds says for whom.
+torch waits at the store in silence until all have come. Where ``RANK`` and ``WORLD_SIZE`` are left over from something
+else nobody comes, so whoever waits for more than a few seconds says for whom.
 """
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import time
@@ -18,10 +19,30 @@ from phalanx.errors import RunError
 if TYPE_CHECKING:
     from phalanx.comm.process_group import Place
 
+LOST = "phalanx/lost"
+"""The key of the store at which ranks have met that is set once one of them is known to be gone."""
+
 _SAYS = 5.0  # seconds of silence before what is waited for is said, and then each time twice as many
 _TRY = 2.0  # seconds for one attempt to reach the store
 _LOOK = 0.02, 0.5  # seconds between looks at who is there, at first and at most
 _MOST = 12  # ranks that are named
+
+_LOST_KINDS = {
+    "DistNetworkError",
+    "DistStoreError",
+    "DistBackendError",
+    "BrokenPipeError",
+    "ConnectionResetError",
+    "ConnectionAbortedError",
+    "ConnectionRefusedError",
+    "PeerLostError",
+}
+_LOST_TEXTS = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|connection was likely closed|broken pipe|socket closed|"
+    r"gloo.*(timed out|timeout)|nccl.*(abort|remote|system error|timeout|unhandled)|remote process exited|"
+    r"application timeout caused pair closure|store.*timed out|wait timeout after",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 def meet_all(place: Place) -> Store:
@@ -111,3 +132,17 @@ def _hint(place: Place) -> str:
         "\n    RANK and WORLD_SIZE say that there are more processes, and it was not torchrun that started this one."
         "\n    try: env -u RANK -u WORLD_SIZE -u LOCAL_RANK, and the same command, if they are left over"
     )
+
+
+def reports_lost_peer(error: BaseException) -> bool:
+    """Whether the exception that began the chain only says that a peer is gone."""
+    visited: set[int] = set()
+    while id(error) not in visited:
+        visited.add(id(error))
+        earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if earlier is None:
+            break
+        error = earlier
+    if type(error).__name__ in _LOST_KINDS:
+        return True
+    return isinstance(error, RuntimeError | OSError) and bool(_LOST_TEXTS.search(str(error)))

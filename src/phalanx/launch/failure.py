@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
-from phalanx.comm.lost_peer import reports_lost_peer
+from phalanx.comm.roll_call import reports_lost_peer
 from phalanx.config import RunSpec
 from phalanx.errors import (
     PhalanxError,

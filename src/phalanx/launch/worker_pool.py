@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from phalanx.comm import Place
 from phalanx.comm.handshake import new_secret
-from phalanx.comm.lost_peer import LOST
+from phalanx.comm.roll_call import LOST
 from phalanx.errors import RunError
 from phalanx.launch.addresses import LOOPBACK, listen_at
 from phalanx.launch.failure import Failure, first_failure, time_for_others

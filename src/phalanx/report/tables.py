@@ -1,26 +1,46 @@
-"""The tables and short texts that the command line ends with. What they show is what ``--json`` prints."""
+"""The tables and short texts that the command line ends with, and the console that shows them.
+
+What they show is what ``--json`` prints.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from phalanx.report.progress import result_text
 from phalanx.report.samples_seen import SamplesSeen
 from phalanx.report.summary import PARTS, RunSummary, run_log
-from phalanx.units import show_bytes, show_count, show_names, show_seconds
+from phalanx.units import show_bytes, show_count, show_names, show_seconds, visible
 
 _MOST_ROWS = 8  # of ranks beside each other
 _MOST_INTERRUPTIONS = 3
+
+
+@final
+class PlainConsole(Console):
+    """A rich console on stdout, or with ``stderr=True`` on stderr.
+
+    Control characters in a name or a message that somebody else wrote are shown as text; colours are the console's own.
+    """
+
+    def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+        """What rich renders, with control characters shown as escapes."""
+        for segment in super().render(renderable, options):
+            if segment.control or (text := visible(segment.text)) is segment.text:
+                yield segment
+            else:
+                yield Segment(text, segment.style)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

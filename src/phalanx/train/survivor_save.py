@@ -23,7 +23,7 @@ from phalanx.checkpoint.all_ranks import alone
 from phalanx.checkpoint.folder import newest_first
 from phalanx.checkpoint.format import step_of
 from phalanx.comm import Place
-from phalanx.comm.lost_peer import reports_lost_peer
+from phalanx.comm.roll_call import reports_lost_peer
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.data import last_steps
 from phalanx.errors import CheckpointError
