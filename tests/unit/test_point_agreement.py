@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[r
 import phalanx as px
 from phalanx.comm import Place, PointAgreement
 from phalanx.comm import point_agreement as module
-from phalanx.comm.lost_peer import LOST
+from phalanx.comm.roll_call import LOST
 from phalanx.train.interruptions import Interruptions
 
 

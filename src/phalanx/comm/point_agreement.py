@@ -17,7 +17,7 @@ from typing import Any, final
 
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from phalanx.comm.lost_peer import LOST
+from phalanx.comm.roll_call import LOST
 
 _PERIOD = 0.5  # seconds between looks at the store
 _PATIENCE = (
