@@ -176,6 +176,15 @@ def test_two_servers_of_one_shard_are_refused(place: Place) -> None:
     assert "no worker has been there for 1 s" in str(failed[0]), "and the first ends, since nobody comes"
 
 
+def test_a_run_after_another_knows_nothing_of_it(place: Place) -> None:
+    before = Directory(place)
+    before.publish(0, Address("127.0.0.1", 1, 0))
+    before.ask_to_stop(signal.SIGTERM)
+    before.finish()
+    after = Directory(replace(place, number=1))
+    assert (after.find(0), after.asked_to_stop(), after.over) == (None, 0, False)
+
+
 def test_a_server_that_is_not_there_is_named_with_the_time(place: Place) -> None:
     directory = Directory(place)
     directory.publish(0, Address("127.0.0.1", 1, 0))  # where nobody listens

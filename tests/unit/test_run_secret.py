@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,16 @@ def test_every_rank_has_it_and_the_file_is_gone(tmp_path: Path) -> None:
     assert first[0] == SECRET
     assert others == [first, first]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_run_of_the_same_workers_has_its_own(tmp_path: Path) -> None:
+    def work(place: Place, report: Callable[[int], None]) -> list[str]:
+        runs = (replace(place, number=number) for number in range(3))
+        return [hashlib.sha256(share_secret(run, tmp_path)).hexdigest() for run in runs]
+
+    first, *others = launch(work, 2)
+    assert others == [first]
+    assert len(set(first)) == 3
 
 
 def test_only_this_user_reads_it(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def share_secret(place: Place, folder: Path) -> bytes:
     path = folder / _NAME
     if place.world_size == 1:
         return new_secret()
-    store = PrefixStore("phalanx/secret", meet(place))
+    store = PrefixStore(f"phalanx/secret/{place.number}", meet(place))
     if place.rank:
         secret = _read(path, store.get("digest").decode())
         store.set(f"read {place.rank}", "1")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from phalanx.comm import Place
 from phalanx.comm.frames import Connection, Frame, LostError, ProtocolError
@@ -236,10 +237,10 @@ class Address(NamedTuple):
 
 @final
 class Directory:
-    """The servers' addresses, in the store of all processes of the run. One thread uses it."""
+    """The servers' addresses, in the store of all processes, beside those of runs before it. One thread uses it."""
 
     def __init__(self, place: Place) -> None:
-        self._store = meet(place)
+        self._store = PrefixStore(f"phalanx/server/{place.number}", meet(place))
         self._looked, self._stop = 0.0, 0
 
     def publish(self, index: int, address: Address) -> None:
@@ -280,10 +281,10 @@ class Directory:
         return self._stop
 
 
-_OVER = "phalanx/server/over"
-_STOP = "phalanx/server/stop"
+_OVER = "over"
+_STOP = "stop"
 _LOOK = 0.5  # seconds
 
 
 def _key(index: int) -> str:
-    return f"phalanx/server/{index}"
+    return str(index)
