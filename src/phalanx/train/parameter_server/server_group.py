@@ -6,6 +6,7 @@ import json
 import select
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -85,6 +86,18 @@ class ServerGroup:
             self._of(index, lambda connection: connection.send(kind, meta))
         here = self._server.obey(kind, meta)
         return [here, *(self._of(index, lambda connection: _answer(connection, kind)).meta for index in self._others)]
+
+    def part(self) -> dict[int, dict[str, Any]]:
+        """Tell every server that all is done; the answers of those that are still there."""
+        self._wait(self._patience.answer)
+        for index in self._others:
+            with suppress(StepsLostError):
+                self._of(index, lambda connection: connection.send(FrameKind.END, {}))
+        answers = {0: self._server.obey(FrameKind.END, {})}
+        for index in self._others:
+            with suppress(StepsLostError):
+                answers[index] = self._of(index, lambda connection: _answer(connection, FrameKind.END)).meta
+        return answers
 
     def gather(self, what: str) -> list[ServerShare]:
         """What every server has; see ``ShardStore.share``.
