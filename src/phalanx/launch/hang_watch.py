@@ -5,7 +5,8 @@ stand, again and again, so that the answers are there when the first gives up. T
 gave up is not. Where nobody gives up because nobody waits for a rank (all are stuck in code of their own), and no
 process has computed anything for the whole timeout, the run is ended from here.
 
-A rank that only takes long is left alone: as long as others do not give up on it, or it computes.
+A rank that only takes long is left alone: as long as others do not give up on it, or it computes. So is one that has no
+step, as servers beside the first have none, while others have: those who need it come to no step of their own then.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ class HangWatch:
                 self._progress[rank] = _RankProgress.begun(watched.pid, watched.step, now)
             elif now - known.looked >= min(_LOOK, self.timeout / 4):
                 known.look(now)
-        quiet = [now - self._progress[rank].since for rank, watched in ranks.items() if watched.files]
+        there = {rank: watched for rank, watched in ranks.items() if watched.files}
+        begun = [rank for rank, watched in there.items() if watched.step is not None]
+        quiet = [now - self._progress[rank].since for rank in begun or there]
         if not quiet or max(quiet) < _ASK * self.timeout:
             self._report = None
             return None
