@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from phalanx.launch import launch
 from phalanx.parallel.buffer_sync import BufferSync
 from phalanx.placement.collective_bytes import MeshSizes
 from phalanx.placement.step_traffic import fingerprints
+from phalanx.train import drift
 from phalanx.train.assembly import build
 from phalanx.train.drift import PARTS, DriftWatch
 
@@ -147,6 +149,57 @@ def test_a_running_statistic_off_by_a_thousandth_on_one_rank_is_named(
     monkeypatch.setattr(BufferSync, "share", spoiled)
     with pytest.raises(WorkerError, match=r"have drifted apart: after step \d+, '[\d.]+running_var' of ranks? .*1"):
         trained(normalised(), plan, tmp_path, drift_every=1)
+
+
+@pytest.mark.parametrize("policy", ["stop", "warn"])
+def test_what_is_the_same_again_as_ranks_look_closer_is_said_and_left_alone(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share, settle, steps = BufferSync.share, DriftWatch.settle, [0]
+    waiting: list[Any] = [None]
+
+    def spoiled(self: BufferSync) -> None:
+        share(self)
+        steps[0] += 1
+        if torch.distributed.get_rank() == 1 and steps[0] % 2:
+            self.buffers[-1].view(-1)[5] += 1e-3
+
+    def later(self: DriftWatch) -> None:
+        """A step after the look, as on a device."""
+        if waiting[0] is not self._waiting:
+            waiting[0] = self._waiting
+        else:
+            settle(self)
+
+    monkeypatch.setattr(BufferSync, "share", spoiled)
+    monkeypatch.setattr(DriftWatch, "settle", later)
+    run = trained(normalised(), "dp=2", tmp_path, drift_every=1, drift=policy)
+    (message,) = [event["message"] for event in run.events("warning")]
+    assert re.match(r"replicas differed after step \d, and no longer do", message)
+    assert len(run.losses) == 10
+
+
+def test_sums_of_blocks_that_happen_to_be_the_same_leave_the_amount_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "_BLOCKS", 1)
+    sums = drift.bit_sum
+
+    def work(place: Place, report: Callable[[int], None]) -> str:
+        def blind(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+            """Sees nothing from the third call on, which is that of the blocks."""
+            calls.append(sums(tensors))
+            return calls[-1] if len(calls) < 3 else torch.zeros((), dtype=torch.int64)
+
+        calls = list[torch.Tensor]()
+        drift.bit_sum = blind
+        with default_process_group(place, CPU):
+            group = torch.distributed.group.WORLD
+            assert group is not None
+            watch = DriftWatch({"w": torch.full((8,), float(place.rank == 1))}, group, "warn", PARTS)
+            watch.stepped(PARTS * PARTS - 1)
+        return "".join(watch.news())
+
+    for told in launch(work, 3):
+        assert "after step 24, 'w' of rank 1 differs from their replicas; from here on" in told
 
 
 @pytest.mark.parametrize("text", ["dp=2", "dp=2 fsdp=2"])

@@ -65,6 +65,10 @@ def chosen(of):
     say(of, folder=str(run.folder), threads=torch.get_num_threads())
     os.chdir(here)
 
+def servers(of):
+    runs = [px.fit(job(), "dp=1 server=1", folder=folder) for folder in ("s1", "s2")]
+    say(of, steps=[len(run.losses) for run in runs])
+
 def fits_and_builds(of):
     first = px.fit(job(), "dp=2", folder="a", cores=1)
     second = px.fit(job(), "fsdp=2", folder="b")
@@ -87,7 +91,7 @@ def replicas(of):
     weights = [tensor.sum().item() for tensor in step.layout.parameters.values()]
     say(of, fit=run.losses, build=losses, weights=weights, steps=len(both.losses))
 
-for part in (own_group, other_ranks, taken, chosen, fits_and_builds, replicas):
+for part in (own_group, other_ranks, taken, chosen, servers, fits_and_builds, replicas):
     torch.set_num_threads(1)
     try:
         part(part.__name__)
@@ -157,6 +161,11 @@ def test_chosen(said: list[Said], folder: Path) -> None:
     """Rank 0 chooses the folder for all."""
     assert [(one["folder"], one["threads"]) for one in said] == [(str(folder / "runs" / "chosen-1"), 2)] * 2
     assert sorted(path.name for path in (folder / "runs").iterdir()) == ["chosen-1"]
+
+
+def test_servers(said: list[Said]) -> None:
+    """Servers and workers of a second run meet each other, and nobody of the first."""
+    assert [one["steps"] for one in said] == [[8, 8]] * 2
 
 
 def test_fits_and_builds(said: list[Said]) -> None:

@@ -24,10 +24,12 @@ from phalanx.comm.listener import Caller
 from phalanx.data import read_ledger
 from phalanx.errors import RunError
 from phalanx.launch.local import launch
+from phalanx.parallel.parameter_server import FrameKind
 from phalanx.train.launcher_link import LauncherLink
 from phalanx.train.observer import Observer
 from phalanx.train.parameter_server import take_part
 from phalanx.train.parameter_server.role import ServerProcess
+from phalanx.train.parameter_server.server import Server
 from phalanx.train.parameter_server.server_group import Address, Directory, Patience
 from phalanx.train.parameter_server.server_links import ServerLinks
 
@@ -53,7 +55,9 @@ def run_of(plan: str, folder: str = "run") -> px.RunSpec:
     return px.RunSpec(job="small", plan=px.Plan.parse(plan), folder=Path(folder), snapshot_every=3, forecast="none")
 
 
-def served(plan: str, strike: Callable[[Place, int], None], *, reserves: int = 1) -> list[dict[str, Any]]:
+def served(
+    plan: str, strike: Callable[[Place, int], None], *, reserves: int = 1, trained: px.Job | None = None
+) -> list[dict[str, Any]]:
     """Run ``plan``; ``strike`` is called with each process's place and the step it begins. Returns the events."""
     run = run_of(plan)
 
@@ -62,7 +66,7 @@ def served(plan: str, strike: Callable[[Place, int], None], *, reserves: int = 1
             report(step)
             strike(place, step)
 
-        return take_part(job(), run, place, LauncherLink(report=reported), patience=QUICK)
+        return take_part(trained or job(), run, place, LauncherLink(report=reported), patience=QUICK)
 
     launch(work, run.plan.processes, reserves=reserves)
     ids = np.concatenate([ids for _, ids in read_ledger(run.folder / "ledger").values()])
@@ -129,6 +133,25 @@ def test_a_killed_server_comes_back_and_no_more_is_lost_than_stated(plan: str, i
     assert events[-1]["step"] == 24
 
 
+def test_a_server_that_is_lost_as_the_run_ends_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    obey = Server.obey
+
+    def dies(self: Server, kind: FrameKind, meta: dict[str, Any]) -> dict[str, Any]:
+        if kind == FrameKind.END and self._store.index == 1:
+            kill()
+        return obey(self, kind, meta)
+
+    monkeypatch.setattr(Server, "obey", dies)
+    evaluated = replace(job(), evaluate=job().data)  # for which workers would be needed once more
+    began = time.monotonic()
+    events = served("dp=2 server=2", lambda *_: None, trained=evaluated)
+    assert time.monotonic() - began < QUICK.back + QUICK.parting, "what came in its place sees that all is done"
+    assert [event["rank"] for event in of(events, "memory")] == [0, 1, 2]
+    assert [event["message"] for event in of(events, "warning")] == [
+        "server 1 was lost as the run ended: what memory it held is not known"
+    ]
+
+
 def test_a_silent_worker_holds_nobody_up_and_goes_on_when_it_is_back() -> None:
     def strike(place: Place, step: int) -> None:
         if place.rank == 1 and step >= 4 and not Path("struck").exists():
@@ -174,6 +197,15 @@ def test_two_servers_of_one_shard_are_refused(place: Place) -> None:
         ServerProcess(job(), run, place, quick, Observer(), LauncherLink())
     thread.join()
     assert "no worker has been there for 1 s" in str(failed[0]), "and the first ends, since nobody comes"
+
+
+def test_a_run_after_another_knows_nothing_of_it(place: Place) -> None:
+    before = Directory(place)
+    before.publish(0, Address("127.0.0.1", 1, 0))
+    before.ask_to_stop(signal.SIGTERM)
+    before.finish()
+    after = Directory(replace(place, number=1))
+    assert (after.find(0), after.asked_to_stop(), after.over) == (None, 0, False)
 
 
 def test_a_server_that_is_not_there_is_named_with_the_time(place: Place) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,16 @@ def test_every_rank_has_it_and_the_file_is_gone(tmp_path: Path) -> None:
     assert first[0] == SECRET
     assert others == [first, first]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_run_of_the_same_workers_has_its_own(tmp_path: Path) -> None:
+    def work(place: Place, report: Callable[[int], None]) -> list[str]:
+        runs = (replace(place, number=number) for number in range(3))
+        return [hashlib.sha256(share_secret(run, tmp_path)).hexdigest() for run in runs]
+
+    first, *others = launch(work, 2)
+    assert others == [first]
+    assert len(set(first)) == 3
 
 
 def test_only_this_user_reads_it(tmp_path: Path) -> None:
@@ -62,5 +73,5 @@ def test_a_file_system_without_permissions_is_refused(tmp_path: Path, monkeypatc
     real = os.fstat
     open_to_all = lambda descriptor: os.stat_result([0o100777, *list(real(descriptor))[1:]])  # noqa: E731
     monkeypatch.setattr(os, "fstat", open_to_all)
-    with pytest.raises(RunError, match="keeps no permissions"):
+    with pytest.raises(RunError, match=r"keeps no permissions(?s:.*)try: --run on another"):
         run_secret._write(tmp_path / "s", b"x")

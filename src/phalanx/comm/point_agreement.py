@@ -38,9 +38,10 @@ class PointAgreement:
 
     def __init__(self, store: Store, rank: int, world_size: int, wanted: Callable[[], Sequence[int]]) -> None:
         self._rank, self._world_size, self._wanted = rank, world_size, wanted
-        self._store = store
+        own: Any = store
         with suppress(NotImplementedError, RuntimeError, AttributeError):
-            self._store = store.clone()  # a client of its own: no call waits for one of the main thread
+            own = own.clone()  # a client of its own: no call waits for one of the main thread
+        self._store: Store = own
         self._launchers = _without_prefixes(self._store)
         self._changed = threading.Condition()
         self._held, self._passed, self._round = False, 0, 0

@@ -38,6 +38,7 @@ class Place:
         generation: how often the process of this rank has been replaced.
         attempt: how often all workers have been started again that meet at a store which outlives them; what stands
             there of an earlier attempt is not of this one.
+        number: of the run, among those that the same workers take part in one after the other.
         group: names the workers among all that meet at the store, where they are not all of them.
         secret: of the run, by which parameter servers and workers know each other; empty where there are none.
         timeout: seconds that workers wait for each other: at the store and in every process group.
@@ -54,6 +55,7 @@ class Place:
     host: str = "127.0.0.1"
     generation: int = 0
     attempt: int = 0
+    number: int = 0
     group: str = ""
     secret: bytes = field(default=b"", repr=False)
     timeout: float = TIMEOUT

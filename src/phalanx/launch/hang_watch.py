@@ -3,9 +3,10 @@
 A rank that waits for another gives up by itself after the timeout. Some time before that all ranks are asked where they
 stand, again and again, so that the answers are there when the first gives up. They then say who is to blame: whoever
 gave up is not. Where nobody gives up because nobody waits for a rank (all are stuck in code of their own), and no
-process has computed anything for the whole timeout, the run is ended from here.
+process has computed, read or written anything for the whole timeout, nor waited for a disk, the run is ended from here.
 
-A rank that only takes long is left alone: as long as others do not give up on it, or it computes.
+A rank that only takes long is left alone: as long as others do not give up on it, or it goes on. So is one that has no
+step, as servers beside the first have none, while others have: those who need it come to no step of their own then.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +31,9 @@ _ANSWER = 1.0  # seconds that an answer may take
 _SOON = 0.02  # seconds between looks whether it is there
 _LOOK = 0.5  # seconds between looks at how busy processes are
 _STIRS = 0.03  # of a core: less is what idle threads of gloo take
+_STREAMS = 1 << 18  # bytes from one look to the next: less is what a worker writes down of itself
 _LATER = 1.0  # seconds that ranks that wait have to give up by themselves
+_PROC = Path("/proc")
 _GAP = 5.0  # seconds without a look: this process was stopped itself, and perhaps the others with it
 
 
@@ -58,6 +61,7 @@ class _RankProgress:
     ticks: float
     looked: float
     clock: MainThreadClock
+    moved: int = 0
     busy: float | None = None
 
     @classmethod
@@ -68,9 +72,15 @@ class _RankProgress:
         """Take in how busy the rank's processes are."""
         pid, _ = self.step
         ticks = _ticks(pid)
-        if (ticks - self.ticks) / (now - self.looked) > _STIRS:
+        if (ticks - self.ticks) / (now - self.looked) > _STIRS or self._reads_or_writes():
             self.idle_since = now
         self.ticks, self.looked, self.busy = ticks, now, self.clock.busy()
+
+    def _reads_or_writes(self) -> bool:
+        """Whether the rank's processes have moved bytes since this was last asked, or one of them waits for a disk."""
+        every = [self.step[0], *_descendants(self.step[0])]
+        before, self.moved = self.moved, sum(map(_bytes_moved, every))
+        return self.moved - before > _STREAMS or any(map(_waits_for_disk, every))
 
 
 @dataclass(slots=True)
@@ -95,7 +105,9 @@ class HangWatch:
                 self._progress[rank] = _RankProgress.begun(watched.pid, watched.step, now)
             elif now - known.looked >= min(_LOOK, self.timeout / 4):
                 known.look(now)
-        quiet = [now - self._progress[rank].since for rank, watched in ranks.items() if watched.files]
+        there = {rank: watched for rank, watched in ranks.items() if watched.files}
+        begun = [rank for rank, watched in there.items() if watched.step is not None]
+        quiet = [now - self._progress[rank].since for rank in begun or there]
         if not quiet or max(quiet) < _ASK * self.timeout:
             self._report = None
             return None
@@ -221,16 +233,45 @@ def failure_of(report: HangReport) -> Failure:
 def _ticks(pid: int) -> float:
     """Seconds of CPU that a process and those it started have used; 0 where that is not known."""
     found = 0.0
-    with suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        found = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            found += _ticks(int(child))
+    for one in (pid, *_descendants(pid)):
+        with suppress(OSError, ValueError, IndexError):
+            fields = (_PROC / f"{one}/stat").read_text().rpartition(")")[2].split()
+            found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return found
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """The processes that ``pid`` has started, and those that they have."""
+    children = list[str]()
+    with suppress(OSError):
+        children = (_PROC / f"{pid}/task/{pid}/children").read_text().split()
+    for child in map(int, children):
+        yield child
+        yield from _descendants(child)
+
+
+def _bytes_moved(pid: int) -> int:
+    """Bytes that a process has read and written, by calls or with a disk; 0 where that is not known."""
+    with suppress(OSError, ValueError):
+        lines = (line.split() for line in (_PROC / f"{pid}/io").read_text().splitlines())
+        return sum(int(size) for name, size in lines if name in _MOVED)
+    return 0
+
+
+_MOVED = ("rchar:", "wchar:", "read_bytes:", "write_bytes:")
+
+
+def _waits_for_disk(pid: int) -> bool:
+    """Whether any thread of a process does, as one that saves."""
+    return any(_state(path) == "D" for path in (_PROC / f"{pid}/task").glob("*/stat"))
 
 
 def state_of(pid: int) -> str:
     """The state of a process as the kernel has it; a space where that is not known."""
+    return _state(_PROC / f"{pid}/stat")
+
+
+def _state(stat: Path) -> str:
     with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return stat.read_text().rpartition(")")[2].split()[0]
     return " "

@@ -33,7 +33,7 @@ def share_secret(place: Place, folder: Path) -> bytes:
     path = folder / _NAME
     if place.world_size == 1:
         return new_secret()
-    store = PrefixStore("phalanx/secret", meet(place))
+    store = PrefixStore(f"phalanx/secret/{place.number}", meet(place))
     if place.rank:
         secret = _read(path, store.get("digest").decode())
         store.set(f"read {place.rank}", "1")
@@ -56,7 +56,7 @@ def _write(path: Path, secret: bytes) -> None:
         if os.fstat(descriptor).st_mode & 0o077:
             raise RunError(
                 f"{path.parent} is on a file system that keeps no permissions: whoever reads it could join this run\n"
-                "    try: --folder on another, or one machine: phalanx train JOB, which needs no file"
+                "    try: --run on another, or one machine: phalanx train JOB, which needs no file"
             )
         os.write(descriptor, secret)
         os.fsync(descriptor)

@@ -43,6 +43,7 @@ from phalanx.train.loop import train
 from phalanx.train.lr_schedule import RunStart
 from phalanx.units import visible
 
+_runs = count()  # that this process takes part in
 _SECOND_THOUGHTS = 0.5  # seconds in which the worker that failed first may say so before one that only lost its peer
 
 
@@ -152,7 +153,7 @@ def train_as_worker(job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Pa
 
 
 def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None) -> RunSpec:
-    place = status.place
+    place = replace(status.place, number=next(_runs))
     if started_by_agent():
         die_with(os.getppid())
     refuse(job, run.plan, place.world_size, devices_here(run.plan, place))
@@ -242,25 +243,21 @@ def _refuse_to_begin_anew(run: RunSpec) -> None:
         raise SpecError.of(where="run.resume", given=given, allowed=allowed, fix='resume = "auto"')
 
 
-_decisions = count()
-
-
 def enter_folder(run: RunSpec, place: Place, enter: Callable[[bool], RunSpec]) -> RunSpec:
     """Have rank 0 ``enter`` the run folder, and give back the run with the folder it took. Collective.
 
     Raises:
         SpecError: on every rank, if the folder cannot be used.
     """
-    number = next(_decisions)
 
     def decide() -> str:
-        chosen = enter(begun_before(number))
-        note_begun(number)
+        chosen = enter(begun_before(place.number))
+        note_begun(place.number)
         token = token_of(run.folder)
         told = {"folder": str(run.folder.absolute()), "resume": chosen.resume, "from_step": None}
         return json.dumps([told, token.identity if token else ""])
 
-    decided, writer = json.loads(decided_by_rank_0(place, decide, number))
+    decided, writer = json.loads(decided_by_rank_0(place, decide))
     entered = replace(absolute(run), **{**decided, "folder": Path(decided["folder"])})
     if writer and place.rank:
         with suppress(RunError):  # on storage of another host it is not there, and this rank publishes nothing
@@ -268,14 +265,11 @@ def enter_folder(run: RunSpec, place: Place, enter: Callable[[bool], RunSpec]) -
     return entered
 
 
-def decided_by_rank_0(place: Place, decide: Callable[[], str], number: int) -> str:
-    """What ``decide`` gives on rank 0, where alone it is called; its error is every rank's. Collective.
-
-    ``number`` counts what is decided in this process.
-    """
+def decided_by_rank_0(place: Place, decide: Callable[[], str]) -> str:
+    """What ``decide`` gives on rank 0, where alone it is called; its error is every rank's. Collective."""
     if place.world_size == 1:
         return decide()
-    store = PrefixStore(f"phalanx/decision/{number}", meet(place))
+    store = PrefixStore(f"phalanx/decision/{place.number}", meet(place))
     if place.rank == 0:
         answer: dict[str, object] = {}
         try:

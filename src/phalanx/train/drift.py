@@ -10,6 +10,7 @@ sends eight bytes.
 
 Where fingerprints differ, the ranks look closer: at the first tensor that differs, at the block of it, at its values.
 What differs by no more than rounding is said and left alone: ranks on unlike processors may compute unlike last bits.
+On a device they look closer one step later; what is the same again by then is said and left alone, too.
 
 Not compared are replicas that step by themselves (``sync=local``, ``sync=diloco``), which differ by design between
 averagings; workers of parameter servers, which are sent their parameters anew; replicas that are threads; and other
@@ -19,6 +20,7 @@ Ranks along ``tp`` and ``fsdp`` hold other parts of the model and have nothing t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +40,10 @@ PARTS = 5
 _BLOCKS = 1024  # of a tensor that differs
 _ROW = 4096  # elements of eight bytes that are summed up together
 _ROUNDING = 1e-5  # of the largest value: what two processors may make of the same sums
+_PASSED = (
+    "replicas differed after step {}, and no longer do: what differed has been brought together since, as running "
+    "statistics are after each step; memory, a device or a link may be at fault"
+)
 
 
 @final
@@ -102,7 +108,10 @@ class DriftWatch:
         digests = self._from_all(look.digest)
         if len(set(digests)) > 1:
             self.found = True
-            self._take(self._look_closer(look))
+            if difference := self._look_closer(look):
+                self._take(difference)
+            else:
+                self._warnings.append(_PASSED.format(look.step))
             self.found = False
 
     def news(self) -> Sequence[str]:
@@ -125,31 +134,33 @@ class DriftWatch:
                 "    try: --resume, which goes on from the last checkpoint; --drift warn to go on all the same"
             )
 
-    def _look_closer(self, look: _Look) -> ReplicaDifference:
-        """Which tensor, by how much, on which ranks."""
+    def _look_closer(self, look: _Look) -> ReplicaDifference | None:
+        """Which tensor, by how much, on which ranks; ``None`` where nothing differs any more."""
         each = torch.stack([bit_sum([piece.of(self._tensors)]).cpu() for piece in look.part])
         rows = self._rows(each)
-        at = next(index for index in range(len(look.part)) if len({row[index] for row in rows}) > 1)
-        piece = look.part[at]
+        if not (differing := _differing(rows)):
+            return None
+        piece, digests = look.part[differing[0]], [row[differing[0]] for row in rows]
         values = piece.of(self._tensors)
         blocks = values.tensor_split(min(_BLOCKS, max(1, values.numel())))
         rows = self._rows(torch.stack([bit_sum([block]).cpu() for block in blocks]))
-        differing = [index for index in range(len(blocks)) if len({row[index] for row in rows}) > 1]
-        block = blocks[differing[0]]
-        everywhere = torch.empty(len(rows) * block.numel(), dtype=torch.float64)
-        all_gather_flat(everywhere, block.cpu().double(), self._group)
-        by_rank = everywhere.view(len(rows), -1)
-        most = by_rank.abs().max().item()
+        by = most = float("nan")
+        if differing := _differing(rows):  # else sums of blocks happen to be the same, of other values
+            block, digests = blocks[differing[0]], [row[differing[0]] for row in rows]
+            everywhere = torch.empty(len(rows) * block.numel(), dtype=torch.float64)
+            all_gather_flat(everywhere, block.cpu().double(), self._group)
+            by_rank = everywhere.view(len(rows), -1)
+            most = by_rank.abs().max().item()
+            by = float((by_rank - by_rank[0]).abs().nan_to_num(nan=float("inf")).max())
         ranks = dist.get_process_group_ranks(self._group)
-        common = Counter(row[differing[0]] for row in rows).most_common(1)[0][0]
-        apart = [rank for rank, row in zip(ranks, rows, strict=True) if row[differing[0]] != common]
-        by = (by_rank - by_rank[0]).abs()
+        common = Counter(digests).most_common(1)[0][0]
+        apart = [rank for rank, digest in zip(ranks, digests, strict=True) if digest != common]
         return ReplicaDifference(
             step=look.step,
             name=piece.name,
             ranks=tuple(apart if 2 * len(apart) < len(ranks) else ranks),
             of=tuple(ranks),
-            by=float(by.nan_to_num(nan=float("inf")).max()),
+            by=by,
             most=most,
             blocks=len(differing),
         )
@@ -195,7 +206,7 @@ class ReplicaDifference:
         name: of the first tensor that differs.
         ranks: that differ from most; all that are compared, where no value is most ranks'.
         of: ranks that are compared.
-        by: largest difference that was found.
+        by: largest difference that was found; NaN where it was not.
         most: largest value beside it.
         blocks: of the tensor, of which so many differ.
     """
@@ -217,10 +228,16 @@ class ReplicaDifference:
         ranks = ", ".join(map(str, self.ranks))
         others = "" if len(self.ranks) == len(self.of) else " from their replicas"
         verb = "differ" if len(self.ranks) > 1 else "differs"
+        amount = "" if math.isnan(self.by) else f", by up to {self.by:.2g}"
         return (
             f"replicas have drifted apart: after step {self.step}, {self.name!r} of rank{'s' * (len(self.ranks) > 1)} "
-            f"{ranks} {verb}{others}, by up to {self.by:.2g}"
+            f"{ranks} {verb}{others}{amount}"
         )
+
+
+def _differing(rows: Sequence[Sequence[int]]) -> list[int]:
+    """Columns that are not the same in all ``rows``."""
+    return [index for index, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1]
 
 
 def _parts(tensors: Mapping[str, torch.Tensor]) -> list[list[Piece]]:

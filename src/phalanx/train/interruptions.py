@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from itertools import count
 from typing import final
 
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
@@ -17,8 +16,6 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from phalanx.comm import Place, PointAgreement, meet
 from phalanx.config import Plan, RunSpec
 from phalanx.train.launcher_link import no_signal
-
-_runs = count()  # of this process; all ranks count alike
 
 
 @final
@@ -50,7 +47,7 @@ class Interruptions:
         self._saved = time.monotonic()
         self._agreement: PointAgreement | None = None
         if place is not None and place.world_size > 1:
-            own = PrefixStore(f"phalanx/interruptions/{next(_runs)}", store or meet(place))
+            own = PrefixStore(f"phalanx/interruptions/{place.number}", store or meet(place))
             self._agreement = PointAgreement(own, place.rank, place.world_size, self._wanted)
 
     def reached(self, taken: int) -> bool:

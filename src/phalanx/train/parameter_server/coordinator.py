@@ -276,16 +276,18 @@ class Coordinator(Stepper):
             while requests.present and time.monotonic() < until:
                 requests.news.wait(_LOOK)
         self.directory.finish()
-        answers = self.group.tell(FrameKind.END)
-        servers = [answer["memory"] for answer in answers]
+        answers = self.group.part()
         self._record_workers()
-        for index, refused in enumerate(answer["refused"] for answer in answers):
-            if refused:
+        for index in self.group.missing:  # all that it held is saved, and workers are gone: nothing is to be recovered
+            message = f"server {index} was lost as the run ended: what memory it held is not known"
+            self.recorder.write("warning", message=message)
+        for index, answer in answers.items():
+            if refused := answer["refused"]:
                 said = "; ".join(f"{times} times {text}" for text, times in sorted(refused.items()))
                 self.recorder.write("warning", message=f"server {index} refused connections: {said}")
         workers = sorted(requests.workers.items())
         held = {rank: worker.memory for rank, worker in workers if worker.memory}
-        held |= {self.run.plan.dp + index: memory for index, memory in enumerate(servers)}
+        held |= {self.run.plan.dp + index: answer["memory"] for index, answer in answers.items()}
         events: list[tuple[str, dict[str, Any]]] = [("memory", {"rank": rank} | one) for rank, one in held.items()]
         for rank, one in workers:
             seconds = max(0.0, one.last - one.joined)

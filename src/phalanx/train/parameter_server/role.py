@@ -140,6 +140,8 @@ class ServerProcess:
             if server.trouble:
                 raise server.trouble
             self._directory.ask_to_stop(self._link.asked())
+            if server.alone_for and self._directory.over:
+                break  # the run ended while this server was lost to its coordinator
             if server.alone_for > self._patience.back + self._patience.parting:
                 back = self._patience.back
                 raise gone(f"server 0, which coordinates the others, has not been there for {back:g} s")

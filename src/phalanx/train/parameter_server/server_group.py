@@ -6,11 +6,13 @@ import json
 import select
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from phalanx.comm import Place
 from phalanx.comm.frames import Connection, Frame, LostError, ProtocolError
@@ -84,6 +86,18 @@ class ServerGroup:
             self._of(index, lambda connection: connection.send(kind, meta))
         here = self._server.obey(kind, meta)
         return [here, *(self._of(index, lambda connection: _answer(connection, kind)).meta for index in self._others)]
+
+    def part(self) -> dict[int, dict[str, Any]]:
+        """Tell every server that all is done; the answers of those that are still there."""
+        self._wait(self._patience.answer)
+        for index in self._others:
+            with suppress(StepsLostError):
+                self._of(index, lambda connection: connection.send(FrameKind.END, {}))
+        answers = {0: self._server.obey(FrameKind.END, {})}
+        for index in self._others:
+            with suppress(StepsLostError):
+                answers[index] = self._of(index, lambda connection: _answer(connection, FrameKind.END)).meta
+        return answers
 
     def gather(self, what: str) -> list[ServerShare]:
         """What every server has; see ``ShardStore.share``.
@@ -236,10 +250,10 @@ class Address(NamedTuple):
 
 @final
 class Directory:
-    """The servers' addresses, in the store of all processes of the run. One thread uses it."""
+    """The servers' addresses, in the store of all processes, beside those of runs before it. One thread uses it."""
 
     def __init__(self, place: Place) -> None:
-        self._store = meet(place)
+        self._store = PrefixStore(f"phalanx/server/{place.number}", meet(place))
         self._looked, self._stop = 0.0, 0
 
     def publish(self, index: int, address: Address) -> None:
@@ -280,10 +294,10 @@ class Directory:
         return self._stop
 
 
-_OVER = "phalanx/server/over"
-_STOP = "phalanx/server/stop"
+_OVER = "over"
+_STOP = "stop"
 _LOOK = 0.5  # seconds
 
 
 def _key(index: int) -> str:
-    return f"phalanx/server/{index}"
+    return str(index)

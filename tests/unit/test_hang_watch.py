@@ -1,0 +1,118 @@
+"""When a launcher asks ranks where they stand, and when it ends a run in which nobody gives up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phalanx.launch import hang_watch
+from phalanx.launch.failure import Failure
+from phalanx.launch.hang_watch import HangWatch, WatchedRank
+
+pytestmark = pytest.mark.quick
+
+TIMEOUT = 0.2
+ENDED = -1  # in place of a step
+PID, CHILD = 1 << 22, (1 << 22) + 1  # above any number that the kernel gives
+SILENT: Any = SimpleNamespace(answer=lambda since: (0, ()), read=lambda: (None, None))
+
+
+def asked(steps: Callable[[int], list[int | None]], monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often ranks were asked, of which ``steps`` says at each look in which step they are."""
+    times, looks = list[float](), 0
+    monkeypatch.setattr(HangWatch, "_ask", lambda self, ranks: times.append(time.monotonic()))
+
+    def ranks() -> dict[int, WatchedRank]:
+        files = lambda step: None if step == ENDED else SILENT  # noqa: E731
+        return {rank: WatchedRank(PID, step, files(step)) for rank, step in enumerate(steps(looks))}
+
+    watch = HangWatch(ranks, TIMEOUT)
+    until = time.monotonic() + 2 * TIMEOUT
+    while time.monotonic() < until:
+        watch.look()
+        looks += 1
+        time.sleep(0.01)
+    return len(times)
+
+
+def test_a_server_without_steps_has_nobody_asked_while_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(lambda looks: [looks, looks // 2, None], monkeypatch) == 0
+
+
+def test_where_others_wait_for_a_rank_that_never_begins_all_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(lambda looks: [0, 0, None], monkeypatch) > 0
+    assert asked(lambda looks: [None, None, None], monkeypatch) > 0
+    assert asked(lambda looks: [ENDED, ENDED, None], monkeypatch) > 0
+
+
+class Processes:
+    """What the kernel tells of a rank and a process that it has started: both sleep and never compute."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.moved = root, 0
+        for pid in (PID, CHILD):
+            (root / f"{pid}/task/{pid}").mkdir(parents=True)
+            self.be(pid, "S")
+        (root / f"{PID}/task/{PID}/children").write_text(f"{CHILD} ")
+
+    def be(self, pid: int, state: str) -> None:
+        for folder in (self.root / f"{pid}", self.root / f"{pid}/task/{pid}"):
+            (folder / "stat").write_text(f"{pid} (a (b) c) {state} {' '.join(['0'] * 20)}")
+
+    def move(self, pid: int, size: int, how: str) -> None:
+        self.moved += size
+        (self.root / f"{pid}/io").write_text(f"syscr: {self.moved}\n{how}: {self.moved}\n")
+
+
+@pytest.fixture
+def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Processes:
+    monkeypatch.setattr(hang_watch, "_PROC", tmp_path)
+    monkeypatch.setattr(hang_watch, "_LATER", 0.1)
+    return Processes(tmp_path)
+
+
+def looked_at(between: Callable[[], None] = lambda: None) -> Failure | None:
+    """What comes of a rank that stays in its step for three timeouts."""
+    watch = HangWatch(lambda: {0: WatchedRank(PID, 3, SILENT)}, TIMEOUT)
+    until = time.monotonic() + 3 * TIMEOUT
+    while time.monotonic() < until:
+        if failure := watch.look():
+            return failure
+        between()
+        time.sleep(0.01)
+    return None
+
+
+def test_who_sleeps_is_blocked(processes: Processes) -> None:
+    failure = looked_at()
+    assert failure is not None
+    assert failure.hang is not None
+    assert failure.hang["cause"] in ("blocked", "silent")
+
+
+@pytest.mark.parametrize("pid", [PID, CHILD])
+def test_who_waits_for_a_disk_goes_on(processes: Processes, pid: int) -> None:
+    processes.be(pid, "D")
+    assert looked_at() is None
+
+
+def test_so_does_who_waits_in_another_thread(processes: Processes) -> None:
+    thread = processes.root / f"{PID}/task/{CHILD + 1}"
+    thread.mkdir()
+    (thread / "stat").write_text(f"{CHILD + 1} (save) D 0")
+    assert looked_at() is None
+
+
+@pytest.mark.parametrize("how", ["rchar", "wchar", "read_bytes", "write_bytes"])
+@pytest.mark.parametrize("pid", [PID, CHILD])
+def test_who_reads_or_writes_goes_on(processes: Processes, pid: int, how: str) -> None:
+    assert looked_at(lambda: processes.move(pid, 1 << 20, how)) is None
+
+
+def test_what_a_worker_writes_down_of_itself_does_not_count(processes: Processes) -> None:
+    assert looked_at(lambda: processes.move(PID, 1 << 10, "wchar")) is not None
