@@ -148,7 +148,34 @@ class TestTrain:
         assert result.exit_code == 3
         assert "in step 2" in result.stderr
         assert "ValueError: my own mistake" in result.stderr
-        assert result.stderr.rstrip().endswith(f"try: phalanx train {toy}:fails --run out --resume")
+        assert result.stderr.rstrip().endswith(
+            f"once what is named above is mended, try: phalanx train {toy}:fails --run out --resume"
+        )
+
+    def test_damaged_checkpoints_are_named_and_none_is_recommended(self, toy: Path) -> None:
+        assert invoke("train", toy, "--steps", 4, "--checkpoint-every", 2, "--run", "out").exit_code == 0
+        _flip(Path("out/checkpoints/step-00000004/state.json"))
+        resume = ("train", toy, "--run", "out", "--resume", "--quiet")
+        toy.write_text(JOBS.replace("model=lambda: nn.Linear(8, 2)", "model=lambda: Fails(8, 2)"))
+        failed = invoke(*resume, "--steps", 8, "--checkpoint-every", 100)
+        assert failed.exit_code == 3
+        assert "warning: step-00000004 is damaged: " in failed.stderr
+        assert "newest checkpoint: step-00000002" in failed.stderr
+        _flip(Path("out/checkpoints/step-00000002/state.json"))
+        failed = invoke(*resume)
+        assert failed.exit_code == 3
+        assert "none of the checkpoints in" in failed.stderr
+        assert failed.stderr.rstrip().endswith(
+            f"of which no checkpoint is whole\n    try: phalanx train {toy} --run out-1, a new run\n"
+            f"    with copies elsewhere: phalanx train {toy} --run out --resume --mirror URL"
+        )
+
+
+def _flip(file: Path) -> None:
+    """Change a bit, so that the file is of the same length and holds something else."""
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
 
 
 class TestProve:

@@ -99,10 +99,11 @@ def test_a_flipped_bit_is_neither_exported_nor_all_that_stays(tmp_path: Path) ->
     assert verbs(tmp_path / "run", "export", "--from", "6", "--to", target)[0] == 0
     _, told = verbs(tmp_path / "run", "prune", "--keep", "1")
     assert [one["step"] for one in told["checkpoints"]] == [8, 6]
+    assert list(told["damaged"]) == ["step-00000008"]
     assert verbs(tmp_path / "run", "verify", "--from", "6")[0] == 0
 
 
-def verbs(run: Path, *argv: str) -> tuple[int, Any]:
+def verbs(run: Path | str, *argv: str) -> tuple[int, Any]:
     answered = CliRunner().invoke(main, ["checkpoint", *argv[:1], str(run), *argv[1:], "--json"], standalone_mode=False)
     if answered.exception:
         raise answered.exception
@@ -130,3 +131,59 @@ def test_a_runs_checkpoints_are_listed_shown_verified_and_pruned(tmp_path: Path)
     for argv, says in ((("show", "--from", "5"), "--from: given 5"), (("list",), "which holds no checkpoint")):
         with pytest.raises(SpecError, match=says):
             verbs(run if argv[0] == "show" else tmp_path, *argv)
+
+
+@pytest.mark.parametrize("damage", ["manifest", "missing", "cut"])
+def test_an_older_checkpoint_is_offered_and_never_taken_in_silence(damage: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (1, 2, 3):
+        save(run / "checkpoints", step=step, tensors={"model.a": torch.ones(5)}, state={}, keep=3)
+    newest = run / "checkpoints" / "step-00000003"
+    (file,) = newest.glob("*.safetensors")
+    if damage == "manifest":
+        (newest / "manifest.json").write_text("{}")
+    elif damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    (run / "checkpoints" / "step-00000002" / "state.json").unlink()  # not offered either
+    target = str(tmp_path / "a.safetensors")
+    for verb, more in (("export", ["--to", target]), ("show", [])):
+        says = rf"step-00000003(?s:.*)try: phalanx checkpoint {verb} {run} --from 1{' --to ' + target if more else ''}$"
+        with pytest.raises(CheckpointError, match=says):
+            verbs(run, verb, *more)
+        assert verbs(run, verb, "--from", "1", *more)[0] == 0
+    listed = CliRunner().invoke(main, ["checkpoint", "list", str(run)], env={"COLUMNS": "300"})
+    assert f"phalanx checkpoint verify {run} reads them, too" in listed.stdout
+    pruned = CliRunner().invoke(main, ["checkpoint", "prune", str(run), "--keep", "1"], env={"COLUMNS": "300"})
+    assert "step-00000003 is damaged: " in pruned.stdout
+    assert "step-00000001 stays as the newest whole one" in pruned.stdout
+
+
+def test_where_the_target_of_an_export_is_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = save(Path("run/checkpoints"), step=1, tensors={"model.a": torch.ones(5)}, state={})
+    assert verbs(Path("run"), "export", "--to", "new/one/a.safetensors")[0] == 0
+    assert load_file("new/one/a.safetensors")["a"].tolist() == [1.0] * 5
+    Path("train.py").touch()
+    Path("folder-1").mkdir()
+    Path("folder").mkdir()
+    for target, free in {
+        "train.py": "--to train.safetensors",
+        "folder": "--to folder-2",
+        "new/one/a.safetensors": "--to new/one/a-1.safetensors",
+        "train.py/a": "--to train/a",
+    }.items():
+        with pytest.raises(SpecError) as refused:
+            verbs(Path("run"), "export", "--to", target)
+        assert refused.value.problems[0].fix == free
+    (file,) = path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
+    with pytest.raises(CheckpointError, match="has changed"):
+        verbs(Path("run"), "export", "--to", "other/one/b.safetensors")
+    assert not Path("other").exists()
+
+
+def test_a_url_is_no_folder() -> None:
+    with pytest.raises(SpecError, match=r"s3://bk/mir, which is a URL(?s:.*)--resume auto --mirror s3://bk/mir"):
+        verbs("s3://bk/mir", "list")

@@ -9,7 +9,9 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +41,14 @@ class Exported:
 def export(path: Path, target: Path, *, dtype: torch.dtype | None = None, shard: int = SHARD) -> Exported:
     """Write the model in the checkpoint ``path`` to ``target``: a new folder, or a new file ``*.safetensors``.
 
-    A folder has ``model.safetensors``, or shards of at most ``shard`` bytes with an index, and the ``config.json`` that
-    a model of transformers had in training. Tensors have the names they have in the model, buffers among them; of tied
-    parameters the first name. Floating point tensors are converted to ``dtype`` where it is given.
+    Folders that ``target`` is to be in are made. A folder has ``model.safetensors``, or shards of at most ``shard``
+    bytes with an index, and the ``config.json`` that a model of transformers had in training. Tensors have the names
+    they have in the model, buffers among them; of tied parameters the first name. Floating point tensors are converted
+    to ``dtype`` where it is given.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the target cannot be written; then there is none.
-        SpecError: the target exists.
+        SpecError: the target exists, or a file is where it needs a folder.
     """
     path, target = Path(path), Path(target)
     manifest = Manifest.read(path)
@@ -57,13 +60,13 @@ def export(path: Path, target: Path, *, dtype: torch.dtype | None = None, shard:
     ]
     if not entries:
         raise CheckpointError(f"{path} holds no model")
-    if target.exists() or target.is_symlink():
-        allowed = "a folder or a file that does not exist yet"
-        raise SpecError.of(where="--to", given=f"{target}, which exists", allowed=allowed, fix=f"--to {target}-1")
+    _refuse_target(target)
     chunks = (chunk for name, stored in manifest.tensors.items() if name.startswith(_MODEL) for chunk in stored.chunks)
     verify_first(path, manifest, sorted({chunk.file for chunk in chunks}))
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    missing = [folder for folder in target.parents if not folder.exists()]
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         if target.suffix == ".safetensors":
             write_file(partial, _pieces(path, manifest, entries))
             files, config = [target], None
@@ -75,6 +78,10 @@ def export(path: Path, target: Path, *, dtype: torch.dtype | None = None, shard:
     finally:
         if partial.exists():
             remove(partial)
+        if not target.exists():
+            with suppress(OSError):
+                for folder in missing:
+                    folder.rmdir()
     nbytes = sum(entry.nbytes for entry in entries)
     return Exported(files=tuple(files), tensors=len(entries), nbytes=nbytes, configured=config is not None)
 
@@ -99,6 +106,25 @@ def contents(path: Path) -> dict[str, Any]:
     told = {"path": str(path), "step": manifest.step, "samples": state.get("samples")}
     nbytes = sum(file.size for file in manifest.files.values())
     return {**told, "files": len(manifest.files), "bytes": nbytes, "tensors": tensors}
+
+
+def _refuse_target(target: Path) -> None:
+    """Refuse a target that is there, or that cannot come to be there, before anything is read or made."""
+    if target.exists() or target.is_symlink():
+        allowed = "a folder or a file that does not exist yet"
+        raise SpecError.of(where="--to", given=f"{target}, which exists", allowed=allowed, fix=f"--to {_free(target)}")
+    nearest = next(folder for folder in target.parents if folder.exists() or folder.is_symlink())
+    if not nearest.is_dir():
+        given, fix = f"{target}, where {nearest} is a file", f"--to {nearest.with_name(nearest.stem) / target.name}"
+        raise SpecError.of(where="--to", given=given, allowed="a new file or folder, in a folder", fix=fix)
+
+
+def _free(taken: Path) -> Path:
+    """A name like that of ``taken``, under which there is nothing: another folder, or another safetensors file."""
+    file = taken.suffix == ".safetensors" or taken.is_file()
+    stem, suffix = (taken.stem, ".safetensors") if file else (taken.name, "")
+    names = (taken.with_name(f"{stem}{f'-{at}' if at else ''}{suffix}") for at in count())
+    return next(path for path in names if not path.exists() and not path.is_symlink())
 
 
 def _converted(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -32,7 +32,7 @@ from phalanx.checkpoint.shard_file import write_file
 from phalanx.checkpoint.tensor_part import PartTensor
 from phalanx.checkpoint.writing import FileContent, Tensors, WriterAssignment, assign_writers, describe, file_of
 from phalanx.comm.process_group import is_dtensor
-from phalanx.errors import CheckpointError, DamagedError
+from phalanx.errors import CheckpointError, DamagedError, NoneWholeError
 
 T = TypeVar("T")
 
@@ -231,8 +231,9 @@ def resume_newest(folder: Path, attempt: Callable[[Path], T]) -> tuple[Path, T, 
         The checkpoint, what ``attempt`` gave, and what is damaged in each that is newer.
 
     Raises:
-        CheckpointError: on all ranks: there is none, or none is whole; names each with what is wrong. Whatever else
-            ``attempt`` raises (another model, another job) is no damage, and raised at once.
+        CheckpointError: on all ranks: there is none.
+        NoneWholeError: on all ranks: none is whole; names each with what is wrong. Whatever else ``attempt`` raises
+            (another model, another job) is no damage, and raised at once.
     """
     names = from_all(on_all_ranks(lambda: [path.name for path in newest_first(folder)] if is_first() else None))[0]
     skipped = list[str]()
@@ -244,7 +245,7 @@ def resume_newest(folder: Path, attempt: Callable[[Path], T]) -> tuple[Path, T, 
     if not skipped:
         what = f"{folder} holds no complete checkpoint to resume from"
         raise CheckpointError(f"{what}\n    try: without --resume, a new run")
-    raise CheckpointError("\n    ".join([f"none of the checkpoints in {folder} is whole:", *skipped]))
+    raise NoneWholeError("\n    ".join([f"none of the checkpoints in {folder} is whole:", *skipped]))
 
 
 def _anywhere(tensors: Tensors) -> set[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +19,22 @@ if TYPE_CHECKING:
 _NO = 1
 _DTYPES = ("float32", "float16", "bfloat16")
 
-_place = click.argument("place", metavar="RUN", type=click.Path(path_type=Path, file_okay=False))
+
+class _Folder(click.Path):
+    """A folder of this machine: what copies checkpoints to a URL reads them there, and these commands do not."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if "://" in str(value):
+            raise SpecError.of(
+                where="RUN",
+                given=f"{value}, which is a URL",
+                allowed="a folder of this machine: a run fetches what --mirror has copied when it goes on",
+                fix=f"phalanx train JOB --run runs/copy --resume auto --mirror {shlex.quote(str(value))}",
+            )
+        return super().convert(value, param, ctx)
+
+
+_place = click.argument("place", metavar="RUN", type=_Folder(path_type=Path, file_okay=False))
 _step_option = click.option("--from", "step", type=click.IntRange(min=0), help="The one of this step [the newest].")
 
 
@@ -36,11 +54,15 @@ def command() -> None:
 @_place
 @json_option
 def list_command(place: Path, as_json: bool) -> None:
-    """The checkpoints of RUN, the newest first: step, size, when it was written, and whether its files are complete."""
+    """The checkpoints of RUN, the newest first: step, size, when it was written, and whether its files are complete.
+
+    Complete: all are there in full length. What is in them is not read; `phalanx checkpoint verify RUN` reads it.
+    """
     from phalanx.report.checkpoint_tables import checkpoints_table
 
     told = [_told(one) for one in _found(place)]
-    answer(as_json, {"checkpoints": told}, lambda _: checkpoints_table(told))
+    note = f"complete: all files are there in full length; phalanx checkpoint verify {_quoted(place)} reads them, too"
+    answer(as_json, {"checkpoints": told}, lambda _: checkpoints_table(told, [note]))
 
 
 @command.command("show", short_help="What one checkpoint holds.")
@@ -48,11 +70,15 @@ def list_command(place: Path, as_json: bool) -> None:
 @_step_option
 @json_option
 def show_command(place: Path, step: int | None, as_json: bool) -> None:
-    """What a checkpoint of RUN holds: step, samples, and each tensor with its shape, type and the files it lies in."""
+    """What a checkpoint of RUN holds: step, samples, and each tensor with its shape, type and the files it lies in.
+
+    Without --from a newest one that is not complete is refused. Its tensors are not read: that does verify.
+    """
     from phalanx.checkpoint import contents
     from phalanx.report.checkpoint_tables import contents_table
 
-    told = contents(_chosen(place, step).path)
+    with _offering_older(place, step, "show") as chosen:
+        told = contents(chosen.path)
     answer(as_json, told, lambda _: contents_table(told))
 
 
@@ -88,14 +114,22 @@ def prune_command(place: Path, keep: int, keep_every: int, as_json: bool) -> Non
     """
     from phalanx.checkpoint import prune, verify
     from phalanx.files import refuse_taken
-    from phalanx.report.checkpoint_tables import checkpoints_table
+    from phalanx.report.checkpoint_tables import checkpoints_table, pruned_notes
 
     _found(place)
     refuse_taken(_folder(place).parent)
-    gone = prune(_folder(place), keep=keep, keep_every=keep_every, stays=lambda path: not verify(path))
+    problems: dict[str, list[str]] = {}
+
+    def whole(path: Path) -> bool:
+        problems[path.name] = verify(path)
+        return not problems[path.name]
+
+    gone = prune(_folder(place), keep=keep, keep_every=keep_every, stays=whole)
     left = [_told(one) for one in _found(place)]
-    told = {"deleted": sorted(path.name for path in gone), "checkpoints": left}
-    answer(as_json, told, lambda _: checkpoints_table(left, deleted=len(gone)))
+    damaged = {name: wrong for name, wrong in problems.items() if wrong}
+    told = {"deleted": sorted(path.name for path in gone), "checkpoints": left, "damaged": damaged}
+    kept = next((name for name, wrong in problems.items() if not wrong), None)
+    answer(as_json, told, lambda _: checkpoints_table(left, pruned_notes(len(gone), damaged, kept)))
 
 
 @command.command("export", short_help="Write the model for others: a folder for from_pretrained, or one file.")
@@ -115,13 +149,9 @@ def export_command(place: Path, step: int | None, target: Path, dtype: str | Non
     from phalanx.checkpoint import export
     from phalanx.units import show_bytes
 
-    chosen = _chosen(place, step)
-    try:
+    more = ["--to", str(target), *(["--dtype", dtype] if dtype else [])]
+    with _offering_older(place, step, "export", *more) as chosen:
         done = export(chosen.path, target, dtype=getattr(torch, dtype) if dtype else None)
-    except DamagedError as error:
-        before = next((f" --from {one.step}" for one in _found(place) if one.step < chosen.step), "")
-        way_on = f"\n    try: phalanx checkpoint export {place}{before} --to {target}, of the one before"
-        raise CheckpointError(f"{error}{way_on}" if before else str(error)) from error
     told = {"from": str(chosen.path), "files": [str(file) for file in done.files]}
     told |= {"tensors": done.tensors, "bytes": done.nbytes, "config": done.configured}
     plain = "" if done.configured or target.suffix == ".safetensors" else "; no config.json: no model of transformers"
@@ -150,16 +180,38 @@ def _found(place: Path) -> list[FoundCheckpoint]:
     return found
 
 
+@contextmanager
+def _offering_older(place: Path, step: int | None, verb: str, *more: str) -> Iterator[FoundCheckpoint]:
+    """The checkpoint of ``step``, or the newest; where it is damaged, the error offers ``verb`` with the one before."""
+    from phalanx.checkpoint.format import Manifest
+
+    chosen = _chosen(place, step)
+    try:
+        if step is None:
+            Manifest.read(chosen.path).checked(chosen.path)
+        yield chosen
+    except DamagedError as error:
+        older = next((one for one in _found(place) if one.step < chosen.step and one.whole), None)
+        if older is None:
+            raise
+        words = ["phalanx", "checkpoint", verb, str(place), "--from", str(older.step), *more]
+        raise CheckpointError(f"{error}\n    try: {shlex.join(words)}") from error
+
+
 def _chosen(place: Path, step: int | None) -> FoundCheckpoint:
     found = _found(place)
     if step is None:
-        return next((one for one in found if one.whole), found[0])
+        return found[0]
     chosen = next((one for one in found if one.step == step), None)
     if chosen is None:
         there = ", ".join(str(one.step) for one in found)
         given = f"{step}, of which {place} has no checkpoint"
         raise SpecError.of(where="--from", given=given, allowed=there, fix=f"--from {found[0].step}")
     return chosen
+
+
+def _quoted(place: Path) -> str:
+    return shlex.quote(str(place))
 
 
 def _wrong(given: str) -> SpecError:

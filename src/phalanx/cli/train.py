@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import click
 from phalanx.cli.options import PlanText, job_argument
 from phalanx.cli.output import STOPPED, json_option, print_json
 from phalanx.cli.settings import Given, earlier_run, settle
+from phalanx.cli.way_on import way_on
 from phalanx.config import Job, RunSpec
 from phalanx.config.run import Answer, override
 from phalanx.errors import RunError
@@ -174,11 +174,11 @@ class _Output:
             click.echo(f"{offer}\n", err=True)
 
     def follow(self, *, tensorboard: bool) -> Follower:
-        """What shows the run while it goes on: the plan, then its progress."""
-        from phalanx.report.progress import Follower, Opening, Viewer, progress
+        """What shows the run while it goes on: the plan, then its progress; of a quiet one what is damaged."""
+        from phalanx.report.progress import Damages, Follower, Opening, Viewer, progress
         from phalanx.report.trackers import TensorBoard
 
-        viewers: list[Viewer] = []
+        viewers: list[Viewer] = [Damages(self._stderr)]
         if not self._quiet:
             viewers = [Opening(self._stderr, self._drawn()), progress(self._stderr)]
         if tensorboard:
@@ -205,25 +205,8 @@ def _told_how_to_go_on(run: RunSpec, launcher: str) -> Iterator[None]:
         yield
     except RunError as error:
         if run.folder.is_dir():
-            error.add_note(way_on(run, launcher))
+            error.add_note(way_on(run, launcher, error))
         raise
     except (KeyboardInterrupt, SystemExit) as stop:
         click.echo(f"stopped. {way_on(run, launcher)}", err=True)
         raise SystemExit(STOPPED if isinstance(stop, KeyboardInterrupt) else stop.code) from None
-
-
-def way_on(run: RunSpec, launcher: str) -> str:
-    """Where the folder of a run that ended early is, and the command that goes on with it."""
-    from phalanx.checkpoint import latest
-
-    where = f"run folder: {run.folder}"
-    newest = latest(run.folder / "checkpoints")
-    if newest is None:
-        return f"{where} (no checkpoint yet)"
-    return f"{where}, newest checkpoint: {newest.name}\n    try: {resume_command(run, launcher)}"
-
-
-def resume_command(run: RunSpec, launcher: str) -> str:
-    """The command that goes on with ``run``; what it does not say stands in the run file."""
-    started_by = [] if launcher == "local" else ["--launcher", launcher]
-    return shlex.join(["phalanx", "train", run.job, "--run", str(run.folder), "--resume", *started_by])

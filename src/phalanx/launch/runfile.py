@@ -121,7 +121,7 @@ def check_folder(run: RunSpec, *, job: Job | None = None, given: Path | None = N
         raise _wrong(
             f"{folder}, which holds a run of {_job_in(runfile)} {at}",
             "a new folder, or --resume to go on (in a run file: resume = true)",
-            "--resume" if step is not None else f"--run {_next_free(folder)}",
+            "--resume" if step is not None else f"--run {next_free(folder)}",
         )
     damaged = _damages(folder) if run.resume and newest is None else []
     if (run.resume is True or damaged) and newest is None and not (run.mirror and _mirrored(run.mirror)):
@@ -130,7 +130,7 @@ def check_folder(run: RunSpec, *, job: Job | None = None, given: Path | None = N
         raise _wrong(
             f"--resume with {folder}, which {there}",
             "a run folder with a whole checkpoint in checkpoints/",
-            f"--run {_next_free(folder)}" if damaged else f"--run {folder} without --resume",
+            f"--run {next_free(folder)}" if damaged else f"--run {folder} without --resume",
         )
     if run.resume and job and newest:
         _refuse_another_job(run, job, newest)
@@ -237,7 +237,7 @@ def set_aside(run: RunSpec) -> None:
             fix=f"--from {others[-1]}" if others else "a new run, without --from",
         )
     if later := [path for step, path in sorted(steps.items()) if step > run.from_step]:
-        aside = _next_free(folder / "set-aside-0")
+        aside = next_free(folder / "set-aside-0")
         aside.mkdir()
         for path in later:
             path.rename(aside / path.name)
@@ -251,10 +251,11 @@ def default_folder(job_name: str, base: Path = Path("runs")) -> Path:
     """``runs/NAME-N`` with the first free N, counted from 1. Nothing is created."""
     name = re.sub(r"[^\w.-]+", "-", job_name).strip("-.") or "job"
     name = name.encode()[:_LONGEST].decode(errors="ignore")
-    return _next_free(base / f"{name}-0")
+    return next_free(base / f"{name}-0")
 
 
-def _next_free(folder: Path) -> Path:
+def next_free(folder: Path) -> Path:
+    """``folder`` with the first number at its end, counted from 1, under which there is nothing."""
     stem = re.sub(r"-\d+$", "", folder.name)
     number = 1
     while os.path.lexists(candidate := folder.with_name(f"{stem}-{number}")):

@@ -15,8 +15,8 @@ from rich.text import Text
 from phalanx.units import show_bytes, show_count
 
 
-def checkpoints_table(told: Sequence[Mapping[str, Any]], deleted: int = 0) -> RenderableType:
-    """A row for each checkpoint: ``step``, ``bytes``, ``time``, ``whole``."""
+def checkpoints_table(told: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> RenderableType:
+    """A row for each checkpoint: ``step``, ``bytes``, ``time``, ``whole``; ``notes`` stand below."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name, right in (("step", True), ("size", True), ("written", False), ("files", False)):
         table.add_column(name, justify="right" if right else "left")
@@ -24,7 +24,16 @@ def checkpoints_table(told: Sequence[Mapping[str, Any]], deleted: int = 0) -> Re
         written = datetime.datetime.fromtimestamp(one["time"]).isoformat(" ", "seconds") if one["time"] else "unknown"
         state = Text("complete") if one["whole"] else Text("not complete", style="bold red")
         table.add_row(str(one["step"]), show_bytes(one["bytes"]), written, state)
-    return Group(table, Text(f"{deleted} deleted")) if deleted else table
+    return Group(table, *(Text(note) for note in notes)) if notes else table
+
+
+def pruned_notes(deleted: int, damaged: Mapping[str, Sequence[str]], kept: str | None) -> list[str]:
+    """What a pruning has done, and why one stays that is older: ``damaged`` are newer than ``kept``, the whole one."""
+    notes = [f"{deleted} deleted"] if deleted else []
+    notes += [f"{name} is damaged: {wrong[0]}" for name, wrong in damaged.items()]
+    if damaged:
+        notes.append(f"{kept} stays as the newest whole one" if kept else "none is whole")
+    return notes
 
 
 def contents_table(told: Mapping[str, Any]) -> RenderableType:

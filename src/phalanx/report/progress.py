@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections import deque
@@ -92,6 +93,23 @@ def progress(console: Console, *, label: str = "", lines: frozenset[str] = ALL) 
     ``label`` stands before it, such as the plan; ``lines`` are the events that get a line of their own besides.
     """
     return Bar(console, label, lines) if console.is_terminal else Lines(console, label, lines)
+
+
+def damages(event: Event) -> bool:
+    """Whether the event says that a checkpoint is damaged; its message begins with the checkpoint's name."""
+    return event["event"] == "warning" and re.match(r"step-\d+ is damaged: ", event["message"]) is not None
+
+
+@final
+class Damages(Viewer):
+    """Of a run that is to be quiet: only what was found damaged, which nobody should miss."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def event(self, event: Event) -> None:
+        if damages(event):
+            self._console.print(line_of(event), highlight=False)
 
 
 @final
