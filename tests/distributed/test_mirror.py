@@ -250,8 +250,26 @@ def test_what_was_not_copied_is_copied_by_who_goes_on(bucket: str, tmp_path: Pat
     assert [event["path"][-1] for event in second.events("copied")] == ["4", "8"]
 
 
-def test_a_run_whose_last_checkpoint_could_not_be_copied_says_so(bucket: str, tmp_path: Path) -> None:
-    run = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", mirror="s3://no-such-bucket/runs/a")
-    with pytest.raises(WorkerError, match="s3://no-such-bucket/runs/a could not be written to"):
+@pytest.mark.parametrize("url", ["s3://no-such-bucket/runs/a", "nosuch://bucket/runs"])
+@pytest.mark.parametrize("resume", [False, "auto"])
+def test_a_store_that_cannot_be_written_to_is_refused_before_anything_begins(
+    url: str, resume: Any, bucket: str, tmp_path: Path
+) -> None:
+    """Else a mistyped one would be heard of with the first checkpoint, and a run that goes on elsewhere begin anew."""
+    run = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", mirror=url, resume=resume)
+    with pytest.raises(SpecError, match="--mirror: given"):
+        px.fit(job(epochs=1), run=run)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_last_checkpoint_could_not_be_copied_says_so(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(self: ObjectStore, path: Path) -> int:
+        raise CheckpointError(f"{self.url} could not be written to: gone")
+
+    monkeypatch.setattr(ObjectStore, "put", gone)  # after it could be written to as the run began
+    run = px.RunSpec(job="small", plan=px.Plan(), folder=tmp_path / "run", mirror=bucket)
+    with pytest.raises(WorkerError, match="s3://bucket/runs/a could not be written to"):
         px.fit(job(epochs=1), run=run)
     assert checkpoint.verify(tmp_path / "run" / "checkpoints" / "step-00000004") == []

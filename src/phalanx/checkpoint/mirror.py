@@ -54,6 +54,27 @@ class ObjectStore:
         self._root = str(root).rstrip("/")
         self._has_folders = scheme in _WITH_FOLDERS
 
+    def refuse_unusable(self) -> None:
+        """Refuse a store that cannot be written to; a file is written there and removed again.
+
+        Raises:
+            SpecError: says why.
+        """
+        probe = f"{self._root}/.phalanx"
+        try:
+            with self._told("written to"):
+                if self._has_folders:
+                    self._files.makedirs(self._root, exist_ok=True)
+                self._files.pipe_file(probe, b"")
+                self._files.rm_file(probe)
+        except CheckpointError as error:
+            raise SpecError.of(
+                where="--mirror",
+                given=str(error),
+                allowed="a place that is there and may be written to, which a run needs with its first checkpoint",
+                fix=f"--mirror {self.url}, once that is there; or no --mirror",
+            ) from None
+
     def steps(self) -> list[int]:
         """The steps of the checkpoints that are there whole, the newest first.
 

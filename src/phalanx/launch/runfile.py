@@ -19,7 +19,7 @@ _STEP = re.compile(r"step-(\d+)")
 _LONGEST = 200  # bytes of a folder's name, of 255 that most file systems allow
 ENTRIES = (
     *("run.toml", "plan.toml", "placement.json", "forecast.json", "events.jsonl", "writer.json"),
-    *("checkpoints", "ledger", "accidents", "servers", "tensorboard"),
+    *("checkpoints", "ledger", "accidents", "servers", "tensorboard", ".secret"),
 )
 """All that a run reads and writes in its folder: whoever adds to it stands here, for no link there is followed."""
 
@@ -46,8 +46,12 @@ class RunFolder:
         """
         Raises:
             SpecError: another training goes on in the folder; it holds a run and this is none to resume, holds nothing
-                to resume from, holds another job, holds links, or cannot be written.
+                to resume from, holds another job, holds links, or cannot be written; or the mirror cannot.
         """
+        if self.run.mirror:
+            from phalanx.checkpoint.mirror import ObjectStore
+
+            ObjectStore(self.run.mirror).refuse_unusable()
         check_folder(self.run, job=self._job, given=self._given)
         if self.run.folder.is_dir():
             take(self.run.folder)
