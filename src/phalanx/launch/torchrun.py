@@ -341,4 +341,4 @@ class SharedStands:
         return found
 
     def _key(self, rank: int) -> str:
-        return f"phalanx/{self._place.attempt}/stands/{rank}"
+        return f"phalanx/{self._place.attempt}/stands/{self._place.number}/{rank}"

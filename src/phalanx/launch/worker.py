@@ -126,7 +126,7 @@ class WorkerStatus:
                 return None
         if self.place.store == "env://":
             time.sleep(_SECOND_THOUGHTS if failure.lost_peer else 0.0)
-            if not claim("failed"):
+            if not claim(f"failed/{self.place.number}"):
                 return None
             if failure.lost_peer and self._plan:
                 failure = blamed(failure, SharedStands(self.place).read(), self._plan, self.place.timeout)
@@ -153,7 +153,7 @@ def train_as_worker(job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Pa
 
 
 def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None) -> RunSpec:
-    place = replace(status.place, number=next(_runs))
+    status.place = place = replace(status.place, number=next(_runs))
     if started_by_agent():
         die_with(os.getppid())
     refuse(job, run.plan, place.world_size, devices_here(run.plan, place))
