@@ -15,6 +15,7 @@ import psutil
 import pytest
 from click.testing import CliRunner, Result
 
+import phalanx as px
 from phalanx.cli import main
 from phalanx.events import faults, read
 
@@ -169,6 +170,28 @@ class TestTrain:
             f"of which no checkpoint is whole\n    try: phalanx train {toy} --run out-1, a new run\n"
             f"    with copies elsewhere: phalanx train {toy} --run out --resume --mirror URL"
         )
+
+    @pytest.mark.parametrize("stop", [SystemExit(75), KeyboardInterrupt()])
+    def test_a_request_to_stop_that_comes_as_the_run_ends_stops_nothing(
+        self, stop: BaseException, toy: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fit, ends = px.fit, True
+
+        def asked_to_stop(*args: Any, **how: Any) -> None:
+            if ends:
+                fit(*args, **how)
+            raise stop
+
+        monkeypatch.setattr("phalanx.api.fit", asked_to_stop)
+        argv = ("train", toy, "--run", "out", "--resume", "auto", "--json")
+        done = invoke(*argv, "--steps", 2)
+        assert done.exit_code == 0, done.stderr
+        assert json.loads(done.stdout)["step"] == 2
+        assert "--resume" not in done.stderr
+        ends = False  # what stands in the log of the end is of the part before
+        stopped = invoke(*argv, "--steps", 4)
+        assert stopped.exit_code == (75 if isinstance(stop, SystemExit) else 130)
+        assert f"try: phalanx train {toy} --run out --resume" in stopped.stderr
 
 
 def _flip(file: Path) -> None:

@@ -19,7 +19,7 @@ from phalanx import checkpoint
 from phalanx.data import records
 from phalanx.data.saved_batch import SavedBatch
 from phalanx.demo.jobs.gpt import gpt_job
-from phalanx.errors import DataError, SpecError, WorkerError
+from phalanx.errors import DataError, GradientError, SpecError, WorkerError
 from phalanx.events.schema import faults
 from phalanx.report.samples_seen import samples_seen
 from phalanx.train import nonfinite_trace
@@ -393,6 +393,24 @@ def test_plans_that_split_the_model(plan: str) -> None:
     error = stopped(plan, "run", {"job": transformer(clean_only=False)})
     assert error.kind == "GradientError"
     assert "First not finite: the backward of blocks.1.root" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("plan", "on_nonfinite", "tries"),
+    [
+        ("dp=2", "stop", "--resume --on-nonfinite rollback, from the newest checkpoint, or a lower lr"),
+        *(
+            (plan, "stop", "--resume, from the newest checkpoint, with a lower lr (--lr-scale 0.5)")
+            for plan in ("dp=2 server=1", "dp=2 sync=local every=4", "dp=2 sync=diloco every=4", "dp=2 shares=2,1")
+        ),
+        ("dp=2", "skip", "--resume --on-nonfinite rollback, from the newest checkpoint, or a lower lr"),
+    ],
+)
+def test_what_is_advised_about_a_parameter_can_be_had(plan: str, on_nonfinite: Any, tries: str, tmp_path: Path) -> None:
+    spec = px.RunSpec(job="job", plan=px.Plan.parse(plan), folder=tmp_path, on_nonfinite=on_nonfinite)
+    with pytest.raises(GradientError) as stop:
+        Accidents(spec).spoilt(3, "head.weight")
+    assert str(stop.value).endswith(f"try: {tries}")
 
 
 def test_judging_costs_no_look_at_overflows_of_fp16() -> None:

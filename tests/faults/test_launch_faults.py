@@ -29,7 +29,7 @@ from inject import (
 
 from phalanx.comm import Place, default_process_group, device_for
 from phalanx.errors import DataError, Problem, RefusedError, RunError, WorkerError
-from phalanx.launch.failure import Failure, advice
+from phalanx.launch.failure import Failure, advice, worker_error
 from phalanx.launch.local import launch
 
 
@@ -157,6 +157,17 @@ def test_lost_peer_is_named_where_nothing_else_is_known() -> None:
     assert seconds < LIMIT
     assert error.rank == 0
     assert "network" in str(error)
+
+
+def test_a_worker_without_a_launcher_does_not_call_itself_the_one_that_failed() -> None:
+    message = "gloo: Connection closed by peer"
+    failure = Failure(rank=0, step=5, kind="RuntimeError", message=message, traceback="", time=0.0, lost_peer=True)
+    said = str(worker_error(failure, 2, memory_kills=0, launched=False))
+    assert "rank 0 lost its connection to another rank in step 5, which may have died: gloo: Connection" in said
+    assert "failed" not in said
+    assert "none of them died" not in said
+    assert "torchrun" in said
+    assert "rank 0 of 2 failed in step 5" in str(worker_error(failure, 2, memory_kills=0))
 
 
 def test_error_of_ours_keeps_its_message_and_exit_code() -> None:

@@ -24,7 +24,7 @@ from phalanx.verify.chaos import Chaos, Fault, draw, faulty_data
 from phalanx.verify.chaos.faults import KINDS
 from phalanx.verify.chaos.faulty_data import arm, faulty
 from phalanx.verify.chaos.injector import InjectedRun
-from phalanx.verify.chaos.outcome import Outcome, damage
+from phalanx.verify.chaos.outcome import Outcome, damage, missed
 from phalanx.verify.chaos.run_equality import Repeats, compare_samples, compare_weights
 from phalanx.verify.chaos.verdict import Verdict
 
@@ -268,6 +268,20 @@ class TestVerdict:
         told = {**OUTCOME.to_dict(), "hung": True}
         assert "hung after SIGKILL" in verdict(outcomes=(Outcome(**told),)).lost[0]
         assert verdict(outcomes=(Outcome(**{**told, "fault": "SIGSTOP rank 1 step 7 for ever"}),)).nothing_lost
+
+    def test_what_was_asked_for_and_did_not_strike_is_no_pass(self) -> None:
+        late = missed(Fault.parse("SIGKILL rank 1 save 9"), "the run was over before")
+        assert verdict(outcomes=(OUTCOME, late)).passed  # drawn: how many struck is said
+        found = verdict(outcomes=(OUTCOME, late), asked=(OUTCOME.fault, late.fault))
+        assert (found.nothing_lost, found.passed) == (True, False)
+        assert found.missed == ("SIGKILL rank 1 save 9 did not strike: the run was over before",)
+        assert found.to_dict()["missed"] == list(found.missed)
+        assert str(found).endswith(found.missed[0])
+
+    def test_damage_that_found_no_checkpoint_was_none(self) -> None:
+        nothing = Outcome(**{**OUTCOME.to_dict(), "fault": "flip tensors step 1"})
+        (said,) = verdict(outcomes=(nothing,), asked=(nothing.fault,)).missed
+        assert said == "flip tensors step 1 found no checkpoint to damage"
 
 
 class TestDamage:

@@ -149,6 +149,13 @@ def test_wrong_jobs(change: dict[str, Any], where: str) -> None:
     assert [problem.where for problem in caught.value.problems] == [where]
 
 
+def test_a_metric_that_is_no_function_is_told_how_metrics_are_written() -> None:
+    with pytest.raises(SpecError) as caught:
+        Job(**RIGHT, evaluate=list, metrics={"accuracy": len})  # pyright: ignore[reportArgumentType]
+    (problem,) = caught.value.problems
+    assert problem.fix == "metrics=lambda output, batch: {'accuracy': px.accuracy(output, batch['label'])}"
+
+
 def test_everything_wrong_in_a_job_is_said_at_once() -> None:
     with pytest.raises(SpecError) as caught:
         Job(**{**RIGHT, "batch": 0, "clip": -1, "loss": None})

@@ -14,7 +14,7 @@ from phalanx.config import Plan
 if TYPE_CHECKING:
     from phalanx.verify.chaos import Chaos, Fault
 
-_LOST = 1
+_NO = 1
 _COUNT = click.IntRange(min=0)
 
 
@@ -45,7 +45,7 @@ def command(ctx: click.Context, job: str, plan: Plan, given: tuple[str, ...], as
 
     Exit code 0: nothing was lost: the run ended, with the undisturbed run's weights, bit for bit where the plan
     promises that, each sample seen as often as there, no damaged checkpoint believed, nothing left over. 1: something
-    was lost; it is named. 2: refused. 3: the job fails without any fault.
+    was lost, or a fault of --at did not strike; it is named. 2: refused. 3: the job fails without any fault.
 
     \b
     Examples:
@@ -74,15 +74,15 @@ def command(ctx: click.Context, job: str, plan: Plan, given: tuple[str, ...], as
     from phalanx.report.tables import chaos_table
 
     answer(as_json, verdict.to_dict(), lambda _: chaos_table(verdict.to_dict()))
-    ctx.exit(0 if verdict.nothing_lost else _LOST)
+    ctx.exit(0 if verdict.passed else _NO)
 
 
-def _chosen(chaos: Chaos, job: str, given: tuple[str, ...], kills: int, faults: int, seed: int) -> list[Fault]:
+def _chosen(chaos: Chaos, job: str, given: tuple[str, ...], kills: int, faults: int, seed: int) -> list[Fault | str]:
     """What was asked for by ``--at``, ``--kills`` and ``--faults``; says which kinds cannot be had here."""
     from phalanx.verify.chaos import Fault
     from phalanx.verify.chaos.verdict import kinds_here
 
-    chosen = [Fault.parse(text) for text in given] + chaos.draw(kills, seed=seed)
+    chosen: list[Fault | str] = [*(str(Fault.parse(text)) for text in given), *chaos.draw(kills, seed=seed)]
     if faults:
         kinds, missing = kinds_here(job)
         for kind, why in missing.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +13,13 @@ import click
 from phalanx.cli.options import PlanText, job_argument
 from phalanx.cli.output import STOPPED, json_option, print_json
 from phalanx.cli.settings import Given, earlier_run, settle
-from phalanx.cli.way_on import way_on
+from phalanx.cli.way_on import ended_since, way_on
 from phalanx.config import Job, RunSpec
 from phalanx.config.run import Answer, override
 from phalanx.errors import RunError
 
 if TYPE_CHECKING:
     from phalanx.report.progress import Follower
-
 
 _ANSWERS = click.Choice(get_args(Answer))
 
@@ -200,7 +200,11 @@ class _Output:
 
 @contextmanager
 def _told_how_to_go_on(run: RunSpec, launcher: str) -> Iterator[None]:
-    """Where a run ends early: say where it is, and how to go on if there is something to go on from."""
+    """Where a run ends early: say where it is, and how to go on if there is something to go on from.
+
+    A run that came to its end as it was asked to stop has nothing to go on from, and has ended like any other.
+    """
+    began = time.time()
     try:
         yield
     except RunError as error:
@@ -208,5 +212,9 @@ def _told_how_to_go_on(run: RunSpec, launcher: str) -> Iterator[None]:
             error.add_note(way_on(run, launcher, error))
         raise
     except (KeyboardInterrupt, SystemExit) as stop:
+        from phalanx.launch.reaper import SAVED
+
+        if (isinstance(stop, KeyboardInterrupt) or stop.code == SAVED) and ended_since(run.folder, began):
+            return
         click.echo(f"stopped. {way_on(run, launcher)}", err=True)
         raise SystemExit(STOPPED if isinstance(stop, KeyboardInterrupt) else stop.code) from None

@@ -125,9 +125,15 @@ def _problems(job: Job) -> list[Problem]:
     for name, fix in functions.items():
         if not callable(getattr(job, name)):
             wrong(name, "a function that builds it when called", fix)
-    for name in ("inputs", "collate", "evaluate", "metrics"):
+    functions = {
+        "inputs": "inputs=lambda batch: batch['image']",
+        "collate": "collate=torch.utils.data.default_collate",
+        "evaluate": "evaluate=lambda: dataset",
+        "metrics": "metrics=lambda output, batch: {'accuracy': px.accuracy(output, batch['label'])}",
+    }
+    for name, fix in functions.items():
         if getattr(job, name) is not None and not callable(getattr(job, name)):
-            wrong(name, "a function, or None", f"{name}=None")
+            wrong(name, "a function, or None", fix)
     if not is_whole(job.batch, 1):
         wrong("batch", "samples in one optimizer step: a whole number, 1 or more", "batch=256")
     for name in ("epochs", "steps"):

@@ -180,7 +180,7 @@ class RunSpec:
                 _wrong("on_spike", given_here, "together with spike", f"--spike 10 --on-spike {self.on_spike}")
             )
         for name in (name for name, answer in given.items() if answer == "rollback"):
-            if why := _keeps_from_going_back(self.plan):
+            if why := keeps_from_going_back(self.plan):
                 allowed, fix = f"stop or skip: {why}", f"--{name.replace('_', '-')} skip"
                 found.append(_wrong(name, f"'rollback' with plan {self.plan}", allowed, fix))
         return found
@@ -265,7 +265,7 @@ class RunSpec:
         return run
 
 
-def _keeps_from_going_back(plan: Plan) -> str:
+def keeps_from_going_back(plan: Plan) -> str:
     """Why a run under ``plan`` cannot go back to a checkpoint by itself; empty where it can."""
     if plan.server:
         return "servers have taken gradients of other steps in meanwhile"

@@ -156,10 +156,11 @@ def refusal(failure: Failure) -> SpecError | None:
     return kind(Problem(**fields) for fields in failure.problems)
 
 
-def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> WorkerError:
+def worker_error(failure: Failure, world_size: int, *, memory_kills: int, launched: bool = True) -> WorkerError:
     """The error to raise: who failed and where, its own traceback, then what to do.
 
-    ``memory_kills``: processes the kernel ended for lack of memory since the launch began.
+    ``memory_kills``: processes the kernel ended for lack of memory since the launch began; ``launched``: a launcher of
+    Phalanx says it, which knows how the other workers fared, rather than the worker itself.
     """
     where = f"rank {failure.rank} of {world_size}"
     when = "before the first step" if failure.step is None else f"in step {failure.step}"
@@ -167,6 +168,9 @@ def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> Wor
         text = failure.message  # what was written is wrong, whichever rank says so; or all say so
     elif failure.expected:
         text = f"{where} {when}: {failure.message}"
+    elif failure.lost_peer and not failure.hang and not launched:
+        said = next(iter(failure.message.strip().splitlines()), failure.kind)
+        text = f"rank {failure.rank} lost its connection to another rank {when}, which may have died: {said}"
     elif failure.hang:
         text = failure.message
     elif failure.signal:
@@ -177,6 +181,8 @@ def worker_error(failure: Failure, world_size: int, *, memory_kills: int) -> Wor
     if failure.traceback and not failure.expected:
         text += f"\n\n{failure.traceback.rstrip()}"
     hint = "" if failure.expected or failure.hang else advice(failure, world_size, memory_kills=memory_kills)
+    if failure.lost_peer and hint and not launched:
+        hint = "see the lines of what started the workers (torchrun): they say which rank ended first, and how"
     if hint:
         text += f"\n\nwhat to do: {hint}"
     where_and_how = ("rank", "step", "kind", "traceback", "exit_code")

@@ -130,7 +130,7 @@ class WorkerStatus:
                 return None
             if failure.lost_peer and self._plan:
                 failure = blamed(failure, SharedStands(self.place).read(), self._plan, self.place.timeout)
-        worded = worker_error(failure, self.place.world_size, memory_kills=0)
+        worded = worker_error(failure, self.place.world_size, memory_kills=0, launched=False)
         if self.folder:
             record(worded, self.folder)
         return worded

@@ -205,7 +205,10 @@ def chaos_table(verdict: dict[str, Any]) -> RenderableType:
     for name, value in rows:
         table.add_row(name, escape(value))
     answer = Text("nothing was lost", "bold green") if verdict["nothing_lost"] else Text("lost", "bold red")
-    return Group(table, answer, *(Text(f"  {sentence}") for sentence in verdict["lost"]))
+    said: list[Text] = [answer, *(Text(f"  {sentence}") for sentence in verdict["lost"])]
+    if verdict["missed"]:
+        said += [Text("not tried", "bold red"), *(Text(f"  {sentence}") for sentence in verdict["missed"])]
+    return Group(table, *said)
 
 
 def settings_table(settings: Sequence[Setting]) -> RenderableType:

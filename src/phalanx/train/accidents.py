@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from phalanx.comm import active, from_every_rank
 from phalanx.config import RunSpec
-from phalanx.config.run import Answer
+from phalanx.config.run import Answer, keeps_from_going_back
 from phalanx.data import StepBatch
 from phalanx.data.saved_batch import SavedBatch
 from phalanx.errors import GradientError, LossError, RunError
@@ -99,6 +99,7 @@ class Accidents:
         self._answer_to_spikes: Answer = run.on_spike if run else "stop"
         self._spikes = LossSpikes(run.spike if run else None)
         self._folder = run.folder / "accidents" if run else None
+        self._way_on = _way_on(run)
         self._write = write
         self._in_a_row = self._back = 0
         self._newest = -1
@@ -240,7 +241,7 @@ class Accidents:
         if path and self._folder:
             lines.append(f"    The batch is kept in {self._folder.parent / path}.")
         if accident.kind == "parameter":
-            lines.append("    try: --resume --on-nonfinite rollback, from the newest checkpoint, or a lower lr")
+            lines.append(f"    try: {self._way_on}")
             return GradientError("\n".join(lines))
         lines.append("    No update was made of it: parameters are those of the step before.")
         if accident.kind == "spike":
@@ -255,6 +256,15 @@ class Accidents:
             "--on-nonfinite skip"
         )
         return (LossError if accident.kind == "loss" else GradientError)("\n".join(lines))
+
+
+def _way_on(run: RunSpec | None) -> str:
+    """What to try where an update has spoilt a parameter: what a run under that plan can do."""
+    if run is None:
+        return "a lower lr"
+    if run.on_nonfinite == "rollback" or keeps_from_going_back(run.plan):
+        return "--resume, from the newest checkpoint, with a lower lr (--lr-scale 0.5)"
+    return "--resume --on-nonfinite rollback, from the newest checkpoint, or a lower lr"
 
 
 def _place(accident: Accident, seen: Sighting, ids: Collection[int]) -> str:

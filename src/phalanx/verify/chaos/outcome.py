@@ -43,6 +43,11 @@ class Outcome:
     def struck(self) -> bool:
         return self.seconds is not None
 
+    @property
+    def took_effect(self) -> bool:
+        """Whether it struck, and damaged a checkpoint if it was to."""
+        return self.struck and (bool(self.damaged) or self.fault.split()[0] not in ("tear", "flip"))
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

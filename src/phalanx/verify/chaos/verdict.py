@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -45,6 +46,7 @@ class Verdict:
         left: processes and files that were left over.
         seconds: of the run with faults.
         undisturbed_seconds: of the run without.
+        asked: faults that were asked for in words, each of which is to strike; drawn ones may come too late.
     """
 
     job: str
@@ -62,11 +64,28 @@ class Verdict:
     left: tuple[str, ...]
     seconds: float
     undisturbed_seconds: float
+    asked: tuple[str, ...] = ()
 
     @property
     def struck(self) -> tuple[Outcome, ...]:
         """Outcomes of the faults that came about."""
         return tuple(outcome for outcome in self.outcomes if outcome.struck)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was lost, under every fault that was asked for."""
+        return self.nothing_lost and not self.missed
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """Faults that were asked for and did not strike, one sentence each: the run says nothing of them."""
+        left, found = Counter(self.asked), list[str]()
+        for one in sorted(self.outcomes, key=lambda one: not one.took_effect):
+            if left[one.fault] > 0:
+                left[one.fault] -= 1
+                if not one.took_effect:
+                    found.append(f"{one.fault} {'found no checkpoint to damage' if one.struck else one.what}")
+        return tuple(found)
 
     @property
     def nothing_lost(self) -> bool:
@@ -93,6 +112,8 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "passed": self.passed,
+            "missed": list(self.missed),
             "nothing_lost": self.nothing_lost,
             "lost": list(self.lost),
             "struck": len(self.struck),
@@ -102,7 +123,7 @@ class Verdict:
 
     def __str__(self) -> str:
         said = "nothing was lost" if self.nothing_lost else "LOST:\n" + "\n".join(f"- {one}" for one in self.lost)
-        return "\n".join([*(str(outcome) for outcome in self.outcomes), said])
+        return "\n".join([*(str(outcome) for outcome in self.outcomes), said, *self.missed])
 
 
 @final
@@ -185,11 +206,13 @@ class Chaos:
         """Run under ``faults``, and compare with the undisturbed run. ``say`` is given each outcome when it is known.
 
         The same ``seed`` has ``tear`` and ``flip`` hit the same place of the same files.
+        Faults in words are asked for: the verdict says which of them did not strike.
 
         Raises:
             SpecError: a fault cannot be had with this plan or on this machine.
             RunError: the run fails without any fault.
         """
+        asked = tuple(str(Fault.parse(fault)) for fault in faults if isinstance(fault, str))
         chosen = [fault if isinstance(fault, Fault) else Fault.parse(fault) for fault in faults]
         chosen.sort(key=lambda fault: fault.step(self.checkpoint_every))
         if problems := [problem for fault in chosen if (problem := self._cannot(fault))]:
@@ -205,7 +228,7 @@ class Chaos:
             end_all(processes)
             left_over(before, patience=_PATIENCE)
         left = [*run.stayed, *(f"process {entry.name} ({entry.pid})" for entry in processes), *_stray_files(folder)]
-        return self._judged(run, undisturbed, tuple(left))
+        return replace(self._judged(run, undisturbed, tuple(left)), asked=asked)
 
     def _judged(self, run: InjectedRun, undisturbed: Path, left: tuple[str, ...]) -> Verdict:
         repeats, weights, samples = Repeats.of(self.plan), None, None
