@@ -17,7 +17,6 @@ from phalanx import checkpoint
 from phalanx.checkpoint.mirror import Mirror, ObjectStore, fetch_newest, fetch_step
 from phalanx.errors import CheckpointError, RunError, SpecError, WorkerError
 from phalanx.files import release, take
-from phalanx.launch.runfile import set_aside
 
 pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
@@ -142,10 +141,9 @@ def test_who_goes_on_from_an_earlier_step_gives_later_ones_up_there_too(bucket: 
     store = ObjectStore(bucket)
     for step in (0, 2, 4, 6):
         store.put(saved(tmp_path, step))
-    run = px.RunSpec(
-        job="small", plan=px.Plan(), folder=tmp_path, mirror=bucket, resume=True, from_step=2, checkpoint_every=2
-    )
-    set_aside(run)
+    mirror = Mirror(bucket, keep=9)
+    mirror.add(tmp_path / "checkpoints" / "step-00000002")  # as a run does that goes on from there
+    mirror.close()
     assert store.steps() == [2, 0]
     assert ObjectStore(f"{bucket}/set-aside-1").steps() == [6, 4]
     assert ObjectStore(f"{bucket}/set-aside-1").fetch(6, tmp_path / "again").name == "step-00000006"

@@ -276,6 +276,7 @@ class Mirror:
             try:
                 check_writer(path)  # whoever has taken the run folder copies there now
                 store = store or ObjectStore(self._url)
+                store.set_aside(step_of(path) or 0)  # later ones are of a course that this run has given up
                 if copied := store.put(path):
                     self._news.put({"path": str(path), "bytes": copied})
                 self._last = None

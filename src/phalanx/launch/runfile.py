@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import stat
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -41,6 +41,7 @@ class RunFolder:
         """
         self.folder, self.run = run.folder, run
         self._job, self._given = job, given
+        self._aside: Aside | None = None
 
     def __enter__(self) -> Self:
         """
@@ -72,7 +73,7 @@ class RunFolder:
         check_folder(self.run, job=self._job, given=self._given)  # another may have come and gone in it meanwhile
         give_back(folder / "checkpoints")
         fetch(self.run)
-        set_aside(self.run)
+        self._aside = set_aside(self.run)
         return replace(settled(self.run), from_step=None)
 
     def again(self) -> RunSpec:
@@ -82,6 +83,8 @@ class RunFolder:
         return settled(self.run)
 
     def __exit__(self, *_: object) -> None:
+        if self._aside:
+            self._aside.give_back_unless_begun()
         if token := token_of(self.folder):
             release(token)
 
@@ -209,16 +212,33 @@ def settled(run: RunSpec) -> RunSpec:
     return replace(run, resume=_newest(run.folder) is not None or bool(_damages(run.folder)))
 
 
-def set_aside(run: RunSpec) -> None:
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """Checkpoints of a course that is given up, in a folder of their own; and when what was asked was written last."""
+
+    folder: Path
+    written: int
+
+    def give_back_unless_begun(self) -> None:
+        """Where the run was refused before it began, which is when it writes what was asked: as it was."""
+        checkpoints = self.folder.parent
+        if _written(checkpoints.parent) == self.written:
+            for path in list(self.folder.iterdir()):
+                path.rename(checkpoints / path.name)
+            self.folder.rmdir()
+
+
+def set_aside(run: RunSpec) -> Aside | None:
     """Where ``run`` goes on from an earlier checkpoint: those of later steps are of a course that is given up.
 
-    They go to a folder ``set-aside-N`` beside it, so that no later resume takes them for the newest.
+    They go to a folder ``set-aside-N`` beside it, so that no later resume takes them for the newest; in the mirror once
+    the run has begun.
 
     Raises:
         SpecError: there is no checkpoint of that step, or it is damaged, which is read to be sure.
     """
     if run.from_step is None:
-        return
+        return None
     from phalanx.checkpoint import verify
     from phalanx.checkpoint.folder import is_complete
 
@@ -240,15 +260,22 @@ def set_aside(run: RunSpec) -> None:
             allowed=f"another of {', '.join(map(str, whole))}" if others else "one that is whole",
             fix=f"--from {others[-1]}" if others else "a new run, without --from",
         )
-    if later := [path for step, path in sorted(steps.items()) if step > run.from_step]:
-        aside = next_free(folder / "set-aside-0")
-        aside.mkdir()
-        for path in later:
-            path.rename(aside / path.name)
-    if run.mirror:
-        from phalanx.checkpoint.mirror import ObjectStore
+    later = [path for step, path in sorted(steps.items()) if step > run.from_step]
+    if not later:
+        return None
+    aside = next_free(folder / "set-aside-0")
+    aside.mkdir()
+    for path in later:
+        path.rename(aside / path.name)
+    return Aside(aside, _written(run.folder))
 
-        ObjectStore(run.mirror).set_aside(run.from_step)
+
+def _written(folder: Path) -> int:
+    """When what was asked was written last, in nanoseconds."""
+    try:
+        return (folder / "run.toml").lstat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def default_folder(job_name: str, base: Path = Path("runs")) -> Path:
