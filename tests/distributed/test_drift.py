@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -179,7 +180,7 @@ def test_what_is_the_same_again_as_ranks_look_closer_is_said_and_left_alone(
     assert len(run.losses) == 10
 
 
-def test_sums_of_blocks_that_happen_to_be_the_same_leave_the_amount_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_blocks_that_happen_to_be_the_same_hide_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift, "_BLOCKS", 1)
     sums = drift.bit_sum
 
@@ -199,7 +200,38 @@ def test_sums_of_blocks_that_happen_to_be_the_same_leave_the_amount_open(monkeyp
         return "".join(watch.news())
 
     for told in launch(work, 3):
-        assert "after step 24, 'w' of rank 1 differs from their replicas; from here on" in told
+        assert "after step 24, 'w' of rank 1 differs from their replicas, by up to 1; from here on" in told
+
+
+@pytest.mark.parametrize("amount", [0.5, 1e-3, math.inf, math.nan])
+@pytest.mark.parametrize("at_once", [1000, 2**22])
+def test_rounding_hides_nothing(amount: float, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on unlike processors differ in last bits, in many blocks of all tensors; one element by more."""
+    monkeypatch.setattr(drift, "_AT_ONCE", at_once)
+
+    def work(place: Place, report: Callable[[int], None]) -> list[str]:
+        tensors = {name: torch.linspace(-1, 1, 100_000) for name in ("a", "b", "c")}
+        noise = torch.Generator().manual_seed(place.rank)
+        for tensor in tensors.values():
+            tensor[::97] *= 1 + 1e-7 * torch.randint(-1, 2, (len(tensor[::97]),), generator=noise)
+        with default_process_group(place, CPU):
+            group = torch.distributed.group.WORLD
+            assert group is not None
+            watch = DriftWatch(tensors, group, "warn", 1)
+            for step in range(PARTS):
+                watch.stepped(step)
+            before = list(watch.news())
+            if place.rank == 1:
+                tensors["b"][61_234] += amount
+            for step in range(PARTS, 2 * PARTS):
+                watch.stepped(step)
+        return [*before, *watch.news()]
+
+    for told in launch(work, 3):
+        assert len(told) == 2
+        assert "no more than rounding" in told[0]
+        shown = "inf" if not math.isfinite(amount) else f"{amount:.2g}"
+        assert f"'b' of rank 1 differs from their replicas, by up to {shown}; from here on" in told[1]
 
 
 @pytest.mark.parametrize("text", ["dp=2", "dp=2 fsdp=2"])

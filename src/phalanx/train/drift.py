@@ -8,8 +8,9 @@ rank trains a model of its own. So every few steps the ranks compare fingerprint
 fifth each time: a sum of the bits, which one changed element always changes. That reads a fifth of the parameters and
 sends eight bytes.
 
-Where fingerprints differ, the ranks look closer: at the first tensor that differs, at the block of it, at its values.
-What differs by no more than rounding is said and left alone: ranks on unlike processors may compute unlike last bits.
+Where fingerprints differ, the ranks look closer: at the tensors that differ, at the blocks of each, at their values.
+Where all differ by no more than rounding that is said and left alone: ranks on unlike processors may compute unlike
+last bits.
 On a device they look closer one step later; what is the same again by then is said and left alone, too.
 
 Not compared are replicas that step by themselves (``sync=local``, ``sync=diloco``), which differ by design between
@@ -21,7 +22,6 @@ Ranks along ``tp`` and ``fsdp`` hold other parts of the model and have nothing t
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -38,6 +38,7 @@ PARTS = 5
 """Looks after which every parameter has been compared."""
 
 _BLOCKS = 1024  # of a tensor that differs
+_AT_ONCE = 2**22  # elements that are compared at once, or one block
 _ROW = 4096  # elements of eight bytes that are summed up together
 _ROUNDING = 1e-5  # of the largest value: what two processors may make of the same sums
 _PASSED = (
@@ -135,34 +136,47 @@ class DriftWatch:
             )
 
     def _look_closer(self, look: _Look) -> ReplicaDifference | None:
-        """Which tensor, by how much, on which ranks; ``None`` where nothing differs any more."""
-        each = torch.stack([bit_sum([piece.of(self._tensors)]).cpu() for piece in look.part])
-        rows = self._rows(each)
-        if not (differing := _differing(rows)):
-            return None
-        piece, digests = look.part[differing[0]], [row[differing[0]] for row in rows]
+        """Which tensor, by how much, on which ranks: the first that is no rounding, else the first of all.
+
+        ``None`` where nothing differs any more.
+        """
+        each = self._rows(torch.stack([bit_sum([piece.of(self._tensors)]).cpu() for piece in look.part]))
+        rounding: ReplicaDifference | None = None
+        for index in _differing(each):
+            difference = self._difference(look.step, look.part[index])
+            if not difference.rounding:
+                return difference
+            rounding = rounding or difference
+        return rounding
+
+    def _difference(self, step: int, piece: Piece) -> ReplicaDifference:
+        """By how much ``piece`` differs where it does most, and on which ranks there."""
         values = piece.of(self._tensors)
         blocks = values.tensor_split(min(_BLOCKS, max(1, values.numel())))
         rows = self._rows(torch.stack([bit_sum([block]).cpu() for block in blocks]))
-        by = most = float("nan")
-        if differing := _differing(rows):  # else sums of blocks happen to be the same, of other values
-            block, digests = blocks[differing[0]], [row[differing[0]] for row in rows]
-            everywhere = torch.empty(len(rows) * block.numel(), dtype=torch.float64)
-            all_gather_flat(everywhere, block.cpu().double(), self._group)
-            by_rank = everywhere.view(len(rows), -1)
-            most = by_rank.abs().max().item()
-            by = float((by_rank - by_rank[0]).abs().nan_to_num(nan=float("inf")).max())
-        ranks = dist.get_process_group_ranks(self._group)
-        common = Counter(digests).most_common(1)[0][0]
-        apart = [rank for rank, digest in zip(ranks, digests, strict=True) if digest != common]
+        # sums of blocks may happen to be the same, of other values
+        differing = [blocks[index] for index in _differing(rows)] or list(blocks)
+        most, by, there = 0.0, -1.0, torch.zeros(1, dtype=torch.float64)
+        for some in _grouped(differing):
+            highest = torch.cat([block.cpu().double() for block in some])
+            highest[highest.isnan()] = math.inf
+            own, lowest = highest.clone(), highest.clone()
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self._group)
+            apart = (highest - lowest).nan_to_num(nan=0.0, posinf=math.inf)
+            most = max(most, highest.abs().max().item(), lowest.abs().max().item())
+            if apart.max().item() > by:
+                by, there = apart.max().item(), own[apart.argmax()].view(1)
+        ranks, held = dist.get_process_group_ranks(self._group), torch.empty(len(rows), dtype=torch.float64)
+        all_gather_flat(held, there, self._group)
+        far = [rank for rank, value in zip(ranks, held, strict=True) if not abs(value - held.median()) < by / 2]
         return ReplicaDifference(
-            step=look.step,
+            step=step,
             name=piece.name,
-            ranks=tuple(apart if 2 * len(apart) < len(ranks) else ranks),
+            ranks=tuple(far if 2 * len(far) < len(ranks) else ranks),
             of=tuple(ranks),
             by=by,
             most=most,
-            blocks=len(differing),
         )
 
     def _from_all(self, digest: torch.Tensor) -> list[int]:
@@ -206,9 +220,8 @@ class ReplicaDifference:
         name: of the first tensor that differs.
         ranks: that differ from most; all that are compared, where no value is most ranks'.
         of: ranks that are compared.
-        by: largest difference that was found; NaN where it was not.
-        most: largest value beside it.
-        blocks: of the tensor, of which so many differ.
+        by: largest difference of an element.
+        most: largest value where anything differs.
     """
 
     step: int
@@ -217,22 +230,32 @@ class ReplicaDifference:
     of: tuple[int, ...]
     by: float
     most: float
-    blocks: int
 
     @property
     def rounding(self) -> bool:
         """Whether it may come from the last bits of sums alone."""
-        return self.by <= _ROUNDING * self.most
+        return math.isfinite(self.by) and self.by <= _ROUNDING * self.most
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
         others = "" if len(self.ranks) == len(self.of) else " from their replicas"
         verb = "differ" if len(self.ranks) > 1 else "differs"
-        amount = "" if math.isnan(self.by) else f", by up to {self.by:.2g}"
         return (
             f"replicas have drifted apart: after step {self.step}, {self.name!r} of rank{'s' * (len(self.ranks) > 1)} "
-            f"{ranks} {verb}{others}{amount}"
+            f"{ranks} {verb}{others}, by up to {self.by:.2g}"
         )
+
+
+def _grouped(blocks: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """``blocks``, as many at a time as are compared at once."""
+    group, elements = list[torch.Tensor](), 0
+    for block in blocks:
+        if group and elements + block.numel() > _AT_ONCE:
+            yield group
+            group, elements = [], 0
+        group.append(block)
+        elements += block.numel()
+    yield group
 
 
 def _differing(rows: Sequence[Sequence[int]]) -> list[int]:
