@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed.distributed_c10d as c10d
 
+from phalanx.comm import Place
 from phalanx.launch.hang_report import CollectiveCall, HangReport, RankStand, ranges
-from phalanx.launch.rank_probe import TimeSpent, collective_calls
-from phalanx.launch.stack_frames import StackFrame, frames_of, parse_stacks, parse_traceback
+from phalanx.launch.rank_probe import RankProbe, TimeSpent, collective_calls
+from phalanx.launch.stack_frames import StackFrame, frames_of_thread, parse_stacks, parse_traceback
 from phalanx.launch.straggler_watch import RankPace, straggler
 
 pytestmark = pytest.mark.quick
@@ -94,12 +97,45 @@ def test_stacks_are_those_of_the_main_thread() -> None:
     assert parse_traceback(raised) == parse_stacks(dump)
 
 
-def test_a_frame_between_two_lines_stands_in_the_first_of_its_function() -> None:
+def test_a_frame_between_two_lines_stands_in_the_first_of_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another thread runs may have no line: a thread that looks at it every tenth of a second meets that."""
     code = test_ranges.__code__
-    (found,) = frames_of(SimpleNamespace(f_code=code, f_lineno=None, f_back=None))  # pyright: ignore[reportArgumentType]
+    frame = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
+    monkeypatch.setattr(sys, "_current_frames", lambda: {7: frame})
+    (found,) = frames_of_thread(7)
     assert (found.line, found.function) == (code.co_firstlineno, "test_ranges")
     assert not RankStand(rank=0, frames=(found,)).waits
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_thread_that_has_ended_stands_nowhere_and_garbage_is_collected_as_before(collects: bool) -> None:
+    here = threading.get_ident()
+    had = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        assert frames_of_thread(-1) == ()
+        assert gc.isenabled() == collects
+        assert frames_of_thread(here)[0].function == "frames_of_thread"
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if had else gc.disable)()
+
+
+def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = RankProbe(Place(rank=0, world_size=1), None)
+    looks: list[int] = []
+
+    def fails() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            probe.end()
+        raise AttributeError("'Slot' object has no attribute 'f_lineno'")
+
+    monkeypatch.setattr("phalanx.launch.rank_probe.frames_of_thread", lambda _: fails())
+    thread = threading.Thread(target=probe._run)
+    thread.start()
+    thread.join(30)
+    assert len(looks) == 3
 
 
 def test_ranges() -> None:
