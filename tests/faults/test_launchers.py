@@ -111,7 +111,7 @@ def _nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     yield
     assert psutil.Process().children(recursive=True) == []
-    assert alive(noted(tmp_path)) == []
+    assert wait_until(lambda: alive(noted(tmp_path)) == [], 2.0)
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     # torch makes the folder of its compiler when it first asks where that is
     assert [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")] == []
@@ -219,7 +219,7 @@ def test_stop_leaves_no_process_even_of_workers_that_ignore_signals(name: str, t
         fit(spec(tmp_path, "hang"), name, watch)
     assert time.monotonic() - ended < LIMIT
     assert len(noted(tmp_path)) == 2
-    assert alive(noted(tmp_path)) == []
+    assert wait_until(lambda: alive(noted(tmp_path)) == [], 2.0)
 
 
 CODES = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: -2}
