@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from phalanx.comm.json_messages import gather_json
-from phalanx.comm.roll_call import LOST
+from phalanx.comm.roll_call import rank_is_lost
 from phalanx.errors import CheckpointError, DamagedError, PeerLostError
 from phalanx.units import show_names
 
@@ -168,7 +168,7 @@ class StoreRendezvous(Rendezvous):
     def __init__(
         self, store: Store, prefix: str, rank: int, world_size: int, *, patience: float, given_up: Event
     ) -> None:
-        self.rank, self._world_size, self._launchers = rank, world_size, _without_prefixes(store)
+        self.rank, self._world_size = rank, world_size
         self._store = PrefixStore(prefix, store)
         self._patience, self._given_up, self._rounds = patience, given_up, 0
 
@@ -190,16 +190,12 @@ class StoreRendezvous(Rendezvous):
         while not self._store.check([key]):
             if self._given_up.wait(pause):
                 raise CheckpointError("the save was given up: the run ended before all ranks had written")
-            if self._launchers.check([LOST]):
+            if rank_is_lost(self._store):
                 raise PeerLostError("the save was given up: a rank that had a part in it is gone")
             if time.monotonic() > deadline:
                 raise CheckpointError(f"the other ranks were not heard of for {self._patience:g} s")
             pause = min(2 * pause, 0.2)
         return self._store.get(key)
-
-
-def _without_prefixes(store: Store) -> Store:
-    return _without_prefixes(store.underlying_store) if isinstance(store, PrefixStore) else store
 
 
 def by_rank(texts: Mapping[int, str]) -> str:

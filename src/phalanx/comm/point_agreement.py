@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, final
 
-from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from phalanx.comm.roll_call import LOST
+from phalanx.comm.roll_call import rank_is_lost
 
 _PERIOD = 0.5  # seconds between looks at the store
 _PATIENCE = (
@@ -42,7 +42,6 @@ class PointAgreement:
         with suppress(NotImplementedError, RuntimeError, AttributeError):
             own = own.clone()  # a client of its own: no call waits for one of the main thread
         self._store: Store = own
-        self._launchers = _without_prefixes(self._store)
         self._changed = threading.Condition()
         self._held, self._passed, self._round = False, 0, 0
         self._agreed: dict[int, list[int]] = {}  # by point
@@ -128,12 +127,8 @@ class PointAgreement:
         return json.loads(self._store.get(f"{self._round}/outcome"))
 
     def _gives_up(self, until: float, pause: float) -> bool:
-        return self._ends.wait(pause) or time.monotonic() > until or self._launchers.check([LOST])
+        return self._ends.wait(pause) or time.monotonic() > until or rank_is_lost(self._store)
 
     def _settle(self, outcome: str) -> Any:
         """``outcome``, or what another rank has settled before: one counts for all."""
         return json.loads(self._store.compare_set(f"{self._round}/outcome", "", outcome))
-
-
-def _without_prefixes(store: Store) -> Store:
-    return _without_prefixes(store.underlying_store) if isinstance(store, PrefixStore) else store

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 LOST = "phalanx/lost"
 """The key of the store at which ranks have met that is set once one of them is known to be gone."""
 
+
+def rank_is_lost(store: Store) -> bool:
+    """Whether one of the ranks that have met at ``store`` is known to be gone; ``store`` may be a part of theirs."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.check([LOST])
+
+
 _SAYS = 5.0  # seconds of silence before what is waited for is said, and then each time twice as many
 _TRY = 2.0  # seconds for one attempt to reach the store
 _LOOK = 0.02, 0.5  # seconds between looks at who is there, at first and at most
