@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import phalanx as px
 from phalanx import checkpoint
@@ -121,9 +122,49 @@ class TestStop:
     def test_a_loss(self, plan: str) -> None:
         error = stopped(plan, "run", LOSS)
         assert error.kind == "LossError"
-        told = "the loss of step 0 is nan.\n    First not finite: the output of layers.0, in micro-batch"
+        told = f"the loss of step 0 is nan.\n    First not finite: x of the batch, sample {BAD}, on rank "
         assert str(error).startswith(told)  # of no rank: all have raised it together
-        assert f"(samples {BAD})" in str(error)
+        assert "try: leave these samples out of job.data" in str(error)
+        assert "clip" not in str(error)
+
+    @pytest.mark.parametrize("plan", ["single", "dp=2", "dp=2 server=1"])
+    @pytest.mark.parametrize("form", ["dict", "tuple"])
+    def test_a_column_that_the_loss_alone_reads(self, plan: str, form: str) -> None:
+        """Which samples are to blame is not to be seen in a loss; it is in the batch."""
+        rows = table()[range(LENGTH)]
+        weights = torch.ones(LENGTH)
+        weights[BAD] = float("nan")
+        as_dict = form == "dict"
+
+        def loss(output: torch.Tensor, batch: Any) -> px.Loss:
+            target, weight = (batch["y"], batch["w"]) if as_dict else batch[1:]
+            each = nn.functional.cross_entropy(output, target, reduction="none")
+            return px.Loss((each * weight).sum(), len(each))
+
+        def data() -> Any:
+            columns = rows["x"], rows["y"], weights
+            return px.Table(x=columns[0], y=columns[1], w=columns[2]) if as_dict else TensorDataset(*columns)
+
+        error = stopped(plan, "run", {"data": data, "loss": loss})
+        column = "w" if as_dict else "element 2"
+        assert f"First not finite: {column} of the batch, sample {BAD}, on rank " in str(error)
+        assert "clip" not in str(error)
+        (event,) = px.Run(folder=Path("run")).events("accident")
+        assert event["samples"] == [BAD]
+        (saved,) = px.Run(folder=Path("run")).accidents
+        assert BAD in saved.samples
+
+    def test_what_is_missing_in_other_samples_is_not_blamed(self) -> None:
+        """A job may mark it by NaN; minus infinity may be a mask."""
+        rows = table()[range(LENGTH)]
+        rows["x"][BAD, 0] = MARK
+        missing = torch.full((LENGTH,), float("nan"))
+        missing[BAD] = 0.0
+        masks = torch.full((LENGTH, 3), float("-inf"))
+        masks[BAD] = 0.0
+        data = px.Table(x=rows["x"], y=rows["y"], missing=missing, mask=masks)
+        error = stopped("single", "run", {**GRADIENT, "data": lambda: data})
+        assert "First not finite: the backward of root, in micro-batch 0" in str(error)
 
     @pytest.mark.parametrize("plan", ["dp=2 server=1", "dp=2 server=2"])
     def test_servers(self, plan: str) -> None:
@@ -343,7 +384,7 @@ class TestTheBatchThatIsKept:
     def test_it_comes_back_and_goes_wrong_again(self) -> None:
         stopped("dp=2", "run", LOSS)
         (saved,) = px.Run(folder=Path("run")).accidents
-        assert (saved.step, saved.where, BAD in saved.samples) == (0, "the output of layers.0", True)
+        assert (saved.step, saved.where, BAD in saved.samples) == (0, "x of the batch", True)
         batch = saved.batch
         assert batch["x"].isnan().sum() == 1
         torch.manual_seed(saved.seed)

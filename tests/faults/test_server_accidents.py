@@ -77,7 +77,7 @@ BACKWARD: dict[str, Any] = {"model": lambda: Planted(Steep()), "data": lambda: p
 KINDS = [
     pytest.param(FORWARD, "loss", "the output of bad", id="forward"),
     pytest.param(BACKWARD, "gradient", "the backward of bad", id="backward"),
-    pytest.param(LOSS, "loss", "the output of layers.0", id="sample"),
+    pytest.param(LOSS, "loss", "x of the batch", id="sample"),
 ]
 
 
@@ -103,6 +103,8 @@ def test_stop(how: dict[str, Any], kind: str, where: str) -> None:
     event = accident()
     saved = kept(event)
     place = f"First not finite: {where}, in micro-batch {saved.micro} on rank {saved.rank} (samples {BAD})."
+    if how is LOSS:
+        place = f"First not finite: {where}, sample {BAD}, on rank {saved.rank}."
     assert (event["kind"], event["action"], event["samples"], event["where"]) == (kind, "stop", [BAD], place)
     assert f"    {place}\n    The batch is kept in run/accidents/step-00000000.\n" in str(error)
     assert (saved.step, saved.where, len(saved.samples), BAD in saved.samples) == (0, where, 8, True)
@@ -116,7 +118,8 @@ def test_skip(how: dict[str, Any], kind: str, where: str) -> None:
     found = run("dp=2 server=2", "run", how, on_nonfinite="skip")
     event = accident()
     assert (event["kind"], event["action"], event["samples"]) == (kind, "skip", [BAD])
-    assert event["where"].startswith(f"First not finite: {where}, in micro-batch 0 on rank ")
+    of = f"sample {BAD}," if how is LOSS else "in micro-batch 0"
+    assert event["where"].startswith(f"First not finite: {where}, {of} on rank ")
     assert len(kept(event).samples) == BATCH // 2
     assert [one["step"] for one in found.events("step") if one["skipped"]] == [0]
     assert all(tensor.isfinite().all() for tensor in values(found).values())
@@ -137,7 +140,7 @@ def test_of_two_workers_the_first_piece_is_named() -> None:
     event = accident()
     saved = kept(event)
     assert event["samples"] == list(saved.samples)
-    assert f"on rank {saved.rank} " in event["where"]
+    assert event["where"].endswith(f" on rank {saved.rank}.")
     assert saved.seed == stream(job().seed, 0, 0, 0)
 
 

@@ -93,6 +93,16 @@ class TestFinite:
             checkpoint.save(tmp_path, step=2, tensors=tensors, state={}, keep=1)
         assert names(tmp_path) == ["step-00000001"]
 
+    @pytest.mark.parametrize("value", [NAN, INF, -INF])
+    @pytest.mark.parametrize("at", [0, (1 << 15) - 1, 1 << 15, 100_000, -1])
+    def test_wherever_it_stands(self, at: int, value: float, tmp_path: Path) -> None:
+        """A large tensor is looked at in pieces: each of them counts."""
+        large = torch.zeros(3 * (1 << 15) + 5_000)
+        large[at] = value
+        with pytest.raises(CheckpointError, match=r"model.x is not finite \(1 (NaN|infinite) of 103304 values\)"):
+            checkpoint.save(tmp_path, step=1, tensors={"model.x": large}, state={})
+        assert names(tmp_path) == []
+
     def test_float8_too(self, tmp_path: Path) -> None:
         tensors = {"model.x": torch.tensor([1.0, NAN]).to(torch.float8_e4m3fn)}
         with pytest.raises(CheckpointError, match=r"model\.x is not finite"):

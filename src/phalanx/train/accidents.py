@@ -206,7 +206,7 @@ class Accidents:
             facts = {"step": accident.step, "kind": accident.kind, "action": answer, "message": accident.told}
             self._write("accident", **facts, where=place, samples=list(samples), path=path)
         if answer == "stop":
-            raise self._error(accident, place, why, path)
+            raise self._error(accident, place, why, path, of_data=bool(seen and seen.of_data))
         if answer == "rollback":
             self._back += 1
             made_by = accident.step - (accident.kind == "parameter")  # which the update before has spoilt
@@ -231,12 +231,12 @@ class Accidents:
         )
         return list(micro.ids), str(Path("accidents") / named) if saved.keep(micro.batch) else ""
 
-    def _error(self, accident: Accident, place: str, why: str, path: str) -> RunError:
-        error = self._worded(accident, place, why, path)
+    def _error(self, accident: Accident, place: str, why: str, path: str, *, of_data: bool = False) -> RunError:
+        error = self._worded(accident, place, why, path, of_data)
         error.everywhere = True
         return error
 
-    def _worded(self, accident: Accident, place: str, why: str, path: str) -> RunError:
+    def _worded(self, accident: Accident, place: str, why: str, path: str, of_data: bool) -> RunError:
         lines = [f"{accident.told}.", *([f"    {place}"] if place else []), *([f"    {why}"] if why else [])]
         if path and self._folder:
             lines.append(f"    The batch is kept in {self._folder.parent / path}.")
@@ -247,14 +247,7 @@ class Accidents:
         if accident.kind == "spike":
             lines.append("    try: --resume --on-spike skip, or a larger --spike")
             return LossError("\n".join(lines))
-        lines.append(
-            "    Usual causes: a learning rate too high or without warm-up, a logarithm, a root or a division by zero "
-            "in the model or the loss, bad values in the data."
-        )
-        lines.append(
-            "    try: job(clip=1.0, schedule=px.Schedule(warmup_steps=100)), or a lower lr; to leave out such batches: "
-            "--on-nonfinite skip"
-        )
+        lines += _DATA_ADVICE if of_data else _ADVICE
         return (LossError if accident.kind == "loss" else GradientError)("\n".join(lines))
 
 
@@ -267,9 +260,23 @@ def _way_on(run: RunSpec | None) -> str:
     return "--resume --on-nonfinite rollback, from the newest checkpoint, or a lower lr"
 
 
+_ADVICE = (
+    "    Usual causes: a learning rate too high or without warm-up, a logarithm, a root or a division by zero "
+    "in the model or the loss, bad values in the data.",
+    "    try: job(clip=1.0, schedule=px.Schedule(warmup_steps=100)), or a lower lr; to leave out such batches: "
+    "--on-nonfinite skip",
+)
+_DATA_ADVICE = (
+    "    try: leave these samples out of job.data, or mend their values there; to leave out such batches: "
+    "--on-nonfinite skip",
+)
+
+
 def _place(accident: Accident, seen: Sighting, ids: Collection[int]) -> str:
     """Where numbers went wrong first, in words."""
     few = ", ".join(map(str, list(ids)[:_MOST_NAMED])) + (", ..." if len(ids) > _MOST_NAMED else "")
+    if seen.of_data and accident.kind != "spike":
+        return f"First not finite: {seen.where}, sample{'s' if len(ids) > 1 else ''} {few}, on rank {seen.rank}."
     of = f"{f'micro-batch {seen.micro} on' if seen.micro >= 0 else 'the piece of'} rank {seen.rank} (samples {few})"
     if accident.kind == "spike":
         return f"Its largest part is the loss of {of}."

@@ -29,7 +29,7 @@ from phalanx.train.grad_accumulation import GradAccumulation
 if TYPE_CHECKING:
     from phalanx.train.step import Step
 
-_FORWARD, _BACKWARD, _AFTER, _LARGEST = range(4)
+_DATA, _FORWARD, _BACKWARD, _AFTER, _LARGEST = range(5)
 
 Means = Mapping[tuple[int, int], float]
 """(part, index) of micro-batches → their mean loss."""
@@ -58,6 +58,14 @@ class Sighting:
     rank: int = 0
     trouble: str = ""
 
+    @property
+    def of_data(self) -> bool:
+        """Whether the samples themselves are not finite."""
+        return self.where.endswith(_THE_BATCH)
+
+
+_THE_BATCH = "the batch"
+
 
 def bad_parameters(parameters: Mapping[str, Tensor]) -> list[str]:
     """Names of those that are not finite, as far as they are here."""
@@ -84,18 +92,19 @@ def first_sighting(step: Step, batch: StepBatch) -> Sighting:
     return replace(told[rank], rank=rank)
 
 
-def first_sighting_here(layout: Layout, samples: Sequence[int], run: Callable[[ModuleWatch], Means]) -> Sighting:
-    """The first place in micro-batches of so many ``samples``, which are on this process alone.
+def first_sighting_here(layout: Layout, micros: Sequence[MicroBatch], run: Callable[[ModuleWatch], Means]) -> Sighting:
+    """The first place in ``micros``, which are on this process alone.
 
     ``run`` computes them once more, tells the watch of each forward and loss, and returns their mean losses. Where all
     is finite this time, the place is as in ``first_sighting``, and so are gradients and running statistics.
     """
     for name in bad_parameters(layout.parameters)[:1]:
         return _of_parameter(name, 0)
-    watch = ModuleWatch({(0, micro): number for micro, number in enumerate(samples)})
+    watch = ModuleWatch({(0, at): micro.samples for at, micro in enumerate(micros)})
     with watch.watching(layout.modules):
         means = run(watch)
-    return watch.first(layout.parameters, means)
+    seen = watch.first(layout.parameters, means)
+    return _or_of_data(seen, [micros])
 
 
 def _of_parameter(name: str, rank: int) -> Sighting:
@@ -112,7 +121,41 @@ def _run_again(step: Step, batch: StepBatch) -> Sighting:
         step.layout.accumulate(batch.parts, work)
         step.layout.finish()
         work.totals()
-    return watch.first(step.layout.parameters, work.means())
+    seen = watch.first(step.layout.parameters, work.means())
+    return _or_of_data(seen, batch.parts)
+
+
+def _or_of_data(seen: Sighting, parts: Sequence[Sequence[MicroBatch]]) -> Sighting:
+    """``seen`` in a forward or backward, or what was wrong before that: the numbers of its samples.
+
+    Where ``seen`` tells samples, others are not to blame: a job may mark what is missing by NaN and leave it out. Minus
+    infinity is what masks are made of, and counts in such samples alone.
+    """
+    if seen.order[0] not in (_FORWARD, _BACKWARD):
+        return seen
+    micro = parts[seen.part][seen.micro]
+    for name, tensor in _columns(micro.batch):
+        if tensor.shape[:1] != (micro.samples,) or _finite(tensor, above=not seen.rows):
+            continue
+        bad = _wrong(tensor.reshape(micro.samples, -1), above=not seen.rows).any(dim=1)
+        rows = tuple(row for row in bad.nonzero()[:, 0].tolist() if row in (seen.rows or range(micro.samples)))
+        if rows:
+            where = f"{name} of {_THE_BATCH}" if name else _THE_BATCH
+            return replace(seen, order=(_DATA, seen.micro, 0.0), where=where, rows=rows)
+    return seen
+
+
+def _columns(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The dense tensors in a batch, each by the keys and indices that lead to it; no name where it is the batch."""
+    if isinstance(batch, Tensor):
+        if batch.layout == torch.strided:
+            yield name, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _columns(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(batch, tuple | list):
+        for index, value in enumerate(batch):
+            yield from _columns(value, f"{name}[{index}]" if name else f"element {index}")
 
 
 class _WatchedAccumulation(GradAccumulation):

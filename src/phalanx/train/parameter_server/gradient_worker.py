@@ -218,7 +218,7 @@ class Computer:
         buffers = BufferCopies()
         buffers.take(self._layout.modules)
         try:
-            return first_sighting_here(self._layout, [micro.samples for micro in self.micros], again)
+            return first_sighting_here(self._layout, self.micros, again)
         finally:
             buffers.put_back()
 
