@@ -236,7 +236,7 @@ class Accidents:
         error.everywhere = True
         return error
 
-    def _worded(self, accident: Accident, place: str, why: str, path: str, of_data: bool) -> RunError:
+    def _worded(self, accident: Accident, place: str, why: str, path: str, of_data: bool = False) -> RunError:
         lines = [f"{accident.told}.", *([f"    {place}"] if place else []), *([f"    {why}"] if why else [])]
         if path and self._folder:
             lines.append(f"    The batch is kept in {self._folder.parent / path}.")
