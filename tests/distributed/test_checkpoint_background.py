@@ -15,12 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_ranks import laid_out, local, ranks
+from phalanx.comm.lost_peer import LOST
 from small import fit, job
 
 import phalanx as px
 from phalanx import checkpoint
 from phalanx.checkpoint import BackgroundSaver, SaveRequest, background, writing
-from phalanx.errors import CheckpointError, WorkerError
+from phalanx.checkpoint.all_ranks import StoreMeeting
+from phalanx.errors import CheckpointError, PeerLostError, WorkerError
 
 torch.set_num_threads(1)
 
@@ -275,3 +277,14 @@ class TestRuns:
         found = checkpoint.checkpoints(tmp_path / "run" / "checkpoints")
         assert [one.step for one in found] == [7, 6]
         assert all(one.whole for one in found)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_waits_for_a_rank_that_is_gone_gives_up(rank: int) -> None:
+    """Launchers say in their own keys that one is lost; the saving thread need not wait out its patience."""
+    launchers = dist.HashStore()
+    launchers.set(LOST, "1")
+    store = dist.PrefixStore("worker", launchers)
+    meeting = StoreMeeting(store, "save", rank, 2, patience=20.0, given_up=threading.Event())
+    with pytest.raises(PeerLostError, match="a rank that had a part in it is gone"):
+        meeting.decided({}, lambda everything: everything)

@@ -25,8 +25,10 @@ from phalanx.comm import Place
 from phalanx.comm.frames import Connection, LostError, views
 from phalanx.comm.handshake import CallerHandshake, Identity, Role, new_secret
 from phalanx.comm.listener import Caller
+from phalanx.errors import RunError
+from phalanx.files import release, take
 from phalanx.launch.local import launch
-from phalanx.parallel.parameter_server import FrameKind, StalenessBound, WorkQueue, deal_ticket
+from phalanx.parallel.parameter_server import FrameKind, RunProgress, StalenessBound, WorkQueue, deal_ticket
 from phalanx.parallel.parameter_server.protocol import (
     FROM_COORDINATOR,
     FROM_WORKER,
@@ -417,3 +419,18 @@ def test_snapshots_are_verified_for_the_coordinators_question_alone(
 
 def test_every_kind_of_frame_has_its_table() -> None:
     assert set(FROM_WORKER) | set(TO_WORKER) | set(FROM_COORDINATOR) | set(TO_COORDINATOR) == set(FrameKind)
+
+
+def test_snapshots_of_a_run_that_another_has_taken_are_left_alone() -> None:
+    folder = Path("taken")
+    store = ShardStore(job(), run_of("dp=2 server=1").plan, 0, folder)
+    folder.mkdir()
+    token = take(folder)
+    store.snapshot(RunProgress(floor=0, done=[], samples=0, begun=0))
+    there = sorted(path for path in folder.rglob("*") if path.name != "writer.json")
+    (folder / "writer.json").write_text(json.dumps({"identity": "another"}))
+    with pytest.raises(RunError, match="taken over"):
+        store.clear()
+    assert sorted(path for path in folder.rglob("*") if path.name != "writer.json") == there
+    assert len(there) > 1
+    release(token)

@@ -13,7 +13,9 @@ import pytest
 import torch.distributed.distributed_c10d as c10d
 
 from phalanx.comm import Place
+from phalanx.config import Plan
 from phalanx.launch.hang_report import CollectiveCall, HangReport, RankStand, ranges
+from phalanx.launch.hang_watch import in_run
 from phalanx.launch.rank_probe import RankProbe, TimeSpent, collective_calls
 from phalanx.launch.stack_frames import StackFrame, frames_of_thread, parse_stacks, parse_traceback
 from phalanx.launch.straggler_watch import RankPace, straggler
@@ -78,6 +80,15 @@ def test_report_says_which_exchange_of_which_step_and_where() -> None:
         "rank 1 (process 12, host node2) did not come to all_reduce of float 3 (exchange 7 of its group) among ranks "
         "0-1 of step 5 for 300 s: it stands in me/train.py:41 forward"
     )
+
+
+def test_replicas_that_step_by_themselves_count_their_ranks_from_0() -> None:
+    """Each has process groups of its own: what its worker calls rank 1 is another rank of the run."""
+    told = call(7, ranks=(0, 1))
+    plan = Plan.parse("dp=2 fsdp=2 sync=local every=2")
+    assert [in_run(plan, rank, told).ranks for rank in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert in_run(plan, 1, told).group != in_run(plan, 2, told).group
+    assert in_run(Plan.parse("dp=4"), 2, told) == told
 
 
 def test_a_stand_goes_through_json() -> None:

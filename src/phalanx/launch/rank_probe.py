@@ -107,6 +107,7 @@ class RankProbe:
         self._began = time.monotonic()
         self._main = threading.main_thread().ident or 0
         self._clock = MainThreadClock(os.getpid())
+        self._host = socket.gethostname()
 
     def start(self) -> None:
         """From now on this process answers. To be called by its main thread."""
@@ -153,7 +154,7 @@ class RankProbe:
             rank=self._rank,
             step=self._step,
             pid=os.getpid(),
-            host=socket.gethostname(),
+            host=self._host,
             frames=frames_of_thread(self._main),
             busy=self._clock.busy(),
         )
