@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_ranks import laid_out, local, ranks
-from phalanx.comm.lost_peer import LOST
 from small import fit, job
 
 import phalanx as px
 from phalanx import checkpoint
 from phalanx.checkpoint import BackgroundSaver, SaveRequest, background, writing
 from phalanx.checkpoint.all_ranks import StoreMeeting
+from phalanx.comm.roll_call import LOST
 from phalanx.errors import CheckpointError, PeerLostError, WorkerError
 
 torch.set_num_threads(1)
