@@ -136,7 +136,7 @@ def test_what_a_worker_tells_of_a_number_that_is_not_finite_is_taken(
     served(change=change)
     (event,) = px.Run(folder=Path("run")).events("accident")
     assert event["samples"] == [5]
-    assert event["where"].startswith("First not finite: the output of 0, in micro-batch 0 on rank ")
+    assert event["where"].startswith("First not finite: x of the batch, sample 5, on rank ")
 
 
 DONE = {"step": 0, "part": 0, "term": 0, "ticket": "0" * 64, "what": "train", "version": 0}

@@ -75,7 +75,8 @@ def test_half_precision_equals_the_plain_loop(precision: str) -> None:
     run = trained(MODELS["own GPT"](), f"precision={precision}")
     witness = Witness.of(MODELS["own GPT"](), STEPS, precision=precision)  # pyright: ignore[reportArgumentType]
     assert apart(witness.losses, run.losses) <= 1e-4
-    assert apart(Witness.of(MODELS["own GPT"](), 1).losses, run.losses[:1]) > 1e-6, "computed in fp32"
+    # of all steps: that of one may be the same to the last bit on some processors
+    assert apart(Witness.of(MODELS["own GPT"](), STEPS).losses, run.losses) > 1e-6, "computed in fp32"
     assert [event["skipped"] for event in run.events("step")] == witness.skipped
 
 
