@@ -107,7 +107,7 @@ def job(tmp_path: Path) -> str:
 
 def test_kills_lose_nothing_under_shards(job: str, tmp_path: Path) -> None:
     """Of a rank in a step and within a save, of all ranks, of the launcher, of everything."""
-    chaos = Chaos(job, "fsdp=2", folder=tmp_path / "chaos", steps=20, checkpoint_every=4)
+    chaos = Chaos(job, "fsdp=2", folder=tmp_path / "chaos", steps=60, checkpoint_every=4)
     verdict = chaos.run(
         [
             *("SIGKILL rank 1 step 6", "SIGKILL rank 0 save 3", "SIGKILL rank 1 save 3"),
@@ -139,7 +139,7 @@ def test_kills_lose_nothing_under_shards(job: str, tmp_path: Path) -> None:
 
 
 def test_what_goes_wrong_within_a_rank_and_around_it(job: str, tmp_path: Path) -> None:
-    chaos = Chaos(job, "dp=2", folder=tmp_path / "chaos", steps=30, checkpoint_every=3)
+    chaos = Chaos(job, "dp=2", folder=tmp_path / "chaos", steps=90, checkpoint_every=3)
     verdict = chaos.run(
         [
             *("exception rank 1 step 4", "clock rank 0 step 10", "SIGSTOP rank 1 step 15 for 0.2s"),
@@ -150,7 +150,7 @@ def test_what_goes_wrong_within_a_rank_and_around_it(job: str, tmp_path: Path) -
     assert len(verdict.struck) == 6, verdict
     words = {one.fault.split()[0]: one.what for one in verdict.outcomes}
     assert "begun again" in words["exception"]
-    # ranks agree on where to stop about once a second, and these steps are quick: it may end first
+    # ranks look twice a second whether to stop, and these steps are quick: it may end first
     assert words["SIGTERM"].startswith("exit code 75, begun again") or words["SIGTERM"].startswith("the run ")
     assert words["clock"] == words["SIGSTOP"] == words["slow-disk"] == "the run went on"
 
