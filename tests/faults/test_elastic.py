@@ -140,7 +140,8 @@ def test_it_grows_back_and_that_is_no_restart(tmp_path: Path) -> None:
 
 def test_more_that_fail_again_are_left_at_once_and_for_longer(tmp_path: Path) -> None:
     run = spec("dp=2", tmp_path / "run", devices="1:2", restarts=3, grow_after=6)
-    done = px.fit(failing(2, 99, tmp_path, slow=0.03, steps=60), run=run)
+    # steps long enough for the launcher to see the sixth before the twelfth, beside other work
+    done = px.fit(failing(2, 99, tmp_path, slow=0.1, steps=60), run=run)
     there_and_back = [(1, 2), (2, 1)]
     assert sizes(run.folder)[:5] == [(2, 1), *there_and_back, *there_and_back]
     grown = [event["step"] for event in events(run.folder, "resize") if event["to"] == 2]
