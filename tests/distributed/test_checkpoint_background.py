@@ -20,7 +20,7 @@ from small import fit, job
 import phalanx as px
 from phalanx import checkpoint
 from phalanx.checkpoint import BackgroundSaver, SaveRequest, background, writing
-from phalanx.checkpoint.all_ranks import StoreMeeting
+from phalanx.checkpoint.all_ranks import StoreRendezvous
 from phalanx.comm.roll_call import LOST
 from phalanx.errors import CheckpointError, PeerLostError, WorkerError
 
@@ -285,6 +285,6 @@ def test_who_waits_for_a_rank_that_is_gone_gives_up(rank: int) -> None:
     launchers = dist.HashStore()
     launchers.set(LOST, "1")
     store = dist.PrefixStore("worker", launchers)
-    meeting = StoreMeeting(store, "save", rank, 2, patience=20.0, given_up=threading.Event())
+    meeting = StoreRendezvous(store, "save", rank, 2, patience=20.0, given_up=threading.Event())
     with pytest.raises(PeerLostError, match="a rank that had a part in it is gone"):
-        meeting.decided({}, lambda everything: everything)
+        meeting.decide({}, lambda everything: everything)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 
 import pytest
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from phalanx.comm import Place, roll_call
+from phalanx.comm import Place, meet, roll_call
 from phalanx.comm.roll_call import meet_all
 from phalanx.errors import RunError
 
@@ -49,3 +51,15 @@ def test_ranks_that_come_late_are_met(meeting: str) -> None:
     for one in late:
         one.join()
     assert len(found) == 3
+
+
+def test_a_forked_process_meets_through_a_connection_of_its_own() -> None:
+    """The one it was forked with is another process's, and may be to a store that is gone since."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    here = Place(world_size=2, store=f"tcp://127.0.0.1:{server.port}")
+    ours = meet(here)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if meet(here) is not ours else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert meet(here) is ours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ class Place:
 
 
 _left: list[object] = []
-_stores: dict[str, Store] = {}
+_stores: dict[tuple[int, str], Store] = {}
 _joins = count()
 
 
@@ -102,13 +103,14 @@ def meet(place: Place) -> Store:
 
     What stands in it stays: whoever writes into it does so under a prefix that was never used before.
     """
-    if place.store not in _stores:
+    key = os.getpid(), place.store  # a client that was forked is another process's, or of a store that is gone
+    if key not in _stores:
         if place.store == "env://":
-            _stores[place.store] = meet_all(place)
+            _stores[key] = meet_all(place)
         else:
             host, _, port = place.store.removeprefix("tcp://").rpartition(":")
-            _stores[place.store] = TCPStore(host, int(port), is_master=False, timeout=place.patience)
-    return _stores[place.store]
+            _stores[key] = TCPStore(host, int(port), is_master=False, timeout=place.patience)
+    return _stores[key]
 
 
 @contextmanager
