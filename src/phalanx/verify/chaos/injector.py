@@ -34,6 +34,7 @@ _STANDS = 0.001  # seconds until a process that was sent SIGSTOP stands
 _FILE_CLOCK = 0.02  # seconds that times of files may lag behind
 _AFTER_LAUNCHER = 5.0  # seconds in which a run's processes have to be gone once its launcher is
 _UNHARMED = 10  # steps in which what was hit goes on: it is not going to end
+_HEEDED = 30.0  # seconds after a deadly fault in which it may yet: ranks agree on the step at which they stop
 ARMED = "armed"
 """The folder, beside the run's, in which faults within a rank are announced."""
 
@@ -226,7 +227,8 @@ class InjectedRun:
         names = [event["event"] for _, event in self._events[strike.index :]]
         if "start" in names:
             return "step" in names[names.index("start") :]
-        if names.count("step") > _UNHARMED:
+        may_end = strike.fault.deadly and time.monotonic() < strike.at + _HEEDED
+        if names.count("step") > _UNHARMED and not may_end:
             return True
         if strike.armed and not strike.armed.exists() and strike.whole_from is None:
             strike.whole_from = len(self._events)
