@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,39 @@ for tensor in tensors:
 say("end")
 """
     assert len(torchrun(script, tmp_path, 6)) == 6
+
+
+SLOW = """
+def loss(output, batch):
+    open(f"pid-{os.getpid()}", "w").close()
+    time.sleep(0.05)
+    return px.cross_entropy(output, batch["y"])
+
+px.fit(job(loss=loss, epochs=1000), "dp=2", folder="slow")
+"""
+
+
+def test_workers_of_a_script_end_with_their_agent(tmp_path: Path) -> None:
+    """The agent is killed: it can tell its workers nothing."""
+    (tmp_path / "script.py").write_text(HEAD + SLOW)
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    deadline = time.monotonic() + 90.0
+    with subprocess.Popen([*command, "script.py"], stderr=subprocess.DEVNULL, cwd=tmp_path) as agent:
+        while len(noted := list(tmp_path.glob("pid-*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        agent.kill()
+    assert len(noted) == 2
+    killed = time.monotonic()
+    while there := [path.name for path in noted if _runs(int(path.name.removeprefix("pid-")))]:
+        assert time.monotonic() < killed + 5.0, f"{there} train on"
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_build_outside_torchrun_says_how(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def final_tensors(folder: Path) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: there is none, or chunks are missing or do not fill their tensor.
     """
-    steps = sorted((folder / "checkpoints").glob("step-*"))
+    steps = sorted((folder / "checkpoints").glob("step-*"), key=lambda path: (len(path.name), path.name))
     if not steps:
         raise CheckpointError(f"{folder} holds no checkpoint")
     try:
