@@ -13,6 +13,7 @@ import pytest
 from phalanx.launch import hang_watch
 from phalanx.launch.failure import Failure
 from phalanx.launch.hang_watch import HangWatch, WatchedRank
+from phalanx.launch.stack_frames import StackFrame
 
 pytestmark = pytest.mark.quick
 
@@ -93,6 +94,38 @@ def test_who_sleeps_is_blocked(processes: Processes) -> None:
     assert failure is not None
     assert failure.hang is not None
     assert failure.hang["cause"] in ("blocked", "silent")
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "idle_since"),
+    [
+        ([0, 0, 0, 0], 0.0),
+        ([10, 10, 10, 10], 0.0),
+        ([10, 20, 10, 20], 0.0),  # of half a second: what it takes to write down where it stands, in ticks of 10 ms
+        ([20, 20, 10, 0], 1.0),
+        ([20, 20, 20, 20], 2.0),
+        ([0, 60, 0, 0], 1.0),
+    ],
+)
+def test_what_counts_as_computing(milliseconds: list[int], idle_since: float, processes: Processes) -> None:
+    progress = hang_watch._RankProgress.begun(PID, 3, 0.0)
+    for looks in range(4):
+        ticks = sum(milliseconds[: looks + 1]) // 10
+        (processes.root / f"{PID}/stat").write_text(f"{PID} (a) S {'0 ' * 10}{ticks} 0 {'0 ' * 10}")
+        progress.look(0.5 * (looks + 1))
+    assert progress.idle_since == idle_since
+
+
+def test_who_has_given_up_and_saves_stood_where_it_did_before() -> None:
+    stack: list[StackFrame] = []
+    answers: Any = SimpleNamespace(answer=lambda since: (9, tuple(stack)), read=lambda: (None, None))
+    watched = {0: WatchedRank(PID, 3, answers)}
+    watch = HangWatch(lambda: watched, TIMEOUT)
+    for files in (["/home/me/train.py"], ["/x/phalanx/checkpoint/survivor.py", "/x/phalanx/train/survivor_save.py"]):
+        stack[:] = [StackFrame(file, 7, "wait") for file in files]
+        watch._ask(watched)
+        assert watch._report is not None
+        assert [frame.file for frame in watch._report.first.frames] == ["/home/me/train.py"]
 
 
 @pytest.mark.parametrize("pid", [PID, CHILD])

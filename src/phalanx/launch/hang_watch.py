@@ -12,6 +12,7 @@ step, as servers beside the first have none, while others have: those who need i
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,9 +32,11 @@ _ANSWER = 1.0  # seconds that an answer may take
 _SOON = 0.02  # seconds between looks whether it is there
 _LOOK = 0.5  # seconds between looks at how busy processes are
 _STIRS = 0.03  # of a core: less is what idle threads of gloo take
+_WORKS = 0.1  # of a core: less, in one look alone, may be the worker's writing down where it stands
 _STREAMS = 1 << 18  # bytes from one look to the next: less is what a worker writes down of itself
 _LATER = 1.0  # seconds that ranks that wait have to give up by themselves
 _PROC = Path("/proc")
+_SURVIVES = re.compile(r"[/\\]phalanx[/\\]train[/\\]survivor_save\.py$")
 _GAP = 5.0  # seconds without a look: this process was stopped itself, and perhaps the others with it
 
 
@@ -62,6 +65,7 @@ class _RankProgress:
     looked: float
     clock: MainThreadClock
     moved: int = 0
+    stirred: bool = False
     busy: float | None = None
 
     @classmethod
@@ -72,7 +76,9 @@ class _RankProgress:
         """Take in how busy the rank's processes are."""
         pid, _ = self.step
         ticks = _ticks(pid)
-        if (ticks - self.ticks) / (now - self.looked) > _STIRS or self._reads_or_writes():
+        share, stirred = (ticks - self.ticks) / (now - self.looked), self.stirred
+        self.stirred = share > _STIRS
+        if share > _WORKS or (self.stirred and stirred) or self._reads_or_writes():
             self.idle_since = now
         self.ticks, self.looked, self.busy = ticks, now, self.clock.busy()
 
@@ -152,10 +158,11 @@ class HangWatch:
                 if (before[1] and answers[rank] == before) or state_of(ranks[rank].pid) in "Tt":
                     del asked[rank]
         before = {stand.rank: stand for stand in self._report.stands} if self._report else {}
+        frames = {rank: answers.get(rank, (0, ()))[1] for rank in ranks}
         stands = [
-            before[rank]  # where it stood, as it has ended since
-            if rank in before and not watched.files
-            else self._stand(rank, watched, answers.get(rank, (0, ()))[1])
+            before[rank]  # where it stood: it has ended since, or has given up and saves what it holds
+            if rank in before and (not watched.files or any(_SURVIVES.search(one.file) for one in frames[rank]))
+            else self._stand(rank, watched, frames[rank])
             for rank, watched in ranks.items()
         ]
         now = time.monotonic()
