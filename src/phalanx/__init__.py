@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phalanx.api import Run, build, fit, forecast, plan, prove
-    from phalanx.config import Cluster, Job, Loss, Plan, Pretrained, RunSpec, Schedule
+    from phalanx.api import Run, build, fit, forecast, load, plan, prove
+    from phalanx.config import Best, Cluster, Job, Loss, Plan, Pretrained, RunSpec, Schedule
     from phalanx.data import Table
     from phalanx.errors import PhalanxError
     from phalanx.launch.hosts import Hosts
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
-    **dict.fromkeys(("Run", "build", "fit", "forecast", "plan", "prove"), "phalanx.api"),
-    **dict.fromkeys(("Cluster", "Job", "Loss", "Plan", "Pretrained", "RunSpec", "Schedule"), "phalanx.config"),
+    **dict.fromkeys(("Run", "build", "fit", "forecast", "load", "plan", "prove"), "phalanx.api"),
+    **dict.fromkeys(("Best", "Cluster", "Job", "Loss", "Plan", "Pretrained", "RunSpec", "Schedule"), "phalanx.config"),
     **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
@@ -34,6 +34,7 @@ _WHERE = {
 __all__ = [
     "LAMB",
     "LARS",
+    "Best",
     "Cluster",
     "Hosts",
     "Job",
@@ -51,6 +52,7 @@ __all__ = [
     "fit",
     "forecast",
     "linear_scaling",
+    "load",
     "load_balancing_loss",
     "mse",
     "next_token_loss",

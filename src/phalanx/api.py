@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config import Cluster, Job, Plan, RunSpec
 from phalanx.config.fields import is_whole
 from phalanx.errors import PhalanxError, Problem, RefusedError, SpecError, WorkerError
-from phalanx.events import read
-from phalanx.files import read_text
+from phalanx.report.run import Run, load
 
 if TYPE_CHECKING:
     from phalanx.comm import Place
     from phalanx.data import Loader
-    from phalanx.data.saved_batch import SavedBatch
     from phalanx.forecast import Forecast
     from phalanx.launch import Launch, Launcher
     from phalanx.launch.hosts import Hosts
@@ -28,44 +26,6 @@ if TYPE_CHECKING:
     from phalanx.train.assembly import Findings
     from phalanx.train.step import Step
     from phalanx.verify import Proof
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """A run folder and what is in it.
-
-    Attributes:
-        folder: where it is.
-    """
-
-    folder: Path
-
-    def events(self, name: str | None = None) -> Iterator[dict[str, Any]]:
-        """The run's events in order; those called ``name`` where given."""
-        return (event for event in read(self.folder / "events.jsonl") if name is None or event["event"] == name)
-
-    @property
-    def losses(self) -> list[float]:
-        """Loss of each logged step. A step taken again after a resume counts as it went the last time."""
-        return list({event["step"]: event["loss"] for event in self.events("step")}.values())
-
-    @property
-    def evaluation(self) -> dict[str, Any] | None:
-        """The last evaluation: ``loss``, ``samples``, ``metrics``; ``None`` where there was none."""
-        found = list(self.events("evaluate"))
-        return found[-1] if found else None
-
-    @property
-    def accidents(self) -> list[SavedBatch]:
-        """The batches that losses or gradients were not finite with, or spikes came from, by step."""
-        from phalanx.train.accidents import saved_batches
-
-        return saved_batches(self.folder)
-
-    @property
-    def plan(self) -> Plan:
-        """The plan it ran under."""
-        return Plan.from_toml(read_text(self.folder / "plan.toml", where="plan.toml", fix="the folder of a run"))
 
 
 def fit(
@@ -199,7 +159,7 @@ def _start(job: Job, spec: RunSpec, how: _Start, watch: Callable[[], None] | Non
             begun = entered.prepare()
             with _recorded(folder):
                 supervise(how.launcher.start, wanted, forecaster, grace=spec.grace, restarts=restarts)
-    return Run(folder=folder)
+    return Run(folder=folder, job=job)
 
 
 def _looked_at(job: Job, run: RunSpec) -> Findings:
@@ -249,7 +209,7 @@ def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None) -> Run:
         status.report_failure(error)
         raise
     raise_stopped(status.stopped, saved=True)
-    return Run(folder=folder)
+    return Run(folder=folder, job=job)
 
 
 def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
@@ -379,6 +339,8 @@ def _servers_step(plan: Plan) -> Problem:
     allowed = "phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt"
     return Problem(where="plan.server", given=given, allowed=allowed, fix=f"dp={plan.dp}")
 
+
+__all__ = ["Run", "build", "fit", "forecast", "load", "plan", "prove"]
 
 _log = logging.getLogger("phalanx")
 _RESERVES = 3  # killed workers and servers that a run with servers replaces

@@ -210,6 +210,10 @@ def test_schedules() -> None:
     assert factors(Schedule(decay="linear"), 4) == [1.0, 0.75, 0.5, 0.25]
     assert factors(Schedule(decay="cosine", floor=0.1), 10)[5] == 0.55
     assert factors(Schedule(decay="step", milestones=(3, 6)))[2:8] == [1.0, 0.1, 0.1, 0.1, 0.01, 0.01]
+    assert factors(Schedule(function=lambda step: 0.5**step), 4) == [1.0, 0.5, 0.25, 0.125]
+    assert factors(Schedule(function=lambda step: 2 + step, warmup_steps=4), 6) == [0.5, 1.5, 3.0, 5.0, 6.0, 7.0]
+    with pytest.raises(SpecError, match=r"gives nan for step 3"):
+        factors(Schedule(function=lambda step: float("nan") if step == 3 else 1.0))
 
 
 @pytest.mark.parametrize(
@@ -220,6 +224,10 @@ def test_schedules() -> None:
         ({"warmup_steps": "4"}, "warmup_steps"),
         ({"warmup_steps": 1, "warmup_samples": 1}, "warmup_samples"),
         ({"decay": "step"}, "milestones"),
+        ({"function": 0.5}, "function"),
+        ({"function": lambda step: -1.0}, "function"),
+        ({"function": lambda step: None}, "function"),
+        ({"function": lambda step: 1.0, "decay": "cosine"}, "decay"),
         ({"decay": "step", "milestones": 5}, "milestones"),
         ({"decay": "cosine", "milestones": (5,)}, "milestones"),
         ({"decay": "cosine", "floor": 1.5}, "floor"),

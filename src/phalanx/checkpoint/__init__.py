@@ -1,7 +1,8 @@
 """Checkpoints that know tensors by full name and shard, so that any plan loads what any other saved."""
 
 from phalanx.checkpoint.background import BackgroundSaver, Saving
-from phalanx.checkpoint.export import Exported, contents, export
+from phalanx.checkpoint.best import BestSoFar, best_step
+from phalanx.checkpoint.export import Exported, contents, export, model_tensors
 from phalanx.checkpoint.folder import FoundCheckpoint, checkpoints, latest, prune
 from phalanx.checkpoint.optimizer import optimizer_tensors, restore_optimizer
 from phalanx.checkpoint.reading import read_state, verify
@@ -11,17 +12,20 @@ from phalanx.checkpoint.tensor_part import PartTensor, TensorPart
 
 __all__ = [
     "BackgroundSaver",
+    "BestSoFar",
     "Exported",
     "FoundCheckpoint",
     "PartTensor",
     "SaveRequest",
     "Saving",
     "TensorPart",
+    "best_step",
     "checkpoints",
     "contents",
     "export",
     "latest",
     "load",
+    "model_tensors",
     "optimizer_tensors",
     "prune",
     "read_state",

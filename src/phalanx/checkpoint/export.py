@@ -86,6 +86,23 @@ def export(path: Path, target: Path, *, dtype: torch.dtype | None = None, shard:
     return Exported(files=tuple(files), tensors=len(entries), nbytes=nbytes, configured=config is not None)
 
 
+def model_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the model in the checkpoint ``path``, whole and in this process, by its name in the model.
+
+    Of tied parameters the first name. They are verified as they are read.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or holds no model.
+    """
+    manifest = Manifest.read(path)
+    stored = {name: one for name, one in manifest.tensors.items() if name.startswith(_MODEL)}
+    if not stored:
+        raise CheckpointError(f"{path} holds no model")
+    tensors = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in stored.items()}
+    fill(path, manifest, tensors)
+    return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
+
+
 def contents(path: Path) -> dict[str, Any]:
     """What the checkpoint in folder ``path`` says that it holds, as JSON: step, samples, files, bytes, tensors.
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.checkpoint.best import best_step
 from phalanx.checkpoint.format import MANIFEST, STATE, Manifest, step_of
 from phalanx.checkpoint.safe_files import is_folder, is_link, remove, size_of
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, SpecError
 from phalanx.files import check_writer
 
 _LEFTOVER = re.compile(r"\.step-\d{8,18}(?P<survivor>\.rank-\d+)?\.(tmp|old|gone)")
@@ -186,7 +187,8 @@ def prune(
     """Delete checkpoints in ``folder``. Returns which.
 
     Args:
-        keep: the newest that stay; the newest of which ``stays`` is true stays in any case.
+        keep: the newest that stay; the newest of which ``stays`` is true stays in any case, and so does that of the
+            best evaluation.
         keep_every: those whose step is a multiple of it stay for ever; 0: none.
         upto: later steps than this are neither counted nor deleted.
 
@@ -194,9 +196,14 @@ def prune(
         RunError: another run has taken the run folder that ``folder`` is in.
     """
     check_writer(folder)
+    try:
+        best = best_step(folder.parent)
+    except SpecError:  # which of them is not to be deleted is not known
+        return []
     steps = {path: step_of(path) or 0 for path in newest_first(folder)}
     found = [path for path, step in steps.items() if upto is None or step <= upto]
     stay = {*found[:keep], *(path for path in found if keep_every and steps[path] % keep_every == 0)}
+    stay |= {path for path in found if steps[path] == best}
     stay |= set(next(([path] for path in found if stays(path)), []))
     gone = list[Path]()
     for path in reversed(found):

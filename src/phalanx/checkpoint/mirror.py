@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any, final
 from urllib.parse import urlsplit
 
+from phalanx.checkpoint.best import best_step
 from phalanx.checkpoint.folder import begin, give_up, latest, name_of, publish, temporary
 from phalanx.checkpoint.format import MANIFEST, Manifest, step_of
 from phalanx.checkpoint.reading import verify
@@ -133,8 +134,10 @@ class ObjectStore:
             give_up(folder, step)
             raise
 
-    def prune(self, keep: int, keep_every: int = 0) -> list[int]:
-        """Delete all but the newest ``keep``, and those whose step is a multiple of ``keep_every``. Returns which.
+    def prune(self, keep: int, keep_every: int = 0, best: int | None = None) -> list[int]:
+        """Delete all but the newest ``keep``, those whose step is a multiple of ``keep_every``, and that of ``best``.
+
+        Returns which.
 
         So are copies that were cut short and have a later one.
 
@@ -142,7 +145,7 @@ class ObjectStore:
             CheckpointError: the store cannot be asked or written to.
         """
         whole = self.steps()
-        gone = [step for step in whole[keep:] if not (keep_every and step % keep_every == 0)]
+        gone = [step for step in whole[keep:] if step != best and not (keep_every and step % keep_every == 0)]
         with self._told("written to"):
             cut_short = [step for step in self._names() if whole and step < whole[0] and step not in whole]
             for step in (*gone, *cut_short):
@@ -281,7 +284,7 @@ class Mirror:
                     self._news.put({"path": str(path), "bytes": copied})
                 self._last = None
                 check_writer(path)
-                store.prune(self._keep, self._keep_every)
+                store.prune(self._keep, self._keep_every, best_step(path.parents[1]))
             except PhalanxError as error:
                 if path.exists():  # else a later one has taken its place meanwhile
                     self._last = error if isinstance(error, RunError) else CheckpointError(str(error))

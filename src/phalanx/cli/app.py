@@ -19,7 +19,7 @@ from phalanx.errors import PhalanxError
 
 VERBS = (
     *("demo", "train", "forecast", "plan", "scale", "show", "devices"),
-    *("checkpoint", "calibrate", "prove", "audit", "chaos", "bench", "worker", "completion"),
+    *("export", "checkpoint", "calibrate", "prove", "audit", "chaos", "bench", "worker", "completion"),
 )
 _FAILED = 3
 

@@ -2,12 +2,13 @@
 
 from phalanx.config.cluster import Cluster, Group
 from phalanx.config.device import Device, Host, Link, Network
-from phalanx.config.job import Job, Loss, Pretrained
+from phalanx.config.job import Best, Job, Loss, Pretrained
 from phalanx.config.plan import Plan
 from phalanx.config.run import RunSpec
 from phalanx.config.schedule import Schedule
 
 __all__ = [
+    "Best",
     "Cluster",
     "Device",
     "Group",

@@ -17,13 +17,6 @@ Cutting = Literal["colwise", "rowwise", "whole", 0, 1]
 
 _CUTTINGS = get_args(Cutting)
 
-_KINDS = {
-    "drop_last": FieldKind(types=(bool,), allowed="True or False", fix="drop_last=True"),
-    "shuffle": FieldKind(types=(bool, type(None)), allowed="True, False or None", fix="shuffle=True"),
-    "schedule": FieldKind(types=(Schedule,), allowed="a px.Schedule", fix='schedule=px.Schedule(decay="cosine")'),
-    "name": FieldKind(types=(str,), allowed="a text", fix='name="digits"'),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Pretrained:
@@ -46,6 +39,54 @@ class Pretrained:
         return given if isinstance(given, Pretrained) else cls(given)
 
 
+@dataclass(frozen=True, slots=True)
+class Best:
+    """By which number evaluations are compared. The checkpoint of the best one stays, whatever else is deleted.
+
+    Attributes:
+        metric: ``loss``, the evaluation's, or a name of ``job.metrics``.
+        mode: whether less is better, ``min``, or more, ``max``.
+        patience: evaluations in a row that bring nothing better, after which the run ends early; ``None``: it does not.
+        min_delta: by how much a better one has to be better.
+    """
+
+    metric: str = "loss"
+    mode: Literal["min", "max"] = "min"
+    patience: int | None = None
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        problems = _problems_of_best(self)
+        if problems:
+            raise SpecError(problems)
+
+
+def _problems_of_best(best: Best) -> list[Problem]:
+    found: list[Problem] = []
+
+    def wrong(name: str, allowed: str, fix: str) -> None:
+        given = repr(getattr(best, name))
+        found.append(Problem(where=f"best.{name}", given=given, allowed=allowed, fix=f"px.Best({fix})"))
+
+    if not isinstance(best.metric, str) or not best.metric:  # pyright: ignore[reportUnnecessaryIsInstance]
+        wrong("metric", "loss, or the name of a metric", '"accuracy", mode="max"')
+    if best.mode not in ("min", "max"):
+        wrong("mode", "min, max", '"accuracy", mode="max"')
+    if best.patience is not None and not is_whole(best.patience, 1):
+        wrong("patience", "a whole number of evaluations, 1 or more, or None", "patience=3")
+    if not is_number(best.min_delta) or best.min_delta < 0:
+        wrong("min_delta", "a number, 0 or more", "min_delta=0.001")
+    return found
+
+
+_KINDS = {
+    "drop_last": FieldKind(types=(bool,), allowed="True or False", fix="drop_last=True"),
+    "shuffle": FieldKind(types=(bool, type(None)), allowed="True, False or None", fix="shuffle=True"),
+    "best": FieldKind(types=(Best, type(None)), allowed="a px.Best, or None", fix='best=px.Best("loss", patience=3)'),
+    "name": FieldKind(types=(str,), allowed="a text", fix='name="digits"'),
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """What to train, written for one device.
@@ -66,11 +107,12 @@ class Job:
         drop_last: whether the last, partial batch of an epoch is dropped.
         workers: processes a rank that load data; 0 loads in the training process.
         prefetch: batches each of the ``workers`` loads ahead; 2 where not given.
-        schedule: the factor on the learning rate.
+        schedule: the factor on the learning rate; a function of the step stands for ``px.Schedule(function=...)``.
         clip: largest global L2 norm of the gradient; ``None`` does not clip.
         evaluate: builds the evaluation data (map-style), of which each sample counts exactly once.
         metrics: ``metrics(output, batch)`` gives a dict of name → ``Loss(sum, count)``, evaluated with the loss.
         evaluate_every: optimizer steps between evaluations; 0: at the end only.
+        best: by which number evaluations are compared: the best one's checkpoint stays, and a run may end early.
         unused: what to do about parameters that get no gradient: ``error`` names them and stops, ``allow`` trains on.
         tensor_parallel: how weights are cut under ``tp``, where it shall be otherwise than found: name of a layer or of
             its weight, ``*`` standing for any text → ``colwise``, ``rowwise``, ``whole``, or a dimension, 0 or 1. The
@@ -94,15 +136,21 @@ class Job:
     drop_last: bool = False
     workers: int = 0
     prefetch: int | None = None
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: Schedule | Callable[[int], Any] = field(default_factory=Schedule)
     clip: float | None = None
     evaluate: Callable[[], Any] | None = None
     metrics: Callable[[Any, Any], dict[str, Any]] | None = None
     evaluate_every: int = 0
+    best: Best | None = None
     unused: Unused = "error"
     tensor_parallel: Mapping[str, Cutting] = field(default_factory=dict[str, Cutting])
     initial: str | Path | Pretrained | None = None
     name: str = "job"
+
+    @property
+    def lr_schedule(self) -> Schedule:
+        """``schedule``, also where that is given as a function."""
+        return Schedule.of(self.schedule)
 
     def __post_init__(self) -> None:
         problems = _problems(self)
@@ -160,10 +208,26 @@ def _problems(job: Job) -> list[Problem]:
         wrong("tensor_parallel", allowed, 'tensor_parallel={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}')
     if (initial := job.initial) is not None and not _reads_initial(initial):
         wrong("initial", "a path, px.Pretrained, or None", 'initial="path/to/folder"')
-    for name in ("metrics", "evaluate_every"):
+    if callable(job.schedule):
+        found += _problems_of_function(job.schedule)
+    elif not isinstance(job.schedule, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
+        wrong("schedule", "a px.Schedule, or a function of the step", 'schedule=px.Schedule(decay="cosine")')
+    if isinstance(job.best, Best) and job.best.patience and not job.evaluate_every:
+        fix = f"best=px.Best({job.best.metric!r}, patience={job.best.patience}), evaluate_every=100"
+        allowed = "only together with evaluate_every: without it there is one evaluation, at the end"
+        found.append(Problem(where="best.patience", given=repr(job.best.patience), allowed=allowed, fix=fix))
+    for name in ("metrics", "evaluate_every", "best"):
         if getattr(job, name) and job.evaluate is None:
             wrong(name, "only together with evaluate, which builds the data for it", "evaluate=lambda: dataset")
     return found + misfits("job", {name: getattr(job, name) for name in _KINDS}, _KINDS)
+
+
+def _problems_of_function(function: Callable[[int], Any]) -> list[Problem]:
+    try:
+        Schedule.of(function)
+    except SpecError as error:
+        return list(error.problems)
+    return []
 
 
 def _reads_initial(given: Any) -> bool:

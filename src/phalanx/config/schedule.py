@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from phalanx.config.fields import is_number, is_whole
 from phalanx.errors import Problem, SpecError
 
 Decay = Literal["constant", "linear", "cosine", "step"]
 
+_OWN = "function=lambda step: 0.99**step"
 _STEPWISE = 'decay="step", milestones=(1000, 2000), gamma=0.1'
 _USED_BY: dict[str, tuple[str, ...]] = {
     "milestones": ("step",),
@@ -25,7 +26,8 @@ _USED_BY: dict[str, tuple[str, ...]] = {
 class Schedule:
     """The factor on every learning rate at a given step.
 
-    The factor rises from near 0 to 1 over the warm-up, then falls to ``floor`` by ``decay``.
+    The factor rises from near 0 to 1 over the warm-up, then falls to ``floor`` by ``decay``; or it is what ``function``
+    gives, which the warm-up multiplies.
 
     Attributes:
         decay: ``constant``, ``linear``, ``cosine``, or ``step`` (times ``gamma`` at each milestone).
@@ -35,6 +37,8 @@ class Schedule:
         floor: the last factor of ``linear`` and ``cosine``.
         milestones: optimizer steps at which ``step`` decays.
         gamma: the factor ``step`` multiplies by at each milestone.
+        function: in place of a decay, ``function(step)`` gives the factor of that optimizer step, 0 is the first: of
+            the step alone, so that a run which goes on has the rates that it would have had.
     """
 
     decay: Decay = "constant"
@@ -44,20 +48,32 @@ class Schedule:
     floor: float = 0.0
     milestones: tuple[int, ...] = ()
     gamma: float = 0.1
+    function: Callable[[int], Any] | None = None
 
     def __post_init__(self) -> None:
         problems = _problems(self)
         if problems:
             raise SpecError(problems)
 
+    @classmethod
+    def of(cls, given: Schedule | Callable[[int], Any]) -> Schedule:
+        """``given``, of which a function stands for a schedule of that function."""
+        return given if isinstance(given, Schedule) else cls(function=given)
+
     def factor(self, *, step: int, batch: int, total_steps: int) -> float:
         """The factor for optimizer step ``step`` (0 is the first) at ``batch`` samples a step.
 
         ``total_steps`` is the length of the run, used where the schedule states none of its own.
+
+        Raises:
+            SpecError: if ``function`` gives anything but a finite number, 0 or more.
         """
         warmup = self.warmup_samples / batch if self.warmup_samples else self.warmup_steps
+        rise = min(1.0, (step + 1) / warmup) if step < warmup else 1.0
+        if self.function is not None:
+            return rise * _factor_of(self.function, step)
         if step < warmup:
-            return min(1.0, (step + 1) / warmup)
+            return rise
         if self.decay == "step":
             return self.gamma ** sum(step >= milestone for milestone in self.milestones)
         if self.decay == "constant":
@@ -66,6 +82,26 @@ class Schedule:
         progress = min(1.0, (step - warmup) / max(1.0, total - warmup))
         shape = 1.0 - progress if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.floor + (1.0 - self.floor) * shape
+
+
+def _factor_of(function: Callable[[int], Any], step: int) -> float:
+    found = function(step)
+    if problem := _misfit(found, step):
+        raise SpecError([problem])
+    return float(found)
+
+
+def _misfit(found: Any, step: int) -> Problem | None:
+    """What is wrong with what a schedule's function gave for ``step``; a tensor or an array of one number is one."""
+    try:
+        factor = float(found)
+    except (TypeError, ValueError, RuntimeError):
+        factor = math.nan
+    if math.isfinite(factor) and factor >= 0:
+        return None
+    given = f"a function that gives {found!r:.60} for step {step}"
+    allowed = "a factor on the learning rate: a finite number, 0 or more"
+    return Problem(where="schedule.function", given=given, allowed=allowed, fix=f"px.Schedule({_OWN})")
 
 
 def _problems(schedule: Schedule) -> list[Problem]:
@@ -89,9 +125,16 @@ def _problems(schedule: Schedule) -> list[Problem]:
         wrong("gamma", "a factor above 0, and 1 at most", _STEPWISE)
     if not _are_steps(schedule.milestones):
         wrong("milestones", "optimizer steps: whole numbers, 1 or more", _STEPWISE)
+    if schedule.function is not None and not callable(schedule.function):
+        wrong("function", "a function of the step, or None", _OWN)
     if found:
         return found
 
+    if schedule.function is not None:
+        if schedule.decay != "constant":
+            wrong("decay", "one of the two: a decay, or a function of your own", _OWN)
+        problem = _misfit(schedule.function(0), 0)
+        found += [problem] if problem else []
     if schedule.warmup_steps and schedule.warmup_samples:
         wrong("warmup_samples", "one of warmup_steps and warmup_samples", "warmup_steps=100")
     if schedule.decay == "step" and not schedule.milestones:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-SCHEMA_VERSION = "1.6"
+SCHEMA_VERSION = "1.7"
 
 _INT_OR_NULL, _FLOAT_OR_NULL = (int, type(None)), (float, type(None))
 
@@ -223,6 +223,13 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "step": (_INT_OR_NULL, "the step it was in"),
         "kind": (str, "class of the exception, or the signal"),
         "message": (str, "its text"),
+    },
+    "ended_early": {
+        "step": (int, "optimizer steps taken; since 1.7, as all of this event"),
+        "metric": (str, "by which evaluations are compared: `loss`, or a metric"),
+        "best": (_INT_OR_NULL, "steps taken at the best one; null where none gave a number"),
+        "value": (_FLOAT_OR_NULL, "the metric there"),
+        "evaluations": (int, "in a row that have brought nothing better since"),
     },
     "end": {
         "step": (int, "optimizer steps taken"),

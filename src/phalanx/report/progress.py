@@ -84,7 +84,12 @@ class Follower:
 _WINDOW = 30  # steps that the shown pace is taken over
 _LINE_EVERY = 5.0  # seconds between lines where there is no terminal
 # events that get a line of their own
-ALL = frozenset({"start", "resume", "evaluate", "checkpoint", "warning", "straggler", "stopped", "restart", "resize"})
+ALL = frozenset(
+    {
+        *("start", "resume", "evaluate", "checkpoint", "warning", "straggler"),
+        *("ended_early", "stopped", "restart", "resize"),
+    }
+)
 
 
 def progress(console: Console, *, label: str = "", lines: frozenset[str] = ALL) -> Viewer:
@@ -168,10 +173,20 @@ def line_of(event: Event) -> str | None:
             return f"[yellow]{what}[/]: {escape(why)}"
         case "stopped":
             return f"[yellow]stopped[/] after {event['step']} steps, by {event['signal']}"
+        case "ended_early":
+            return f"[yellow]ended early[/] after {event['step']} steps: {escape(early_text(event))}"
         case "warning" | "straggler":
             return f"[yellow]warning:[/] {escape(event['message'])}"
         case _:
             return None
+
+
+def early_text(event: Event) -> str:
+    """Why the run ended early, as of an ``ended_early`` event."""
+    since = f"in {event['evaluations']} evaluation{'s' if event['evaluations'] > 1 else ''}"
+    if event["best"] is None:
+        return f"no {event['metric']} that is a number {since}"
+    return f"no better {event['metric']} than {event['value']:.4g}, of step {event['best']}, {since}"
 
 
 def interruption_text(event: Event) -> str:

@@ -227,7 +227,7 @@ def _total_steps(job: Job, loader: Loader) -> int:
     Raises:
         SpecError: if nobody knows, and the decay must.
     """
-    schedule = job.schedule
+    schedule = job.lr_schedule
     if loader.total_steps is not None:
         return loader.total_steps
     if schedule.total_steps is None and schedule.decay in ("linear", "cosine"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
-from phalanx.checkpoint import Saving
+from phalanx.checkpoint import BestSoFar, Saving
 from phalanx.comm import Place
 from phalanx.config import Job, RunSpec
 from phalanx.data import StepBatch
@@ -104,6 +104,10 @@ class Stepper(ABC):
             CheckpointError: if it, or the one begun before, cannot be written.
         """
 
+    def agreed(self, value: Any) -> Any:
+        """What the process that writes events has for ``value``, which is JSON. Collective."""
+        return value
+
     def recover(self, lost: StepsLostError) -> None:
         """Go back to where the run can go on from.
 
@@ -136,21 +140,26 @@ class TrainingLoop:
         self._evaluation: dict[str, Any] = {}
         self._metrics: Metrics | None = None
         self._saving: Saving | None = None
+        self._best = BestSoFar(job.best) if job.best else None
 
     def run(self, lost: StepsLostError | None = None) -> dict[str, Any]:
         """Train to the end; ``lost``: what has to be recovered from before. Returns the run's summary."""
         if self._run.rolls_back and not lost and not self._run.resume:
             self._save()  # for accidents before the first one that is due
         tried = self._job.evaluate is None or lost is not None
+        self._read_best()
         while True:
             try:
                 if lost:
                     self._stepper.recover(lost)
+                    self._read_best()
                     self._record_saved()
                     self._saving = None  # one that could not be written is over, too
                     self._saved_at = self._evaluated_at = -1
                 if not tried:  # what cannot be evaluated is known before anything is trained
-                    self._stepper.evaluate(self._interruptions, batches=1)
+                    found = self._stepper.evaluate(self._interruptions, batches=1)
+                    if self._best and found:
+                        self._best.refuse_unknown(found.metrics)
                     self._recorder.begin()
                     tried = True
                 self._train()
@@ -161,7 +170,9 @@ class TrainingLoop:
     def _train(self) -> None:
         stepper, evaluate_every, save_every = self._stepper, self._job.evaluate_every, self._run.save_steps
         every, interruptions = [one for one in (evaluate_every, save_every) if one], self._interruptions
-        while not interruptions.stop:
+        if self._best and not self._best.knows(stepper.taken) and stepper.taken and self._due(evaluate_every):
+            self._evaluate()  # the run ended after the save of this step, and before its evaluation
+        while not (interruptions.stop or self._exhausted()):
             pause = min((stepper.taken // one * one + one for one in every), default=None)
             for batch, metrics, lap in stepper.steps(pause, interruptions):
                 self._metrics = metrics
@@ -175,8 +186,27 @@ class TrainingLoop:
                 self._evaluate()
             if stepper.ended:
                 break
-        if interruptions.stop and self._saved_at != stepper.taken:
+        if (interruptions.stop or self._exhausted()) and self._saved_at != stepper.taken:
             self._save()
+
+    def _record_early_end(self) -> None:
+        if self._best is not None and self._best.exhausted and not self._stepper.ended:
+            step, value = self._best.best or (None, None)
+            facts = {"metric": self._best.metric, "best": step, "value": value}
+            since = self._best.without_better
+            self._recorder.write("ended_early", step=self._stepper.taken, **facts, evaluations=since)
+
+    def _exhausted(self) -> bool:
+        """Whether evaluations have brought nothing better for as long as the job waits."""
+        return self._best is not None and self._best.exhausted
+
+    def _read_best(self) -> None:
+        """Take up the evaluations of the run up to the step where it goes on."""
+        if self._best is None or self._job.best is None:
+            return
+        evaluations = self._stepper.agreed(BestSoFar.read(self._job.best, self._run.folder).evaluations)
+        self._best = BestSoFar(self._job.best, ((step, value) for step, value in evaluations))
+        self._best.go_back(self._stepper.taken)
 
     def _due(self, every: int | None) -> bool:
         return self._stepper.ended or bool(every and self._stepper.taken % every == 0)
@@ -189,6 +219,10 @@ class TrainingLoop:
         self._evaluation = {"loss": result.loss, "samples": result.samples, "metrics": result.metrics}
         self._observer.evaluated(step, self._evaluation)
         self._recorder.write("evaluate", step=step, seconds=result.seconds, **self._evaluation)
+        if self._best and self._best.add(step, self._best.value_of(self._evaluation)) and self._saved_at != step:
+            self._save()
+        if self._best:
+            self._recorder.note_best(self._best)
 
     def _save(self) -> None:
         self._wait_for_save()
@@ -233,6 +267,7 @@ class TrainingLoop:
         stopped = self._interruptions.signal
         if not stopped:
             self._observer.ended()
+            self._record_early_end()
         self._interruptions.finish()
         events, loss = self._stepper.finish(), self._metrics.loss if self._metrics else None
         facts = {"step": self._stepper.taken, "samples": self._stepper.samples, "loss": loss}

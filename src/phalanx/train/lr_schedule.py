@@ -42,7 +42,7 @@ class LearningRates:
             RefusedError: if something else has set one that the job's schedule sets, too.
         """
         job = self._job
-        factor = self._scale * job.schedule.factor(step=step, batch=job.batch, total_steps=self._total_steps)
+        factor = self._scale * job.lr_schedule.factor(step=step, batch=job.batch, total_steps=self._total_steps)
         for index, group in enumerate(self._groups):
             self._base[index] = self._base_of(index, group["lr"], step)
             rate = self._set[index] = self._base[index] * factor
@@ -57,7 +57,7 @@ class LearningRates:
             return self._base[index]  # looking would wait for the device
         if math.isclose(float(found), self._set[index], rel_tol=1e-6):
             return self._base[index]
-        if self._job.schedule == Schedule() and self._scale == 1.0:
+        if self._job.lr_schedule == Schedule() and self._scale == 1.0:
             return float(found)
         had = f"where the schedule had set {self._set[index]:g}"
         given = f"a learning rate that something else set to {float(found):g} before step {step}, {had}"
@@ -76,7 +76,9 @@ def resume_notes(job: Job, folder: Path, *, step: int, total_steps: int | None) 
     before = lengths[-1] if lengths else None
     if not before or before == total_steps:
         return []
-    was, now = (job.schedule.factor(step=step, batch=job.batch, total_steps=length) for length in (before, total_steps))
+    was, now = (
+        job.lr_schedule.factor(step=step, batch=job.batch, total_steps=length) for length in (before, total_steps)
+    )
     if math.isclose(was, now, rel_tol=1e-6):
         return []
     return [
@@ -131,8 +133,8 @@ def scheduler_problems(
     def wrong(given: str, allowed: str, fix: str) -> list[Problem]:
         return [Problem(where="job.optimizer", given=f"{name} on the optimizer {given}", allowed=allowed, fix=fix)]
 
-    if job.schedule != Schedule():
-        return wrong(f"and {job.schedule}", "one of the two: both set the learning rate", instead)
+    if job.lr_schedule != Schedule():
+        return wrong(f"and {job.lr_schedule}", "one of the two: both set the learning rate", instead)
     if start.lr_scale != 1.0:
         return wrong(f"and a factor of {start.lr_scale:g} on every learning rate", "one of the two", instead)
     if plan.server:

@@ -213,6 +213,9 @@ class MeshStepper(Stepper):
         self._assembly.step.accidents.saved(self.taken)
         return saving
 
+    def agreed(self, value: Any) -> Any:
+        return self._assembly.from_every_rank(value)[0]
+
     def recover(self, lost: StepsLostError) -> None:
         """Go back to the newest whole checkpoint. Collective.
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from phalanx.checkpoint.best import BEST, BestSoFar
 from phalanx.config import Job, RunSpec
 from phalanx.data import Ledger, StepBatch
 from phalanx.errors import RunError
@@ -156,6 +157,20 @@ class RunRecorder:
             self._waiting = metrics, seconds
         elif due:
             self._write_step(metrics, seconds)
+
+    def note_best(self, best: BestSoFar) -> None:
+        """Keep in the run's folder which evaluation was the best, for whoever deletes checkpoints or looks for it.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        if not self._log:
+            return
+        try:
+            best.write(self._run.folder)
+        except OSError as error:
+            what = f"{self._run.folder / BEST} cannot be written: {error.strerror}"
+            raise RunError(f"{what}\n    try: free space there") from error
 
     def go_back(self, segment: Callable[[], Ledger | None], done: Iterable[StepBatch]) -> None:
         """Steps are taken anew, and noted in a new segment of the ledger, which begins with those that are ``done``."""

@@ -77,10 +77,10 @@ def proven(job: Job, steps: int, taken: int | None = None) -> Job:
 
     Where other than these are ``taken``, learning rates are all the same those of a run of ``steps``.
     """
-    schedule = job.schedule
+    schedule = job.lr_schedule
     if taken not in (None, steps) and schedule.total_steps is None and schedule.decay in ("linear", "cosine"):
         schedule = replace(schedule, total_steps=steps)
-    return replace(job, model=without_dropout(job), steps=taken or steps, epochs=None, schedule=schedule)
+    return replace(job, model=without_dropout(job), steps=taken or steps, epochs=None, schedule=schedule, best=None)
 
 
 def traced(

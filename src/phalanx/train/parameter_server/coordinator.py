@@ -150,7 +150,7 @@ class Coordinator(Stepper):
         job, observer, scene, parts = self.job, self.observer, self.scene, list(reports)
         total, count = (sum(report.gradient_sums["loss"][index] for report in reports.values()) for index in range(2))
         check_count(step, count)
-        rate = self.run.lr_scale * job.schedule.factor(step=step, batch=job.batch, total_steps=self._total)
+        rate = self.run.lr_scale * job.lr_schedule.factor(step=step, batch=job.batch, total_steps=self._total)
         scale, batch = self._divisor / count, batch_of(self.pieces, step, parts)
         squares = self.group.tell(FrameKind.PREPARE, {"step": step, "parts": parts})
         norm = math.sqrt(sum(answer["square"] for answer in squares)) * scale

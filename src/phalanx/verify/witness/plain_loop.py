@@ -105,8 +105,8 @@ def why_not(job: Job, optimizer: torch.optim.Optimizer | None = None) -> str:
         first = next(iter(list(inspect.signature(type(optimizer).step).parameters.values())[1:]), None)
         if first is not None and first.default is inspect.Parameter.empty:
             return f"{type(optimizer).__name__} steps with a closure, which a plain loop over batches does not have"
-    total = job.steps or job.schedule.total_steps
-    if total is None and job.schedule.decay in ("linear", "cosine") and samples.is_stream(job.data()):
+    total = job.steps or job.lr_schedule.total_steps
+    if total is None and job.lr_schedule.decay in ("linear", "cosine") and samples.is_stream(job.data()):
         return "the learning rate decays until the end of a stream, whose length nobody knows"
     return ""
 
@@ -129,8 +129,8 @@ class _PlainLoop:
         if reason := why_not(job, self.optimizer):
             raise ValueError(reason)
         self.schedule: torch.optim.lr_scheduler.LRScheduler | None = None
-        if job.schedule != Schedule():  # else what a scheduler of the job's own sets, by a hook, stands
-            factor = rates(job.schedule, job.batch, self._total())
+        if job.lr_schedule != Schedule():  # else what a scheduler of the job's own sets, by a hook, stands
+            factor = rates(job.lr_schedule, job.batch, self._total())
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
         # On sums, as the loss is one: the scale does not follow what the batch happens to count.
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0 ** (12 - round(math.log2(job.batch))))
@@ -300,6 +300,8 @@ def rates(schedule: Schedule, batch: int, total: int) -> Any:
     end = float(total if schedule.total_steps is None else schedule.total_steps)
 
     def factor(step: int) -> float:
+        if schedule.function is not None:
+            return float(schedule.function(step)) * (min(step + 1.0, warmup) / warmup if warmup > step else 1.0)
         if warmup > step:
             return min(step + 1.0, warmup) / warmup
         if schedule.decay == "step":

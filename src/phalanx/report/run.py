@@ -1,0 +1,148 @@
+"""A run in Python: what happened in it, and the model that it has trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from phalanx.config import Job, Plan
+from phalanx.errors import SpecError
+from phalanx.events import read
+from phalanx.files import read_text
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from phalanx.checkpoint import Exported
+    from phalanx.data.saved_batch import SavedBatch
+
+Which = int | Literal["best"] | None
+"""Which checkpoint: of that step, of the best evaluation, or the newest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run folder and what is in it. Nothing in it is executed.
+
+    Attributes:
+        folder: where it is.
+        job: that it trains; ``None`` where that is not known. ``model`` needs it.
+    """
+
+    folder: Path
+    job: Job | None = field(default=None, compare=False, repr=False)
+
+    def events(self, name: str | None = None) -> Iterator[dict[str, Any]]:
+        """The run's events in order; those called ``name`` where given."""
+        return (event for event in read(self.folder / "events.jsonl") if name is None or event["event"] == name)
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss of each logged step. A step taken again after a resume counts as it went the last time."""
+        return list({event["step"]: event["loss"] for event in self.events("step")}.values())
+
+    @property
+    def evaluation(self) -> dict[str, Any] | None:
+        """The last evaluation: ``loss``, ``samples``, ``metrics``; ``None`` where there was none."""
+        found = list(self.events("evaluate"))
+        return found[-1] if found else None
+
+    @property
+    def accidents(self) -> list[SavedBatch]:
+        """The batches that losses or gradients were not finite with, or spikes came from, by step."""
+        from phalanx.train.accidents import saved_batches
+
+        return saved_batches(self.folder)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan it ran under."""
+        return Plan.from_toml(read_text(self.folder / "plan.toml", where="plan.toml", fix="the folder of a run"))
+
+    def checkpoint(self, step: Which = None) -> Path:
+        """The folder of a checkpoint: the newest complete one, that of ``step``, or of the ``"best"`` evaluation.
+
+        Raises:
+            SpecError: there is no such checkpoint.
+        """
+        from phalanx.checkpoint import best_step, checkpoints
+
+        found = [one for one in checkpoints(self.folder / "checkpoints") if one.whole]
+        there = ", ".join(str(one.step) for one in found) or "none yet"
+        wanted: object = step
+        if step == "best":
+            wanted = best_step(self.folder)
+            if wanted is None:
+                fix = 'px.Job(..., evaluate=..., best=px.Best("loss"))'
+                raise SpecError.of("step", "best", f"a run that compares evaluations; or one of {there}", fix)
+        if step is None and found:
+            return found[0].path
+        chosen = next((one.path for one in found if one.step == wanted), None)
+        if chosen is None:
+            given = f"{step!r}, of which {self.folder} has no complete checkpoint"
+            raise SpecError.of("step", given, f"None, or one of {there}", f"step={found[0].step if found else None}")
+        return chosen
+
+    def state_dict(self, step: Which = None) -> dict[str, Tensor]:
+        """Every tensor of the trained model, whole, on the CPU, by its name in the model; of tied ones the first name.
+
+        Args:
+            step: as of ``checkpoint``.
+
+        Raises:
+            SpecError: there is no such checkpoint.
+            CheckpointError: it is damaged; tensors are verified as they are read.
+        """
+        from phalanx.checkpoint import model_tensors
+
+        return model_tensors(self.checkpoint(step))
+
+    def model(self, job: Job | None = None, *, step: Which = None) -> nn.Module:
+        """The trained model on the CPU, in evaluation mode, whatever the plan that it was trained under.
+
+        Args:
+            job: that builds it, where the run does not know its own.
+            step: as of ``checkpoint``.
+
+        Raises:
+            SpecError: no job is known, its model is another one, or there is no such checkpoint.
+            CheckpointError: the checkpoint is damaged.
+        """
+        from phalanx.train.trained_model import trained_model
+
+        job = job or self.job
+        if job is None:
+            allowed = "the job that builds the model: a run's folder holds values, and no code"
+            raise SpecError.of("job", "none", allowed, "px.load(folder, job()).model()")
+        return trained_model(job, self.state_dict(step), str(self.checkpoint(step)))
+
+    def save_pretrained(self, target: str | Path, *, step: Which = None, dtype: torch.dtype | None = None) -> Exported:
+        """Write the trained model for others: a new folder that ``from_pretrained`` reads, or a new ``*.safetensors``.
+
+        Args:
+            step: as of ``checkpoint``.
+            dtype: of floating point tensors; as saved where not given.
+
+        Raises:
+            SpecError: ``target`` exists, or there is no such checkpoint.
+            CheckpointError: the checkpoint is damaged, or the target cannot be written.
+        """
+        from phalanx.checkpoint import export
+
+        return export(self.checkpoint(step), Path(target), dtype=dtype)
+
+
+def load(folder: str | Path, job: Job | None = None) -> Run:
+    """The run in ``folder``, ended or not, as ``fit`` gives it; ``job`` is what it trains, for ``Run.model``.
+
+    Raises:
+        SpecError: there is no run.
+    """
+    where = Path(folder)
+    if not (where / "events.jsonl").exists() and not (where / "checkpoints").is_dir():
+        given = f"{where}, which {'is no folder' if not where.is_dir() else 'holds no run'}"
+        raise SpecError.of("folder", given, "the folder of a run", 'px.load("runs/digits-1", job())')
+    return Run(folder=where, job=job)
