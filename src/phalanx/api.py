@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config import Cluster, Job, Plan, RunSpec
 from phalanx.config.fields import is_whole
 from phalanx.errors import PhalanxError, Problem, RefusedError, SpecError, WorkerError
-from phalanx.report.run import Run, load
+from phalanx.report.run_results import Run, load
 
 if TYPE_CHECKING:
     from phalanx.comm import Place

@@ -208,26 +208,43 @@ def _problems(job: Job) -> list[Problem]:
         wrong("tensor_parallel", allowed, 'tensor_parallel={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}')
     if (initial := job.initial) is not None and not _reads_initial(initial):
         wrong("initial", "a path, px.Pretrained, or None", 'initial="path/to/folder"')
-    if callable(job.schedule):
-        found += _problems_of_function(job.schedule)
-    elif not isinstance(job.schedule, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
-        wrong("schedule", "a px.Schedule, or a function of the step", 'schedule=px.Schedule(decay="cosine")')
-    if isinstance(job.best, Best) and job.best.patience and not job.evaluate_every:
-        fix = f"best=px.Best({job.best.metric!r}, patience={job.best.patience}), evaluate_every=100"
-        allowed = "only together with evaluate_every: without it there is one evaluation, at the end"
-        found.append(Problem(where="best.patience", given=repr(job.best.patience), allowed=allowed, fix=fix))
-    for name in ("metrics", "evaluate_every", "best"):
-        if getattr(job, name) and job.evaluate is None:
-            wrong(name, "only together with evaluate, which builds the data for it", "evaluate=lambda: dataset")
-    return found + misfits("job", {name: getattr(job, name) for name in _KINDS}, _KINDS)
+    return (
+        found
+        + _schedule_problems(job)
+        + _evaluation_problems(job)
+        + misfits("job", {name: getattr(job, name) for name in _KINDS}, _KINDS)
+    )
 
 
-def _problems_of_function(function: Callable[[int], Any]) -> list[Problem]:
+def _schedule_problems(job: Job) -> list[Problem]:
+    given: Any = job.schedule
+    if isinstance(given, Schedule):
+        return []
+    if not callable(given):
+        allowed, fix = "a px.Schedule, or a function of the step", 'schedule=px.Schedule(decay="cosine")'
+        return [Problem(where="job.schedule", given=repr(given), allowed=allowed, fix=fix)]
     try:
-        Schedule.of(function)
+        Schedule.of(given)
     except SpecError as error:
         return list(error.problems)
     return []
+
+
+def _evaluation_problems(job: Job) -> list[Problem]:
+    found: list[Problem] = []
+    if job.evaluate is None:
+        allowed, fix = "only together with evaluate, which builds the data for it", "evaluate=lambda: dataset"
+        found += [
+            Problem(where=f"job.{name}", given=repr(value), allowed=allowed, fix=fix)
+            for name in ("metrics", "evaluate_every", "best")
+            if (value := getattr(job, name))
+        ]
+    best: Any = job.best
+    if isinstance(best, Best) and best.patience and not job.evaluate_every:
+        fix = f"best=px.Best({best.metric!r}, patience={best.patience}), evaluate_every=100"
+        allowed = "only together with evaluate_every: without it there is one evaluation, at the end"
+        found.append(Problem(where="best.patience", given=repr(best.patience), allowed=allowed, fix=fix))
+    return found
 
 
 def _reads_initial(given: Any) -> bool:
