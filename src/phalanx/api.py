@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config import Cluster, Job, Plan, RunSpec
 from phalanx.config.fields import is_whole
 from phalanx.errors import PhalanxError, Problem, RefusedError, SpecError, WorkerError
+from phalanx.events.following import Follower, callback_viewers
 from phalanx.report.run_results import Run, load
 
 if TYPE_CHECKING:
@@ -82,7 +83,24 @@ def fit(
     if place is not None:
         return _take_part(job, spec, place, cores)
     there = _Start(launcher=chosen_launcher, hosts=hosts, cores=cores, loadable=run is not None)
-    return _start(job, spec, there, watch)
+    with _called_back(job, spec.folder, watch) as look:
+        return _start(job, spec, there, look)
+
+
+@contextmanager
+def _called_back(job: Job, folder: Path, watch: Callable[[], None] | None) -> Iterator[Callable[[], None] | None]:
+    """What calls ``watch`` and the job's callbacks, which hear of everything before the block ends."""
+    if not job.callbacks:
+        yield watch
+        return
+    with Follower(folder / "events.jsonl", callback_viewers(job.callbacks)) as follower:
+
+        def look() -> None:
+            follower()
+            if watch:
+                watch()
+
+        yield look
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

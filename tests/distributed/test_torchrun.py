@@ -70,6 +70,12 @@ def servers(of):
     runs = [px.fit(job(), "dp=1 server=1", folder=folder) for folder in ("s1", "s2")]
     say(of, steps=[len(run.losses) for run in runs])
 
+def called(of):
+    events = []
+    callbacks = {"step": lambda event: events.append(event["step"]), "end": lambda event: events.append("end")}
+    px.fit(job(callbacks=callbacks), "dp=2", folder="called")
+    say(of, events=events)
+
 def fits_and_builds(of):
     first = px.fit(job(), "dp=2", folder="a", cores=1)
     second = px.fit(job(), "fsdp=2", folder="b")
@@ -92,7 +98,7 @@ def replicas(of):
     weights = [tensor.sum().item() for tensor in step.layout.parameters.values()]
     say(of, fit=run.losses, build=losses, weights=weights, steps=len(both.losses))
 
-for part in (own_group, other_ranks, taken, chosen, servers, fits_and_builds, replicas):
+for part in (own_group, other_ranks, taken, chosen, servers, called, fits_and_builds, replicas):
     torch.set_num_threads(1)
     try:
         part(part.__name__)
@@ -167,6 +173,11 @@ def test_chosen(said: list[Said], folder: Path) -> None:
 def test_servers(said: list[Said]) -> None:
     """Servers and workers of a second run meet each other, and nobody of the first."""
     assert [one["steps"] for one in said] == [[8, 8]] * 2
+
+
+def test_called(said: list[Said]) -> None:
+    """Callbacks are those of rank 0 alone, and hear all of it before ``fit`` gives back the run."""
+    assert [one["events"] for one in said] == [[*range(8), "end"], []]
 
 
 def test_fits_and_builds(said: list[Said]) -> None:

@@ -14,9 +14,10 @@ from phalanx.config import Plan
 from phalanx.data import Ledger, MicroBatch, StepBatch
 from phalanx.errors import DataError, MissingExtraError, SpecError
 from phalanx.events import EventLog, faults
+from phalanx.events.following import Event, Follower, Viewer
 from phalanx.report import trackers
 from phalanx.report.drawing import draw
-from phalanx.report.progress import Event, Follower, StepPace, Viewer, progress, step_text
+from phalanx.report.progress import StepPace, progress, step_text
 from phalanx.report.samples_seen import SamplesSeen, samples_seen
 from phalanx.report.summary import RunSummary, idle_share, summarise, summary_of
 from phalanx.report.tables import (

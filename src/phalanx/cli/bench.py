@@ -29,8 +29,9 @@ def measured(job: Job, run: RunSpec, console: Console, *, label: str = "", hosts
     No forecast is made: cores are for what is measured. ``label`` is that of the progress, the plan where not given.
     """
     from phalanx.api import fit
+    from phalanx.events.following import Follower
     from phalanx.parallel import device_kind
-    from phalanx.report.progress import Follower, progress
+    from phalanx.report.progress import progress
     from phalanx.report.summary import summarise
 
     folder: Path = run.folder

@@ -19,7 +19,7 @@ from phalanx.config.run import Answer, override
 from phalanx.errors import RunError
 
 if TYPE_CHECKING:
-    from phalanx.report.progress import Follower
+    from phalanx.events.following import Follower
 
 _ANSWERS = click.Choice(get_args(Answer))
 
@@ -175,7 +175,8 @@ class _Output:
 
     def follow(self, *, tensorboard: bool) -> Follower:
         """What shows the run while it goes on: the plan, then its progress; of a quiet one what is damaged."""
-        from phalanx.report.progress import Damages, Follower, Opening, Viewer, progress
+        from phalanx.events.following import Follower, Viewer
+        from phalanx.report.progress import Damages, Opening, progress
         from phalanx.report.trackers import TensorBoard
 
         viewers: list[Viewer] = [Damages(self._stderr)]

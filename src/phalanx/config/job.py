@@ -119,6 +119,10 @@ class Job:
             last that fits counts.
         initial: where the initial values come from, in place of those that ``model`` draws: a folder that
             ``save_pretrained`` or ``phalanx checkpoint export`` wrote, a safetensors file, or ``px.Pretrained``.
+        callbacks: name of an event (``step``, ``evaluate``, ``checkpoint``, ``end`` and others, as the run folder's log
+            has them) → function that is called with each one, a dict, soon after it happened: in the process that
+            started the run, or in rank 0's where torchrun did. They read, and change nothing; one that raises is told
+            of and then left out.
         name: of the run; the job file's name where not given.
     """
 
@@ -145,6 +149,9 @@ class Job:
     unused: Unused = "error"
     tensor_parallel: Mapping[str, Cutting] = field(default_factory=dict[str, Cutting])
     initial: str | Path | Pretrained | None = None
+    callbacks: Mapping[str, Callable[[dict[str, Any]], object]] = field(
+        default_factory=dict[str, Callable[[dict[str, Any]], object]]
+    )
     name: str = "job"
 
     @property
@@ -208,6 +215,9 @@ def _problems(job: Job) -> list[Problem]:
         wrong("tensor_parallel", allowed, 'tensor_parallel={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}')
     if (initial := job.initial) is not None and not _reads_initial(initial):
         wrong("initial", "a path, px.Pretrained, or None", 'initial="path/to/folder"')
+    called: Any = job.callbacks
+    if not hasattr(called, "items") or not all(type(name) is str and callable(what) for name, what in called.items()):
+        wrong("callbacks", "names of events → functions", 'callbacks={"evaluate": print}')
     return (
         found
         + _schedule_problems(job)

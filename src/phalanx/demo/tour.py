@@ -16,10 +16,11 @@ from rich.table import Table
 from phalanx.api import fit, prove
 from phalanx.config import Cluster, Job, Plan, RunSpec
 from phalanx.config.plan import Device
+from phalanx.events.following import Follower
 from phalanx.hardware import cluster, cores, cuda_devices
 from phalanx.launch.jobfile import load_job
 from phalanx.report.drawing import draw
-from phalanx.report.progress import Follower, Waiting, progress
+from phalanx.report.progress import Waiting, progress
 from phalanx.report.summary import RunSummary, summarise
 from phalanx.report.tables import Scaled, scaled, scaled_cells
 from phalanx.verify import Proof

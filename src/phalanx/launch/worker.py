@@ -21,6 +21,7 @@ from phalanx.comm.process_group import meet
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.run import override
 from phalanx.errors import PhalanxError, Problem, RefusedError, RunError, SpecError, WorkerError
+from phalanx.events.following import called_back
 from phalanx.files import join, read_text, token_of
 from phalanx.launch.elastic_size import devices_before, fitted, record_resize
 from phalanx.launch.failure import Failure, WorkerReports, describe_error, record, worker_error
@@ -64,6 +65,11 @@ class WorkerStatus:
         self._reports = reports
         self._probe: RankProbe | None = None
         self._plan: Plan | None = None
+
+    @property
+    def launched(self) -> bool:
+        """Whether a launcher of ours has started it, which follows the run itself."""
+        return self._reports is not None
 
     @property
     def alone(self) -> bool:
@@ -172,7 +178,8 @@ def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None) -
             with suppress(PhalanxError):
                 found = look_ahead(job, run.plan, RunStart.of(run))
         alone = run.grace if status.alone else None
-        with StopSignals(alone=alone) as signals:
+        callbacks = job.callbacks if place.rank == 0 and not status.launched else {}
+        with StopSignals(alone=alone) as signals, called_back(callbacks, run.folder / "events.jsonl"):
             link = LauncherLink(report=status.report_step, asked=signals.asked if run.grace else no_signal)
             summary = train(job, run, place, link, findings=found)
     finally:

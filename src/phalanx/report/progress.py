@@ -6,80 +6,14 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, Self, final
+from typing import Self, final
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from phalanx.errors import SpecError
-from phalanx.events import EventReader
+from phalanx.events.following import Event, Viewer
 from phalanx.units import show_bytes, show_clock, show_count, show_seconds
-
-Event = dict[str, Any]
-
-
-class Viewer:
-    """Shows events somewhere; what a viewer has no use for it leaves as it is."""
-
-    def event(self, event: Event) -> None:
-        """Take one event, in the order of the log."""
-
-    def tick(self) -> None:
-        """Called about ten times a second, after the events that came in between."""
-
-    def close(self) -> None:
-        """No more events will come."""
-
-
-@final
-class Follower:
-    """Calls viewers with what is new in a log. Calling it looks once; leaving its block reads on to the end.
-
-    A viewer that raises is told of on stderr once and then left out: watching never ends a run.
-    """
-
-    def __init__(self, log: Path, viewers: Sequence[Viewer]) -> None:
-        self._reader = EventReader(log)
-        self._reader.new()  # what an earlier part of a resumed run wrote is no news
-        self._viewers = list(viewers)
-
-    def __call__(self) -> None:
-        self._hand_on()
-        for viewer in tuple(self._viewers):
-            self._call(viewer, viewer.tick)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hand_on()
-        for viewer in tuple(self._viewers):
-            self._call(viewer, viewer.close)
-
-    def _hand_on(self) -> None:
-        for event in self._new():
-            for viewer in tuple(self._viewers):
-                self._call(viewer, lambda viewer=viewer, event=event: viewer.event(event))
-
-    def _new(self) -> list[Event]:
-        try:
-            return self._reader.new()
-        except SpecError:  # something else stands in the log's place
-            return []
-
-    def _call(self, viewer: Viewer, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:
-            self._viewers.remove(viewer)
-            text = f"{type(viewer).__name__} stopped showing this run, which goes on: {type(error).__name__}: {error}"
-            with suppress(OSError):
-                print(text, file=sys.__stderr__)
-
 
 _WINDOW = 30  # steps that the shown pace is taken over
 _LINE_EVERY = 5.0  # seconds between lines where there is no terminal

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from phalanx.errors import MissingExtraError
-from phalanx.report.progress import Event, Viewer
+from phalanx.events.following import Event, Viewer
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -1,0 +1,143 @@
+"""A run followed by its event log while it goes on. Whoever looks on cannot hurt it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Self, final
+
+from phalanx.errors import SpecError
+from phalanx.events.log import EventReader
+from phalanx.events.schema import SCHEMA
+
+Event = dict[str, Any]
+Callback = Callable[[Event], object]
+
+_EVERY = 0.1  # seconds between looks of a thread
+
+
+class Viewer:
+    """Does something with events; what a viewer has no use for it leaves as it is."""
+
+    @property
+    def name(self) -> str:
+        """What it is called where it is told of."""
+        return type(self).__name__
+
+    def event(self, event: Event) -> None:
+        """Take one event, in the order of the log."""
+
+    def tick(self) -> None:
+        """Called about ten times a second, after the events that came in between."""
+
+    def close(self) -> None:
+        """No more events will come."""
+
+
+@final
+class Follower:
+    """Calls viewers with what is new in a log. Calling it looks once; leaving its block reads on to the end.
+
+    A viewer that raises is told of on stderr once and then left out: watching never ends a run.
+    """
+
+    def __init__(self, log: Path, viewers: Sequence[Viewer]) -> None:
+        self._reader = EventReader(log)
+        self._reader.new()  # what an earlier part of a resumed run wrote is no news
+        self._viewers = list(viewers)
+
+    def __call__(self) -> None:
+        self._hand_on()
+        for viewer in tuple(self._viewers):
+            self._call(viewer, viewer.tick)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hand_on()
+        for viewer in tuple(self._viewers):
+            self._call(viewer, viewer.close)
+
+    def _hand_on(self) -> None:
+        for event in self._new():
+            for viewer in tuple(self._viewers):
+                self._call(viewer, lambda viewer=viewer, event=event: viewer.event(event))
+
+    def _new(self) -> list[Event]:
+        try:
+            return self._reader.new()
+        except SpecError:  # something else stands in the log's place
+            return []
+
+    def _call(self, viewer: Viewer, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._viewers.remove(viewer)
+            text = f"{viewer.name} is left out from now on, and the run goes on: {type(error).__name__}: {error}"
+            with suppress(OSError):
+                print(text, file=sys.__stderr__)
+
+
+@final
+class CallbackViewer(Viewer):
+    """Calls a function of a job's own with each event of one name."""
+
+    def __init__(self, event: str, function: Callback) -> None:
+        self._event, self._function = event, function
+        self._where = ""
+
+    @property
+    def name(self) -> str:
+        return f"the callback of {self._event}{self._where}"
+
+    def event(self, event: Event) -> None:
+        if event["event"] != self._event:
+            return
+        try:
+            self._function(event)
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            self._where = f" ({last.filename}:{last.lineno} {last.name})"
+            raise
+
+
+def callback_viewers(callbacks: Mapping[str, Callback]) -> list[Viewer]:
+    """What calls a job's ``callbacks``, by the name of the event.
+
+    Raises:
+        SpecError: there is no event of that name.
+    """
+    for name in callbacks:
+        if name not in SCHEMA:
+            near = get_close_matches(name, SCHEMA, n=1) or ["evaluate"]
+            raise SpecError.of("job.callbacks", repr(name), ", ".join(SCHEMA), f"callbacks={{{near[0]!r}: print}}")
+    return [CallbackViewer(name, function) for name, function in callbacks.items()]
+
+
+@contextmanager
+def called_back(callbacks: Mapping[str, Callback], log: Path) -> Generator[None]:
+    """Within the block a thread calls ``callbacks`` with what is new in ``log``; all of it, when the block ends."""
+    if not callbacks:
+        yield
+        return
+    ends = threading.Event()
+
+    def follow() -> None:
+        while not ends.wait(_EVERY):
+            follower()
+
+    with Follower(log, callback_viewers(callbacks)) as follower:
+        thread = threading.Thread(target=follow, name="phalanx-callbacks", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ends.set()
+            thread.join()
