@@ -278,6 +278,7 @@ JOBS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         {"metrics": lambda output, batch: {"m": px.Loss(output.sum(), len(output))}},
     ),
     "evaluate_every": ({"evaluate": lambda: Rows(5)}, {"evaluate_every": 1}),
+    "best": ({"evaluate": lambda: Rows(5), "evaluate_every": 1}, {"best": px.Best(mode="max", patience=1)}),
     "unused": ({"model": lambda: unused()}, {"unused": "allow"}),
     "tensor_parallel": ({}, {"tensor_parallel": {"blocks.*.up": "whole"}}),
     "name": ({}, {"name": "another"}),
@@ -291,7 +292,7 @@ def unused() -> Net:
 
 
 def test_every_field_of_a_job_is_looked_at() -> None:
-    assert set(JOBS) | {"prefetch", "initial"} == {one.name for one in fields(Job)}
+    assert set(JOBS) | {"prefetch", "initial", "callbacks"} == {one.name for one in fields(Job)}
 
 
 @pytest.mark.parametrize("name", JOBS)
