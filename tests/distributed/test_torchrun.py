@@ -216,7 +216,8 @@ say("end")
 
 SLOW = """
 def loss(output, batch):
-    open(f"pid-{os.getpid()}", "w").close()
+    if dist.is_initialized() and dist.get_backend() == "gloo":  # not the process that looks at the job beside the run
+        open(f"pid-{os.getpid()}", "w").close()
     time.sleep(0.05)
     return px.cross_entropy(output, batch["y"])
 
