@@ -98,6 +98,26 @@ def test_a_metric_that_is_not_there_is_named(plan: str, tmp_path: Path) -> None:
         fit(plan, tmp_path / "run", best=px.Best("acuracy", mode="max"), **HOW)
 
 
+BENCHED = """
+import sys
+sys.path.insert(0, {small!r})
+import phalanx as px
+import small
+
+def job():
+    how = dict(evaluate=small.table, evaluate_every=1, best=px.Best(mode="max", patience=1))
+    return small.job(callbacks={{"step": lambda event: open("called", "w")}}, **how)
+"""
+
+
+def test_a_bench_measures_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.py").write_text(BENCHED.format(small=str(Path(__file__).parent)))
+    done = CliRunner().invoke(main, ["bench", "job.py", "--plan", "single", "--steps", "4", "--json"])
+    assert done.exit_code == 0, done.output
+    assert not Path("called").exists()
+
+
 @pytest.mark.parametrize(
     ("how", "where"),
     [

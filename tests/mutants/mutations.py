@@ -93,8 +93,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "the schedule counts micro-batches",
         "train/lr_schedule.py",
-        "self._scale * job.schedule.factor(step=step,",
-        "self._scale * job.schedule.factor(step=step * 2,",
+        "self._scale * job.lr_schedule.factor(step=step,",
+        "self._scale * job.lr_schedule.factor(step=step * 2,",
         ("prove rich single",),
     ),
     Mutation(
@@ -161,8 +161,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "warm-up begins one step late",
         "config/schedule.py",
-        "return min(1.0, (step + 1) / warmup)",
-        "return min(1.0, step / warmup)",
+        "rise = min(1.0, (step + 1) / warmup)",
+        "rise = min(1.0, step / warmup)",
         ("prove rich single",),
     ),
     Mutation(

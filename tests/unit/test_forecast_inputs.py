@@ -154,13 +154,14 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
     "evaluate": {"evaluate": longer},
     "metrics": {"metrics": lambda output, batch: {}},
     "evaluate_every": {"evaluate_every": 3},
+    "best": {"evaluate": longer, "best": px.Best()},
     "unused": {"unused": "allow"},
     "tensor_parallel": {"tensor_parallel": {"blocks.*.up": "whole"}},
 }
 
 
 def test_every_field_of_a_job_is_looked_at() -> None:
-    assert set(JOBS) | {"name", "initial"} == {one.name for one in fields(Job)}
+    assert set(JOBS) | {"name", "initial", "callbacks"} == {one.name for one in fields(Job)}
 
 
 def of_job(given: Job) -> tuple[Any, tuple[str, ...]]:

@@ -227,7 +227,14 @@ def command(
     asked.refuse(counts)
     from phalanx.launch.jobfile import load_job
 
-    loaded = replace(load_job(job), steps=steps, epochs=None, evaluate=None, metrics=None, evaluate_every=0)
+    steps_alone: dict[str, Any] = {
+        "evaluate": None,
+        "metrics": None,
+        "evaluate_every": 0,
+        "best": None,
+        "callbacks": {},
+    }
+    loaded = replace(load_job(job), steps=steps, epochs=None, **steps_alone)
     chosen = list(plans or [Plan(dp=asked.hosts)]) if asked.hosts is not None else _plans(counts, plans)
     refuse_plans(loaded, chosen)
 

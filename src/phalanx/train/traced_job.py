@@ -90,7 +90,7 @@ def _example(job: Job, module: nn.Module, *, look_at_lengths: bool) -> tuple[Len
     return lengths, Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
 
 
-_BESIDE_STEP = ("workers", "prefetch", "collate", "evaluate", "metrics", "evaluate_every")
+_BESIDE_STEP = ("workers", "prefetch", "collate", "evaluate", "metrics", "evaluate_every", "best")
 _LEARNING = ("seed", "shuffle", "drop_last", "schedule", "unused")
 
 
