@@ -88,7 +88,9 @@ def test_without_patience_it_runs_to_its_end_and_keeps_the_best(tmp_path: Path) 
     (tmp_path / "run/best.json").write_text('{"step": 1}')
     with pytest.raises(SpecError, match=r"best\.json, which is damaged"):
         run.checkpoint("best")
-    CliRunner().invoke(main, ["checkpoint", "prune", str(run.folder), "--keep", "1"])
+    refused = CliRunner().invoke(main, ["checkpoint", "prune", str(run.folder), "--keep", "1"])
+    assert refused.exit_code == 2, refused.output
+    assert "best.json, which is damaged" in refused.stderr
     assert run.checkpoint(best).is_dir(), "nothing is deleted where it is not known what is the best"
 
 

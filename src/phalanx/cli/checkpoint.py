@@ -112,12 +112,13 @@ def prune_command(place: Path, keep: int, keep_every: int, as_json: bool) -> Non
 
     Refused while a training writes RUN: it has --keep itself.
     """
-    from phalanx.checkpoint import prune, verify
+    from phalanx.checkpoint import best_step, prune, verify
     from phalanx.files import refuse_taken
     from phalanx.report.checkpoint_tables import checkpoints_table, pruned_notes
 
     _found(place)
     refuse_taken(_folder(place).parent)
+    best_step(_folder(place).parent)  # where it cannot be read, nothing may be deleted, and this says so
     problems: dict[str, list[str]] = {}
 
     def whole(path: Path) -> bool:

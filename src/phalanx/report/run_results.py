@@ -111,13 +111,15 @@ class Run:
             SpecError: no job is known, its model is another one, or there is no such checkpoint.
             CheckpointError: the checkpoint is damaged.
         """
+        from phalanx.checkpoint import model_tensors
         from phalanx.train.trained_model import trained_model
 
         job = job or self.job
         if job is None:
             allowed = "the job that builds the model: a run's folder holds values, and no code"
             raise SpecError.of("job", "none", allowed, "px.load(folder, job()).model()")
-        return trained_model(job, self.state_dict(step), str(self.checkpoint(step)))
+        path = self.checkpoint(step)  # once: a run that goes on may save another meanwhile
+        return trained_model(job, model_tensors(path), str(path))
 
     def save_pretrained(self, target: str | Path, *, step: Which = None, dtype: torch.dtype | None = None) -> Exported:
         """Write the trained model for others: a new folder that ``from_pretrained`` reads, or a new ``*.safetensors``.
