@@ -139,6 +139,7 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
     "batch": {"batch": 64},
     "epochs": {"epochs": 3, "steps": None},
     "steps": {"steps": 7},
+    "loss_over": {"loss_over": "batch"},
     "seed": {"seed": 3},
     "inputs": {
         "inputs": lambda batch: batch["tokens"][:, :32],

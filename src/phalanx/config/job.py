@@ -12,6 +12,7 @@ from phalanx.config.schedule import Schedule
 from phalanx.errors import Problem, SpecError
 
 Unused = Literal["error", "allow"]
+LossOver = Literal["samples", "batch"]
 Cutting = Literal["colwise", "rowwise", "whole", 0, 1]
 """How a weight is cut over ``tp``: along its output or its input features, not at all, or by its dimension."""
 
@@ -95,6 +96,8 @@ class Job:
         model: builds the ``torch.nn.Module``, on whatever device torch's default is.
         data: builds the training data: a map-style or an iterable dataset.
         loss: ``loss(output, batch)`` gives ``Loss(sum, count)``, or a plain mean over the samples of the batch.
+        loss_over: what ``loss`` is called with: ``samples``, some of the batch, whose losses add up; or ``batch``, the
+            outputs and the batch of the whole global batch, for losses that compare samples with each other.
         optimizer: ``optimizer(params)`` builds the ``torch.optim.Optimizer`` over exactly these parameters.
         batch: the **global** batch: samples in one optimizer step, on any number of devices.
         epochs: passes over the data. Give ``epochs`` or ``steps``.
@@ -133,6 +136,7 @@ class Job:
     batch: int
     epochs: int | None = None
     steps: int | None = None
+    loss_over: LossOver = "samples"
     seed: int = 0
     inputs: Callable[[Any], Any] | None = None
     collate: Callable[[list[Any]], Any] | None = None
@@ -207,8 +211,9 @@ def _problems(job: Job) -> list[Problem]:
         wrong("prefetch", allowed, f"workers=2, prefetch={job.prefetch}")
     if job.clip is not None and not (is_number(job.clip) and job.clip > 0):
         wrong("clip", "a number above 0, or None", "clip=1.0")
-    if job.unused not in ("error", "allow"):
-        wrong("unused", "error, allow", 'unused="allow"')
+    for name, choices in (("unused", get_args(Unused)), ("loss_over", get_args(LossOver))):
+        if getattr(job, name) not in choices:
+            wrong(name, ", ".join(choices), f'{name}="{choices[-1]}"')
     cuts: Any = job.tensor_parallel
     if not hasattr(cuts, "items") or any(type(name) is not str or how not in _CUTTINGS for name, how in cuts.items()):
         allowed = "names of layers → " + ", ".join(map(repr, _CUTTINGS))

@@ -13,7 +13,14 @@ from phalanx.config import Job, Plan
 from phalanx.config.plan_rules import batch_problems, share_problems, stage_problems
 from phalanx.errors import Problem
 from phalanx.hardware import cuda_devices, keep_freed_memory, return_freed_memory
-from phalanx.parallel import activation_checkpointing, compression, parameter_server, threads, torch_compile
+from phalanx.parallel import (
+    activation_checkpointing,
+    compression,
+    coupled_samples,
+    parameter_server,
+    threads,
+    torch_compile,
+)
 from phalanx.parallel.ddp import DdpLayout
 from phalanx.parallel.layout import Layout, SingleLayout
 from phalanx.parallel.offload import OptimizerOnHost
@@ -36,6 +43,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *stage_problems(plan),
         *compression.check(job, plan),
         *parameter_server.check(plan),
+        *coupled_samples.check(job, plan, kind),
     ]
     if plan.precision in ("tf32", "fp8"):
         given = f"precision={plan.precision}, which can be forecast but not run yet"

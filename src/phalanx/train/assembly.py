@@ -22,6 +22,7 @@ from phalanx.train.elementwise import Parameters, note_slices
 from phalanx.train.inputs import Inputs
 from phalanx.train.lr_schedule import START, RunStart, scheduler_notes
 from phalanx.train.refusals import OptimizerTrial, model_problems
+from phalanx.train.row_gather import RowGather, which_have_rows
 from phalanx.train.step import Step, StepPlan
 from phalanx.train.uneven_shares import Sharing
 
@@ -130,6 +131,7 @@ def build(
     same_length(loader.length, "job.data", everyone)
 
     facts = known_facts(findings, module, own)
+    rows = _row_gather(job, own, there.rank, device, module, loader)
     with buffers_kept(module):
         layout = assemble(module, job, own, there.rank, device, lambda: _look_with(job, module, loader, facts, found))
     optimizer = build_optimizer(job, layout)
@@ -137,11 +139,10 @@ def build(
     if problems := trial.problems(job, plan, start):
         raise RefusedError(problems)
     found += scheduler_notes(optimizer)
-    course = StepPlan(
-        first_step=first, total_steps=_total_steps(job, loader), lr_scale=start.lr_scale, first_part=lane.first
-    )
+    total, part = _total_steps(job, loader), lane.first
+    course = StepPlan(first_step=first, total_steps=total, lr_scale=start.lr_scale, first_part=part)
     apart = LocalSgd(plan, layout, across, first, loader.total_steps) if across else None
-    step = Step(job, own, layout, optimizer, course, apart)
+    step = Step(job, own, layout, optimizer, course, apart, rows)
     if plan.shares:
         step.sharing = Sharing(job, plan, place, loader, first, apart.from_every_rank if apart else everyone)
         step.sharing.watch(layout.holdings, optimizer, cuda=cuda)
@@ -163,6 +164,15 @@ def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
     """Two samples on the host, for the model to be looked at with."""
     args, kwargs, batch = Inputs(job, module)(loader.example(2), torch.device("cpu"))
     return Example(args=args, kwargs=kwargs, batch=batch, loss=job.loss, tensor_parallel=job.tensor_parallel)
+
+
+def _row_gather(
+    job: Job, plan: Plan, rank: int, device: torch.device, module: nn.Module, loader: Loader
+) -> RowGather | None:
+    """What brings the global batch together for a loss that compares its samples; collective where there is one."""
+    if job.loss_over == "samples":
+        return None
+    return RowGather.of(plan, rank, device, which_have_rows(module, example_of(job, module, loader)))
 
 
 def known_facts(findings: Findings | None, module: nn.Module, plan: Plan) -> Facts | None:

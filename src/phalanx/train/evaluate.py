@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -21,6 +21,8 @@ from phalanx.train.assembly import Assembly
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
+from phalanx.train.row_gather import RowGather, with_whole_tensors
+from phalanx.train.whole_batch import OutputPiece, WholeBatch
 
 Sums = dict[str, tuple[float, float]]
 """Name → sum and count: of ``loss``, and of each metric."""
@@ -72,14 +74,22 @@ def evaluate(
     with averaged, torch.no_grad(), evaluation_mode(layout.module):
         lane = assembly.loader.lane(assembly.step.progress.step)
         for batch in islice(evaluation_batches(dataset, job, lane, micro=plan.micro), batches):
+            pieces: list[OutputPiece] = []
             for micro in (micro for part in batch.parts for micro in part):
                 with compute_context(plan, device):
                     args, kwargs, on_device = inputs(micro.batch, device)
                     output = layout.forward(args, kwargs)
+                    pieces.append(OutputPiece(output=output, batch=on_device, samples=micro.samples))
+                    samples += micro.samples
+                    if job.loss_over == "batch":
+                        continue
                     # Of a pipeline only the last rank has an output, and measures.
                     found = {} if output is None else measure(job, output, on_device, micro.samples)
-                samples += micro.samples
                 add_up(sums, found if micro.samples else dict.fromkeys(found, (0.0, 0.0)))
+                pieces.clear()
+            if pieces:
+                with compute_context(plan, device):
+                    add_up(sums, _of_whole_batch(job, assembly.step.rows, pieces, batch.samples, device))
             if leave is not None and leave():
                 return None
     names = sorted(sums)
@@ -95,6 +105,16 @@ def evaluate(
     everywhere, *values = totals.tolist()
     whole = dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
     return Evaluation.of(whole, int(everywhere), begun)
+
+
+def _of_whole_batch(
+    job: Job, rows: RowGather, pieces: list[OutputPiece], samples: int, device: torch.device
+) -> dict[str, tuple[Any, Any]]:
+    """Sums and counts of a batch whose samples the loss compares: every rank computes them, and the first counts."""
+    whole_tensors = [replace(one, output=with_whole_tensors(one.output)) for one in pieces]
+    whole = WholeBatch(whole_tensors, rows, device, samples)
+    found = measure(job, whole.output, whole.batch, samples)
+    return found if rows.first else dict.fromkeys(found, (0.0, 0.0))
 
 
 def add_up(sums: Sums, found: Mapping[str, tuple[Any, Any]]) -> None:

@@ -44,6 +44,9 @@ class GradAccumulation(MicroBatchWork):
             id(micro): (part, index) for part, micros in enumerate(batch.parts) for index, micro in enumerate(micros)
         }
 
+    def prepare(self) -> None:
+        """What comes before the first micro-batch's forward and backward: nothing."""
+
     def forward(self, module: nn.Module, device: torch.device, micro: MicroBatch) -> Any:
         step = self._step
         part, index = self._places[id(micro)]

@@ -27,7 +27,7 @@ from phalanx.train.elementwise import half_steps
 from phalanx.train.lr_schedule import START, RunStart
 from phalanx.train.refusals import job_problems
 from phalanx.train.rehearsal import rehearse
-from phalanx.train.split_causes import LARGEST, causes
+from phalanx.train.split_causes import LARGEST, causes, compared_before
 
 
 def preview(job: Job, plan: Plan, look: Callable[[], Findings] = Findings) -> tuple[Survey, list[str]]:
@@ -135,6 +135,8 @@ def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
         _refuse(job, plan, module, start)
         _refuse_evaluation(job)
     if as_made:
+        if problems := compared_before(job, plan, module, _loader(job)):
+            raise RefusedError(problems)
         found += causes(job, plan, module, _loader(job))
         trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}
         if plan.devices > 1 and (note := half_steps(job, trainable)):

@@ -24,6 +24,7 @@ from phalanx.comm import from_every_rank, is_dtensor, local
 from phalanx.data import MicroBatch, StepBatch
 from phalanx.parallel.layout import Layout
 from phalanx.parallel.local_shards.tensor import is_sliced
+from phalanx.train.coupled_loss import CoupledLoss
 from phalanx.train.grad_accumulation import GradAccumulation
 
 if TYPE_CHECKING:
@@ -115,9 +116,10 @@ def _run_again(step: Step, batch: StepBatch) -> Sighting:
     watch = ModuleWatch(
         {(part, at): micro.samples for part, micros in enumerate(batch.parts) for at, micro in enumerate(micros)}
     )
-    work = _WatchedAccumulation(step, batch, watch)
+    work = (_WatchedAccumulation if step.job.loss_over == "samples" else _WatchedCoupledLoss)(step, batch, watch)
     with watch.watching(step.layout.modules):
         step.layout.begin()
+        work.prepare()
         step.layout.accumulate(batch.parts, work)
         step.layout.finish()
         work.totals()
@@ -180,6 +182,10 @@ class _WatchedAccumulation(GradAccumulation):
         """The mean loss of each micro-batch; none on a rank that computes no losses."""
         read = {place: one for place, one in self._read.items() if one.samples}
         return {place: float(one.value) * one.weight / (float(one.count) or 1.0) for place, one in read.items()}
+
+
+class _WatchedCoupledLoss(_WatchedAccumulation, CoupledLoss):
+    """The same of a step whose loss is of the whole batch."""
 
 
 @final

@@ -107,7 +107,9 @@ class _FirstStep:
 
     def of_rank_0(self, job: Job) -> Iterator[MicroBatch]:
         with self.code_of("job.data"):
-            loader = Loader(job.data(), job, Lane.of(self._plan, 0), micro=self._plan.micro)
+            whole = job.loss_over == "batch"
+            lane, micro = (Lane(), None) if whole else (Lane.of(self._plan, 0), self._plan.micro)
+            loader = Loader(job.data(), job, lane, micro=micro)
             for batch in islice(loader, 1):
                 yield from (micro for micro in batch.parts[0] if micro.samples)
 

@@ -18,10 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.config import Job, Plan
 from phalanx.data import Loader
+from phalanx.errors import LossError, Problem
 from phalanx.parallel import batch_statistics, dropouts
 from phalanx.train.evaluate import evaluation_mode
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import LossReading, read_loss
+from phalanx.train.row_gather import RowGather
+from phalanx.train.whole_batch import OutputPiece, WholeBatch
 from phalanx.units import show_names
 
 _SAMPLES = 4
@@ -49,7 +52,25 @@ def causes(job: Job, plan: Plan, module: nn.Module, loader: Loader) -> list[str]
     look = _CauseSearch(job, module, loader)
     with torch.no_grad():
         found = [*look.samples(), *look.buffers(plan)]
-        return [*found, *look.random(), *(look.output() or look.loss())]
+        found += look.random()
+        return found if job.loss_over == "batch" else [*found, *(look.output() or look.loss())]
+
+
+def compared_before(job: Job, plan: Plan, module: nn.Module, loader: Loader) -> list[Problem]:
+    """What keeps a loss over the whole batch from being that of one device: samples compared in the model itself.
+
+    Draws random numbers, as ``causes`` does.
+    """
+    if job.loss_over == "samples" or not splits_batches(job, plan):
+        return []
+    with torch.no_grad():
+        why = _CauseSearch(job, module, loader).compared()
+    if not why:
+        return []
+    given = f'loss_over="batch" and micro-batches: {why}'
+    allowed = "a model that gives what is compared, a row for each sample, and job.loss that compares"
+    fix = "loss=lambda output, batch: contrastive(output.image, output.text)"
+    return [Problem(where="job.model", given=given, allowed=allowed, fix=fix)]
 
 
 class _CauseSearch:
@@ -153,6 +174,30 @@ class _CauseSearch:
             ]
         return [_of_weights(aligned or value, self._token_counts())]
 
+    def compared(self) -> str:
+        """Why a loss over the whole batch is another one where its outputs are put together from parts."""
+        size = len(self._places)
+        if size < 2 or self._unseen:
+            return ""
+        self._training = False  # statistics and running means of training have notes of their own
+        expected, again = (self._value(self._batch, seed) for seed in (0, 1))
+        if expected is None or again is None or not _close(_mean(expected), _mean(again)):
+            return ""
+        halves = [range(size // 2), range(size // 2, size)]
+        parts = [_cut(self._batch, list(half), size) for half in halves]
+        pieces = [
+            OutputPiece(output=self._forward(part), batch=part, samples=len(half))
+            for half, part in zip(halves, parts, strict=True)
+        ]
+        try:
+            whole = WholeBatch(pieces, RowGather(torch.device("cpu")), torch.device("cpu"), size)
+            found = read_loss(self._job.loss(whole.output, whole.batch), size, "a look at a few samples")
+        except LossError as error:
+            return str(error).splitlines()[0]
+        except Exception:  # what the job's loss raises at outputs of other shapes
+            return _MIXED_BEFORE
+        return "" if _close(_mean(expected), _mean(found)) else _MIXED_BEFORE
+
     def _others(self, value: dict[tuple[int, ...], LossReading]) -> bool:
         """Go on with samples of unlike numbers of tokens, where the loss is a plain mean and there are such samples."""
         tokens = any(_of_tokens(leaf) for leaf in tree_leaves(self._batch))
@@ -254,9 +299,10 @@ _WEIGHTED = (
     'model: for cross_entropy(..., weight=w), its sum with reduction="sum", and w[labels].sum().'
 )
 _COUPLED = (
-    "the loss couples samples: that of a batch is not what its samples' losses add up to, as where each is compared "
-    "with the others (contrastive losses, statistics of the batch). It depends on how the batch is split."
+    "the loss couples samples: it compares samples with each other (contrastive losses, statistics of the batch), so "
+    'that it depends on how the batch is split. Give loss_over="batch": it is then of the whole global batch.'
 )
+_MIXED_BEFORE = "the model compares samples in its forward, so that the loss depends on how the batch is split"
 
 
 def _adds_up(values: dict[tuple[int, ...], LossReading]) -> bool:

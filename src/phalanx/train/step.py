@@ -15,6 +15,7 @@ from phalanx.config import Job, Plan
 from phalanx.data import StepBatch
 from phalanx.parallel import EveryStep, Layout, Sync, without_gradient
 from phalanx.train.accidents import LOOK_AT_VALUES, Accidents
+from phalanx.train.coupled_loss import CoupledLoss
 from phalanx.train.drift import DriftWatch
 from phalanx.train.grad_accumulation import GradAccumulation
 from phalanx.train.grad_clipping import add_up_rows, clip, global_norm, local_gradients, scale
@@ -24,6 +25,7 @@ from phalanx.train.loss_scaling import LossScale, compute_context
 from phalanx.train.lr_schedule import LearningRates
 from phalanx.train.metrics import Metrics, Totals, towards_host
 from phalanx.train.observer import Observer
+from phalanx.train.row_gather import RowGather
 from phalanx.train.step_boundary import StepBoundary
 from phalanx.train.uneven_shares import Sharing
 
@@ -83,6 +85,7 @@ class Step:
         last: of the last finished step; ``None`` before the first.
         seconds: that the host took, in the last step, for forward and backward, and for the update.
         inputs, first_part, whole_here, reads_means: what gradient accumulation reads of the step.
+        rows: what brings the global batch together for a loss that compares its samples.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Step:
         optimizer: torch.optim.Optimizer,
         course: StepPlan,
         sync: Sync | None = None,
+        rows: RowGather | None = None,
     ) -> None:
         self.job, self.plan, self.layout, self.optimizer = job, plan, layout, optimizer
         self.sync = sync or EveryStep()
@@ -105,6 +109,7 @@ class Step:
         self.whole_here = not active() and plan.devices == 1 and not self.sync.per_replica
         self._checked = False
         self.reads_means: bool | None = None
+        self.rows = rows or RowGather(next(layout.module.parameters()).device)
         self.accidents = Accidents()
         self.watch: StepObserver | None = None
         self.observer = Observer()
@@ -139,8 +144,9 @@ class Step:
         It is of this batch alone: what lay in ``.grad`` before is dropped. Returns the loss's sum and count over the
         global batch.
         """
-        work = GradAccumulation(self, batch)
+        work = (GradAccumulation if self.job.loss_over == "samples" else CoupledLoss)(self, batch)
         self.layout.begin()
+        work.prepare()
         self.layout.accumulate(batch.parts, work)
         if self.watch is not None:
             self.watch.gradients()

@@ -107,6 +107,11 @@ def _unpriced(job: Job) -> Iterator[str]:
         yield f"Of the job, {found}: changes what is learnt, not what a step takes."
     if job.clip is not None:
         yield "Of the job, clip: the sum of the norm over ranks is priced; the passes over gradients are not priced."
+    if job.loss_over == "batch":
+        yield (
+            "Of the job, loss_over: gathering outputs over ranks, the loss of the whole batch on each, and with "
+            "several micro-batches a second forward of each are not priced; a step takes longer by them."
+        )
     if job.tensor_parallel:
         yield "Of the job, tensor_parallel: not priced; layers are taken to be cut as they are found."
 

@@ -1,0 +1,214 @@
+"""The output and the batch of a whole global batch, as one device has them, for a loss that compares samples.
+
+An entry of the batch is gathered when the loss first asks for it: most read labels, say, and none of the inputs. Every
+rank runs the same loss on the same values, so that all ask for the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import LossError
+from phalanx.train.inputs import to_device
+from phalanx.train.row_gather import OUTPUT, Column, RowGather, leaves, rebuilt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputPiece:
+    """A micro-batch that this process has computed: ``samples``, 0 for a filler, its batch, and the model's output."""
+
+    output: Any
+    batch: Any
+    samples: int
+
+
+@final
+class WholeBatch:
+    """The output and the batch of a whole global batch, as ``job.loss`` is called with them.
+
+    Attributes:
+        output: of the pieces' structure, with the rows of all; this process's own get gradients.
+        batch: the same of the batch; a dict or sequence gathers an entry when it is first asked for.
+        samples: in the global batch.
+    """
+
+    def __init__(self, pieces: Sequence[OutputPiece], gather: RowGather, device: torch.device, samples: int) -> None:
+        """Collective over the ranks of ``gather``.
+
+        Raises:
+            LossError: if what ranks and micro-batches have does not fit together.
+        """
+        self.samples, self._pieces = samples, pieces
+        if not gather.splits(len(pieces)):
+            self._columns = [
+                Column(name=name, tensors=(value,), samples=(samples,), rows=False)
+                for name, value in leaves(pieces[0].output)
+                if isinstance(value, Tensor)
+            ]
+            self._own = [one.own.requires_grad_(one.learns) for one in self._columns]
+            self.output, self.batch = rebuilt(pieces[0].output, iter(self._own)), pieces[0].batch
+            return
+        counts = [piece.samples for piece in pieces]
+        columns = gather.columns([piece.output for piece in pieces], counts, OUTPUT)
+        self._columns, whole, start = gather.gather(columns, OUTPUT)
+        self._own = [column.own.to(device).requires_grad_(column.learns) for column in self._columns]
+        joined = [
+            torch.cat([rows[:start], own, rows[start + len(own) :]]) if column.rows and len(own) < len(rows) else own
+            for column, own, rows in zip(self._columns, self._own, whole, strict=True)
+        ]
+        self.output = rebuilt(pieces[0].output, iter(joined))
+        self.batch = BatchEntries(gather, counts, device).of([piece.batch for piece in pieces])
+
+    def gradients(self, value: Tensor) -> list[list[Tensor | None]]:
+        """Of ``value`` with regard to each piece's output tensors, in order; ``None`` where it does not depend on one.
+
+        What has no rows has one gradient in all, of which each piece has a part by its samples.
+        """
+        wanted = [own for own in self._own if own.requires_grad]
+        found = iter(torch.autograd.grad(value, wanted, allow_unused=True))
+        grads = [next(found) if own.requires_grad else None for own in self._own]
+        each: list[list[Tensor | None]] = [[] for _ in self._pieces]
+        for column, grad in zip(self._columns, grads, strict=True):
+            parts = [None] * len(self._pieces) if grad is None else self._parts(column, grad)
+            for piece, part in zip(each, parts, strict=True):
+                piece.append(part)
+        return each
+
+    def _parts(self, column: Column, grad: Tensor) -> list[Tensor]:
+        if not column.rows:
+            shares = [count / self.samples for count in column.samples]
+            return [
+                (grad if share == 1 else grad * share).to(one.device)
+                for one, share in zip(column.tensors, shares, strict=True)
+            ]
+        parts = zip(column.tensors, column.samples, grad.split(list(column.samples)), strict=True)
+        return [part.to(one.device) if count else torch.zeros_like(one) for one, count, part in parts]
+
+
+@final
+class BatchEntries:
+    """Gives parts of the whole batch of what each piece here has of them."""
+
+    def __init__(self, gather: RowGather, samples: Sequence[int], device: torch.device) -> None:
+        self._gather, self._samples, self._device = gather, samples, device
+
+    def of(self, values: Sequence[Any], name: str = "") -> Any:
+        """The whole of ``values``, one for each piece: mappings and sequences of entries that are still to be gathered.
+
+        Raises:
+            LossError: if it cannot be put together.
+        """
+        first = values[0]
+        if isinstance(first, Tensor):
+            return self._tensor(values, name)
+        if isinstance(first, Mapping):
+            return EntriesByName({key: self._later(values, key, name) for key in first})
+        if isinstance(first, tuple | list):
+            if first and not any(isinstance(leaf, Tensor) for _, leaf in leaves(first)):
+                return self._plain(values, name)
+            if any(len(one) != len(first) for one in values):
+                self._refuse(name)
+            entries = EntriesInOrder(self._later(values, at, name) for at in range(len(first)))
+            return type(first)(*entries) if hasattr(first, "_fields") else entries
+        return self._plain(values, name)
+
+    def _later(self, values: Sequence[Any], key: Any, name: str) -> Callable[[], Any]:
+        found: list[Any] = []
+
+        def gathered() -> Any:
+            if not found:
+                try:
+                    found.append(self.of([one[key] for one in values], f"{name}[{key!r}]"))
+                except (KeyError, IndexError):
+                    self._refuse(f"{name}[{key!r}]")
+            return found[0]
+
+        return gathered
+
+    def _tensor(self, values: Sequence[Tensor], name: str) -> Tensor:
+        where = f"batch{name}"
+        columns = self._gather.columns([to_device(one, self._device) for one in values], self._samples, where)
+        return self._gather.gather(columns, where)[1][0]
+
+    def _plain(self, values: Sequence[Any], name: str) -> Any:
+        """A list of each sample's texts or numbers, or one value that is the same everywhere."""
+        rows = all(
+            isinstance(one, tuple | list) and len(one) == max(1, count)
+            for one, count in zip(values, self._samples, strict=True)
+        )
+        try:
+            if rows:
+                own = [item for one, count in zip(values, self._samples, strict=True) for item in one[:count]]
+                return [item for mine in self._gather.values(own) for item in mine]
+            every = [one for mine in self._gather.values(list(values)) for one in mine]
+        except TypeError:
+            self._refuse(name)
+        if any(one != every[0] for one in every):
+            self._refuse(name)
+        return values[0]
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise LossError(
+            f"batch{name} is not the same in every micro-batch, and has no row for each sample, so that "
+            'loss_over="batch" cannot put it together as one device has it.\n'
+            "    try: a tensor with a row for each sample, such as an index or a label, from job.collate or the data"
+        )
+
+
+@final
+class EntriesByName(dict[Any, Any]):
+    """A dict whose values are gathered when they are asked for."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key)()
+
+    def __iter__(self) -> Iterator[Any]:  # with one of its own, dict(...) and ** ask for each value
+        return super().__iter__()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401  (it is what this is)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return self.get(key, default)
+
+    def values(self) -> Any:
+        return [self[key] for key in self]
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self]
+
+    def copy(self) -> dict[Any, Any]:
+        return dict(self.items())
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        found = super().pop(key, *default)
+        return found() if callable(found) else found
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
+
+@final
+class EntriesInOrder(tuple[Any, ...]):
+    """A sequence whose entries are gathered when they are asked for."""
+
+    def __getitem__(self, at: Any) -> Any:
+        found: Any = super().__getitem__(at)
+        return tuple(one() for one in found) if isinstance(at, slice) else found()
+
+    def __iter__(self) -> Iterator[Any]:
+        return (one() for one in super().__iter__())
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))

@@ -1,0 +1,322 @@
+"""Losses that compare the samples of the whole global batch: equal to plain PyTorch on one device under every plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import phalanx as px
+from phalanx.config import Plan
+from phalanx.errors import PhalanxError, RefusedError
+from phalanx.parallel import check
+from phalanx.train.look_ahead import refusals
+from phalanx.verify.witness import samples
+from phalanx.verify.witness.initial import initial_model
+
+LENGTH, BATCH, STEPS = 26, 10, 4  # the third batch has 6 samples
+
+
+@dataclass
+class Pairs:
+    """What the two towers give."""
+
+    image: Tensor
+    text: Tensor
+    scale: Tensor
+
+
+class Towers(nn.Module):
+    """Two towers and a learnt temperature."""
+
+    form = "dataclass"
+    dropout = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = (
+            nn.Sequential(nn.Linear(size, 12), nn.ReLU(), nn.Dropout(self.dropout), nn.Linear(12, 6)) for size in (7, 5)
+        )
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        towers = F.normalize(self.image(image), dim=-1), F.normalize(self.text(text), dim=-1)
+        found = Pairs(*towers, self.scale.exp())
+        return {"dataclass": found, "dict": vars(found), "tuple": (*towers, found.scale)}[self.form]
+
+
+class DictTowers(Towers):
+    form = "dict"
+
+
+class TupleTowers(Towers):
+    form = "tuple"
+
+
+class Dropping(Towers):
+    dropout = 0.3
+
+
+def table() -> px.Table:
+    generator = torch.Generator().manual_seed(1)
+    return px.Table(
+        image=torch.randn(LENGTH, 7, generator=generator),
+        text=torch.randn(LENGTH, 5, generator=generator),
+        group=torch.arange(LENGTH) // 2,
+    )
+
+
+def info_nce(output: Any, batch: Any) -> Tensor:
+    """CLIP's, where pairs of the same group count as alike."""
+    if isinstance(output, dict):
+        output = Pairs(**output)
+    image, text, scale = output if isinstance(output, tuple) else (output.image, output.text, output.scale)
+    alike = (batch["group"][:, None] == batch["group"]).float()
+    target = alike / alike.sum(1, keepdim=True)
+    logits = scale * image @ text.T
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def batch_hard(output: Any, batch: Any) -> px.Loss:
+    """Triplets of the hardest positive and negative of each anchor that has both."""
+    distance = torch.cdist(output.image, output.text)
+    same = batch["group"][:, None] == batch["group"]
+    worst = distance.masked_fill(~same, -1.0).amax(1)
+    nearest = distance.masked_fill(same, 1e3).amin(1)
+    each = F.relu(worst - nearest + 0.5) * output.scale
+    return px.Loss(each.sum(), (each > 0).sum())
+
+
+def job(**how: Any) -> px.Job:
+    given: dict[str, Any] = {
+        "model": Towers,
+        "data": table,
+        "loss": info_nce,
+        "loss_over": "batch",
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.2, momentum=0.9),
+        "batch": BATCH,
+        "steps": STEPS,
+        **how,
+    }
+    return px.Job(**given)
+
+
+def plain(given: px.Job) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and the trained values of a loop over whole batches, written by hand."""
+    samples.seed_everything(samples.stream_seed(given.seed, 0))
+    model, data = initial_model(given).train(), given.data()
+    optimizer, losses = given.optimizer(model.parameters()), []
+    for ids in samples.numbers(data, given, STEPS):
+        batch = {name: torch.stack([data[one][name] for one in ids]) for name in ("image", "text", "group")}
+        found = given.loss(model(batch["image"], batch["text"]), batch)
+        loss = found[0] / found[1] if isinstance(found, tuple) else found
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: one.detach().clone() for name, one in model.named_parameters()}
+
+
+def fit(given: px.Job, plan: str, folder: Path) -> px.Run:
+    return px.fit(given, run=px.RunSpec(job="coupled", plan=Plan.parse(plan), folder=folder, forecast="none"))
+
+
+def losses_of(run: px.Run) -> list[float]:
+    return [event["loss"] for event in run.events() if event["event"] == "step"]
+
+
+def same(given: px.Job, plan: str, folder: Path, tolerance: float = 1e-5) -> px.Run:
+    """Trained under ``plan`` as the loop by hand trains."""
+    losses, values = plain(given)
+    run = fit(given, plan, folder)
+    assert losses_of(run) == pytest.approx(losses, rel=tolerance)
+    trained = run.state_dict()
+    for name, value in values.items():
+        assert float((trained[name] - value).norm()) <= tolerance * float(value.norm()), name
+    return run
+
+
+PLANS = [
+    "single",
+    "micro=3",
+    "micro=1",
+    "threads=2",
+    "threads=3",
+    "dp=2",
+    "dp=4",
+    "dp=3 micro=2",
+    "dp=2 micro=1",
+    "fsdp=2 micro=4",
+    "fsdp=2 micro=2",
+    "fsdp=2 zero=1 micro=2",
+    "fsdp=2 zero=2 micro=2",
+    "dp=2 fsdp=2 micro=2",
+    "tp=2",
+    "tp=2 dp=2 micro=2",
+    "dp=2 shares=3,1",
+    "dp=2 shares=3,1 micro=2",
+    "dp=2 recompute=full micro=2",
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_contrastive_loss_is_that_of_one_device(plan: str, tmp_path: Path) -> None:
+    same(job(), plan, tmp_path / "run")
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2 micro=2", "threads=2"])
+@pytest.mark.parametrize("how", ["dict", "tuple", "batch hard"])
+def test_outputs_of_any_form_and_counted_losses(how: str, plan: str, tmp_path: Path) -> None:
+    changed = {"dict": {"model": DictTowers}, "tuple": {"model": TupleTowers}, "batch hard": {"loss": batch_hard}}
+    same(job(**changed[how]), plan, tmp_path / "run")
+
+
+class Counting(Towers):
+    """Standardises by a running mean, which each forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(7))
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        if self.training:
+            self.mean.lerp_(image.mean(0).detach(), 0.1)
+        return super().forward(image - self.mean, text)
+
+
+def test_a_second_forward_changes_buffers_no_second_time(tmp_path: Path) -> None:
+    given = job(model=Counting)
+    run = fit(given, "micro=2", tmp_path / "run")
+    mean, data = torch.zeros(7), table()
+    for ids in samples.numbers(data, given, STEPS):
+        for start in range(0, len(ids), 2):
+            mean.lerp_(torch.stack([data[one]["image"] for one in ids[start : start + 2]]).mean(0), 0.1)
+    assert torch.allclose(run.state_dict()["mean"], mean, atol=1e-6)
+
+
+@pytest.mark.parametrize("plan", ["micro=3", "dp=2 micro=2", "fsdp=2 micro=4"])
+def test_both_forwards_drop_alike(plan: str, tmp_path: Path) -> None:
+    fit(job(model=Dropping, steps=2), plan, tmp_path / "run")  # else it says that the second gave another output
+
+
+class Foreign(Towers):
+    """Adds noise that torch does not know of."""
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        noise = torch.from_numpy(numpy.random.randn(*image.shape)).float()
+        return super().forward(image + noise, text)
+
+
+def test_another_second_output_is_told(tmp_path: Path) -> None:
+    with pytest.raises(PhalanxError, match="the second gave another output than the first"):
+        fit(job(model=Foreign), "micro=3", tmp_path / "run")
+
+
+class Averaging(Towers):
+    """Gives a mean over the micro-batch."""
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        found = super().forward(image, text)
+        return Pairs(found.image, found.text, found.scale * found.image.mean())
+
+
+class Padding(Towers):
+    """Gives as many columns as the largest sample of its micro-batch asks for."""
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        found = super().forward(image, text)
+        width = 6 + int(image[:, 0].max() > 1.0)
+        return Pairs(F.pad(found.image, (0, width - 6)), F.pad(found.text, (0, width - 6)), found.scale)
+
+
+class Comparing(Towers):
+    """Compares samples by itself, and gives nothing else."""
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        found = super().forward(image, text)
+        return found.scale * found.image @ found.text.T
+
+
+def of_logits(logits: Tensor, batch: Any) -> Tensor:
+    target = torch.arange(len(logits))
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "micro=5"])
+def test_a_model_that_compares_samples_itself_is_refused(plan: str, tmp_path: Path) -> None:
+    given = job(model=Comparing, loss=of_logits)
+    fit(given, "single", tmp_path / "one")
+    with pytest.raises(RefusedError, match="the model compares samples in its forward"):
+        fit(given, plan, tmp_path / "run")
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2 micro=2"])
+def test_a_proof_holds_for_it_and_tells_a_job_that_needs_it(plan: str) -> None:
+    assert px.prove(job(), plan, steps=2).equal
+    proof = px.prove(job(loss_over="samples"), plan, steps=2)
+    assert not proof.equal
+    assert "it compares samples with each other" in proof.cause
+    assert 'loss_over="batch"' in proof.cause
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "micro=5", "threads=2"])
+@pytest.mark.parametrize(
+    ("model", "said"), [(Averaging, "has no row for each sample"), (Padding, "differs in its shape")]
+)
+def test_what_cannot_be_put_together_is_told(model: type[nn.Module], said: str, plan: str, tmp_path: Path) -> None:
+    with pytest.raises(PhalanxError, match=said):
+        fit(job(model=model), plan, tmp_path / "run")
+
+
+REFUSED = {
+    "pp=2": "a pipeline for loss_over",
+    "dp=2 server=1": "servers for loss_over",
+    "dp=2 sync=local every=2": "sync=local for loss_over",
+    "dp=2 sync=diloco every=2": "sync=diloco for loss_over",
+    "threads=2 micro=2": "threads and micro=2 on a CPU",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refused_before_a_process_starts_everywhere_alike(text: str, tmp_path: Path) -> None:
+    plan, given = Plan.parse(text), job()
+    with pytest.raises(RefusedError, match=REFUSED[text]) as told:
+        fit(given, text, tmp_path / "run")
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("ledger/*"))
+    with pytest.raises(RefusedError) as proof:
+        px.prove(given, text)
+    assert told.value.problems == proof.value.problems
+    assert refusals(given, plan) == list(told.value.problems)
+    way_out = Plan.parse(told.value.problems[0].fix) if "=" in told.value.problems[0].fix else Plan()
+    assert not check(given, way_out)
+
+
+def test_evaluation_compares_whole_batches_under_every_plan(tmp_path: Path) -> None:
+    def metrics(output: Any, batch: Any) -> dict[str, px.Loss]:
+        right = (output.image @ output.text.T).argmax(1) == torch.arange(len(output.image))
+        return {"recall": px.Loss(right.sum(), len(right))}
+
+    given = job(evaluate=table, metrics=metrics, steps=2)
+    runs, found = [], []
+    for index, plan in enumerate(("single", "dp=2 micro=2", "fsdp=2", "threads=2", "dp=4")):
+        runs.append(fit(given, plan, tmp_path / str(index)))
+        found.append(next(event for event in runs[-1].events() if event["event"] == "evaluate"))
+    one = found[0]
+    model, data = Towers(), table()
+    model.load_state_dict(runs[0].state_dict())
+    total = 0.0
+    for start in range(0, LENGTH, BATCH):
+        rows = range(start, min(start + BATCH, LENGTH))
+        batch = {name: torch.stack([data[at][name] for at in rows]) for name in ("image", "text", "group")}
+        total += info_nce(model(batch["image"], batch["text"]), batch).item() * len(batch["image"])
+    assert one["loss"] == pytest.approx(total / LENGTH, rel=1e-5)
+    for other in found[1:]:
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert other["metrics"] == pytest.approx(one["metrics"])
+        assert other["samples"] == LENGTH
