@@ -116,6 +116,7 @@ bench: .venv/.installed-bench
 	$(BIN)/python bench/idle_share.py
 	$(BIN)/python bench/split_step.py
 	$(BIN)/python bench/together.py
+	$(BIN)/python bench/coupled_loss.py
 	$(BIN)/python bench/server_transport.py
 	$(BIN)/python bench/unequal.py
 	$(BIN)/python bench/slow_network.py
