@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import phalanx as px
@@ -320,3 +321,42 @@ def test_evaluation_compares_whole_batches_under_every_plan(tmp_path: Path) -> N
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert other["metrics"] == pytest.approx(one["metrics"])
         assert other["samples"] == LENGTH
+
+
+def of_clip(output: Any, batch: Any) -> Tensor:
+    return info_nce(Pairs(output.image_embeds, output.text_embeds, torch.tensor(5.0)), batch)
+
+
+def clip() -> nn.Module:
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    words = {"vocab_size": 20, "max_position_embeddings": 4, "eos_token_id": 19, "bos_token_id": 0, "pad_token_id": 1}
+    config = transformers.CLIPConfig(
+        text_config={**sizes, **words},
+        vision_config={**sizes, "image_size": 4, "patch_size": 2},
+        projection_dim=6,
+    )
+    model = transformers.CLIPModel(config)
+    model.logit_scale.requires_grad_(False)
+    return model
+
+
+def captions() -> px.Table:
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(2, 19, (LENGTH, 4), generator=generator)
+    words[:, -1] = 19
+    images = torch.randn(LENGTH, 3, 4, 4, generator=generator)
+    return px.Table(input_ids=words, pixel_values=images, group=torch.arange(LENGTH) // 2)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "fsdp=2 zero=2 micro=2", "micro=3"])
+def test_outputs_of_transformers(plan: str, tmp_path: Path) -> None:
+    """The similarities that it computes itself cannot be put together, and are not read."""
+    given = job(model=clip, data=captions, loss=of_clip, steps=3)
+    one, other = fit(given, "single", tmp_path / "one"), fit(given, plan, tmp_path / "other")
+    assert losses_of(other) == pytest.approx(losses_of(one), rel=1e-5)
+
+
+def test_a_loss_that_reads_similarities_of_a_micro_batch_is_refused(tmp_path: Path) -> None:
+    given = job(model=clip, data=captions, loss=lambda output, batch: of_logits(output.logits_per_image, batch))
+    with pytest.raises(RefusedError, match="compares samples in its forward|differs in its shape"):
+        fit(given, "dp=2", tmp_path / "run")

@@ -11,8 +11,9 @@ import copy
 import hashlib
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -30,20 +31,31 @@ from phalanx.trace.fake_tensors import faked, fakes, quiet
 OUTPUT = "the model's output"
 _MOST = 60
 """Tensors in an output, each of which is a bit of a whole number."""
+_WORDS = 5 + _MOST
+"""Whole numbers that ranks tell each other of their columns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """One tensor of a structure, as each piece here has it: ``rows`` for each sample, or the same in every piece."""
+    """One tensor of a structure, as each piece here has it: ``rows`` for each sample, or the same in every piece.
+
+    Attributes:
+        structure: the whole structure's, in words, with what in it is no tensor.
+        why: it cannot be put together, where it cannot; only a loss that reads it is told.
+    """
 
     name: str
     tensors: tuple[Tensor, ...]
     samples: tuple[int, ...]
     rows: bool
+    structure: str = ""
+    why: str = ""
 
     @property
     def own(self) -> Tensor:
         """What this process adds: its rows in order, or what all have alike."""
+        if self.why:
+            return self.tensors[0].detach().reshape(-1)[:0]
         if not self.rows:
             return self.tensors[0].detach()
         real = [one.detach()[:count] for one, count in zip(self.tensors, self.samples, strict=True)]
@@ -53,12 +65,18 @@ class Column:
     @property
     def learns(self) -> bool:
         """Whether backward goes through it."""
-        return any(one.requires_grad for one in self.tensors)
+        return not self.why and any(one.requires_grad for one in self.tensors)
 
     @property
     def unclear(self) -> bool:
         """Whether rows are only guessed: pieces of one sample, and a first dimension of 1."""
         return self.rows and max(self.samples) <= 1
+
+    @property
+    def form(self) -> int:
+        """The same number where ranks' tensors go together."""
+        one = self.tensors[0]
+        return 0 if self.why else _digest(f"{one.dtype} {tuple(one.shape[1:])} {'1' if self.rows else one.shape[:1]}")
 
 
 @final
@@ -77,7 +95,8 @@ class RowGather:
         """
         self.device, self._group = device, group
         self._known = known or {}
-        self._alike: set[str] = set()
+        self._looked_at: dict[str, bool] = {}
+        self._agreed: dict[str, tuple[list[list[int]], int]] = {}
         self._index = dist.get_rank(group) if group else 0
         self._size = dist.get_world_size(group) if group else 1
 
@@ -99,74 +118,114 @@ class RowGather:
         """The columns as all ranks see them, each one's rows of all ranks, and where this rank's begin. Collective.
 
         Raises:
-            LossError: if the ranks' columns do not fit together.
+            LossError: if the ranks' structures are not alike.
         """
-        own = [column.own for column in columns]
-        here = sum(columns[0].samples) if columns else 0
+        header = self._header(columns)
         if self._size == 1:
-            return list(columns), own, 0
-        counts, rows = self._agree(columns, own, here, where)
-        decided = [replace(one, rows=real) for one, real in zip(columns, rows, strict=True)]
-        own = [column.own for column in decided]
-        return decided, self._exchange(decided, own, counts), sum(counts[: self._index])
+            decided = self._decided([header], columns, where)
+            return decided, [column.own for column in decided], 0
+        known = self._agreed.get(where)
+        if known is not None and self._on_host:
+            # What ranks have is mostly what they had: one gather then tells that and brings it.
+            fits = known[0][self._index] == header
+            decided = self._decided(known[0], columns, where) if fits else []
+            headers, every = self._sent(header, decided, known)
+            if headers == known[0]:
+                return self._unpacked(decided, every, headers)
+        headers = self._told(header)
+        decided = self._decided(headers, columns, where)
+        most = max(each[0] for each in headers)
+        self._agreed[where] = headers, sum(_bytes_of(one) * (most if one.rows else 1) for one in decided)
+        _, every = self._sent(header, decided, self._agreed[where])
+        return self._unpacked(decided, every, headers)
 
-    def _agree(
-        self, columns: Sequence[Column], own: Sequence[Tensor], here: int, where: str
-    ) -> tuple[list[int], list[bool]]:
-        """Each rank's samples, and which columns have rows."""
-        form = [
-            (one.name, str(tensor.dtype), tuple(tensor.shape[1:]), (1,) if one.rows else tuple(tensor.shape[:1]))
-            for one, tensor in zip(columns, own, strict=True)
+    @property
+    def _on_host(self) -> bool:
+        return self.device.type == "cpu"
+
+    def _header(self, columns: Sequence[Column]) -> list[int]:
+        """The samples here; of each column, which kind it is, and a number for its form."""
+        bits = [
+            sum(1 << at for at, one in enumerate(columns) if which(one))
+            for which in (lambda one: one.rows, lambda one: one.unclear, lambda one: bool(one.why))
         ]
-        digest = int.from_bytes(hashlib.blake2b(repr(form).encode(), digest_size=8).digest(), "little") >> 1
-        rows = sum(1 << at for at, one in enumerate(columns) if one.rows)
-        unclear = sum(1 << at for at, one in enumerate(columns) if one.unclear)
-        assert self._group is not None
-        on_host = "cpu" in {device.type for device in self._group._device_types}
-        device = torch.device("cpu") if on_host else own[0].device
-        told = torch.empty(4 * self._size, dtype=torch.int64, device=device)
-        all_gather_flat(told, torch.tensor([here, digest, rows, unclear], device=device), self._group)
-        headers: list[list[int]] = told.view(self._size, 4).tolist()
-        everywhere = [all(header[2] >> at & 1 for header in headers) for at in range(len(columns))]
-        fits = len({header[1] for header in headers}) == 1
-        for at, real in enumerate(everywhere):
-            fits = fits and (real or all(not header[2] >> at & 1 or header[3] >> at & 1 for header in headers))
-        if not fits:
-            shapes = ", ".join(
-                f"{one.name} {tuple(mine.shape)}".strip() for one, mine in zip(columns, own, strict=True)
-            )
-            raise LossError(_unlike(f"from one rank to another (here {shapes})", where))
-        return [header[0] for header in headers], everywhere
+        forms = [one.form for one in columns]
+        names = _digest(columns[0].structure) if columns else 0
+        here = sum(columns[0].samples) if columns else 0
+        return [here, names, *bits, *forms, *[0] * (_MOST - len(forms))]
 
-    def _exchange(self, columns: Sequence[Column], own: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-        """Every rank's rows, in one gather of bytes; as many from each as the largest share has."""
-        most, here = max(counts), counts[self._index]
-        widths = [_bytes_each(tensor, one.rows) for one, tensor in zip(columns, own, strict=True)]
-        lengths = [most * width if one.rows else width for one, width in zip(columns, widths, strict=True)]
-        flat = torch.zeros(sum(lengths), dtype=torch.uint8, device=own[0].device)
-        for one, tensor, width, part in zip(columns, own, widths, flat.split(lengths), strict=True):
-            part[: here * width if one.rows else width].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
-        out = torch.empty(self._size * len(flat), dtype=torch.uint8, device=flat.device)
+    def _told(self, header: list[int]) -> list[list[int]]:
         assert self._group is not None
-        if len(flat):
-            all_gather_flat(out, flat, self._group)
-        found: list[Tensor] = []
-        for one, tensor, part in zip(columns, own, out.view(self._size, -1).split(lengths, dim=1), strict=True):
-            if not one.rows:
-                self._check_alike(one.name, part)
-                found.append(tensor)
-                continue
-            every = part.contiguous().view(tensor.dtype).view(self._size, most, *tensor.shape[1:])
-            found.append(torch.cat([rows[:count] for rows, count in zip(every, counts, strict=True)]))
+        kinds = {device.type for device in self._group._device_types}
+        device = torch.device("cpu") if "cpu" in kinds else self.device
+        told = torch.empty(_WORDS * self._size, dtype=torch.int64, device=device)
+        all_gather_flat(told, torch.tensor(header, device=device), self._group)
+        return told.view(self._size, _WORDS).tolist()
+
+    def _decided(self, headers: list[list[int]], columns: Sequence[Column], where: str) -> list[Column]:
+        """The columns with what all ranks make of them, the same on each."""
+        if len({header[1] for header in headers}) > 1:
+            raise LossError(_unlike("from one rank to another", where))
+        found: list[Column] = []
+        for at, one in enumerate(columns):
+            rows, unclear, bad = ([header[word] >> at & 1 for header in headers] for word in (2, 3, 4))
+            why = one.why
+            if not why and any(bad):
+                why = _unlike(f"on another rank ({one.name})", where)
+            elif not why and len({header[5 + at] for header in headers}) > 1:
+                why = _unlike(f"from one rank to another ({one.name} {tuple(one.tensors[0].shape)} here)", where)
+            elif not why and all(rows) and all(unclear) and where == OUTPUT and one.name not in self._known:
+                why = _UNCLEAR.format(one.name)
+            elif not why and not all(rows) and any(row > guess for row, guess in zip(rows, unclear, strict=True)):
+                why = _unlike(f"from one rank to another ({one.name})", where)
+            found.append(replace(one, rows=all(rows), why=why))
         return found
 
-    def _check_alike(self, name: str, every: Tensor) -> None:
-        """On CUDA once for each name: looking waits for the device."""
-        if every.device.type != "cpu" and name in self._alike:
-            return
-        self._alike.add(name)
-        if not torch.equal(every, every[:1].expand_as(every)):
-            raise LossError(_not_the_same(name))
+    def _sent(
+        self, header: list[int], columns: Sequence[Column], agreed: tuple[list[list[int]], int]
+    ) -> tuple[list[list[int]], Tensor]:
+        """Every rank's header and columns, in one gather of bytes; no columns where they are of another form."""
+        assert self._group is not None
+        most, start = max(each[0] for each in agreed[0]), 8 * _WORDS * self._on_host
+        flat = torch.zeros(start + agreed[1], dtype=torch.uint8, device=self.device)
+        if self._on_host:
+            flat[:start].copy_(torch.tensor(header).view(torch.uint8))
+        for one in columns:
+            own = one.own.to(self.device).contiguous().reshape(-1).view(torch.uint8)
+            flat[start : start + len(own)].copy_(own)
+            start += _bytes_of(one) * (most if one.rows else 1)
+        out = torch.empty(self._size * len(flat), dtype=torch.uint8, device=self.device)
+        if len(flat):
+            all_gather_flat(out, flat, self._group)
+        every = out.view(self._size, -1)
+        if not self._on_host:
+            return agreed[0], every
+        start = 8 * _WORDS
+        return every[:, :start].contiguous().view(torch.int64).tolist(), every[:, start:]
+
+    def _unpacked(
+        self, columns: Sequence[Column], every: Tensor, headers: list[list[int]]
+    ) -> tuple[list[Column], list[Tensor], int]:
+        counts = [header[0] for header in headers]
+        most, start = max(counts), 0
+        found: list[tuple[Column, Tensor]] = []
+        for one in columns:
+            size = _bytes_of(one) * (most if one.rows else 1)
+            part, own = every[:, start : start + size], one.own
+            start += size
+            if one.why or not one.rows:
+                alike = bool(one.why) or self._alike(one.name, part)
+                found.append((one if alike else replace(one, why=_not_the_same(one.name)), own))
+                continue
+            rows = part.contiguous().view(own.dtype).view(self._size, most, *own.shape[1:])
+            found.append((one, torch.cat([mine[:count] for mine, count in zip(rows, counts, strict=True)])))
+        return [one for one, _ in found], [rows for _, rows in found], sum(counts[: self._index])
+
+    def _alike(self, name: str, every: Tensor) -> bool:
+        """Whether all ranks have the same. On CUDA looked at once for each name: looking waits for the device."""
+        if self._on_host or name not in self._looked_at:
+            self._looked_at[name] = torch.equal(every, every[:1].expand_as(every))
+        return self._looked_at[name]
 
     def values(self, mine: Any) -> list[Any]:
         """What every rank has for ``mine``, which is JSON. Collective."""
@@ -179,22 +238,23 @@ class RowGather:
             LossError: if the pieces' structures or shapes do not fit together.
         """
         each = [list(leaves(value)) for value in values]
-        names = [name for name, _ in each[0]]
-        if any([name for name, _ in one] != names for one in each):
+        structure = _structure(each[0])
+        if any(_structure(one) != structure for one in each[1:]):
             raise LossError(_unlike("from one micro-batch to another", where))
         found: list[Column] = []
-        for at, name in enumerate(names):
-            tensors = [one[at][1] for one in each]
-            if not isinstance(tensors[0], Tensor):
+        for at, (name, first) in enumerate(each[0]):
+            if not isinstance(first, Tensor):
                 continue
+            tensors, why = [one[at][1] for one in each], ""
             rows = all(one.dim() and len(one) == max(1, count) for one, count in zip(tensors, samples, strict=True))
             rows = rows and (where != OUTPUT or self._known.get(name, True))
             if len({(one.dtype, tuple(one.shape[1:] if rows else one.shape)) for one in tensors}) > 1:
                 shapes = ", ".join(f"{name} {tuple(one.shape)}".strip() for one in tensors[:3])
-                raise LossError(_unlike(f"from one micro-batch to another ({shapes})", where))
-            if not rows and not all(_alike(tensors[0], one) for one in tensors[1:]):
-                raise LossError(_not_the_same(name))
-            found.append(Column(name=name, tensors=tuple(tensors), samples=tuple(samples), rows=rows))
+                why = _unlike(f"from one micro-batch to another ({shapes})", where)
+            elif not rows and not all(_equal(first, one) for one in tensors[1:]):
+                why = _not_the_same(name)
+            mine = {"name": name, "rows": rows, "structure": structure, "why": why}
+            found.append(Column(tensors=tuple(tensors), samples=tuple(samples), **mine))
         if len(found) > _MOST:
             raise LossError(
                 f'{where} holds {len(found)} tensors; allowed with loss_over="batch": {_MOST}\n'
@@ -231,12 +291,12 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(child, f"{name}{key}")
 
 
-def rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """A structure like ``value`` with other tensors, in the order of ``leaves``."""
+def rebuilt(value: Any, tensors: Iterator[Tensor], other: Callable[[Any], Any] = lambda one: one) -> Any:
+    """A structure like ``value`` with other tensors, in the order of ``leaves``; ``other`` gives what is none."""
     children = _children(value)
     if children is None:
-        return next(tensors) if isinstance(value, Tensor) else value
-    made = [rebuilt(child, tensors) for _, child in children]
+        return next(tensors) if isinstance(value, Tensor) else other(value)
+    made = [rebuilt(child, tensors, other) for _, child in children]
     if isinstance(value, Mapping):
         whole: Any = copy.copy(value) if isinstance(value, dict) else dict(value)
         for key, child in zip(value, made, strict=True):
@@ -250,8 +310,27 @@ def rebuilt(value: Any, tensors: Iterator[Tensor]) -> Any:
     return whole
 
 
-def _bytes_each(tensor: Tensor, rows: bool) -> int:
-    return math.prod(tensor.shape[1:] if rows else tensor.shape) * tensor.element_size()
+def _bytes_of(column: Column) -> int:
+    """Of one row, or of what has none."""
+    if column.why:
+        return 0
+    one = column.tensors[0]
+    return math.prod(one.shape[1:] if column.rows else one.shape) * one.element_size()
+
+
+@cache
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a text or nothing, which a structure may have beside tensors."""
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _structure(found: Sequence[tuple[str, Any]]) -> str:
+    each = (f"{name}={one!r}" if is_plain(one) else f"{name}: {type(one).__name__}" for name, one in found)
+    return " ".join(each)
 
 
 def with_whole_tensors(output: Any) -> Any:
@@ -273,9 +352,15 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _equal(one: Tensor, other: Tensor) -> bool:
     one, other = one.detach(), other.detach().to(one.device)
     return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+_UNCLEAR = (
+    "with one sample in each micro-batch nobody can tell whether the output {} has a row for each sample.\n"
+    "    try: a plan with micro=2 or more, or without micro"
+)
 
 
 def _unlike(how: str, where: str) -> str:

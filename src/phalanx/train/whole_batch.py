@@ -12,10 +12,11 @@ from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from phalanx.errors import LossError
 from phalanx.train.inputs import to_device
-from phalanx.train.row_gather import OUTPUT, Column, RowGather, leaves, rebuilt
+from phalanx.train.row_gather import OUTPUT, Column, RowGather, is_plain, leaves, rebuilt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +58,15 @@ class WholeBatch:
         columns = gather.columns([piece.output for piece in pieces], counts, OUTPUT)
         self._columns, whole, start = gather.gather(columns, OUTPUT)
         self._own = [column.own.to(device).requires_grad_(column.learns) for column in self._columns]
-        joined = [
-            torch.cat([rows[:start], own, rows[start + len(own) :]]) if column.rows and len(own) < len(rows) else own
-            for column, own, rows in zip(self._columns, self._own, whole, strict=True)
-        ]
-        self.output = rebuilt(pieces[0].output, iter(joined))
+        joined: list[Tensor] = []
+        for column, own, rows in zip(self._columns, self._own, whole, strict=True):
+            if column.why:
+                joined.append(UnreadableTensor(column.why))
+            elif column.rows and len(own) < len(rows):
+                joined.append(torch.cat([rows[:start], own, rows[start + len(own) :]]))
+            else:
+                joined.append(own)
+        self.output = rebuilt(pieces[0].output, iter(joined), _plain_or_unreadable)
         self.batch = BatchEntries(gather, counts, device).of([piece.batch for piece in pieces])
 
     def gradients(self, value: Tensor) -> list[list[Tensor | None]]:
@@ -88,6 +93,34 @@ class WholeBatch:
             ]
         parts = zip(column.tensors, column.samples, grad.split(list(column.samples)), strict=True)
         return [part.to(one.device) if count else torch.zeros_like(one) for one, count, part in parts]
+
+
+@final
+class UnreadableTensor(Tensor):
+    """Stands for a tensor of the output that cannot be put together, and says why when it is read."""
+
+    _why: str
+
+    @staticmethod
+    def __new__(cls, why: str) -> UnreadableTensor:
+        made = Tensor._make_subclass(cls, torch.empty(0))
+        made._why = why
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = [one for one in tree_leaves((args, kwargs)) if isinstance(one, UnreadableTensor)]
+        raise LossError(found[0]._why if found else "a tensor of the output cannot be put together")
+
+
+def _plain_or_unreadable(value: Any) -> Any:
+    if is_plain(value):
+        return value
+    why = f"a {type(value).__name__} in the output is of a micro-batch, and no tensor: it cannot be put together"
+    return UnreadableTensor(f'{why} with loss_over="batch"')
 
 
 @final
@@ -133,7 +166,10 @@ class BatchEntries:
     def _tensor(self, values: Sequence[Tensor], name: str) -> Tensor:
         where = f"batch{name}"
         columns = self._gather.columns([to_device(one, self._device) for one in values], self._samples, where)
-        return self._gather.gather(columns, where)[1][0]
+        ((column,), (whole,), _) = self._gather.gather(columns, where)
+        if column.why:
+            raise LossError(column.why)
+        return whole
 
     def _plain(self, values: Sequence[Any], name: str) -> Any:
         """A list of each sample's texts or numbers, or one value that is the same everywhere."""
