@@ -358,5 +358,5 @@ def test_outputs_of_transformers(plan: str, tmp_path: Path) -> None:
 
 def test_a_loss_that_reads_similarities_of_a_micro_batch_is_refused(tmp_path: Path) -> None:
     given = job(model=clip, data=captions, loss=lambda output, batch: of_logits(output.logits_per_image, batch))
-    with pytest.raises(RefusedError, match="compares samples in its forward|differs in its shape"):
+    with pytest.raises(RefusedError, match=r"compares samples in its forward|differs in its shape"):
         fit(given, "dp=2", tmp_path / "run")
