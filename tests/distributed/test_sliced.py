@@ -21,7 +21,10 @@ torch.manual_seed(0)
 
 @dataclass(frozen=True)
 class Case:
-    """An operation, the shapes of its inputs, and which of them are cut: input → (dimension, cut for n ranks)."""
+    """An operation, the shapes of its inputs, and which of them are cut: input → (dimension, cut for n ranks).
+
+    Those that ``parameters`` names are a layer's, and whole unless they are cut.
+    """
 
     name: str
     run: Callable[..., Any]
@@ -29,6 +32,7 @@ class Case:
     cuts: dict[int, tuple[int, Callable[[int], Cut]]]
     sends: tuple[str, ...] = ()
     scale: float = 1.0
+    parameters: tuple[int, ...] = ()
 
 
 def even(size: int, outer: int = 1, inner: int = 1) -> Callable[[int], Cut]:
@@ -70,6 +74,15 @@ CASES = [
     Case("column", F.linear, ((2, 5, 8), (12, 8), (12,)), {1: (0, even(12)), 2: (0, even(12))}),
     Case("row", F.linear, ((2, 5, 8), (12, 8), (12,)), {0: (2, even(8)), 1: (1, even(8))}, ("all_reduce",)),
     Case("row of a whole", F.linear, ((2, 5, 8), (12, 8), (12,)), {1: (1, even(8))}, ("all_reduce",)),
+    Case(
+        "cut features into a whole layer",
+        F.linear,
+        ((2, 5, 8), (12, 8), (12,)),
+        {0: (2, even(8))},
+        ("all_gather",),
+        parameters=(1, 2),
+    ),
+    Case("cut tokens into a whole layer", F.linear, ((2, 6, 8), (12, 8), (12,)), {0: (1, even(6))}, parameters=(1, 2)),
     Case(
         "column then row",
         lambda x, a, b: F.linear(F.gelu(F.linear(x, a)), b),
@@ -186,6 +199,7 @@ def _difference(case: Case, place: Place, sums: bool) -> str:
             held.append((local, (dim, cut)))
         else:
             local = tensor.detach().clone().requires_grad_()
+            local = torch.nn.Parameter(local) if index in case.parameters else local
             given.append(local)
             held.append((local, None))
     try:

@@ -92,3 +92,31 @@ def test_what_rounding_alone_has_moved_may_be_off_by_twice_that() -> None:
     assert not checks["after the last step"].first
     silent = record(torch.zeros(4), meant)  # no gradient at all moves nothing
     assert first_gradients(silent, TOLERANCE)["small"].rounded is None
+
+
+def moments(off: float, ways: float) -> RunRecord:
+    """Adam's first moment after three gradients of which the third takes back the others, but for a hundredth."""
+    first, second = torch.tensor([1.0]), torch.tensor([1.0])
+    third = torch.tensor([-0.9 - 0.81 + 0.01])
+    last = 0.1 * (0.81 * first + 0.9 * second + third) + off
+    return RunRecord(
+        steps=[StepRecord(loss=1.0) for _ in range(3)],
+        values={moment: {"w": torch.zeros(1)} for moment in (START, FIRST, END)},
+        options={"w": {}},
+        reduced={0: {"w": first}, 1: {"w": second}, 2: {"w": third}},
+        used={0: {"w": first}, 1: {"w": second}, 2: {"w": third}},
+        ways={"w": ways} if ways else {},
+        state={FIRST: {"w.exp_avg": 0.1 * first}, END: {"w.exp_avg": last}},
+    )
+
+
+def test_a_moment_that_adds_up_to_nearly_nothing_may_be_off_by_what_its_terms_may_be_off_by() -> None:
+    def told(off: float, ways: float = 3.7) -> bool:
+        pair = Pair(one=moments(0.0, ways), other=moments(off, 0.0), plan=Plan(), tolerance=TOLERANCE)
+        checks = {check.when: check for check in judged(pair) if check.kind == "state"}
+        return bool(checks["after the last step"].first)
+
+    rounding = 0.1 * 3.7 * TOLERANCE.parameter  # 0.37 beside a moment of 0.001: 370 times its own share
+    assert not told(0.9 * rounding)
+    assert told(1.1 * rounding)
+    assert told(0.9 * rounding, ways=0.0)  # where the terms are not known, the moment's own size counts

@@ -171,8 +171,11 @@ def group_timeout() -> timedelta:
 def share_timeout() -> None:
     """Have every group of this process wait as long as the default one, those included that torch made by itself."""
     if active() and dist.get_backend() != "fake":
+        change = (
+            getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        )  # public from torch 2.14 on
         for group in list(dist.distributed_c10d._world.pg_map):
-            dist.distributed_c10d._set_pg_timeout(group_timeout(), group)
+            change(group_timeout(), group)
 
 
 def _refuse_other_ranks(place: Place) -> None:

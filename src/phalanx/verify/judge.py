@@ -131,8 +131,9 @@ def _gradients_of(pair: Pair, kind: str, step: int) -> tuple[Tensors, Tensors]:
 def _states(pair: Pair, moment: str, meant: Mapping[str, FirstGradient]) -> list[Difference]:
     """The optimizer's state, but for that of parameters whose gradients are zero but for rounding.
 
-    What adds up gradients differs as they do. What adds up their squares, and so is nowhere below zero, differs by
-    twice that where they are large: the bound for the sum v of g² is that of the norm of 2 · g · (difference of g).
+    What adds up gradients differs as they do, and by no less where they cancel (``_cancelled``). What adds up their
+    squares, and so is nowhere below zero, differs by twice that where they are large: the bound for the sum v of g² is
+    that of the norm of 2 · g · (difference of g).
     """
     tolerance = pair.tolerance.gradient if moment == FIRST else pair.tolerance.parameter
     states = (record.state.get(moment, {}) for record in (pair.one, pair.other))
@@ -141,12 +142,30 @@ def _states(pair: Pair, moment: str, meant: Mapping[str, FirstGradient]) -> list
     for one in _common(mine, others, tolerance):
         tensor, stretch = mine.get(one.name), meant[one.name.rpartition(".")[0]].stretch
         one = replace(one, allowed=tolerance * stretch)
-        if tensor is not None and tensor.numel() and one.relative and bool((tensor >= 0).all()):
-            most, total = float(tensor.double().max()), float(tensor.double().sum())
-            allowed = 2 * tolerance * stretch * math.sqrt(most * total) / max(compare.norm(tensor), 1e-300)
+        if tensor is not None and tensor.numel() and one.relative:
+            allowed = tolerance * stretch * (_cancelled(pair.one, one.name) if moment == END else 1.0)
+            if bool((tensor >= 0).all()):
+                most, total = float(tensor.double().max()), float(tensor.double().sum())
+                squares = 2 * tolerance * stretch * math.sqrt(most * total) / max(compare.norm(tensor), 1e-300)
+                allowed = max(allowed, squares)
             one = replace(one, allowed=allowed)
         found.append(one)
     return found
+
+
+def _cancelled(one: RunRecord, key: str) -> float:
+    """How many times larger than a state after the last step the terms are that it is the sum of; 1 at least.
+
+    A state that adds up gradients, s_k = a s_(k-1) + c g_k with 0 ≤ a ≤ 1 (momentum, Adam's first moment), has the norm
+    |c| |g_0| after the first step. Its terms have norms of |c| |g_k| at most, and each may be off by its share.
+    """
+    name = key.rpartition(".")[0]
+    first, last = one.state.get(FIRST, {}).get(key), one.state[END][key]
+    given = one.used.get(0, {}).get(name)
+    if first is None or given is None or not (size := compare.norm(given)):
+        return 1.0
+    weight = compare.norm(first) / size
+    return max(1.0, weight * one.ways.get(name, 0.0) / max(compare.norm(last), 1e-300))
 
 
 def _common(one: Tensors, other: Tensors, allowed: float) -> list[Difference]:

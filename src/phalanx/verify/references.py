@@ -117,7 +117,7 @@ def _flat(witness: Witness) -> tuple[dict[str, Tensor], dict[str, Any]]:
         for step, loss in enumerate(witness.losses)
     ]
     options = {name: _numeric(group) for name, group in witness.options.items()}
-    kept = {name: getattr(witness, name) for name in ("evaluations", "magnitudes", "masks_of_no_sample")}
+    kept = {name: getattr(witness, name) for name in ("evaluations", "magnitudes", "masks_of_no_sample", "ways")}
     return tensors, {"steps": steps, "numbers": numbers, "options": options, **kept}
 
 
@@ -133,7 +133,7 @@ def _record(tensors: Mapping[str, Tensor], answer: Mapping[str, Any]) -> RunReco
         state=kinds["state"],
         reduced=_by_step(kinds["reduced"]),
         used=_by_step(kinds["used"]),
-        **{name: answer[name] for name in ("numbers", "options", "masks_of_no_sample")},
+        **{name: answer[name] for name in ("numbers", "options", "masks_of_no_sample", "ways")},
         magnitudes={int(step): found for step, found in answer["magnitudes"].items()},
         evaluations={int(step): result for step, result in answer["evaluations"].items()},
     )

@@ -123,10 +123,15 @@ def _beside(bias: Any, out: str, axes: Iterable[Axis], cuts: list[tuple[Axis, st
     if bias is None:
         return []
     for axis in axes:
-        cut = next((cut for one, letter, cut in cuts if one is axis and letter == out[-1]), None)
-        if cut is not None and axis.trial is not None and not is_sliced(bias):
-            axis.trial.adds(bias, cut)
-        bias = gathered(bias, axis, partly=True) if cut is None else brought(bias, axis, -1, cut)
+        letter, cut = next(((letter, cut) for one, letter, cut in cuts if one is axis), (None, None))
+        if cut is None:  # every rank does all of the work, and has the whole gradient
+            bias = gathered(bias, axis, partly=False)
+        elif letter != out[-1]:
+            bias = gathered(bias, axis, partly=True)
+        else:
+            if axis.trial is not None and not is_sliced(bias):
+                axis.trial.adds(bias, cut)
+            bias = brought(bias, axis, -1, cut)
     return [bias]
 
 

@@ -46,6 +46,7 @@ class Witness:
     Attributes:
         reduced: step → parameter → gradient of the loss, before clipping; ``used``: as the optimizer got it.
         magnitudes: step → parameter → what the rounding of its reduced gradient is relative to; of small ones alone.
+        ways: parameter → norms of its gradients as the optimizer got them, added up over the steps.
         state: moment (``first``, ``end``) → parameter → what the optimizer keeps of it.
         options: parameter → the options of its group but for the learning rate.
         evaluations: steps taken → ``loss``, ``samples`` and ``metrics``.
@@ -64,6 +65,7 @@ class Witness:
     reduced: dict[int, Tensors] = field(default_factory=dict[int, Tensors])
     used: dict[int, Tensors] = field(default_factory=dict[int, Tensors])
     magnitudes: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
+    ways: dict[str, float] = field(default_factory=dict[str, float])
     state: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict[str, dict[str, dict[str, Any]]])
     options: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
@@ -234,8 +236,13 @@ class _PlainLoop:
         self.witness.rates.append({name: float(group["lr"]) for name, group in self._groups().items()})
         if self.job.clip is not None and not self.witness.skipped[-1]:
             torch.nn.utils.clip_grads_with_norm_(self.trained.values(), self.job.clip, norm)
-        if step < WHOLE and not self.witness.skipped[-1]:
-            self.witness.used[step] = _copied(self._gradients().items())
+        if not self.witness.skipped[-1]:
+            stepped = self._gradients()
+            for name, grad in stepped.items():
+                size = float(torch.linalg.vector_norm(dense(grad), dtype=torch.float64))
+                self.witness.ways[name] = self.witness.ways.get(name, 0.0) + size
+            if step < WHOLE:
+                self.witness.used[step] = _copied(stepped.items())
         if self.scales:
             self.scaler.step(self.optimizer)
             self.scaler.update()
