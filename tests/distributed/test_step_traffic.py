@@ -222,3 +222,22 @@ def prices_what_is_listed(text: str, known: Profile, monkeypatch: pytest.MonkeyP
     assert priced.replicas[0] == pytest.approx(busiest(REPLICAS.__contains__) + busiest(ONCE.__contains__))
     inner = busiest(lambda why: why not in REPLICAS | ONCE | BETWEEN)
     assert priced.exchange[0] == pytest.approx(inner, rel=1e-3, abs=1.0)  # a ring hides behind attention
+
+
+def contrastive(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Of sequences whose first tokens are alike, and which are not."""
+    pooled = output.mean(1)
+    alike = (batch["tokens"][:, :1] == batch["tokens"][:, 0]).float()
+    return torch.nn.functional.binary_cross_entropy_with_logits(pooled @ pooled.T, alike)
+
+
+@pytest.mark.parametrize("text", ["dp=2", "dp=2 micro=2", "fsdp=2 micro=2", "fsdp=2 zero=2"])
+def test_a_loss_over_the_whole_batch_gathers_what_placement_says(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, job = Plan.parse(text), replace(small_gpt(2, False), loss=contrastive, loss_over="batch")
+    monkeypatch.setattr(sys.modules[__name__], "job_for", lambda _: job)
+    known = work_of(job).profile
+    assert len(known.compared) == 2
+    wide = widths(PHALANX, plan.precision, np.array(float(plan.zero)))
+    for rank, ((_, rows),) in enumerate(launch(counted([text]), 2)):
+        said, real = listed(step_traffic(known, plan, job.batch, rank, wide), plan, rank), seen(rows, plan, rank)
+        assert said == real, f"rank {rank}: listed alone {said - real}, counted alone {real - said}"

@@ -113,6 +113,14 @@ class ModelPart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedTensors:
+    """What a loss over the whole global batch has gathered at one go: a model's output, or an entry of the batch."""
+
+    rows: int  # bytes for each sample, as the model gives them in fp32
+    others: int = 0  # bytes of what has no rows, which every rank sends all the same
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """A model's costs."""
 
@@ -127,6 +135,8 @@ class Profile:
     recomputes: bool = False  # whether the model recomputes activations by itself
     # whether its blocks are repeated ones, which ``zero=3`` shards one by one; else it is sharded as one
     repeated: bool = True
+    # what is gathered for a loss over the whole global batch, the output first; none for losses of samples
+    compared: tuple[ComparedTensors, ...] = ()
     notes: tuple[str, ...] = ()  # what the reader should know
 
     @property

@@ -3,7 +3,8 @@
 Written once, for numbers and for arrays with one for each of many plans: forecasts price these exchanges, and a test
 counts that these run and no others. Listed is what even shares exchange: of experts as if tokens were routed evenly,
 which nothing counts; of rows as if ranks divided them; of gradients of one group as if they were one bucket. Not listed
-are running statistics, which rank 0 sends to all, and the question which parameters had a gradient. Plans whose
+are running statistics, which rank 0 sends to all, the question which parameters had a gradient, and what ``tp`` or
+``cp`` gathers of an output that they slice, for a loss over the whole batch. Plans whose
 replicas step by themselves, compress what they send or use servers send other messages, which they count as they run.
 """
 
@@ -55,6 +56,7 @@ class MeshSizes:
     attention: Mapping[str, Number]  # for each way to attend over ``cp``, 1 where it is taken
     again: Number = 0  # 1 where the backward computes something of blocks again, and so repeats what they exchange
     micros: Number = 1  # micro-batches of a rank in a step
+    twice: Number = 0  # 1 where each micro-batch runs forward twice, for a loss over the whole batch
 
     def ranks(self, over: Sequence[str]) -> Number:
         """In one group of an exchange."""
@@ -303,7 +305,7 @@ def gathers(mesh: MeshSizes) -> tuple[Number, Number, Number]:
     Without ``zero`` there is nothing to gather; see ``gather``.
     """
     each = (mesh.zero == 3) * mesh.micros
-    return each, each, 1 * (mesh.zero < 3)
+    return each * (1 + mesh.twice), each, 1 * (mesh.zero < 3)
 
 
 def reductions(mesh: MeshSizes) -> Number:

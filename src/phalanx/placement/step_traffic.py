@@ -11,9 +11,11 @@ from itertools import product
 from math import prod
 
 from phalanx.config import Plan
+from phalanx.config.fields import DATA_AXES
 from phalanx.config.model_costs import EVERY, Profile, Weights
 from phalanx.config.plan import AXES
 from phalanx.config.run import DRIFT_EVERY
+from phalanx.placement.batch_split import largest_share
 from phalanx.placement.collective_bytes import (
     Elements,
     Exchange,
@@ -31,6 +33,10 @@ from phalanx.placement.collective_bytes import (
 )
 from phalanx.placement.stages import on_ranks, sends
 
+COLUMNS = 60
+"""Tensors at most that are gathered at one go for a loss over the whole batch."""
+HEADER = 5 + COLUMNS
+"""Whole numbers of 8 bytes by which ranks tell each other with it what theirs are like."""
 _TOTALS, _NORM, _FINGERPRINT = 24, 8, 8
 """Bytes of what a step adds up over ranks to know itself: its loss's sum, its count and how it was divided; the squares
 of gradients' norm. And of what a rank tells its replicas of its parameters."""
@@ -42,6 +48,7 @@ def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Wi
     Gradients' norm is among them, of what no rank holds whole: by it every step tells whether they are finite.
     """
     mesh, counts = MeshSizes.of(plan, batch), _counts(profile, plan, rank)
+    mesh = replace(mesh, twice=int(bool(profile.compared) and mesh.micros > 1))
     samples = batch / plan.replicas / mesh.micros
     handed = stages(hidden_states(profile.parts), mesh, widths, samples, profile.length)
     sent = sum(sends(plan.schedule, plan.pp, plan.stages, plan.coordinate(rank)["pp"]))
@@ -50,10 +57,22 @@ def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Wi
         replace(handed, times=handed.times * sent * mesh.micros),
         *replicas(_units(profile, counts, mesh), widths, mesh),
         *once_a_step(profile, counts, mesh, widths, norm=True),
-        Exchange(why="the loss and its count", kind="all-reduce", over=AXES, size=_TOTALS),
+        *_of_loss(profile, plan, batch, mesh),
         fingerprints(mesh, DRIFT_EVERY),
     ]
     return [one for one in _together(found) if one.times and one.size and mesh.ranks(one.over) > 1]
+
+
+def _of_loss(profile: Profile, plan: Plan, batch: int, mesh: MeshSizes) -> Iterator[Exchange]:
+    """Sum and count of losses of samples; rows of outputs where every rank computes the loss of the whole batch."""
+    if not profile.compared:
+        yield Exchange(why="the loss and its count", kind="all-reduce", over=AXES, size=_TOTALS)
+    most = largest_share(plan, batch)
+    for one in profile.compared:
+        each = 8 * HEADER + most * one.rows + one.others
+        yield Exchange(
+            why="rows of the whole batch", kind="all-gather", over=DATA_AXES, size=mesh.ranks(DATA_AXES) * each
+        )
 
 
 def fingerprints(mesh: MeshSizes, every: int) -> Exchange:
@@ -166,7 +185,8 @@ def _of_parts(
     for part, count in zip(profile.parts, counts, strict=True):
         micro = PartPass.of(profile.parts, part, samples, profile.length)
         again: list[Pass] = ["again"] if mesh.again and part.role == "block" else []
-        for way in ("forward", *again, "backward"):
+        forwards: list[Pass] = ["forward"] * (1 + mesh.twice)
+        for way in (*forwards, *again, "backward"):
             for one in inside(micro, mesh, widths, way):
                 yield replace(one, times=one.times * count * mesh.micros)
 

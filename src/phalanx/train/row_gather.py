@@ -26,13 +26,10 @@ from phalanx.config import Plan
 from phalanx.config.fields import DATA_AXES
 from phalanx.errors import LossError
 from phalanx.parallel import Example
+from phalanx.placement.step_traffic import COLUMNS, HEADER
 from phalanx.trace.fake_tensors import faked, fakes, quiet
 
 OUTPUT = "the model's output"
-_MOST = 60
-"""Tensors in an output, each of which is a bit of a whole number."""
-_WORDS = 5 + _MOST
-"""Whole numbers that ranks tell each other of their columns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +132,7 @@ class RowGather:
         headers = self._told(header)
         decided = self._decided(headers, columns, where)
         most = max(each[0] for each in headers)
-        self._agreed[where] = headers, sum(_bytes_of(one) * (most if one.rows else 1) for one in decided)
+        self._agreed[where] = headers, sum(bytes_of(one) * (most if one.rows else 1) for one in decided)
         _, every = self._sent(header, decided, self._agreed[where])
         return self._unpacked(decided, every, headers)
 
@@ -152,15 +149,15 @@ class RowGather:
         forms = [one.form for one in columns]
         names = _digest(columns[0].structure) if columns else 0
         here = sum(columns[0].samples) if columns else 0
-        return [here, names, *bits, *forms, *[0] * (_MOST - len(forms))]
+        return [here, names, *bits, *forms, *[0] * (COLUMNS - len(forms))]
 
     def _told(self, header: list[int]) -> list[list[int]]:
         assert self._group is not None
         kinds = {device.type for device in self._group._device_types}
         device = torch.device("cpu") if "cpu" in kinds else self.device
-        told = torch.empty(_WORDS * self._size, dtype=torch.int64, device=device)
+        told = torch.empty(HEADER * self._size, dtype=torch.int64, device=device)
         all_gather_flat(told, torch.tensor(header, device=device), self._group)
-        return told.view(self._size, _WORDS).tolist()
+        return told.view(self._size, HEADER).tolist()
 
     def _decided(self, headers: list[list[int]], columns: Sequence[Column], where: str) -> list[Column]:
         """The columns with what all ranks make of them, the same on each."""
@@ -186,21 +183,21 @@ class RowGather:
     ) -> tuple[list[list[int]], Tensor]:
         """Every rank's header and columns, in one gather of bytes; no columns where they are of another form."""
         assert self._group is not None
-        most, start = max(each[0] for each in agreed[0]), 8 * _WORDS * self._on_host
+        most, start = max(each[0] for each in agreed[0]), 8 * HEADER * self._on_host
         flat = torch.zeros(start + agreed[1], dtype=torch.uint8, device=self.device)
         if self._on_host:
             flat[:start].copy_(torch.tensor(header).view(torch.uint8))
         for one in columns:
             own = one.own.to(self.device).contiguous().reshape(-1).view(torch.uint8)
             flat[start : start + len(own)].copy_(own)
-            start += _bytes_of(one) * (most if one.rows else 1)
+            start += bytes_of(one) * (most if one.rows else 1)
         out = torch.empty(self._size * len(flat), dtype=torch.uint8, device=self.device)
         if len(flat):
             all_gather_flat(out, flat, self._group)
         every = out.view(self._size, -1)
         if not self._on_host:
             return agreed[0], every
-        start = 8 * _WORDS
+        start = 8 * HEADER
         return every[:, :start].contiguous().view(torch.int64).tolist(), every[:, start:]
 
     def _unpacked(
@@ -210,7 +207,7 @@ class RowGather:
         most, start = max(counts), 0
         found: list[tuple[Column, Tensor]] = []
         for one in columns:
-            size = _bytes_of(one) * (most if one.rows else 1)
+            size = bytes_of(one) * (most if one.rows else 1)
             part, own = every[:, start : start + size], one.own
             start += size
             if one.why or not one.rows:
@@ -255,9 +252,9 @@ class RowGather:
                 why = _not_the_same(name)
             mine = {"name": name, "rows": rows, "structure": structure, "why": why}
             found.append(Column(tensors=tuple(tensors), samples=tuple(samples), **mine))
-        if len(found) > _MOST:
+        if len(found) > COLUMNS:
             raise LossError(
-                f'{where} holds {len(found)} tensors; allowed with loss_over="batch": {_MOST}\n'
+                f'{where} holds {len(found)} tensors; allowed with loss_over="batch": {COLUMNS}\n'
                 "    try: a model that gives what the loss reads, and no more"
             )
         return found
@@ -310,7 +307,7 @@ def rebuilt(value: Any, tensors: Iterator[Tensor], other: Callable[[Any], Any] =
     return whole
 
 
-def _bytes_of(column: Column) -> int:
+def bytes_of(column: Column) -> int:
     """Of one row, or of what has none."""
     if column.why:
         return 0

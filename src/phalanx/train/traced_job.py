@@ -24,6 +24,7 @@ from phalanx.train.build_model import begun, without_values
 from phalanx.train.elementwise import Parameters
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
+from phalanx.train.whole_batch import compared
 from phalanx.units import show_names
 
 _ADAM = 8.0  # bytes a parameter
@@ -52,6 +53,7 @@ def work_of(
     def loss(output: Any, batch: Any) -> torch.Tensor:
         return read_loss(job.loss(output, batch), 1, "the forecast").value
 
+    gathered = compared(module, example) if job.loss_over == "batch" else ()
     sparse = made_dense(module)
     look_inside(module, example)  # what the runtime takes for a block is what is priced as one
     given = {"args": example.args, "kwargs": example.kwargs, "batch": example.batch}
@@ -68,7 +70,7 @@ def work_of(
     if sparse:
         notes.append(f"sparse gradients of {show_names(sparse)} are priced as dense ones, of every row")
     return Work(
-        profile=replace(profile, notes=(*notes, *_unpriced(job))),
+        profile=replace(profile, compared=gathered, notes=(*notes, *_unpriced(job))),
         batch=batch or job.batch,
         length=length,
         lengths=lengths,

@@ -11,12 +11,25 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from phalanx.config.model_costs import ComparedTensors
 from phalanx.errors import LossError
+from phalanx.parallel import Example
+from phalanx.trace.fake_tensors import faked, fakes, quiet
 from phalanx.train.inputs import to_device
-from phalanx.train.row_gather import OUTPUT, Column, RowGather, is_plain, leaves, rebuilt
+from phalanx.train.row_gather import (
+    OUTPUT,
+    Column,
+    RowGather,
+    bytes_of,
+    is_plain,
+    leaves,
+    rebuilt,
+    which_have_rows,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,3 +261,37 @@ class EntriesInOrder(tuple[Any, ...]):
 
     def __repr__(self) -> str:
         return repr(tuple(self))
+
+
+def compared(module: nn.Module, example: Example) -> tuple[ComparedTensors, ...]:
+    """What the loss of ``example`` has gathered: the output, and each entry of the batch that it reads.
+
+    ``module`` needs no values; empty where model or loss cannot be run on fakes.
+    """
+    known, mode = which_have_rows(module, example), FakeTensorMode(allow_non_fake_inputs=True)
+    recorded = _RecordedGather(known)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet(), faked(module, mode):
+            args, kwargs, batch = fakes(mode, (example.args, example.kwargs, example.batch))
+            output = module(*args, **kwargs)
+            recorded.gather(recorded.columns([output], [2], OUTPUT), OUTPUT)
+            entries: Any = recorded
+            example.loss(output, BatchEntries(entries, [2], torch.device("cpu")).of([batch]))
+    except Exception:  # whatever model and loss raise on fakes
+        return ()
+    return tuple(recorded.found)
+
+
+class _RecordedGather:
+    """Gathers nothing, and notes what would be."""
+
+    def __init__(self, known: Mapping[str, bool]) -> None:
+        self.found: list[ComparedTensors] = []
+        self._gather = RowGather(torch.device("cpu"), known=known)
+        self.columns = self._gather.columns
+        self.values = self._gather.values
+
+    def gather(self, columns: Sequence[Column], where: str) -> tuple[list[Column], list[Tensor], int]:
+        rows, others = (sum(bytes_of(one) for one in columns if one.rows is kind) for kind in (True, False))
+        self.found.append(ComparedTensors(rows=rows, others=others))
+        return list(columns), [one.own for one in columns], 0
