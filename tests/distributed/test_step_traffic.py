@@ -18,7 +18,7 @@ import phalanx as px
 from phalanx.comm import Place, default_process_group, local
 from phalanx.config import Plan
 from phalanx.config.model_costs import Profile, Weights
-from phalanx.forecast import PHALANX, gradient_sync, kernels
+from phalanx.forecast import PHALANX, forecast, gradient_sync, kernels, step_time
 from phalanx.forecast.kernels import widths
 from phalanx.forecast.layouts import Layouts, Work
 from phalanx.forecast.step_time import ForecastInput, on_one_kind
@@ -202,7 +202,7 @@ def prices_what_is_listed(text: str, known: Profile, monkeypatch: pytest.MonkeyP
     def size_of(one: Exchange, mesh: MeshSizes, fabric: Any) -> Any:
         return one.size * one.times * (mesh.ranks(one.over) > 1) * np.ones_like(mesh.tp)
 
-    for module in (gradient_sync, kernels):
+    for module in (gradient_sync, kernels, step_time):
         monkeypatch.setattr(module, "seconds", size_of)
     plan, job = Plan.parse(text), job_for(text)
     bare = replace(PHALANX, overlap=0.0, overlap_tensor=0.0, contention=0.0, reach=1.0)
@@ -233,11 +233,21 @@ def contrastive(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("text", ["dp=2", "dp=2 micro=2", "fsdp=2 micro=2", "fsdp=2 zero=2"])
 def test_a_loss_over_the_whole_batch_gathers_what_placement_says(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, job = Plan.parse(text), replace(small_gpt(2, False), loss=contrastive, loss_over="batch")
-    monkeypatch.setattr(sys.modules[__name__], "job_for", lambda _: job)
-    known = work_of(job).profile
+    job = replace(small_gpt(2, False), loss=contrastive, loss_over="batch")
+    plan, known = Plan.parse(text), work_of(job).profile
     assert len(known.compared) == 2
     wide = widths(PHALANX, plan.precision, np.array(float(plan.zero)))
-    for rank, ((_, rows),) in enumerate(launch(counted([text]), 2)):
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules[__name__], "job_for", lambda _: job)
+        each = launch(counted([text]), 2)
+    for rank, ((_, rows),) in enumerate(each):
         said, real = listed(step_traffic(known, plan, job.batch, rank, wide), plan, rank), seen(rows, plan, rank)
         assert said == real, f"rank {rank}: listed alone {said - real}, counted alone {real - said}"
+    prices_what_is_listed(text, known, monkeypatch)
+
+
+def test_a_second_forward_is_priced() -> None:
+    known = work_of(replace(small_gpt(2, False), loss=contrastive, loss_over="batch")).profile
+    work = Work(profile=known, batch=16, norm=True)
+    whole, cut = (forecast(work, Plan.parse(text), cluster("2xA100")).seconds for text in ("dp=2", "dp=2 micro=4"))
+    assert whole["recompute"] == 0 < cut["recompute"]

@@ -13,7 +13,7 @@ from phalanx.forecast.network import collective, seconds
 from phalanx.forecast.operation_arrays import Array, OperationArrays
 from phalanx.forecast.pipeline import StageCounts, held, parameters_held
 from phalanx.placement.collective_bytes import Elements, add_up, elements, gather, gathers, reductions, scatter
-from phalanx.placement.step_traffic import once_a_step, tied_copy, unit_by_unit
+from phalanx.placement.step_traffic import once_a_step, tied_copy, unit_by_unit, with_second_forward
 
 
 def replicas(costs: OperationArrays, times: Times, layouts: Layouts, setting: DeviceSetting, lie: StageCounts) -> Array:
@@ -51,7 +51,7 @@ def _compressed(count: Array, thin: Array, last: Array, layouts: Layouts, settin
 def _sharded(costs: OperationArrays, times: Times, layouts: Layouts, setting: DeviceSetting, lie: StageCounts) -> Array:
     """Parameters are gathered, and gradients scattered, block by block behind the block before; of a rank without
     several blocks all at once, behind nothing."""
-    preset, mesh = setting.preset, layouts.mesh
+    preset, mesh = setting.preset, with_second_forward(costs.profile, layouts.mesh)
     once = preset.stages_whole & (layouts.pp > 1)  # before and after everything
     before, behind, _ = gathers(mesh)  # gradients are scattered as often as parameters are gathered for a backward
     counts = list(np.moveaxis(lie.each, 1, 0))

@@ -18,6 +18,7 @@ from phalanx.forecast.presets import PHALANX, Preset
 from phalanx.forecast.rates import Core, Rates, rates
 from phalanx.placement.collective_bytes import hidden_states
 from phalanx.placement.collective_bytes import stages as handed
+from phalanx.placement.step_traffic import rows_of_whole_batch, with_second_forward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -61,13 +62,15 @@ def step_time(
     split = {name: of(times.by_kind[at]) for at, name in enumerate(KINDS)}
     exchange, again, waiting = of(times.exchange), of(times.again), of(times.waiting)
     known = sum(split.values(), exchange + again + waiting)
+    mesh, share = with_second_forward(costs.profile, layouts.mesh), np.ceil(layouts.samples - 1e-9)
+    rows = (seconds(one, mesh, setting.fabric) for one in rows_of_whole_batch(costs.profile, share, mesh))
     return StepTime(
         products=split["products"],
         attention=split["attention"],
         memory=split["memory"],
-        recompute=again,
+        recompute=again + of(times.before) * mesh.twice,
         launches=waiting,
-        exchange=exchange,
+        exchange=sum(rows, exchange),
         pipeline=np.maximum(total - known, 0.0),
         replicas=replicas(costs, times, layouts, setting, lie),
         update=update(costs, layouts, setting, lie),

@@ -48,7 +48,7 @@ def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Wi
     Gradients' norm is among them, of what no rank holds whole: by it every step tells whether they are finite.
     """
     mesh, counts = MeshSizes.of(plan, batch), _counts(profile, plan, rank)
-    mesh = replace(mesh, twice=int(bool(profile.compared) and mesh.micros > 1))
+    mesh = with_second_forward(profile, mesh)
     samples = batch / plan.replicas / mesh.micros
     handed = stages(hidden_states(profile.parts), mesh, widths, samples, profile.length)
     sent = sum(sends(plan.schedule, plan.pp, plan.stages, plan.coordinate(rank)["pp"]))
@@ -57,22 +57,26 @@ def step_traffic(profile: Profile, plan: Plan, batch: int, rank: int, widths: Wi
         replace(handed, times=handed.times * sent * mesh.micros),
         *replicas(_units(profile, counts, mesh), widths, mesh),
         *once_a_step(profile, counts, mesh, widths, norm=True),
-        *_of_loss(profile, plan, batch, mesh),
+        Exchange(
+            why="the loss and its count", kind="all-reduce", over=AXES, size=_TOTALS, times=int(not profile.compared)
+        ),
+        *rows_of_whole_batch(profile, largest_share(plan, batch), mesh),
         fingerprints(mesh, DRIFT_EVERY),
     ]
     return [one for one in _together(found) if one.times and one.size and mesh.ranks(one.over) > 1]
 
 
-def _of_loss(profile: Profile, plan: Plan, batch: int, mesh: MeshSizes) -> Iterator[Exchange]:
-    """Sum and count of losses of samples; rows of outputs where every rank computes the loss of the whole batch."""
-    if not profile.compared:
-        yield Exchange(why="the loss and its count", kind="all-reduce", over=AXES, size=_TOTALS)
-    most = largest_share(plan, batch)
+def with_second_forward(profile: Profile, mesh: MeshSizes) -> MeshSizes:
+    """``mesh`` where a loss over the whole batch needs all outputs before the first of several backwards."""
+    return replace(mesh, twice=1 * (mesh.micros > 1)) if profile.compared else mesh
+
+
+def rows_of_whole_batch(profile: Profile, share: Number, mesh: MeshSizes) -> Iterator[Exchange]:
+    """What is gathered for a loss over the whole batch, where the largest share has so many samples."""
+    ranks = mesh.ranks(DATA_AXES)
     for one in profile.compared:
-        each = 8 * HEADER + most * one.rows + one.others
-        yield Exchange(
-            why="rows of the whole batch", kind="all-gather", over=DATA_AXES, size=mesh.ranks(DATA_AXES) * each
-        )
+        size = ranks * (8 * HEADER + share * one.rows + one.others)
+        yield Exchange(why="rows of the whole batch", kind="all-gather", over=DATA_AXES, size=size)
 
 
 def fingerprints(mesh: MeshSizes, every: int) -> Exchange:

@@ -111,8 +111,8 @@ def _unpriced(job: Job) -> Iterator[str]:
         yield "Of the job, clip: the sum of the norm over ranks is priced; the passes over gradients are not priced."
     if job.loss_over == "batch":
         yield (
-            "Of the job, loss_over: gathering outputs over ranks, the loss of the whole batch on each, and with "
-            "several micro-batches a second forward of each are not priced; a step takes longer by them."
+            "Of the job, loss_over: what its loss reads is priced as gathered, and a second forward of each of several "
+            "micro-batches; not priced are the whole batch's loss on each rank, beyond a micro-batch's, and its memory."
         )
     if job.tensor_parallel:
         yield "Of the job, tensor_parallel: not priced; layers are taken to be cut as they are found."
