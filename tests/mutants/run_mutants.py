@@ -24,10 +24,11 @@ from pathlib import Path
 
 from mutation import SOURCE, Mutation
 from mutations import MUTATIONS
+from mutations_coupled import COUPLED
 from mutations_random import RANDOM
 from mutations_split import TECHNIQUES
 
-ALL = (*MUTATIONS, *TECHNIQUES, *RANDOM)
+ALL = (*MUTATIONS, *TECHNIQUES, *RANDOM, *COUPLED)
 _PATIENCE = 300.0  # seconds for the checks of one mutation; one that hangs is found, too
 
 
