@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from phalanx.parallel import check
 from phalanx.train.look_ahead import refusals
 from phalanx.verify.witness import samples
 from phalanx.verify.witness.initial import initial_model
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_inputs_of_train import Mixture, Net
+from test_inputs_of_train import job as of_sequences
 
 LENGTH, BATCH, STEPS = 26, 10, 4  # the third batch has 6 samples
 
@@ -185,6 +190,8 @@ def test_outputs_of_any_form_and_counted_losses(how: str, plan: str, tmp_path: P
 
 class Counting(Towers):
     """Standardises by a running mean, which each forward moves."""
+
+    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,3 +372,41 @@ def test_a_loss_that_reads_similarities_of_a_micro_batch_is_refused(tmp_path: Pa
     given = job(model=clip, data=captions, loss=lambda output, batch: of_logits(output.logits_per_image, batch))
     with pytest.raises(RefusedError, match=r"compares samples in its forward|differs in its shape"):
         fit(given, "dp=2", tmp_path / "run")
+
+
+def of_tokens(output: Tensor, batch: Any) -> Tensor:
+    pooled = F.normalize(output.mean(1), dim=-1)
+    return F.cross_entropy(5 * pooled @ pooled.flip(1).T, torch.arange(len(pooled)))
+
+
+@pytest.mark.parametrize("plan", ["cp=2 micro=4", "tp=2 sequence=true", "ep=2 dp=2 micro=1"])
+def test_models_that_are_split_over_ranks(plan: str, tmp_path: Path) -> None:
+    model = Mixture if "ep" in plan else Net
+    given = of_sequences(model=model, loss=of_tokens, loss_over="batch", optimizer=job().optimizer)
+    one, other = fit(given, "single", tmp_path / "one"), fit(given, plan, tmp_path / "other")
+    assert losses_of(other) == pytest.approx(losses_of(one), rel=1e-5)
+    trained = other.state_dict()
+    for name, value in one.state_dict().items():
+        assert float((trained[name] - value).norm()) <= 1e-5 * float(value.norm()), name
+
+
+@pytest.mark.parametrize(
+    ("plan", "tolerance"),
+    [
+        ("dp=2 micro=2 precision=bf16", 2e-2),
+        ("fsdp=2 micro=2 precision=fp16", 2e-3),
+        ("dp=2 compress=fp16", 1e-4),
+        ("fsdp=2 micro=2 offload=parameters", 1e-5),
+    ],
+)
+def test_losses_agree_within_what_a_plan_rounds(plan: str, tolerance: float, tmp_path: Path) -> None:
+    losses, _ = plain(job())
+    assert losses_of(fit(job(), plan, tmp_path / "run")) == pytest.approx(losses, rel=tolerance)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "micro=3", "threads=2"])
+def test_a_sample_that_is_not_finite_is_named(plan: str, tmp_path: Path) -> None:
+    rows = [*table()]
+    rows[11]["image"][2] = torch.nan
+    with pytest.raises(PhalanxError, match=r"sample.* 11\b"):
+        fit(job(data=lambda: rows, steps=None, epochs=1), plan, tmp_path / "run")

@@ -27,7 +27,7 @@ from phalanx.config.fields import DATA_AXES
 from phalanx.errors import LossError
 from phalanx.parallel import Example
 from phalanx.placement.step_traffic import COLUMNS, HEADER
-from phalanx.trace.fake_tensors import faked, fakes, quiet
+from phalanx.trace.fake_tensors import Mode, Values, faked, fakes, quiet
 
 OUTPUT = "the model's output"
 
@@ -172,7 +172,7 @@ class RowGather:
             elif not why and len({header[5 + at] for header in headers}) > 1:
                 why = _unlike(f"from one rank to another ({one.name} {tuple(one.tensors[0].shape)} here)", where)
             elif not why and all(rows) and all(unclear) and where == OUTPUT and one.name not in self._known:
-                why = _UNCLEAR.format(one.name)
+                why = _UNCLEAR.format(f" {one.name}".rstrip())
             elif not why and not all(rows) and any(row > guess for row, guess in zip(rows, unclear, strict=True)):
                 why = _unlike(f"from one rank to another ({one.name})", where)
             found.append(replace(one, rows=all(rows), why=why))
@@ -267,15 +267,19 @@ def which_have_rows(module: nn.Module, example: Example) -> dict[str, bool]:
     """
     if not any(isinstance(one, Tensor) and len(one.shape) and len(one) == 2 for _, one in leaves(example.batch)):
         return {}
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet(), faked(module, mode):
-            args, kwargs = fakes(mode, (example.args, example.kwargs))
-            output = module(*args, **kwargs)
-            found = [(name, one) for name, one in leaves(output) if isinstance(one, Tensor)]
-            return {name: bool(one.dim()) and len(one) == 2 for name, one in found}
-    except Exception:  # whatever the model raises on fakes
-        return {}
+    modes: list[Mode] = [FakeTensorMode(allow_non_fake_inputs=True)]
+    if not any(tensor.is_meta for tensor in module.parameters()):
+        modes.append(Values())  # of what decides by values
+    for mode in modes:
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet(), faked(module, mode):
+                args, kwargs = fakes(mode, (example.args, example.kwargs))
+                output = module(*args, **kwargs)
+                found = [(name, one) for name, one in leaves(output) if isinstance(one, Tensor)]
+                return {name: bool(one.dim()) and len(one) == 2 for name, one in found}
+        except Exception:  # whatever the model raises on fakes
+            continue
+    return {}
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -355,7 +359,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 _UNCLEAR = (
-    "with one sample in each micro-batch nobody can tell whether the output {} has a row for each sample.\n"
+    "with one sample in each micro-batch nobody can tell whether the output{} has a row for each sample.\n"
     "    try: a plan with micro=2 or more, or without micro"
 )
 
