@@ -121,6 +121,25 @@ def refuse_taken(folder: Path) -> None:
         os.close(descriptor)
 
 
+def is_written(folder: Path) -> bool:
+    """Whether a run that goes on writes ``folder``, as far as locks on this machine tell; nothing is changed in it."""
+    try:
+        descriptor = open_plain(folder / NAME, os.O_RDONLY)
+    except OSError:
+        return False  # nobody has ever taken it
+    try:
+        if not _lives(_whole(_parse(os.pread(descriptor, _LENGTH, 0)).get("pid"))):
+            return False  # without a lock of our own, which could be in the way of who takes the folder now
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def token_of(folder: Path) -> Token | None:
     """The token that this process, or the one it was forked from, has of ``folder``; ``None`` where it has none."""
     held = _held.get(Path(folder).resolve())

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.config import Job, Plan
-from phalanx.errors import SpecError
+from phalanx.errors import MissingExtraError, SpecError
 from phalanx.events import read
-from phalanx.files import read_text
+from phalanx.files import is_written, read_text
 
 if TYPE_CHECKING:
+    import pandas
     import torch
     from torch import Tensor, nn
 
     from phalanx.checkpoint import Exported
     from phalanx.data.saved_batch import SavedBatch
 
+_OF_A_STEP = ("step", "evaluate", "checkpoint")  # events that there is one of a step
 Which = int | Literal["best"] | None
 """Which checkpoint: of that step, of the best evaluation, or the newest."""
 
@@ -49,6 +51,45 @@ class Run:
         """The last evaluation: ``loss``, ``samples``, ``metrics``; ``None`` where there was none."""
         found = list(self.events("evaluate"))
         return found[-1] if found else None
+
+    @property
+    def running(self) -> bool:
+        """Whether it is being trained now, by whatever process of this machine."""
+        return is_written(self.folder)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Every evaluation by step: ``step``, ``loss``, ``samples``, ``metrics``; one taken again as it went last."""
+        last = {event["step"]: event for event in self.events("evaluate")}
+        return [last[step] for step in sorted(last)]
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The best evaluation; ``None`` where the job compares none (``px.Best``), or none gave a number."""
+        from phalanx.checkpoint import best_step
+
+        step = best_step(self.folder)
+        return next((one for one in self.evaluations() if one["step"] == step), None)
+
+    def metrics(self, event: str = "step") -> pandas.DataFrame:
+        """What was logged of each step as a table, one row a step, also while the run goes on, here or elsewhere.
+
+        Args:
+            event: the events that become rows: ``"step"``, ``"checkpoint"``, or ``"evaluate"``, whose ``metrics`` get
+                a column each. A step that was taken again after a resume counts as it went the last time.
+
+        Raises:
+            SpecError: events of another name were asked for.
+            MissingExtraError: pandas is not installed.
+        """
+        if event not in _OF_A_STEP:
+            raise SpecError.of("event", repr(event), ", ".join(_OF_A_STEP), 'run.metrics("evaluate")')
+        try:
+            import pandas
+        except ImportError:
+            raise MissingExtraError("pandas", "pandas") from None
+        rows = {one["step"]: _row(one) for one in self.events(event)}
+        table = pandas.DataFrame([rows[step] for step in sorted(rows)], index=pandas.Index(sorted(rows), name="step"))
+        return table.drop(columns="step", errors="ignore")
 
     @property
     def accidents(self) -> list[SavedBatch]:
@@ -135,6 +176,14 @@ class Run:
         from phalanx.checkpoint import export
 
         return export(self.checkpoint(step), Path(target), dtype=dtype)
+
+
+def _row(event: dict[str, Any]) -> dict[str, Any]:
+    """An event as columns: those of a dictionary in it stand beside the others."""
+    row = {name: value for name, value in event.items() if name != "event" and not isinstance(value, dict)}
+    for value in event.values():
+        row |= value if isinstance(value, dict) else {}
+    return row
 
 
 def load(folder: str | Path, job: Job | None = None) -> Run:
