@@ -79,7 +79,7 @@ fit("single", {str(folder)!r}, epochs=None, steps=1000, loss=loss)
         finally:
             other.terminate()
     assert not run.running
-    assert run.metrics()["loss"].notna().all()
+    assert len(run.metrics().dropna(subset=["loss"])) == len(run.metrics()) > first
     assert os.listdir(run.folder / "checkpoints")  # as it was asked to stop, it saved
 
 
