@@ -259,6 +259,8 @@ def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
     device = device_for(place, device_kind(chosen, here))
     _group.enter_context(default_process_group(place_within(chosen, place), device))
     assembly = assemble(job, chosen, place, device)
+    if (scheduler := assembly.step.scheduler) is not None and scheduler.follows_evaluations:
+        raise RefusedError([_no_evaluations()])
     if place.rank == 0:
         for note in [*(f"differs from one device: {note}" for note in assembly.notes), *assembly.advice]:
             _log.warning("%s", note)
@@ -356,6 +358,12 @@ def _servers_step(plan: Plan) -> Problem:
     given = f"{plan} for a loop of one's own"
     allowed = "phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt"
     return Problem(where="plan.server", given=given, allowed=allowed, fix=f"dp={plan.dp}")
+
+
+def _no_evaluations() -> Problem:
+    given = "ReduceLROnPlateau for a loop of one's own, whose evaluations nobody sees"
+    allowed = "one that your loop makes over step.optimizer, and steps"
+    return Problem(where="job.optimizer", given=given, allowed=allowed, fix="ReduceLROnPlateau(step.optimizer)")
 
 
 __all__ = ["Run", "build", "fit", "forecast", "load", "plan", "prove"]

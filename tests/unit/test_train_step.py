@@ -88,7 +88,10 @@ class TestRates:
         [
             ({"schedule": px.Schedule(warmup_steps=3)}, "OneCycleLR on the optimizer and Schedule.*one of the two"),
             ({"lr_scale": 2.0}, "OneCycleLR on the optimizer and a factor of 2"),
-            ({"optimizer": lambda params: one_cycle(params, hook=False)}, "that nobody steps.*register_step_post_hook"),
+            (
+                {"optimizer": lambda params: one_cycle(params, hook=False)},
+                "that nobody steps.*return optimizer, scheduler",
+            ),
         ],
     )
     def test_one_that_cannot_be_honoured_is_refused(self, how: dict[str, Any], words: str) -> None:

@@ -98,7 +98,8 @@ class Job:
         loss: ``loss(output, batch)`` gives ``Loss(sum, count)``, or a plain mean over the samples of the batch.
         loss_over: what ``loss`` is called with: ``samples``, some of the batch, whose losses add up; or ``batch``, the
             outputs and the batch of the whole global batch, for losses that compare samples with each other.
-        optimizer: ``optimizer(params)`` builds the ``torch.optim.Optimizer`` over exactly these parameters.
+        optimizer: ``optimizer(params)`` builds the ``torch.optim.Optimizer`` over exactly these parameters, or gives
+            (optimizer, scheduler) with a scheduler of ``torch.optim.lr_scheduler`` over it, stepped once a step.
         batch: the **global** batch: samples in one optimizer step, on any number of devices.
         epochs: passes over the data. Give ``epochs`` or ``steps``.
         steps: optimizer steps.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.comm import Counterparts, Place, from_every_rank, place_within
 from phalanx.config import Job, Plan
@@ -17,13 +18,14 @@ from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, check, notes
 from phalanx.parallel.buffer_sync import buffers_kept
 from phalanx.train.build_model import begun, build_model, give_needed_values
-from phalanx.train.consistency import same_initial_values, same_length
+from phalanx.train.consistency import Everyone, same_groups, same_initial_values, same_length
 from phalanx.train.elementwise import Parameters, note_slices
 from phalanx.train.inputs import Inputs
 from phalanx.train.lr_schedule import START, RunStart, scheduler_notes
 from phalanx.train.refusals import OptimizerTrial, model_problems
 from phalanx.train.row_gather import RowGather, which_have_rows
 from phalanx.train.step import Step, StepPlan
+from phalanx.train.torch_scheduler import MadeOptimizer, TorchScheduler
 from phalanx.train.uneven_shares import Sharing
 
 if TYPE_CHECKING:  # loaded by plans that have some
@@ -134,13 +136,12 @@ def build(
     rows = _row_gather(job, own, there.rank, device, module, loader)
     with buffers_kept(module):
         layout = assemble(module, job, own, there.rank, device, lambda: _look_with(job, module, loader, facts, found))
-    optimizer = build_optimizer(job, layout)
-    trial = OptimizerTrial.of_rank(optimizer, layout.holdings, tried=facts is not None)
+    optimizer, scheduler = build_optimizer(job, layout)
+    trial = OptimizerTrial.of_rank(optimizer, scheduler, layout.holdings, tried=facts is not None)
     if problems := trial.problems(job, plan, start):
         raise RefusedError(problems)
-    found += scheduler_notes(optimizer)
-    total, part = _total_steps(job, loader), lane.first
-    course = StepPlan(first_step=first, total_steps=total, lr_scale=start.lr_scale, first_part=part)
+    found += [] if scheduler else scheduler_notes(optimizer)
+    course = _course(job, loader, lane, start, _followed(job, optimizer, scheduler, everyone))
     apart = LocalSgd(plan, layout, across, first, loader.total_steps) if across else None
     step = Step(job, own, layout, optimizer, course, apart, rows)
     if plan.shares:
@@ -158,6 +159,26 @@ def build(
         parameters=size,
         local_sgd=apart,
     )
+
+
+def _course(job: Job, loader: Loader, lane: Lane, start: RunStart, scheduler: TorchScheduler | None) -> StepPlan:
+    return StepPlan(
+        first_step=start.step,
+        total_steps=_total_steps(job, loader),
+        lr_scale=start.lr_scale,
+        first_part=lane.first,
+        scheduler=scheduler,
+    )
+
+
+def _followed(
+    job: Job, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, everyone: Everyone
+) -> TorchScheduler | None:
+    """What steps the scheduler that the job gives beside its optimizer, if it gives one. Collective then."""
+    if scheduler is None:
+        return None
+    same_groups(len(optimizer.param_groups), everyone)
+    return TorchScheduler(scheduler, job.evaluate_every)
 
 
 def example_of(job: Job, module: nn.Module, loader: Loader) -> Example:
@@ -191,26 +212,27 @@ def _look_with(job: Job, module: nn.Module, loader: Loader, facts: Facts | None,
     return example
 
 
-def build_optimizer(job: Job, layout: Layout) -> torch.optim.Optimizer:
-    """The job's optimizer, which must hold exactly the parameters it was given."""
+def build_optimizer(job: Job, layout: Layout) -> MadeOptimizer:
+    """The job's optimizer and its scheduler, if any. It must hold exactly the parameters it was given."""
     note_slices(layout.holdings)
     # A stage of frozen parameters alone has none to step, and no optimizer is built over nothing.
-    optimizer = optimizer_over(job, layout.parameters or {"nothing_to_step": nn.Parameter(torch.empty(0))})
+    made = optimizer_over(job, layout.parameters or {"nothing_to_step": nn.Parameter(torch.empty(0))})
     if not layout.parameters:
-        for group in optimizer.param_groups:
+        for group in made.optimizer.param_groups:
             group["params"] = []
-    return optimizer
+    return made
 
 
-def optimizer_over(job: Job, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
-    """The optimizer that the job makes of these parameters.
+def optimizer_over(job: Job, parameters: Mapping[str, torch.Tensor]) -> MadeOptimizer:
+    """The optimizer that the job makes of these parameters, and its scheduler, if any.
 
     Raises:
         SpecError: if it makes none, or one that a loop over batches cannot step.
         GradientError: if it holds other parameters.
     """
     given = Parameters(parameters)
-    optimizer: Any = job.optimizer(given)
+    made = MadeOptimizer.of(job.optimizer(given))
+    optimizer = made.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         given = f"a function that gives {type(optimizer).__name__}"
         allowed = "a function that gives a torch.optim.Optimizer"
@@ -228,7 +250,7 @@ def optimizer_over(job: Job, parameters: Mapping[str, torch.Tensor]) -> torch.op
             "that nobody reads.\n    try: optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4), over exactly "
             "the `params` it is called with; for parameters that shall not train: requires_grad=False in the model"
         )
-    return optimizer
+    return made
 
 
 def _total_steps(job: Job, loader: Loader) -> int:

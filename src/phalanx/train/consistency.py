@@ -33,6 +33,22 @@ def same_length(length: int | None, where: str, everyone: Everyone = from_every_
         )
 
 
+def same_groups(groups: int, everyone: Everyone = from_every_rank) -> None:
+    """Refuse an optimizer under a scheduler that has other groups on some rank. Collective.
+
+    Raises:
+        DataError: with the number on each rank. A scheduler keeps a rate for each group, by its place.
+    """
+    counts = everyone(groups)
+    if len(set(counts)) > 1:
+        by_rank = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
+        raise DataError(
+            f"job.optimizer makes another number of parameter groups on each rank: {by_rank}.\n"
+            "    A scheduler keeps a rate for each group, by its place.\n"
+            "    try: the same groups on every rank, where need be with no parameters in them"
+        )
+
+
 def same_stream(batch: StepBatch | None) -> None:
     """Refuse a stream that is not at the same place on every rank; ``None``: it has ended here. Collective.
 

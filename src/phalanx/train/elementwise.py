@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from phalanx.config import Job, Plan
 from phalanx.errors import Problem
 from phalanx.parallel import RankHoldings
+from phalanx.train.torch_scheduler import MadeOptimizer
 
 _STEPS = 3
 _HALVES = 16 * 2.0**-8
@@ -152,7 +153,7 @@ def stepped(
     """Values after the job's optimizer has stepped these gradients; ``dress`` makes a parameter of each value."""
     given = learning(start) if dress is None else {name: torch.nn.Parameter(dress(one)) for name, one in start.items()}
     with torch.enable_grad():
-        optimizer: Any = job.optimizer(Parameters(given))
+        optimizer = MadeOptimizer.of(job.optimizer(Parameters(given))).optimizer
         for group in optimizer.param_groups:
             if not isinstance(group.get("lr"), torch.Tensor) and not group.get("lr"):
                 group["lr"] = 0.125  # warm-up may begin at zero
@@ -184,7 +185,7 @@ def _apart(expected: Values, found: Values, start: Values) -> float:
 def _made(job: Job, values: Values) -> Any:
     try:
         with torch.random.fork_rng(devices=[]):
-            return job.optimizer(Parameters(learning(values)))
+            return MadeOptimizer.of(job.optimizer(Parameters(learning(values)))).optimizer
     except Exception:  # a factory of any make
         return None
 

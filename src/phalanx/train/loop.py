@@ -104,6 +104,14 @@ class Stepper(ABC):
             CheckpointError: if it, or the one begun before, cannot be written.
         """
 
+    def awaits_evaluation(self) -> bool:
+        """Whether the learning rates of the next step follow from an evaluation that has not been made."""
+        return False
+
+    def evaluated(self, value: float) -> None:
+        """The evaluation of this moment gave ``value``, by which evaluations are compared."""
+        del value
+
     def agreed(self, value: Any) -> Any:
         """What the process that writes events has for ``value``, which is JSON. Collective."""
         return value
@@ -170,7 +178,8 @@ class TrainingLoop:
     def _train(self) -> None:
         stepper, evaluate_every, save_every = self._stepper, self._job.evaluate_every, self._run.save_steps
         every, interruptions = [one for one in (evaluate_every, save_every) if one], self._interruptions
-        if self._best and not self._best.knows(stepper.taken) and stepper.taken and self._due(evaluate_every):
+        unknown = self._best is not None and not self._best.knows(stepper.taken)
+        if (unknown or stepper.awaits_evaluation()) and stepper.taken and self._due(evaluate_every):
             self._evaluate()  # the run ended after the save of this step, and before its evaluation
         while not (interruptions.stop or self._exhausted()):
             pause = min((stepper.taken // one * one + one for one in every), default=None)
@@ -219,7 +228,9 @@ class TrainingLoop:
         self._evaluation = {"loss": result.loss, "samples": result.samples, "metrics": result.metrics}
         self._observer.evaluated(step, self._evaluation)
         self._recorder.write("evaluate", step=step, seconds=result.seconds, **self._evaluation)
-        if self._best and self._best.add(step, self._best.value_of(self._evaluation)) and self._saved_at != step:
+        value = self._best.value_of(self._evaluation) if self._best else result.loss
+        self._stepper.evaluated(value)
+        if self._best and self._best.add(step, value) and self._saved_at != step:
             self._save()
         if self._best:
             self._recorder.note_best(self._best)

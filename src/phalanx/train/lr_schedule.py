@@ -3,7 +3,8 @@
 A learning-rate scheduler of torch's on a job's optimizer: honoured where it says all there is to say, else refused. It
 sets the rates of the optimizer it was made for. A job that makes one steps it by a hook of that optimizer, once an
 optimizer step under every plan; nobody else does. Where the job has a schedule of Phalanx's own as well, or a factor on
-its rates, two would write the same numbers. Its state is in no checkpoint: a run with one cannot be resumed.
+its rates, two would write the same numbers. Its state is in no checkpoint: a run with one cannot be resumed. One that
+the job gives beside the optimizer is stepped by the run, and saved (``torch_scheduler.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from phalanx.config import Job, Plan, RunSpec, Schedule
 from phalanx.errors import Problem, RefusedError
 from phalanx.events import read
+from phalanx.train.torch_scheduler import MadeOptimizer, given_scheduler_problems
 
 
 class LearningRates:
@@ -29,8 +31,11 @@ class LearningRates:
     what a hook of the optimizer or a loop of the user's own sets between steps stands.
     """
 
-    def __init__(self, job: Job, optimizer: torch.optim.Optimizer, *, total_steps: int, scale: float) -> None:
-        self._job, self._groups = job, optimizer.param_groups
+    def __init__(
+        self, job: Job, optimizer: torch.optim.Optimizer, *, total_steps: int, scale: float, scheduled: bool = False
+    ) -> None:
+        """``scheduled``: a scheduler of torch's sets the rates, of which the first group's is read here."""
+        self._job, self._groups, self._scheduled = job, optimizer.param_groups, scheduled
         self._total_steps, self._scale = total_steps, scale
         self._base = [float(group["lr"]) for group in self._groups]
         self._set = list(self._base)
@@ -41,6 +46,8 @@ class LearningRates:
         Raises:
             RefusedError: if something else has set one that the job's schedule sets, too.
         """
+        if self._scheduled:
+            return float(self._groups[0]["lr"])
         job = self._job
         factor = self._scale * job.lr_schedule.factor(step=step, batch=job.batch, total_steps=self._total_steps)
         for index, group in enumerate(self._groups):
@@ -88,7 +95,7 @@ def resume_notes(job: Job, folder: Path, *, step: int, total_steps: int | None) 
     ]
 
 
-_HOOKED = "optimizer.register_step_post_hook(lambda *_: scheduler.step())"
+_BESIDE = "optimizer=lambda params: ..., with `return optimizer, scheduler` at its end, and no hook"
 
 
 def scheduler_on(optimizer: torch.optim.Optimizer) -> str:
@@ -122,10 +129,11 @@ START = RunStart()
 """From its first step on, with the job's own rates."""
 
 
-def scheduler_problems(
-    job: Job, plan: Plan, optimizer: torch.optim.Optimizer, start: RunStart = START
-) -> list[Problem]:
+def scheduler_problems(job: Job, plan: Plan, made: MadeOptimizer, start: RunStart = START) -> list[Problem]:
     """What keeps a scheduler on the optimizer, if there is one, from being honoured."""
+    if made.scheduler is not None:
+        return given_scheduler_problems(job, plan, made.scheduler, start.lr_scale)
+    optimizer: torch.optim.Optimizer = made.optimizer
     if not (name := scheduler_on(optimizer)):
         return []
     instead = 'schedule=px.Schedule(decay="cosine", warmup_steps=100) of the job, and no scheduler on the optimizer'
@@ -140,10 +148,11 @@ def scheduler_problems(
     if plan.server:
         return wrong(f"under {plan}", "plans without servers, which step the optimizer slice by slice", instead)
     if start.resumes:
-        return wrong("of a run to resume or to roll back", "other runs: its state is in no checkpoint", instead)
+        beside = "one that the job gives beside its optimizer: as it is, its state is in no checkpoint"
+        return wrong("of a run to resume or to roll back", beside, _BESIDE)
     if not optimizer._optimizer_step_post_hooks and not optimizer._optimizer_step_pre_hooks:
-        allowed = "one that is stepped by a hook of the optimizer: there is no loop of yours that would step it"
-        return wrong("that nobody steps", allowed, _HOOKED)
+        allowed = "one that the job gives beside its optimizer: there is no loop of yours that would step it"
+        return wrong("that nobody steps", allowed, _BESIDE)
     return []
 
 
@@ -151,4 +160,5 @@ def scheduler_notes(optimizer: torch.optim.Optimizer) -> list[str]:
     """What is to be said of a scheduler that is honoured."""
     if not (name := scheduler_on(optimizer)):
         return []
-    return [f"learning rates are those that {name} sets; its state is in no checkpoint, so the run cannot be resumed."]
+    told = "its state is in no checkpoint, so the run cannot be resumed: give (optimizer, scheduler)"
+    return [f"learning rates are those that {name} sets; {told}."]

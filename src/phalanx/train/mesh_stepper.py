@@ -213,6 +213,14 @@ class MeshStepper(Stepper):
         self._assembly.step.accidents.saved(self.taken)
         return saving
 
+    def awaits_evaluation(self) -> bool:
+        scheduler = self._assembly.step.scheduler
+        return scheduler is not None and scheduler.awaits_evaluation(self.taken)
+
+    def evaluated(self, value: float) -> None:
+        if (scheduler := self._assembly.step.scheduler) is not None:
+            scheduler.evaluated(self.taken, value)
+
     def agreed(self, value: Any) -> Any:
         return self._assembly.from_every_rank(value)[0]
 

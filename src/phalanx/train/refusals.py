@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.comm import is_dtensor
 from phalanx.config import Job, Plan
@@ -24,6 +25,7 @@ from phalanx.parallel.grad_reduce import sparse_problems
 from phalanx.parallel.parameter_server import starved
 from phalanx.train.elementwise import Parameters, elementwise, learning, rows_problem, slice_problems, small
 from phalanx.train.lr_schedule import START, RunStart, scheduler_problems
+from phalanx.train.torch_scheduler import MadeOptimizer
 from phalanx.train.uneven_shares import moves_what_workers_read, read_ahead
 
 
@@ -71,6 +73,7 @@ class OptimizerTrial:
     """An optimizer that the job has made, and what of it is still to be tried on small parameters.
 
     Attributes:
+        scheduler: of torch's, that the job gives beside it.
         parameters: that it is to step; of these only names and numbers of dimensions are read.
         slices: whether they are slices as plain tensors.
         mesh: that they are rows over, as DTensors; ``None`` where they are not.
@@ -80,23 +83,26 @@ class OptimizerTrial:
     optimizer: torch.optim.Optimizer
     parameters: Mapping[str, torch.Tensor]
     slices: bool
+    scheduler: LRScheduler | None = None
     mesh: DeviceMesh | None = None
     alone: bool = False
 
     @classmethod
-    def of_rank(cls, optimizer: torch.optim.Optimizer, held: RankHoldings, *, tried: bool) -> OptimizerTrial:
+    def of_rank(
+        cls, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, held: RankHoldings, *, tried: bool
+    ) -> OptimizerTrial:
         """Of what a rank holds; where a look has ``tried`` the optimizer, slices are not tried again."""
         parameters = held.parameters
         slices = not tried and any(one.placed for name, one in held.slices.items() if name in parameters)
         mesh = next((one.device_mesh for one in parameters.values() if is_dtensor(one)), None)
-        return cls(optimizer=optimizer, parameters=parameters, slices=slices, mesh=mesh)
+        return cls(optimizer=optimizer, scheduler=scheduler, parameters=parameters, slices=slices, mesh=mesh)
 
     def problems(self, job: Job, plan: Plan, start: RunStart = START) -> list[Problem]:
         """What keeps ``plan`` from the optimizer. Collective over ``mesh`` unless ``alone``."""
         if problems := closure_problems(self.optimizer):
             return problems
         problems += compression.optimizer_problems(self.optimizer, plan)
-        problems += scheduler_problems(job, plan, self.optimizer, start)
+        problems += scheduler_problems(job, plan, MadeOptimizer(self.optimizer, self.scheduler), start)
         if self.slices:
             problems += slice_problems(job, plan, self.parameters)
         if self.mesh is not None:
@@ -115,12 +121,13 @@ def optimizer_problems(
     slices = max(plan.tp, plan.ep) > 1
     try:
         with torch.random.fork_rng(devices=[]):
-            optimizer: Any = job.optimizer(Parameters(learning(small(parameters))))
+            given: Any = job.optimizer(Parameters(learning(small(parameters))))
     except Exception:  # a factory of any make
         return slice_problems(job, plan, parameters) if slices else []
+    optimizer, scheduler = MadeOptimizer.of(given)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return []
-    trial = OptimizerTrial(optimizer=optimizer, parameters=parameters, slices=slices)
+    trial = OptimizerTrial(optimizer=optimizer, scheduler=scheduler, parameters=parameters, slices=slices)
     if plan.fsdp == 1 or dist.is_initialized():
         return trial.problems(job, plan, start)
     with rank_0(plan):

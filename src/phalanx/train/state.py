@@ -71,6 +71,7 @@ def to_save(
         SENDER_SECTION: held.sender.kind if held.sender else None,
         OUTER_SECTION: told,
         SURVIVOR: survivor,
+        SCHEDULER: assembly.step.scheduler.state() if assembly.step.scheduler else None,
     }
     tensors = {**model_tensors(assembly.layout), **tensors, **sender_tensors(held), **outer}
     return checkpoint.SaveRequest(
@@ -103,7 +104,13 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
     """
     state, held = training_state(path), assembly.layout.holdings
     refuse_other_job(state["identity"], job, assembly.loader.length, path)
-    restore_values(path, assembly.layout, assembly.optimizer)
+    scheduler, scheduled = assembly.step.scheduler, state.get(SCHEDULER)
+    kept = scheduler.keys() if scheduler and scheduled else frozenset[str]()
+    restore_values(path, assembly.layout, assembly.optimizer, kept)
+    if scheduler and scheduled:
+        scheduler.restore(scheduled)
+    elif scheduler:
+        assembly.notes.append("the checkpoint has no state of a scheduler: the job's begins anew.")
     with torch.no_grad():
         lost = restore_sender(path, held, state)
     assembly.notes.extend([lost] if lost else [])
@@ -115,13 +122,16 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
         progress.loss_scale = LossScale(**state["loss_scale"])
 
 
-def restore_values(path: Path, layout: Layout, optimizer: torch.optim.Optimizer) -> None:
+def restore_values(
+    path: Path, layout: Layout, optimizer: torch.optim.Optimizer, kept: frozenset[str] = frozenset()
+) -> None:
     """Bring the model's values and the optimizer's state back. Collective.
 
-    Hyper-parameters (``lr``, ``weight_decay``, ``betas``, ...) are the job's as it is now: who edits them and resumes
-    trains on with the new ones. So what an optimizer keeps in its parameter groups, not in its state, begins anew.
+    Hyper-parameters (``lr``, ``weight_decay``, ``betas``, ...) are the job's as it is now: who edits them and
+    resumes trains on with the new ones. Of those ``kept``, which a scheduler sets, what is saved stands. So what an
+    optimizer keeps in its parameter groups, not in its state, begins anew.
     """
-    own = [_hyper_parameters(group) for group in optimizer.param_groups]
+    own = [_hyper_parameters(group, kept) for group in optimizer.param_groups]
     with torch.no_grad():
         checkpoint.load(path, model_tensors(layout))
         checkpoint.restore_optimizer(optimizer, layout.holdings.parameters, path, parts(layout.holdings))
@@ -175,12 +185,12 @@ def identity(job: Job, length: int | None) -> dict[str, Any]:
     return {"batch": job.batch, "seed": job.seed, "samples": length, "drop_last": job.drop_last, "shuffle": job.shuffle}
 
 
-def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """All of a parameter group but its parameters; tensors as copies, for restoring fills them in place."""
+def _hyper_parameters(group: dict[str, Any], kept: frozenset[str]) -> dict[str, Any]:
+    """All of a parameter group but its parameters and what is ``kept``; tensors as copies, for restoring fills them."""
     return {
         key: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
-        if key != "params"
+        if key != "params" and key not in kept
     }
 
 
@@ -289,6 +299,10 @@ def _forms(state: Mapping[str, Any]) -> dict[str, list[int]]:
 
 SURVIVOR = "survivor"
 """The key of a checkpoint's state that has the rank which wrote it by itself; null where all did."""
+
+
+SCHEDULER = "scheduler"
+"""The key of a checkpoint's state that has what ``TorchScheduler.state`` gave; null where the job gives none."""
 
 
 SENDER_SECTION = "sender"

@@ -27,6 +27,7 @@ from phalanx.train.metrics import Metrics, Totals, towards_host
 from phalanx.train.observer import Observer
 from phalanx.train.row_gather import RowGather
 from phalanx.train.step_boundary import StepBoundary
+from phalanx.train.torch_scheduler import TorchScheduler
 from phalanx.train.uneven_shares import Sharing
 
 
@@ -51,12 +52,14 @@ class StepPlan:
         total_steps: the step after the last, where a schedule that states none of its own reaches its floor.
         lr_scale: factor on every learning rate.
         first_part: the first of the parts of each global batch that this process holds.
+        scheduler: of torch's, that sets the rates in place of a schedule of the job.
     """
 
     first_step: int = 0
     total_steps: int = 1
     lr_scale: float = 1.0
     first_part: int = 0
+    scheduler: TorchScheduler | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +85,7 @@ class Step:
         sharing: the ranks' uneven shares, which may follow their speed; ``None`` where they are even.
         drift: who compares replicas now and then; ``None`` for nobody.
         boundary: whether what a checkpoint holds is that of the last finished step.
+        scheduler: of torch's, that sets the learning rates; ``None`` where the job gives none.
         last: of the last finished step; ``None`` before the first.
         seconds: that the host took, in the last step, for forward and backward, and for the update.
         inputs, first_part, whole_here, reads_means: what gradient accumulation reads of the step.
@@ -104,7 +108,9 @@ class Step:
             step=course.first_step, loss_scale=LossScale.for_batch(job.batch) if plan.precision == "fp16" else None
         )
         self.inputs = Inputs(job, layout.module)
-        self._rates = LearningRates(job, optimizer, total_steps=course.total_steps, scale=course.lr_scale)
+        self.scheduler, scheduled = course.scheduler, course.scheduler is not None
+        total, scale_of_run = course.total_steps, course.lr_scale
+        self._rates = LearningRates(job, optimizer, total_steps=total, scale=scale_of_run, scheduled=scheduled)
         self.first_part = course.first_part
         self.whole_here = not active() and plan.devices == 1 and not self.sync.per_replica
         self._checked = False
@@ -225,6 +231,8 @@ class Step:
     def _stepped(self, batch: StepBatch, totals: Totals, metrics: Metrics) -> None:
         self.sync.parameters_stepped(self.progress.step + 1, totals)
         self.layout.stepped()
+        if self.scheduler is not None:
+            self.scheduler.stepped()
         self.progress.step += 1
         self.progress.samples += batch.samples
         self.last = metrics

@@ -24,6 +24,7 @@ from phalanx.train.build_model import begun, without_values
 from phalanx.train.elementwise import Parameters
 from phalanx.train.inputs import Inputs
 from phalanx.train.loss import read_loss
+from phalanx.train.torch_scheduler import MadeOptimizer
 from phalanx.train.whole_batch import compared
 from phalanx.units import show_names
 
@@ -140,7 +141,7 @@ def _optimizer_of(job: Job, module: nn.Module) -> tuple[float | None, str]:
     small = {name: nn.Parameter(torch.ones([2] * max(1, dims))) for name, dims in trainable}
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            optimizer: Any = job.optimizer(Parameters(small))
+            optimizer = MadeOptimizer.of(job.optimizer(Parameters(small))).optimizer
             name = type(optimizer).__name__.lower() + ("-fused" if optimizer.defaults.get("fused") else "")
             for parameter in small.values():
                 parameter.grad = torch.ones_like(parameter)

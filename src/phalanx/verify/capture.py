@@ -80,7 +80,8 @@ def proven(job: Job, steps: int, taken: int | None = None) -> Job:
     schedule = job.lr_schedule
     if taken not in (None, steps) and schedule.total_steps is None and schedule.decay in ("linear", "cosine"):
         schedule = replace(schedule, total_steps=steps)
-    return replace(job, model=without_dropout(job), steps=taken or steps, epochs=None, schedule=schedule, best=None)
+    best = replace(job.best, patience=None) if job.best else None  # to its end; a scheduler may follow its metric
+    return replace(job, model=without_dropout(job), steps=taken or steps, epochs=None, schedule=schedule, best=best)
 
 
 def traced(

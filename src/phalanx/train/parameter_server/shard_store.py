@@ -67,7 +67,7 @@ class ShardStore:
         self.index = index
         self._job, self._folder = job, folder / "servers" / str(index)
         self.layout = SingleLayout(build_model(job), torch.device("cpu"))
-        self._whole = build_optimizer(job, self.layout)
+        self._whole = build_optimizer(job, self.layout).optimizer
         parameters = self.layout.parameters
         if problems := server_problems(job, plan, parameters):
             raise RefusedError(problems)
@@ -138,7 +138,7 @@ class ShardStore:
                 self.statistics = statistics
             else:
                 self.layout = SingleLayout(build_model(self._job), torch.device("cpu"))
-                self._whole = build_optimizer(self._job, self.layout)
+                self._whole = build_optimizer(self._job, self.layout).optimizer
                 self._buffers = ServerStatistics(self.layout.module)
                 self.statistics = self._buffers.take()
                 self._set()

@@ -127,10 +127,10 @@ class _PlainLoop:
         self.model.to(device)
         self.data = job.data()
         self.trained = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
-        self.optimizer: torch.optim.Optimizer = job.optimizer(_Named(self.trained))
+        made: Any = job.optimizer(_Named(self.trained))
+        self.optimizer, self.schedule = made if isinstance(made, tuple | list) else (made, None)
         if reason := why_not(job, self.optimizer):
             raise ValueError(reason)
-        self.schedule: torch.optim.lr_scheduler.LRScheduler | None = None
         if job.lr_schedule != Schedule():  # else what a scheduler of the job's own sets, by a hook, stands
             factor = rates(job.lr_schedule, job.batch, self._total())
             self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
@@ -163,6 +163,8 @@ class _PlainLoop:
                 self._look(FIRST)
             if every and (step + 1) % every == 0:
                 self._evaluate(step + 1)
+                if isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                    self.schedule.step(self._compared(step + 1))  # pyright: ignore[reportArgumentType]
         if not witness.losses:
             raise ValueError("the data gave no batch")
         if self.evaluation_data is not None and not (every and len(witness.losses) % every == 0):
@@ -251,7 +253,7 @@ class _PlainLoop:
         with warnings.catch_warnings():
             # A first step that fp16 skips is a step of the schedule all the same.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before")
-            if self.schedule is not None:
+            if self.schedule is not None and not isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 self.schedule.step()
 
     def _evaluate(self, step: int) -> None:
@@ -275,6 +277,11 @@ class _PlainLoop:
         means = {name: total / count if count else math.nan for name, (total, count) in sums.items()}
         told = {"loss": means.pop("loss"), "samples": seen, "metrics": dict(sorted(means.items()))}
         self.witness.evaluations[step] = told
+
+    def _compared(self, step: int) -> float:
+        """The number by which evaluations are compared."""
+        found, best = self.witness.evaluations[step], self.job.best
+        return found["metrics"][best.metric] if best and best.metric != "loss" else found["loss"]
 
     def _gradients(self) -> dict[str, Tensor]:
         return {name: tensor.grad for name, tensor in self.trained.items() if tensor.grad is not None}
