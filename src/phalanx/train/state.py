@@ -86,9 +86,12 @@ def to_save(
 
 
 def model_config(module: torch.nn.Module) -> dict[str, Any] | None:
-    """The configuration that a model of transformers was made from, as its ``config.json`` has it; else ``None``."""
+    """The configuration that a model of transformers was made from, as its ``config.json`` has it; else ``None``.
+
+    ``None`` with adapters of peft, too: ``from_pretrained`` would find no name of the model among theirs.
+    """
     config: Any = getattr(module, "config", None)
-    if not hasattr(config, "to_json_string"):
+    if not hasattr(config, "to_json_string") or hasattr(module, "peft_config"):
         return None
     try:
         return {**json.loads(config.to_json_string()), "architectures": [type(module).__name__]}
