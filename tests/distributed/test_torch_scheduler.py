@@ -154,11 +154,13 @@ class TestPlateau:
         assert rates(run) == expected
         assert len(set(expected)) > 2
 
-    def test_an_evaluation_between_checkpoint_and_resume_counts_once(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("every", [0, 1])  # 1: a checkpoint comes before the evaluation after its step
+    def test_an_evaluation_beside_a_checkpoint_counts_once(self, every: int, tmp_path: Path) -> None:
+        how = {**self.HOW, "checkpoint_every": every}
         whole = fit("single", tmp_path / "whole", **self.HOW)
         for steps in range(1, STEPS):
-            fit("dp=2", tmp_path / "parts", resume=steps > 1, epochs=None, steps=steps, **self.HOW)
-        parts = fit("dp=2", tmp_path / "parts", resume=True, **self.HOW)
+            fit("single", tmp_path / "parts", resume=steps > 1, epochs=None, steps=steps, **how)
+        parts = fit("dp=2", tmp_path / "parts", resume=True, **how)
         assert rates(parts) == rates(whole)
 
     def test_it_follows_the_metric_of_best_and_is_proven(self) -> None:
