@@ -300,8 +300,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a decay ends early once it is resumed",
         "train/assembly.py",
-        "total, part = _total_steps(job, loader), lane.first",
-        "total, part = _total_steps(job, loader) - first, lane.first",
+        "total_steps=_total_steps(job, loader),",
+        "total_steps=_total_steps(job, loader) - start.step,",
         ("again rich dp=2",),
     ),
     Mutation(
