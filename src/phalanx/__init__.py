@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phalanx.api import Run, build, fit, forecast, load, plan, prove
     from phalanx.config import Best, Cluster, Job, Loss, Plan, Pretrained, RunSpec, Schedule
+    from phalanx.config.params import param, params
     from phalanx.data import Table
     from phalanx.errors import PhalanxError
     from phalanx.launch.hosts import Hosts
@@ -25,6 +26,7 @@ _WHERE = {
     **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
+    **dict.fromkeys(("param", "params"), "phalanx.config.params"),
     "Hosts": "phalanx.launch.hosts",
     "PhalanxError": "phalanx.errors",
     "Table": "phalanx.data",
@@ -56,6 +58,8 @@ __all__ = [
     "load_balancing_loss",
     "mse",
     "next_token_loss",
+    "param",
+    "params",
     "plan",
     "prove",
     "router_z_loss",

@@ -273,6 +273,8 @@ MUTABLE = {
     "launch/host_network.py: _numbers",
     "launch/host_process.py: _numbers",
     "launch/jobfile.py: _stamps",  # as Python keeps what it has imported
+    "launch/jobfile.py: _declared_by",  # what those imports declared
+    "launch/jobfile.py: _values_of",  # and what a job declared that was loaded last
     "launch/worker.py: _runs",
     "parallel/local_shards/tensor.py: RULES",  # filled where operations on shards are defined, while they are loaded
     "trace/blocks.py: _opened",  # models that are looked into, for as long as they live

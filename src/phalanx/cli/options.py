@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -55,7 +56,41 @@ def _choices(key: str) -> tuple[str, ...]:
 
 def job_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     """The argument JOB, a file or module that says what to train."""
-    return click.argument("job", type=_JobReference())(function)
+    return click.argument("job", type=_JobReference())(set_option("job")(function))
+
+
+def set_option(argument: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The option ``--set NAME=VALUE``, which overrides what the job in ``argument`` declares."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            pairs = options.pop("overrides")
+            if pairs:
+                options[argument] = _with_overrides(options[argument], pairs)
+            return function(*args, **options)
+
+        told = "In place of a value that the job declares by px.param; may be given again."
+        return click.option("--set", "overrides", metavar="NAME=VALUE", multiple=True, help=told)(call)
+
+    return decorate
+
+
+def _with_overrides(reference: str, pairs: tuple[str, ...]) -> str:
+    from phalanx.launch.jobfile import with_values
+
+    if Path(reference).is_dir() or reference.endswith(".json"):
+        allowed = "a job, whose function calls px.param: this is a folder or a configuration"
+        raise SpecError.of("--set", f"{pairs[0]} with {reference}", allowed, "phalanx train train.py --set lr=1e-3")
+    values: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise SpecError.of("--set", repr(pair), "NAME=VALUE, of a name that the job declares", "--set lr=1e-3")
+        if name in values:
+            raise SpecError.of("--set", f"{name} twice", "one value for a name", f"--set {pair}")
+        values[name] = value
+    return with_values(reference, values)
 
 
 class _JobReference(click.ParamType):
@@ -80,6 +115,7 @@ def subject_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The argument WHAT, and the options that say more of the work."""
     options = [
         click.argument("what", metavar="JOB|CONFIG"),
+        set_option("what"),
         click.option("--batch", type=int, default=0, help="Global batch, in place of the job's."),
         click.option("--seq", type=int, default=0, help="Tokens in a sample, in place of those of the data."),
         click.option("--steps", type=int, default=0, help="Optimizer steps of the whole training."),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import Job, Plan, RunSpec
 from phalanx.config.elastic import DeviceRange
+from phalanx.config.params import DeclaredParam
 from phalanx.config.run import Resume
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.files import read_text
@@ -136,6 +137,18 @@ def settle(given: Given, earlier: RunSpec | None, job: Job) -> tuple[RunSpec, li
             continue
         settings.append(Setting(name=name.replace("_", "-"), value=str(value), source=source))
     return run, settings
+
+
+def params_settings(reference: str, declared: Iterable[DeclaredParam], overridden: str) -> list[Setting]:
+    """The values that a job declares, and which of them were ``overridden`` and where."""
+    from phalanx.launch import Reference
+    from phalanx.report.tables import Setting
+
+    given = dict(Reference.parse(reference).values)
+    return [
+        Setting(name=f"set {one.name}", value=str(one.value), source=overridden if one.name in given else "job")
+        for one in declared
+    ]
 
 
 def _chosen(given: Given, earlier: RunSpec | None, job: Job) -> tuple[Plan, str, str]:

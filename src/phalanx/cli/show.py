@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.cli.options import PlanText, write
+from phalanx.cli.options import PlanText, set_option, write
 from phalanx.cli.output import answer, json_option
 from phalanx.config import Plan
 from phalanx.errors import SpecError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 @click.command("show", short_help="Draw a plan: who holds what, and the schedule.")
 @click.argument("what", metavar="JOB|RUN")
+@set_option("what")
 @click.option("--plan", type=PlanText(), help='The plan to draw for JOB, such as "pp=2 tp=2 micro=8".')
 @click.option("-n", "devices", type=int, help="Devices; without --plan the same as --plan dp=N.")
 @click.option("--job", "named", metavar="JOB", help="The job of RUN, to look at it anew: its file is run.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -12,7 +13,7 @@ import click
 
 from phalanx.cli.options import PlanText, job_argument
 from phalanx.cli.output import STOPPED, json_option, print_json
-from phalanx.cli.settings import Given, earlier_run, settle
+from phalanx.cli.settings import Given, earlier_run, params_settings, settle
 from phalanx.cli.way_on import ended_since, way_on
 from phalanx.config import Job, RunSpec
 from phalanx.config.run import Answer, override
@@ -111,10 +112,17 @@ def command(
     earlier = earlier_run(given)
 
     from phalanx.launch import find_launcher, load_job
+    from phalanx.launch.jobfile import declared_values, going_on
+
+    own = job
+    if earlier:
+        job = going_on(job, earlier.job)
+        given = replace(given, job=job)
 
     find_launcher(launcher)  # before the planner takes its time
     loaded = load_job(job)
     run, settings = settle(given, earlier, loaded)
+    settings += params_settings(job, declared_values(job), "argument" if own == job else "run file")
 
     from rich.console import Group
 

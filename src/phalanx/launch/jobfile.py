@@ -16,17 +16,22 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import parse_qsl, urlencode
 
 from phalanx.config import Job
+from phalanx.config.params import DeclaredParam, ParamOverrides, overriding
 from phalanx.errors import PhalanxError, SpecError
 
 _TAIL = 12  # lines of a user's traceback that an error shows
 _stamps: dict[str, tuple[int, int]] = {}
+_declared_by: dict[str, dict[str, DeclaredParam]] = {}  # by the name of a module: what its import declared
+_values_of: dict[str, tuple[DeclaredParam, ...]] = {}
+_SET = re.compile(r"\?([^\W\d]\w*=.*)$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,15 +42,24 @@ class Reference:
         file: the Python file, absolute; ``None`` where a module is named.
         module: the module's dotted name, empty where a file is named.
         function: the function in it that returns the job.
+        values: what overrides the values that it declares, as texts, sorted by name.
     """
 
     file: Path | None
     module: str
     function: str
+    values: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """``path/to/file.py``, ``path/to/file.py:name``, ``package.module`` or ``package.module:name``."""
+        """``path/to/file.py``, ``path/to/file.py:name``, ``package.module`` or ``package.module:name``.
+
+        Values that override the job's own may follow: ``file.py?lr=0.001&width=64``.
+        """
+        set_here = _SET.search(text)
+        if set_here:
+            values = dict(parse_qsl(set_here[1], keep_blank_values=True))
+            return dataclasses.replace(cls.parse(text[: set_here.start()]), values=tuple(sorted(values.items())))
         where, _, function = text.partition(":") if ".py" not in text else _split_file(text)
         if where.endswith(".py") or "/" in where:
             return cls(file=Path(where).expanduser().resolve(), module="", function=function or "job")
@@ -53,12 +67,33 @@ class Reference:
 
     def __str__(self) -> str:
         where = str(self.file) if self.file else self.module
-        return where if self.function == "job" else f"{where}:{self.function}"
+        named = where if self.function == "job" else f"{where}:{self.function}"
+        return with_values(named, dict(self.values))
 
     @property
     def stem(self) -> str:
         """The name of the file or of the module's last part."""
         return self.file.stem if self.file else self.module.rpartition(".")[2]
+
+
+def with_values(reference: str, values: Mapping[str, str]) -> str:
+    """``reference`` with values that override those the job declares; they replace those of the same names in it."""
+    set_here = _SET.search(reference)
+    merged = {**(dict(parse_qsl(set_here[1], keep_blank_values=True)) if set_here else {}), **values}
+    base = reference[: set_here.start()] if set_here else reference
+    return f"{base}?{urlencode(sorted(merged.items()))}" if merged else base
+
+
+def going_on(reference: str, earlier: str) -> str:
+    """``reference`` with the values of the ``earlier`` run of the same job, where it gives none of its own."""
+    here, before = Reference.parse(reference), Reference.parse(earlier)
+    same = dataclasses.replace(before, values=()) == dataclasses.replace(here, values=())
+    return with_values(reference, dict(before.values)) if same and not here.values else reference
+
+
+def declared_values(reference: str) -> tuple[DeclaredParam, ...]:
+    """What the job declared when ``load_job`` last loaded it by this reference."""
+    return _values_of.get(reference, ())
 
 
 def load_job(reference: str) -> Job:
@@ -71,18 +106,51 @@ def load_job(reference: str) -> Job:
             SpecError of the job itself passes through unchanged.
     """
     where = Reference.parse(reference)
-    with _cuda_left_alone():
-        module = _import_file(where.file, reference) if where.file else _import_module(where.module, reference)
+    overrides, asked, reference = (
+        ParamOverrides(given=dict(where.values), texts=True),
+        reference,
+        with_no_values(reference),
+    )
+    with _cuda_left_alone(), overriding(overrides):
+        module = _loaded(where, reference, overrides)
         function = _find(module, where, reference)
         _needs_no_arguments(function, where, reference)
         call = f"{where.function}()"
         with _explained(f"{call} in {reference}", module.__file__, reference, then=call):
             job = function()
+    _values_of[asked] = tuple(overrides.declared.values())
     if not isinstance(job, Job):
         given = f"a result of type {type(job).__name__}" if job is not None else "no result (None)"
         fix = f"def {call} -> px.Job: return px.Job(model=..., data=..., loss=..., optimizer=..., batch=256, epochs=5)"
         raise SpecError.of(f"{call} in {reference}", given, "a phalanx.Job", fix)
     return dataclasses.replace(job, name=where.stem) if job.name == "job" else job
+
+
+def with_no_values(reference: str) -> str:
+    """``reference`` without the values that override those the job declares."""
+    return _SET.sub("", reference)
+
+
+def _loaded(where: Reference, reference: str, overrides: ParamOverrides) -> ModuleType:
+    """The module of a job, imported with the overrides that it reads at its top level."""
+    key = str(where.file or where.module)
+    declared = _declared_by.get(key, {})
+    again = any(overrides.value(one.name, one.default) != one.value for one in declared.values())
+    if again:
+        _stamps.pop(next((name for name in _stamps if _file_of(name) == str(where.file)), ""), None)
+    module = _import_file(where.file, reference) if where.file else _import_module(where.module, reference)
+    if again and not where.file:
+        with _explained(reference, None, reference):
+            module = importlib.reload(module)
+    if overrides.declared or again:
+        _declared_by[key] = dict(overrides.declared)  # it was imported now
+    else:
+        overrides.declared.update(declared)
+    return module
+
+
+def _file_of(name: str) -> str | None:
+    return getattr(sys.modules.get(name), "__file__", None)
 
 
 def load_function(reference: str) -> Callable[..., object]:
