@@ -44,7 +44,8 @@ class ParamOverrides:
             if name not in self.declared:
                 near = difflib.get_close_matches(name, self.declared, n=1, cutoff=0.4)
                 allowed = f"one of {', '.join(sorted(self.declared))}" if self.declared else "nothing: it declares none"
-                fix = near[0] if near else f'px.param("{name}", ...) in the job, which reads it'
+                read = f'{name} = px.param("{name}", ...) in job() itself, before the functions that it gives'
+                fix = near[0] if near else read
                 raise SpecError.of(f"set {name}", "a name that the job does not declare", allowed, fix)
 
 
@@ -54,7 +55,8 @@ _active: ContextVar[ParamOverrides | None] = ContextVar("phalanx_params", defaul
 def param(name: str, default: T) -> T:
     """A value of the job that the command line may override: ``lr = px.param("lr", 3e-4)``, then ``--set lr=1e-3``.
 
-    Call it inside ``job()``, or at the top level of the job's file.
+    Call it inside ``job()``, or at the top level of the job's file; not in a function that the job is given, such as
+    its optimizer, which is called later, by workers.
 
     Args:
         name: by which it is overridden; a Python name.
