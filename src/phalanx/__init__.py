@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.api import Run, build, fit, forecast, load, plan, prove
-    from phalanx.config import Best, Cluster, Job, Loss, Plan, Pretrained, RunSpec, Schedule
+    from phalanx.config import Best, Cluster, Job, Loss, Plan, Pretrained, RunSpec, Sampler, Schedule
     from phalanx.config.params import param, params
-    from phalanx.data import Table
+    from phalanx.data import Table, buckets, weighted
     from phalanx.errors import PhalanxError
     from phalanx.launch.hosts import Hosts
     from phalanx.train.batch_scaling import linear_scaling
@@ -22,14 +22,15 @@ __version__ = "0.1.0"
 
 _WHERE = {
     **dict.fromkeys(("Run", "build", "fit", "forecast", "load", "plan", "prove"), "phalanx.api"),
-    **dict.fromkeys(("Best", "Cluster", "Job", "Loss", "Plan", "Pretrained", "RunSpec", "Schedule"), "phalanx.config"),
+    **dict.fromkeys(("Best", "Cluster", "Job", "Loss", "Plan", "Pretrained", "RunSpec"), "phalanx.config"),
+    **dict.fromkeys(("Sampler", "Schedule"), "phalanx.config"),
     **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
     **dict.fromkeys(("param", "params"), "phalanx.config.params"),
     "Hosts": "phalanx.launch.hosts",
     "PhalanxError": "phalanx.errors",
-    "Table": "phalanx.data",
+    **dict.fromkeys(("Table", "buckets", "weighted"), "phalanx.data"),
     "linear_scaling": "phalanx.train.batch_scaling",
 }
 
@@ -46,9 +47,11 @@ __all__ = [
     "Pretrained",
     "Run",
     "RunSpec",
+    "Sampler",
     "Schedule",
     "Table",
     "accuracy",
+    "buckets",
     "build",
     "cross_entropy",
     "fit",
@@ -63,6 +66,7 @@ __all__ = [
     "plan",
     "prove",
     "router_z_loss",
+    "weighted",
 ]
 
 

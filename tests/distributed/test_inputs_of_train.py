@@ -268,6 +268,7 @@ JOBS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "inputs": ({}, {"inputs": lambda batch: batch["tokens"][:, 1:]}),
     "collate": ({}, {"collate": lambda rows: torch.utils.data.default_collate([*rows[1:], rows[0]])}),
     "shuffle": ({}, {"shuffle": False}),
+    "sampler": ({}, {"sampler": lambda seed, epoch: range(5, 15)}),
     "drop_last": ({"steps": 4}, {"drop_last": True}),
     "workers": ({}, {"workers": 1}),
     "schedule": ({}, {"schedule": px.Schedule(warmup_steps=2)}),

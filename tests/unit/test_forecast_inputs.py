@@ -147,6 +147,7 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
     },
     "collate": {"collate": torch.utils.data.default_collate},
     "shuffle": {"shuffle": False},
+    "sampler": {"sampler": lambda seed, epoch: range(5)},
     "drop_last": {"drop_last": True},
     "workers": {"workers": 2},
     "prefetch": {"workers": 2, "prefetch": 7},

@@ -46,6 +46,8 @@ def start(**changes: Any) -> Event:
         "batch": 100,
         "samples": 250,
         "drop_last": False,
+        "epoch_samples": None,
+        "repeats": False,
         "total_steps": 8,
         "first_step": 0,
         "parameters": 1234,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
+from phalanx.config.own_sampler import Sampler, beside_sampler, sampler_problems
 from phalanx.config.schedule import Schedule
 from phalanx.errors import Problem, SpecError
 
@@ -108,6 +109,9 @@ class Job:
             Without it: of a dict, the entries that ``forward`` names; of a tuple, the first; else the batch itself.
         collate: joins a list of samples into a batch; torch's default where not given.
         shuffle: by (seed, epoch). ``None``: map-style data are shuffled, streams keep their order.
+        sampler: the order of each epoch of map-style data in place of ``shuffle``: ``sampler(seed, epoch)`` gives the
+            indices; ``px.weighted``, ``px.buckets``, or ``px.Sampler(function, repeats=True)``. Without ``steps``, an
+            epoch has as many steps as its indices make.
         drop_last: whether the last, partial batch of an epoch is dropped.
         workers: processes a rank that load data; 0 loads in the training process.
         prefetch: batches each of the ``workers`` loads ahead; 2 where not given.
@@ -142,6 +146,7 @@ class Job:
     inputs: Callable[[Any], Any] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     shuffle: bool | None = None
+    sampler: Sampler | Callable[[int, int], Any] | None = None
     drop_last: bool = False
     workers: int = 0
     prefetch: int | None = None
@@ -165,7 +170,7 @@ class Job:
         return Schedule.of(self.schedule)
 
     def __post_init__(self) -> None:
-        problems = _problems(self)
+        problems = _problems(self) + sampler_problems(self.sampler) + beside_sampler(self.sampler, self.shuffle)
         if problems:
             raise SpecError(problems)
 

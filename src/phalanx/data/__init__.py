@@ -3,12 +3,14 @@
 from phalanx.data.ledger import Ledger, LedgerRecord, last_steps, read_ledger, records
 from phalanx.data.ledger_audit import audit
 from phalanx.data.loader import Loader, evaluation_batches
+from phalanx.data.own_orders import EpochOrders, buckets, order_print, weighted
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.step_batch import MicroBatch, StepBatch
 from phalanx.data.table import Table
 from phalanx.placement.batch_split import Lane, share
 
 __all__ = [
+    "EpochOrders",
     "GlobalBatchSampler",
     "Lane",
     "Ledger",
@@ -18,9 +20,12 @@ __all__ = [
     "StepBatch",
     "Table",
     "audit",
+    "buckets",
     "evaluation_batches",
     "last_steps",
+    "order_print",
     "read_ledger",
     "records",
     "share",
+    "weighted",
 ]

@@ -13,7 +13,15 @@ from phalanx.data.ledger import LedgerRecord, records
 _NAMED = 5  # how many samples of a kind are named before "and N more"
 
 
-def audit(folder: Path, *, length: int | None, batch: int, drop_last: bool) -> list[str]:
+def audit(
+    folder: Path,
+    *,
+    length: int | None,
+    batch: int,
+    drop_last: bool,
+    epoch_samples: int | None = None,
+    repeats: bool = False,
+) -> list[str]:
     """What is wrong in the ledger of a run, one sentence each; empty if each sample was seen exactly once an epoch.
 
     Args:
@@ -21,6 +29,8 @@ def audit(folder: Path, *, length: int | None, batch: int, drop_last: bool) -> l
         length: samples in the data; ``None`` for a stream, of which only double samples and gaps can be told.
         batch: samples in a global batch.
         drop_last: whether the partial last batch of each epoch was dropped.
+        epoch_samples: samples in an epoch, where that is not ``length``.
+        repeats: whether a sampler may give a sample more than once in an epoch.
 
     Raises:
         DataError: if a file is no ledger.
@@ -32,13 +42,14 @@ def audit(folder: Path, *, length: int | None, batch: int, drop_last: bool) -> l
     last = max(steps)
     for epoch, group in groupby(steps.values(), key=lambda those: those[0].epoch):
         those = [record for step in group for record in step]
-        found += _twice(epoch, those)
+        found += [] if repeats else _twice(epoch, those)
         if length is not None:
             found += _unknown(epoch, those, length)
-            per_epoch = max(1, length // batch if drop_last else -(-length // batch))
-            found += _short(epoch, those, length, batch, per_epoch)
-            if last >= (epoch + 1) * per_epoch - 1:
-                found += _unseen(epoch, those, length, per_epoch * batch)
+            size = length if epoch_samples is None else epoch_samples
+            per_epoch = max(1, size // batch if drop_last else -(-size // batch))
+            found += _short(epoch, those, size, batch, per_epoch)
+            if last >= (epoch + 1) * per_epoch - 1 and not repeats:
+                found += _unseen(epoch, those, length, min(size, per_epoch * batch))
     return found
 
 
@@ -88,7 +99,7 @@ def _short(epoch: int, those: list[LedgerRecord], length: int, batch: int, per_e
 
 
 def _unseen(epoch: int, those: list[LedgerRecord], length: int, whole: int) -> Iterator[str]:
-    """Samples never seen in a finished epoch, beyond the ``length - whole`` that were dropped on purpose."""
+    """Samples never seen in a finished epoch, beyond the ``length - whole`` that were left out on purpose."""
     ids = np.concatenate([record.ids for record in those]).astype(np.uint64)
     seen = np.unique(ids[ids < length])
     unseen = length - len(seen)
@@ -97,7 +108,7 @@ def _unseen(epoch: int, those: list[LedgerRecord], length: int, whole: int) -> I
         most = min(length, len(seen) + _NAMED)
         first = np.setdiff1d(np.arange(most, dtype=np.uint64), seen)[:_NAMED]
         names = _more([str(sample) for sample in first.tolist()], unseen)
-        allowed = f" ({length - whole} are dropped on purpose)" if whole < length else ""
+        allowed = f" ({length - whole} are left out on purpose)" if whole < length else ""
         yield f"epoch {epoch}: {_counted(unseen, 'sample')} never seen{allowed}: {names}"
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from phalanx.config.job import Job
 from phalanx.data.map_style import Fetcher, IndexedReader, is_stream, plain
+from phalanx.data.own_orders import EpochOrders
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.step_batch import BatchSplitter, MicroBatch, StepBatch, step_batch
 from phalanx.data.streams import StreamReader, StreamStep
@@ -28,6 +29,7 @@ class Loader:
 
     Attributes:
         length: samples in the data; ``None`` for a stream.
+        epoch_samples: samples in an epoch: ``length``, or as many as ``job.sampler`` gives; ``None`` for a stream.
         steps_per_epoch: ``None`` for a stream.
         total_steps: the step after the last; ``None`` for a stream that ends with its epochs.
     """
@@ -47,7 +49,7 @@ class Loader:
 
         Args:
             dataset: map-style (``__getitem__``, ``__len__``) or a stream (``__iter__``).
-            job: for batch, seed, shuffle, drop_last, collate, workers, prefetch, epochs and steps.
+            job: for batch, seed, shuffle, sampler, drop_last, collate, workers, prefetch, epochs and steps.
             lane: the parts of each global batch held by this process.
             micro: most samples in a micro-batch; ``None``: a part's whole share.
             first_step: optimizer step to start with, to resume.
@@ -56,20 +58,21 @@ class Loader:
 
         Raises:
             SpecError: if data and job do not go together: no sample, all samples dropped, a stream to be shuffled,
-                or neither map-style data nor a stream.
+                a sampler that gives what the data do not have, or neither map-style data nor a stream.
         """
         self._anew = partial(Loader, dataset, job, lane, micro=micro, total_steps=total_steps, pin_memory=pin_memory)
         self._workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
         self._dealing = BatchSplitter(lane, micro, first_step)
         self._reader: IndexedReader | StreamReader
         self.length: int | None = None
+        self.epoch_samples: int | None = None
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = job.steps if total_steps is None else total_steps
         if is_stream(dataset):
             self._reader = _stream_reader(dataset, job, self._dealing, (first_step, self.total_steps))
             return
         sampler = _sampler(dataset, job)
-        self.length = sampler.length
+        self.length, self.epoch_samples = len(dataset), sampler.length
         self.steps_per_epoch = sampler.steps_per_epoch
         if self.total_steps is None:
             self.total_steps = (job.epochs or 1) * sampler.steps_per_epoch
@@ -79,6 +82,7 @@ class Loader:
             splitter=self._dealing,
             first=first_step,
             stop=self.total_steps,
+            size=len(dataset),
         )
 
     def example(self, count: int) -> Any:
@@ -148,6 +152,7 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None)
         splitter=BatchSplitter(lane, micro),
         first=0,
         stop=sampler.steps_per_epoch,
+        size=len(dataset),
     )
     workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=False, seed=job.seed)
     return _indexed_steps(reader, workers)
@@ -155,12 +160,14 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None)
 
 def _sampler(dataset: Any, job: Job, *, once: bool = False) -> GlobalBatchSampler:
     """``once``: each sample once and in order."""
+    orders = None if once else EpochOrders.of(job, len(dataset))
     return GlobalBatchSampler(
-        length=len(dataset),
+        length=len(dataset) if orders is None else orders.length,
         batch=job.batch,
         seed=job.seed,
         shuffle=job.shuffle is not False and not once,
         drop_last=job.drop_last and not once,
+        orders=orders,
     )
 
 
@@ -173,6 +180,10 @@ def _indexed_steps(reader: IndexedReader, workers: LoaderWorkers) -> Steps:
 
 
 def _stream_reader(dataset: Any, job: Job, dealing: BatchSplitter, steps: tuple[int, int | None]) -> StreamReader:
+    if job.sampler is not None:
+        given = f"a sampler with a stream ({type(dataset).__name__})"
+        allowed = "a sampler with map-style data (__getitem__ and __len__): a stream keeps its own order"
+        raise SpecError([Problem(where="job.sampler", given=given, allowed=allowed, fix="sampler=None")])
     if job.shuffle:
         given = f"shuffle=True with a stream ({type(dataset).__name__})"
         allowed = "None or False: a stream keeps its own order; shuffle inside it, by its set_epoch(epoch)"
@@ -214,7 +225,7 @@ def stream_problems(dataset: Any, parts: int, *, once: bool = False) -> list[Pro
 class BatchPieces:
     """Every global batch of a job over map-style data, cut into as many contiguous pieces as there are workers.
 
-    It has ``length`` samples, and ``total_steps`` is the step after the last.
+    The data have ``length`` samples, an epoch ``epoch_samples``, and ``total_steps`` is the step after the last.
     """
 
     def __init__(self, dataset: Any, job: Job, parts: int, *, micro: int | None, once: bool = False) -> None:
@@ -235,7 +246,7 @@ class BatchPieces:
         self._sampler = _sampler(dataset, job, once=once)
         self._fetcher = Fetcher(dataset, job.collate, job.seed)
         self._parts, self._micro = parts, micro
-        self.length = self._sampler.length
+        self.length, self.epoch_samples = len(dataset), self._sampler.length
         each = self._sampler.steps_per_epoch
         self.total_steps = each if once else job.steps if job.steps is not None else (job.epochs or 1) * each
 

@@ -122,22 +122,26 @@ def _is_plain(dataset: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexedReader:
-    """Reads this process's share of optimizer steps first..stop-1; ``splitter`` says which samples that is."""
+    """Reads this process's share of optimizer steps first..stop-1; ``splitter`` says which samples that is.
+
+    ``size``: samples in the data.
+    """
 
     fetcher: Fetcher
     sampler: GlobalBatchSampler
     splitter: BatchSplitter
     first: int
     stop: int
+    size: int
 
     def example(self, count: int) -> Any:
         """The first ``count`` samples, collated."""
-        return self.collated(range(min(count, self.sampler.length)))
+        return self.collated(range(min(count, self.size)))
 
     def spread(self, count: int) -> list[int]:
         """Up to ``count`` places spread over the data."""
-        size = self.sampler.length
-        return np.unique(np.linspace(0, size - 1, min(count, size)).astype(np.int64)).tolist()
+        places = np.linspace(0, self.size - 1, min(count, self.size))
+        return np.unique(places.astype(np.int64)).tolist()
 
     def collated(self, places: Sequence[int]) -> Any:
         """The samples at these places of the data, collated."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,8 @@ class GlobalBatchSampler:
 
     Each epoch is a permutation of all samples, keyed by (seed, epoch), or 0..length-1 without ``shuffle``, cut into
     global batches in order; ``drop_last`` leaves a partial one out. Any step is computed by itself, in memory and time
-    that do not depend on the length of the data or on the step.
+    that do not depend on the length of the data or on the step. With ``orders``, an epoch has the ``length`` ids that
+    those give for it.
 
     Raises:
         SpecError: if there is no sample, or if ``drop_last`` would drop all of them.
@@ -51,6 +52,7 @@ class GlobalBatchSampler:
     seed: int
     shuffle: bool = True
     drop_last: bool = False
+    orders: Callable[[int], np.ndarray] | None = None
 
     def __post_init__(self) -> None:
         if problems := _problems(self):
@@ -85,7 +87,7 @@ class GlobalBatchSampler:
         while step < stop:
             epoch, index = divmod(step, self.steps_per_epoch)
             last = min(stop - step, self.steps_per_epoch - index) + index
-            order = Permutation.keyed(self.length, self.seed, epoch) if self.shuffle else None
+            order = self._order(epoch)
             at_once = max(1, _BLOCK // self.batch)
             for begin in range(index, last, at_once):
                 end = min(begin + at_once, last)
@@ -95,6 +97,12 @@ class GlobalBatchSampler:
                 for offset in range(end - begin):
                     yield step, epoch, ids[offset * self.batch : (offset + 1) * self.batch]
                     step += 1
+
+    def _order(self, epoch: int) -> Callable[[np.ndarray], np.ndarray] | None:
+        """Position in the epoch → id; ``None`` where they are the same."""
+        if self.orders is not None:
+            return self.orders(epoch).__getitem__
+        return Permutation.keyed(self.length, self.seed, epoch) if self.shuffle else None
 
 
 def _problems(sampler: GlobalBatchSampler) -> list[Problem]:

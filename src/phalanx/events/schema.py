@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-SCHEMA_VERSION = "1.7"
+SCHEMA_VERSION = "1.8"
 
 _INT_OR_NULL, _FLOAT_OR_NULL = (int, type(None)), (float, type(None))
 
@@ -28,6 +28,11 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "batch": (int, "samples in one optimizer step"),
         "samples": (_INT_OR_NULL, "samples in the data; null for a stream; since 1.1"),
         "drop_last": (bool, "whether the last, partial batch of an epoch is dropped; since 1.1"),
+        "epoch_samples": (
+            _INT_OR_NULL,
+            "samples in an epoch, by `job.sampler`; null for a stream; since 1.8",
+        ),
+        "repeats": (bool, "whether a sample may come twice in an epoch, by `job.sampler`; since 1.8"),
         "total_steps": (_INT_OR_NULL, "optimizer steps of the whole run; null where a stream's length is not known"),
         "first_step": (int, "the step this run begins with; above 0 after a resume"),
         "parameters": (int, "elements of all parameters"),
@@ -273,7 +278,7 @@ _ITEMS: dict[tuple[str, str], tuple[type, ...]] = {
 """What lists and dictionaries hold."""
 
 _LATER = {
-    "start": ("exact", "samples", "drop_last"),
+    "start": ("exact", "samples", "drop_last", "epoch_samples", "repeats"),
     "checkpoint": ("standstill",),
     "memory": ("parameters", "gradients", "optimizer", "buffers", "activations"),
 }

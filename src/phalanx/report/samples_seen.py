@@ -17,6 +17,8 @@ class SamplesSeen:
     Attributes:
         samples: in the data; ``None`` for a stream, of which only double samples and gaps can be told.
         drop_last: whether the partial last batch of each epoch was dropped.
+        epoch_samples: in an epoch, as the job's sampler gave them; ``None`` for a stream.
+        repeats: whether that may give a sample more than once in an epoch.
         steps: optimizer steps recorded.
         epochs: passes over the data that were finished; ``None`` for a stream.
         wrong: what is wrong, one sentence each; empty where nothing is.
@@ -33,6 +35,8 @@ class SamplesSeen:
     wrong: tuple[str, ...]
     notes: tuple[str, ...] = ()
     left_out: tuple[int, ...] = ()
+    epoch_samples: int | None = None
+    repeats: bool = False
 
     @property
     def once(self) -> bool:
@@ -49,11 +53,14 @@ class SamplesSeen:
         if self.wrong:
             first, *others = self.wrong
             return f"no: {first} (and {len(others)} more)" if others else f"no: {first}"
-        if self.samples is None:
+        size = self.samples if self.epoch_samples is None else self.epoch_samples
+        if self.repeats and self.samples is not None:
+            return f"as often as the job's sampler gave it: {self.steps} steps of {size} samples an epoch"
+        if size is None:
             return f"yes, in {self.steps} steps of a stream"
         if self.epochs == 0:
             return f"yes, in {self.steps} steps of the first epoch"
-        unfinished = self.steps - (self.epochs or 0) * _per_epoch(self.samples, self.batch, self.drop_last)
+        unfinished = self.steps - (self.epochs or 0) * _per_epoch(size, self.batch, self.drop_last)
         rest = f" and {unfinished} step{'s' if unfinished > 1 else ''} of the next" if unfinished else ""
         return f"yes, in {self.epochs} epoch{'' if self.epochs == 1 else 's'}{rest}"
 
@@ -83,10 +90,12 @@ def samples_seen(folder: Path) -> SamplesSeen:
     recorded = records(folder / "ledger")
     steps = len(recorded)
     without_update = tuple(step for step, those in recorded.items() if any(one.left_out for one in those))
-    epochs = None if samples is None else steps // max(1, _per_epoch(samples, batch, drop_last))
-    wrong = tuple(audit(folder / "ledger", length=samples, batch=batch, drop_last=drop_last))
+    order = {"epoch_samples": start.get("epoch_samples"), "repeats": bool(start.get("repeats"))}
+    size = samples if order["epoch_samples"] is None else order["epoch_samples"]
+    epochs = None if size is None else steps // max(1, _per_epoch(size, batch, drop_last))
+    wrong = tuple(audit(folder / "ledger", length=samples, batch=batch, drop_last=drop_last, **order))
     notes = tuple(left_out(log.skipped))
-    data: dict[str, Any] = {"folder": str(folder), "samples": samples, "batch": batch, "drop_last": drop_last}
+    data: dict[str, Any] = {"folder": str(folder), "samples": samples, "batch": batch, "drop_last": drop_last, **order}
     return SamplesSeen(**data, steps=steps, epochs=epochs, wrong=wrong, notes=notes, left_out=without_update)
 
 

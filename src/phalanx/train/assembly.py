@@ -13,12 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from phalanx.comm import Counterparts, Place, from_every_rank, place_within
 from phalanx.config import Job, Plan
 from phalanx.config.sync import within
-from phalanx.data import Lane, Loader
+from phalanx.data import Lane, Loader, order_print
 from phalanx.errors import GradientError, Problem, RefusedError, SpecError
 from phalanx.parallel import Example, Layout, LocalSgd, advice, assemble, check, notes
 from phalanx.parallel.buffer_sync import buffers_kept
 from phalanx.train.build_model import begun, build_model, give_needed_values
-from phalanx.train.consistency import Everyone, same_groups, same_initial_values, same_length
+from phalanx.train.consistency import Everyone, same_data, same_groups, same_initial_values
 from phalanx.train.elementwise import Parameters, note_slices
 from phalanx.train.inputs import Inputs
 from phalanx.train.lr_schedule import START, RunStart, scheduler_notes
@@ -130,7 +130,7 @@ def build(
     lane = Lane.of(plan, place.rank)
     first, cuda = start.step, device.type == "cuda"
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first, pin_memory=cuda)
-    same_length(loader.length, "job.data", everyone)
+    same_data(loader.length, order_print(job, loader.length), everyone)
 
     facts = known_facts(findings, module, own)
     rows = _row_gather(job, own, there.rank, device, module, loader)

@@ -49,6 +49,25 @@ def same_groups(groups: int, everyone: Everyone = from_every_rank) -> None:
         )
 
 
+def same_data(length: int | None, first_epoch: str | None, everyone: Everyone = from_every_rank) -> None:
+    """Refuse ``job.data`` of another length on some rank, or a sampler whose ``first_epoch`` differs. Collective.
+
+    Raises:
+        DataError: with what each rank has.
+    """
+    same_length(length, "job.data", everyone)
+    if first_epoch is None:
+        return
+    orders = everyone(first_epoch)
+    if len(set(orders)) > 1:
+        by_rank = ", ".join(f"rank {rank}: {order}" for rank, order in enumerate(orders))
+        raise DataError(
+            f"job.sampler gives another order of the first epoch on each rank (checksums: {by_rank}).\n"
+            "    Every rank must know the whole order; Phalanx gives each its share.\n"
+            "    try: a sampler that draws from its seed and epoch alone: np.random.default_rng([seed, epoch])"
+        )
+
+
 def same_stream(batch: StepBatch | None) -> None:
     """Refuse a stream that is not at the same place on every rank; ``None``: it has ended here. Collective.
 

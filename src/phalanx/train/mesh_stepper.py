@@ -88,6 +88,7 @@ def rank_of_mesh(
                 world_size=place.world_size,
                 device=assembly.device,
                 samples=loader.length,
+                epoch_samples=loader.epoch_samples,
                 first_step=assembly.step.progress.step,
                 parameters=assembly.parameters,
                 notes=assembly.notes,

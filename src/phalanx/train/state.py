@@ -14,6 +14,7 @@ from phalanx import checkpoint
 from phalanx.checkpoint.all_ranks import on_all_ranks
 from phalanx.comm import from_every_rank, local
 from phalanx.config import Job
+from phalanx.data import order_print
 from phalanx.errors import CheckpointError
 from phalanx.parallel import Layout, LocalSgd, RankHoldings
 from phalanx.parallel.diloco import flattened
@@ -185,7 +186,14 @@ def _with(tensor: torch.Tensor, part: TensorPart | None) -> torch.Tensor | PartT
 
 def identity(job: Job, length: int | None) -> dict[str, Any]:
     """What must not change between the parts of one run, for step k to mean the same samples."""
-    return {"batch": job.batch, "seed": job.seed, "samples": length, "drop_last": job.drop_last, "shuffle": job.shuffle}
+    return {
+        "batch": job.batch,
+        "seed": job.seed,
+        "samples": length,
+        "drop_last": job.drop_last,
+        "shuffle": job.shuffle,
+        "sampler": order_print(job, length),
+    }
 
 
 def _hyper_parameters(group: dict[str, Any], kept: frozenset[str]) -> dict[str, Any]:

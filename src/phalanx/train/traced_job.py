@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from phalanx.config import Job
-from phalanx.data import Lane, Loader
+from phalanx.data import EpochOrders, Lane, Loader
 from phalanx.forecast import Lengths, Work
 from phalanx.forecast.layouts import lengths_of
 from phalanx.parallel.grad_reduce import made_dense
@@ -94,7 +94,7 @@ def _example(job: Job, module: nn.Module, *, look_at_lengths: bool) -> tuple[Len
 
 
 _BESIDE_STEP = ("workers", "prefetch", "collate", "evaluate", "metrics", "evaluate_every", "best")
-_LEARNING = ("seed", "shuffle", "drop_last", "schedule", "unused")
+_LEARNING = ("seed", "shuffle", "sampler", "drop_last", "schedule", "unused")
 
 
 def _unpriced(job: Job) -> Iterator[str]:
@@ -126,7 +126,9 @@ def steps_of(job: Job, batch: int = 0) -> int | None:
     data = job.data()
     if not hasattr(data, "__len__") or job.epochs is None:
         return None
-    size, each = len(data), batch or job.batch
+    each = batch or job.batch
+    orders = EpochOrders.of(replace(job, batch=each), len(data))
+    size = len(data) if orders is None else orders.length
     return job.epochs * (size // each if job.drop_last else -(-size // each))
 
 

@@ -67,7 +67,7 @@ class Sharing:
             RefusedError: if shares cannot change because processes of their own read a stream ahead.
         """
         self._plan, self._place, self._loader, self._everyone = plan, place, loader, everyone
-        full = min(job.batch, loader.length or job.batch)
+        full = min(job.batch, loader.epoch_samples or job.batch)
         counts = split_by_weight(full, loader.lane(step).weights)
         self._news = [SharesFrom(step=step, shares=counts)]
         self._balance: Balance | None = None

@@ -211,6 +211,7 @@ class ServerProcess:
             world_size=self._place.world_size,
             device=device,
             samples=pieces.length,
+            epoch_samples=pieces.epoch_samples,
             first_step=first,
             parameters=coordinator.store.elements,
             notes=[*coordinator.scene.notes, *findings.causes, *said],

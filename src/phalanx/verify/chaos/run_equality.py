@@ -165,6 +165,7 @@ def compare_samples(one: Path, other: Path) -> SamplesCompared:
         seen = read_ledger(other / "ledger")
         start = next(event for event in read(other / "events.jsonl") if event["event"] == "start")
         facts = {"length": start["samples"], "batch": start["batch"], "drop_last": start["drop_last"]}
+        facts |= {"epoch_samples": start.get("epoch_samples"), "repeats": start.get("repeats", False)}
         wrong = tuple(audit(other / "ledger", **facts))
     except (DataError, OSError) as error:
         return SamplesCompared(steps=len(wanted), lost=0, doubled=0, wrong=(str(error),))

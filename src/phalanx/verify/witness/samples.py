@@ -86,7 +86,7 @@ class KeyedOrder:
 class GlobalBatches(Sampler[list[int]]):
     """What a ``DataLoader`` takes as ``batch_sampler``: the sample numbers of each step of one epoch."""
 
-    def __init__(self, length: int, batch: int, order: KeyedOrder | None, drop_last: bool) -> None:
+    def __init__(self, length: int, batch: int, order: KeyedOrder | list[int] | None, drop_last: bool) -> None:
         self._length, self._batch, self._order, self._drop_last = length, batch, order, drop_last
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -150,8 +150,7 @@ def epochs_of(data: Any, job: Any) -> Iterator[tuple[int, Iterator[tuple[list[in
         if is_stream(data):
             yield epoch, _streamed(data, job, epoch)
         else:
-            order = None if job.shuffle is False else KeyedOrder(len(data), job.seed, epoch)
-            yield epoch, _loaded(data, job, epoch, GlobalBatches(len(data), job.batch, order, job.drop_last))
+            yield epoch, _loaded(data, job, epoch, _global_batches(data, job, epoch))
         epoch += 1
 
 
@@ -160,15 +159,35 @@ def numbers(data: Any, job: Any, steps: int) -> list[list[int]]:
     found: list[list[int]] = []
     epoch = 0
     while len(found) < steps:
-        order = None if job.shuffle is False else KeyedOrder(len(data), job.seed, epoch)
-        found += list(GlobalBatches(len(data), job.batch, order, job.drop_last))
+        found += list(_global_batches(data, job, epoch))
         epoch += 1
     return found[:steps]
 
 
-def steps_of_epoch(length: int, batch: int, drop_last: bool) -> int:
-    """Steps in a pass over so many samples."""
-    return len(range(0, length, batch)) - bool(drop_last and length % batch)
+def steps_of_epoch(data: Any, job: Any) -> int:
+    """Steps in a pass over data that can be read in any order."""
+    length = len(data) if job.sampler is None else len(_own_order(job, 0))
+    return len(range(0, length, job.batch)) - bool(job.drop_last and length % job.batch)
+
+
+def _global_batches(data: Any, job: Any, epoch: int) -> GlobalBatches:
+    if job.sampler is None:
+        order = None if job.shuffle is False else KeyedOrder(len(data), job.seed, epoch)
+        return GlobalBatches(len(data), job.batch, order, job.drop_last)
+    own = _own_order(job, epoch)
+    return GlobalBatches(len(own), job.batch, own, job.drop_last)
+
+
+def _own_order(job: Any, epoch: int) -> list[int]:
+    """The indices that the job's own sampler gives, which may draw from the seeded generators."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed_everything(sample_seed(job.seed, epoch, -1))
+    function = getattr(job.sampler, "function", job.sampler)
+    given = function(job.seed, epoch, *([job.batch] if getattr(job.sampler, "by_batch", False) else []))
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    torch.set_rng_state(before[2])
+    return [int(index) for index in given]
 
 
 def in_order(data: Any, job: Any) -> Iterator[tuple[list[int], Any]]:
