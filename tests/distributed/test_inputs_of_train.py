@@ -293,7 +293,9 @@ def unused() -> Net:
 
 
 def test_every_field_of_a_job_is_looked_at() -> None:
-    assert set(JOBS) | {"prefetch", "initial", "callbacks", "loss_over"} == {one.name for one in fields(Job)}
+    assert set(JOBS) | {"prefetch", "initial", "callbacks", "loss_over", "batch_statistics"} == {
+        one.name for one in fields(Job)
+    }
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -140,6 +140,7 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
     "epochs": {"epochs": 3, "steps": None},
     "steps": {"steps": 7},
     "loss_over": {"loss_over": "batch"},
+    "batch_statistics": {"batch_statistics": "global"},
     "seed": {"seed": 3},
     "inputs": {
         "inputs": lambda batch: batch["tokens"][:, :32],

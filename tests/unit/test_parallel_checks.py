@@ -88,12 +88,12 @@ def test_threads_do_not_compile(job: Job, monkeypatch: pytest.MonkeyPatch) -> No
         ("fsdp=2 offload=optimizer", "fsdp=2 zero=2 offload=optimizer"),
     ],
 )
-def test_a_parameter_without_dimension_is_told_a_plan_that_works(plan: str, fix: str) -> None:
+def test_a_parameter_without_dimension_is_told_a_plan_that_works(job: Job, plan: str, fix: str) -> None:
     module = nn.Linear(2, 2)
     module.gain = nn.Parameter(torch.ones(()))
-    (problem,) = model_problems(module, Plan.parse(plan))
+    (problem,) = model_problems(job, Plan.parse(plan), module)
     assert problem.fix == fix
-    assert model_problems(module, Plan.parse(fix)) == []
+    assert model_problems(job, Plan.parse(fix), module) == []
     assert str(Plan.parse(problem.fix)) == fix
 
 

@@ -14,6 +14,7 @@ from phalanx.errors import Problem, SpecError
 
 Unused = Literal["error", "allow"]
 LossOver = Literal["samples", "batch"]
+Statistics = Literal["micro", "global"]
 Cutting = Literal["colwise", "rowwise", "whole", 0, 1]
 """How a weight is cut over ``tp``: along its output or its input features, not at all, or by its dimension."""
 
@@ -122,6 +123,8 @@ class Job:
         evaluate_every: optimizer steps between evaluations; 0: at the end only.
         best: by which number evaluations are compared: the best one's checkpoint stays, and a run may end early.
         unused: what to do about parameters that get no gradient: ``error`` names them and stops, ``allow`` trains on.
+        batch_statistics: what BatchNorm takes mean and variance over in training: each ``micro`` batch by itself, which
+            depends on the plan, or the ``global`` batch, as one device does that computes it in one go.
         tensor_parallel: how weights are cut under ``tp``, where it shall be otherwise than found: name of a layer or of
             its weight, ``*`` standing for any text → ``colwise``, ``rowwise``, ``whole``, or a dimension, 0 or 1. The
             last that fits counts.
@@ -157,6 +160,7 @@ class Job:
     evaluate_every: int = 0
     best: Best | None = None
     unused: Unused = "error"
+    batch_statistics: Statistics = "micro"
     tensor_parallel: Mapping[str, Cutting] = field(default_factory=dict[str, Cutting])
     initial: str | Path | Pretrained | None = None
     callbacks: Mapping[str, Callable[[dict[str, Any]], object]] = field(
@@ -173,6 +177,9 @@ class Job:
         problems = _problems(self) + sampler_problems(self.sampler) + beside_sampler(self.sampler, self.shuffle)
         if problems:
             raise SpecError(problems)
+
+
+_CHOICES = {"unused": get_args(Unused), "loss_over": get_args(LossOver), "batch_statistics": get_args(Statistics)}
 
 
 def _problems(job: Job) -> list[Problem]:
@@ -217,7 +224,7 @@ def _problems(job: Job) -> list[Problem]:
         wrong("prefetch", allowed, f"workers=2, prefetch={job.prefetch}")
     if job.clip is not None and not (is_number(job.clip) and job.clip > 0):
         wrong("clip", "a number above 0, or None", "clip=1.0")
-    for name, choices in (("unused", get_args(Unused)), ("loss_over", get_args(LossOver))):
+    for name, choices in _CHOICES.items():
         if getattr(job, name) not in choices:
             wrong(name, ", ".join(choices), f'{name}="{choices[-1]}"')
     cuts: Any = job.tensor_parallel

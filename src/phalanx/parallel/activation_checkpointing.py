@@ -3,12 +3,14 @@
 ``full`` keeps only each block's inputs (Chen et al. 2016) and costs one more forward. ``selective`` also keeps the
 results of matrix products, convolutions and attention, which are dear to compute, and recomputes what lies between
 (normalisation, activation functions), which is cheap to compute and large to keep (Korthikanti et al. 2022, section
-5). The values stay the same: the same operations on the same inputs, random numbers included.
+5). The values stay the same: the same operations on the same inputs, random numbers included. BatchNorm's running
+statistics count a batch once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from phalanx.config import Plan
+from phalanx.parallel.buffer_sync import statistics_kept
 from phalanx.trace.blocks import leave_cache_out, parts
 from phalanx.trace.operations import is_dear
 
@@ -28,12 +31,25 @@ def apply(module: nn.Module, plan: Plan, each: Iterable[nn.Module] | None = None
     if plan.recompute == "none":
         return module
     leave_cache_out(module)
-    extra: dict[str, Any] = {}
-    if plan.recompute == "selective":
-        extra["context_fn"] = partial(create_selective_checkpoint_contexts, _kept)
+    selective = plan.recompute == "selective"
     for part in parts(module) if each is None else each:
-        part.forward = partial(checkpoint, part.forward, use_reentrant=False, **extra)
+        contexts = partial(_contexts, part, selective)
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False, context_fn=contexts)
     return module
+
+
+def _contexts(
+    part: nn.Module, selective: bool
+) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    first, again = create_selective_checkpoint_contexts(_kept) if selective else (nullcontext(), nullcontext())
+    return first, _second(part, again)
+
+
+@contextmanager
+def _second(part: nn.Module, within: AbstractContextManager[object]) -> Generator[None]:
+    """Around the second forward of ``part``: what BatchNorm counts in it has been counted."""
+    with statistics_kept(part), within:
+        yield
 
 
 def _kept(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

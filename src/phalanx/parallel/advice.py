@@ -84,21 +84,20 @@ def notes(module: nn.Module, job: Job, plan: Plan) -> list[str]:
     """What differs from one device under ``plan``, one sentence each; empty where nothing does."""
     found = [plan.exact_note] if plan.exact_note else []
     split = plan.replicas > 1 or (plan.micro is not None and plan.micro < job.batch)
-    if split and (names := batch_statistics(module)):
+    apart = batch_statistics(module) if job.batch_statistics == "micro" else []
+    if split and (names := apart):
         found.append(
             f"BatchNorm takes its statistics from each micro-batch, not from the global batch: {show_names(names)}. "
-            "Group or layer normalisation would make it exact."
+            'batch_statistics="global" would make it exact.'
         )
     if split and balances(module):
         found.append(
             "the model's own load-balancing loss (output_router_logits) is a product of means over each micro-batch, "
             "not over the global batch. px.load_balancing_loss of its router_logits would make it exact."
         )
-    if plan.recompute != "none" and batch_statistics(module):
-        found.append("BatchNorm updates its running statistics twice a step under recompute.")
     if (split or plan.tp * plan.cp > 1) and (names := dropouts(module)):
         found.append(f"dropout draws other random numbers than on one device: {show_names(names)}.")
-    if plan.shares == AUTO and (dropouts(module) or batch_statistics(module)):
+    if plan.shares == AUTO and (dropouts(module) or apart):
         found.append("shares=auto follows measured times: a run with dropout or BatchNorm does not repeat exactly.")
     if plan.threads > 1 and dropouts(module):
         found.append("dropout under threads draws from one shared stream: a run with dropout does not repeat exactly.")

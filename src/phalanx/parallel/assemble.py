@@ -22,6 +22,7 @@ from phalanx.parallel import (
     torch_compile,
 )
 from phalanx.parallel.ddp import DdpLayout
+from phalanx.parallel.global_batch_norm import join, open_layers
 from phalanx.parallel.layout import Layout, SingleLayout
 from phalanx.parallel.offload import OptimizerOnHost
 from phalanx.parallel.survey import Example
@@ -72,6 +73,8 @@ def assemble(
     example: Callable[[], Example] | None = None,
 ) -> Layout:
     """Lay ``module`` out as ``plan`` says, on this rank's device; a plan that splits the model needs an ``example``."""
+    mesh = Mesh(plan, rank) if plan.world_size > 1 else None
+    joined = job.batch_statistics == "global" and open_layers(module, compiles=plan.compile)
     seen = example() if example and (plan.kind == "split" or plan.zero == 3 or plan.recompute != "none") else None
     if seen is not None:
         from phalanx.parallel.unwrapped_blocks import open_unwrapped
@@ -81,7 +84,8 @@ def assemble(
         from phalanx.parallel.split import SplitLayout
 
         assert seen is not None
-        layout: Layout = SplitLayout(module, device, job, plan, Mesh(plan, rank), seen)
+        assert mesh is not None
+        layout: Layout = SplitLayout(module, device, job, plan, mesh, seen)
         if not returns_freed_memory(plan.fsdp):
             keep_freed_memory()  # building the model had it returned
     else:
@@ -89,6 +93,8 @@ def assemble(
         module = torch_compile.apply(module, plan)
         layout = _lay_out(module, job, plan, device)
     laid_out = OptimizerOnHost(layout) if plan.offload == "optimizer" else layout
+    if joined:
+        laid_out.statistics = layout.statistics = join(layout.modules, plan, mesh)
     share_timeout()
     return laid_out
 

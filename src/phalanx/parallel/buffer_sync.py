@@ -64,6 +64,23 @@ class BufferSync:
 
 
 @contextmanager
+def statistics_kept(module: nn.Module) -> Generator[None]:
+    """Around a forward that is computed again: running statistics, and counts of batches, stay as they are."""
+    buffers = [
+        buffer
+        for layer in module.modules()
+        if isinstance(layer, _NormBase) and layer.track_running_stats
+        for buffer in layer.buffers(recurse=False)
+    ]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, values in zip(buffers, before, strict=True):
+            buffer.data.copy_(values)  # which autograd, that has saved them, does not look at
+
+
+@contextmanager
 def buffers_kept(module: nn.Module) -> Generator[None]:
     """Around a forward that only looks at ``module``: what it writes into buffers is taken back."""
     before = [

@@ -18,6 +18,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from phalanx.parallel.compression import Sender
+    from phalanx.parallel.global_batch_norm import BatchStatistics
     from phalanx.parallel.local_shards.axis import Placed
     from phalanx.parallel.pipeline import PipelineRunner
 
@@ -84,10 +85,16 @@ class Layout(ABC):
     """A model as one technique lays it out: ``begin``, ``accumulate``, ``finish``, an optimizer step, ``stepped``."""
 
     holdings: RankHoldings
+    statistics: BatchStatistics | None = None  # of the global batch, where layers take them and replicas are several
 
     def begin(self) -> None:
         """A step begins: drop gradients that others left, such as a second loss that reads this model's output."""
         drop_gradients((*self.holdings.module.parameters(), *self.holdings.parameters.values()))
+
+    def computes(self, part: int, samples: int) -> None:
+        """A micro-batch of so many samples is about to be computed on this part; 0 is a filler, which weighs nothing."""
+        if self.statistics is not None:
+            self.statistics.begins(part, samples)
 
     @abstractmethod
     def accumulate(self, parts: Sequence[Sequence[Any]], work: MicroBatchWork) -> None:

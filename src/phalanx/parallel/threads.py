@@ -24,6 +24,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from threading import BrokenBarrierError
 from typing import Any
 
 import torch
@@ -115,13 +116,16 @@ class ThreadsLayout(Layout):
         alike = len(set(self._devices)) < len(self._devices)
         with nothing_drawn_twice() if alike else nullcontext():
             waiting = [
-                self._pool.submit(each_micro_batch, module, device, micros, work)
+                self._pool.submit(self._computed, module, device, micros, work)
                 for module, device, micros in zip(self._replicas, self._devices, parts, strict=True)
             ]
-            for future in waiting:
-                future.exception()  # all threads end before the first error is raised
-            for future in waiting:
-                future.result()
+            errors = [error for future in waiting if (error := future.exception())]  # all threads have ended then
+        if errors:
+            raise next((error for error in errors if not isinstance(error, BrokenBarrierError)), errors[0])
+
+    def _computed(self, *given: Any) -> None:
+        with self.statistics.together() if self.statistics else nullcontext():
+            each_micro_batch(*given)
 
     def finish(self) -> None:
         for name, tensor in self.parameters.items():

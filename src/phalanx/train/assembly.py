@@ -121,7 +121,7 @@ def build(
     """
     own, there = within(plan), place_within(plan, place)
     module, unbuilt = begun(job) if own.kind in ("split", "shard") else (build_model(job), [])
-    if problems := model_problems(module, plan):
+    if problems := model_problems(job, plan, module):
         raise RefusedError(problems)
     across = Counterparts(plan, place) if plan.sync != "each" else None
     everyone = across.from_every_rank if across else from_every_rank

@@ -68,14 +68,14 @@ def evaluate(
     if device.type == "cpu" and assembly.device == "cuda":  # parameters offloaded between uses
         device = torch.device("cuda", torch.cuda.current_device())
     inputs = Inputs(job, layout.module)
-    sums: Sums = {}
-    samples = 0
+    sums, samples = dict[str, tuple[float, float]](), 0
     averaged = assembly.local_sgd.averaged() if assembly.local_sgd else nullcontext()
     with averaged, torch.no_grad(), evaluation_mode(layout.module):
         lane = assembly.loader.lane(assembly.step.progress.step)
         for batch in islice(evaluation_batches(dataset, job, lane, micro=plan.micro), batches):
             pieces: list[OutputPiece] = []
             for micro in (micro for part in batch.parts for micro in part):
+                layout.computes(0, micro.samples)
                 with compute_context(plan, device):
                     args, kwargs, on_device = inputs(micro.batch, device)
                     output = layout.forward(args, kwargs)

@@ -51,6 +51,7 @@ class GradAccumulation(MicroBatchWork):
         step = self._step
         part, index = self._places[id(micro)]
         reseed(device, stream(self._job.seed, step.progress.step, index, step.first_part + part))
+        step.layout.computes(part, micro.samples)
         with step.computing(device):
             args, kwargs, on_device = step.inputs(micro.batch, device)
             self._at_hand[threading.get_ident()] = micro, on_device

@@ -19,7 +19,7 @@ from phalanx.config import Job, Plan
 from phalanx.data.loader import stream_problems
 from phalanx.data.map_style import is_stream
 from phalanx.errors import Problem
-from phalanx.parallel import RankHoldings, compression
+from phalanx.parallel import RankHoldings, compression, global_batch_norm
 from phalanx.parallel.diloco import fragment_problems
 from phalanx.parallel.grad_reduce import sparse_problems
 from phalanx.parallel.parameter_server import starved
@@ -35,15 +35,16 @@ def job_problems(job: Job, plan: Plan, module: nn.Module, start: RunStart = STAR
     Of a run that begins otherwise than with its job's own rates and from its first step on, ``start`` says so.
     """
     parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
-    found = [*model_problems(module, plan), *data_problems(job, plan)]
+    found = [*model_problems(job, plan, module), *data_problems(job, plan)]
     if plan.server:
         found += server_problems(job, plan, parameters)
     return [*found, *optimizer_problems(job, plan, parameters, start)]
 
 
-def model_problems(module: nn.Module, plan: Plan) -> list[Problem]:
-    """What of the parameters of ``module``, which need no values, keeps ``plan`` from it."""
+def model_problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
+    """What of the parameters and layers of ``module``, which needs no values, keeps ``plan`` from it."""
     problems = [*sparse_problems(module, plan), *compression.problems(module, plan)]
+    problems += global_batch_norm.problems(job, plan, module)
     if plan.fragments > 1:
         problems += fragment_problems(sum(one.requires_grad for one in module.parameters()), plan.fragments)
     if plan.zero == 3:

@@ -115,6 +115,11 @@ def _unpriced(job: Job) -> Iterator[str]:
             "Of the job, loss_over: what its loss reads is priced as gathered, and a second forward of each of several "
             "micro-batches; not priced are the whole batch's loss on each rank, beyond a micro-batch's, and its memory."
         )
+    if job.batch_statistics == "global":
+        yield (
+            "Of the job, batch_statistics: two small exchanges for each BatchNorm layer, one in forward and one in "
+            "backward, are not priced; over slow links a step takes longer by the time to start them."
+        )
     if job.tensor_parallel:
         yield "Of the job, tensor_parallel: not priced; layers are taken to be cut as they are found."
 

@@ -123,7 +123,7 @@ def _batch_norm(evidence: Evidence, tolerance: Tolerance, job: Job, plan: Plan) 
         return ""
     return (
         f"BatchNorm ({evidence.batch_norm[0]}) takes its statistics from each micro-batch, which is smaller "
-        "under this plan. That is no fault of the split; to be equal, use group or layer normalisation."
+        'under this plan. That is no fault of the split; to be equal, use batch_statistics="global".'
     )
 
 

@@ -178,14 +178,14 @@ class ModelFacts:
     batch_statistics: list[str] = field(default_factory=list[str])
 
     @classmethod
-    def of(cls, module: nn.Module) -> ModelFacts:
+    def of(cls, module: nn.Module, job: Job) -> ModelFacts:
         named = module.named_modules()
         recurrent = [name for name, child in named if isinstance(child, nn.RNNBase) and child.dropout > 0]
         return cls(
             layers=sum(1 for one in module.modules() if next(one.parameters(recurse=False), None) is not None),
             dropouts=list(dict.fromkeys([*dropouts(module), *recurrent])),
             off_by_sample=list(off_by_sample(module)),
-            batch_statistics=list(batch_statistics(module)),
+            batch_statistics=batch_statistics(module) if job.batch_statistics == "micro" else [],
         )
 
     def notes(self, *, dropout: bool) -> list[str]:
@@ -197,7 +197,7 @@ class ModelFacts:
             found.append(f"dropout is switched off for the comparison ({many}){then}")
         if names := self.batch_statistics:
             what = "BatchNorm takes statistics of each micro-batch and is not equal when one is split"
-            found.append(f"{what} ({names[0]})")
+            found.append(f'{what} ({names[0]}); batch_statistics="global" makes it equal')
         return found
 
 
@@ -209,7 +209,7 @@ def facts_of(job: Job) -> ModelFacts:
     """
 
     def work(send: Send) -> None:
-        send(asdict(ModelFacts.of(build_model(job))))
+        send(asdict(ModelFacts.of(build_model(job), job)))
 
     with SideProcess(work) as process:
         facts = process.next(_PATIENCE)
