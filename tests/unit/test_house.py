@@ -276,6 +276,7 @@ MUTABLE = {
     "launch/jobfile.py: _declared_by",  # what those imports declared
     "launch/jobfile.py: _values_of",  # and what a job declared that was loaded last
     "launch/worker.py: _runs",
+    "parallel/global_batch_norm.py: _EXCHANGES",  # of layers whose replicas are joined, for as long as they live
     "parallel/local_shards/tensor.py: RULES",  # filled where operations on shards are defined, while they are loaded
     "trace/blocks.py: _opened",  # models that are looked into, for as long as they live
 }

@@ -90,7 +90,7 @@ def problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
     return found
 
 
-class _Exchange(ABC):
+class _Joining(ABC):
     """Joins what a replica has of a layer with what the others have.
 
     Attributes:
@@ -109,7 +109,7 @@ class _Exchange(ABC):
 
 
 @final
-class _OverRanks(_Exchange):
+class _OverRanks(_Joining):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
@@ -124,7 +124,7 @@ class _OverRanks(_Exchange):
 
 
 @final
-class _OverThreads(_Exchange):
+class _OverThreads(_Joining):
     def __init__(self, at: int, slots: list[Tensor | None], barrier: threading.Barrier) -> None:
         self._at, self._slots, self._barrier = at, slots, barrier
 
@@ -139,7 +139,7 @@ class _OverThreads(_Exchange):
         return self.rows(row).sum(0)
 
 
-_EXCHANGES: WeakKeyDictionary[nn.Module, _Exchange] = WeakKeyDictionary()
+_EXCHANGES: WeakKeyDictionary[nn.Module, _Joining] = WeakKeyDictionary()
 """Of each layer whose replicas are joined. Not its attribute: a copy of the model is a plain model again."""
 
 
@@ -147,7 +147,7 @@ _EXCHANGES: WeakKeyDictionary[nn.Module, _Exchange] = WeakKeyDictionary()
 class BatchStatistics:
     """The joined layers of one process: of its one replica, or of a replica in each thread."""
 
-    def __init__(self, exchanges: Sequence[_Exchange], barrier: threading.Barrier | None = None) -> None:
+    def __init__(self, exchanges: Sequence[_Joining], barrier: threading.Barrier | None = None) -> None:
         self._exchanges, self._barrier = exchanges, barrier
 
     @classmethod
@@ -228,7 +228,7 @@ def _forward(layer: _NormBase, plain: Callable[..., Any], *args: Any, **kwargs: 
 class _Joined(TorchFunctionMode):
     """Answers what a layer's forward asks of ``torch.nn.functional.batch_norm``."""
 
-    def __init__(self, exchange: _Exchange) -> None:
+    def __init__(self, exchange: _Joining) -> None:
         super().__init__()
         self._exchange = exchange
 
@@ -269,7 +269,7 @@ def _whole(tensor: Any) -> Any:
     return tensor.whole() if hasattr(tensor, "whole") else tensor
 
 
-def _statistics(input: Tensor, exchange: _Exchange) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(input: Tensor, exchange: _Joining) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance (C,) of fp64 of the global batch, and how many values a channel they are of."""
     channels = input.shape[1]
     row = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)

@@ -92,7 +92,7 @@ class Layout(ABC):
         drop_gradients((*self.holdings.module.parameters(), *self.holdings.parameters.values()))
 
     def computes(self, part: int, samples: int) -> None:
-        """A micro-batch of so many samples is about to be computed on this part; 0 is a filler, which weighs nothing."""
+        """A micro-batch of so many samples is about to be computed on this part; 0: a filler, which weighs nothing."""
         if self.statistics is not None:
             self.statistics.begins(part, samples)
 

@@ -4,7 +4,7 @@ Written once, for numbers and for arrays with one for each of many plans: foreca
 counts that these run and no others. Listed is what even shares exchange: of experts as if tokens were routed evenly,
 which nothing counts; of rows as if ranks divided them; of gradients of one group as if they were one bucket. Not listed
 are running statistics, which rank 0 sends to all, what BatchNorm exchanges for statistics of the global batch, the
-question which parameters had a gradient, and what ``tp`` or ``cp`` gathers of an output that they slice, for a loss over
+question which parameters had a gradient, and what ``tp`` or ``cp`` gathers of an output that they slice for a loss over
 the whole batch. Plans whose replicas step by themselves, compress what they send or use servers send other messages,
 which they count as they run.
 """
