@@ -188,6 +188,7 @@ def open_layers(module: nn.Module, *, compiles: bool = False) -> bool:
     To be called before anything else takes their ``forward``. ``compiles``: leave them out of ``torch.compile``.
     """
     layers = batch_norms(module)
+    layer: Any  # of which torch's types say that it keeps its class and its forward
     for layer in layers.values():
         if type(layer) is SyncBatchNorm:
             # by its own forward ranks would meet that are no replicas, such as those of tp, and on CUDA only
@@ -297,8 +298,8 @@ class _Normalised(torch.autograd.Function):
         input, weight, bias, mean, var, count, eps, exchange = given
         ctx.save_for_backward(input, weight, mean, (var + eps).rsqrt())
         ctx.count, ctx.exchange, ctx.counts = count, exchange, exchange.counts
-        wide = [None if one is None else one.to(mean.dtype) for one in (weight, bias)]
-        return functional.batch_norm(input, mean, var, *wide, False, 0.0, eps)
+        weight, bias = (None if one is None else one.to(mean.dtype) for one in (weight, bias))
+        return functional.batch_norm(input, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
     @once_differentiable
@@ -318,5 +319,6 @@ class _Normalised(torch.autograd.Function):
             times = scale if weight is None else scale * weight.to(mean.dtype)
             found = (grad * times.view(shape)).to(input.dtype)
         learns = [ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
-        rest = [one.to(weight.dtype) if yes else None for one, yes in zip((of_weight, of_bias), learns, strict=True)]
+        kind = input.dtype if weight is None else weight.dtype
+        rest = [one.to(kind) if yes else None for one, yes in zip((of_weight, of_bias), learns, strict=True)]
         return found, *rest, *[None] * 5
