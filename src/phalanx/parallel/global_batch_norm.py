@@ -188,13 +188,12 @@ def open_layers(module: nn.Module, *, compiles: bool = False) -> bool:
     To be called before anything else takes their ``forward``. ``compiles``: leave them out of ``torch.compile``.
     """
     layers = batch_norms(module)
-    layer: Any  # of which torch's types say that it keeps its class and its forward
     for layer in layers.values():
         if type(layer) is SyncBatchNorm:
             # by its own forward ranks would meet that are no replicas, such as those of tp, and on CUDA only
-            layer.__class__ = _AnyBatchNorm
+            layer.__class__ = _AnyBatchNorm  # pyright: ignore[reportAttributeAccessIssue]
         forward: Callable[..., Any] = partial(_forward, layer, layer.forward)
-        layer.forward = torch.compiler.disable(forward) if compiles else forward
+        setattr(layer, "forward", torch.compiler.disable(forward) if compiles else forward)  # noqa: B010
     return bool(layers)
 
 
