@@ -9,7 +9,7 @@ statistics count a batch once.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from phalanx.config import Plan
-from phalanx.parallel.buffer_sync import statistics_kept
+from phalanx.parallel.buffer_sync import has_running_statistics, statistics_kept
 from phalanx.trace.blocks import leave_cache_out, parts
 from phalanx.trace.operations import is_dear
 
@@ -31,22 +31,31 @@ def apply(module: nn.Module, plan: Plan, each: Iterable[nn.Module] | None = None
     if plan.recompute == "none":
         return module
     leave_cache_out(module)
-    selective = plan.recompute == "selective"
     for part in parts(module) if each is None else each:
-        contexts = partial(_contexts, part, selective)
-        part.forward = partial(checkpoint, part.forward, use_reentrant=False, context_fn=contexts)
+        extra = _contexts(part, selective=plan.recompute == "selective")
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False, **extra)
     return module
 
 
-def _contexts(
-    part: nn.Module, selective: bool
-) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    first, again = create_selective_checkpoint_contexts(_kept) if selective else (nullcontext(), nullcontext())
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""What is around the first forward of a part, and around the second."""
+
+
+def _contexts(part: nn.Module, *, selective: bool) -> dict[str, Any]:
+    """``context_fn`` of ``checkpoint`` where it is needed: torch.compile takes that of selective recompute alone."""
+    choose = partial(create_selective_checkpoint_contexts, _kept) if selective else None
+    if has_running_statistics(part):
+        return {"context_fn": partial(_counted_once, part, choose)}
+    return {"context_fn": choose} if choose else {}
+
+
+def _counted_once(part: nn.Module, choose: Callable[[], Contexts] | None) -> Contexts:
+    first, again = choose() if choose else (nullcontext(), nullcontext())
     return first, _second(part, again)
 
 
 @contextmanager
-def _second(part: nn.Module, within: AbstractContextManager[object]) -> Generator[None]:
+def _second(part: nn.Module, within: AbstractContextManager[Any]) -> Generator[None]:
     """Around the second forward of ``part``: what BatchNorm counts in it has been counted."""
     with statistics_kept(part), within:
         yield
