@@ -164,6 +164,7 @@ PLANS = [
     "fsdp=2",
     "fsdp=2 zero=1",
     "fsdp=2 zero=2",
+    "fsdp=2 offload=optimizer",
     "dp=2 fsdp=2",
     "threads=3",
     "dp=3 shares=3,1,1",

@@ -420,14 +420,14 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 # a plan that does not fit is trained with --anyway: test_run_forecast; launchers and hosts have tests of their own, and
-# so has what becomes of a run that stops or loses a worker: tests/faults
+# so has what becomes of a run that stops or loses a worker: tests/faults. --set needs a job that declares: test_params
 SETS = {
     "train": {
-        *("--anyway", "--launcher", "--from", "--keep-every", "--mirror", "--grace", "--restarts"),
+        *("--set", "--anyway", "--launcher", "--from", "--keep-every", "--mirror", "--grace", "--restarts"),
         *("--on-nonfinite", "--spike", "--on-spike", "--timeout", "--drift", "--drift-every", "--grow-after"),
     },
-    "prove": set[str](),
-    "bench": {"--hosts"},
+    "prove": {"--set"},
+    "bench": {"--hosts", "--set"},
 }
 
 

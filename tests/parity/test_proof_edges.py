@@ -51,6 +51,14 @@ def test_data_smaller_than_the_batch_are_no_fault_of_the_sampler() -> None:
 
 def test_gradients_that_were_read_back_are_in_the_order_of_steps() -> None:
     kinds = {f"{kind}|{step}|a": torch.ones(1) for kind in ("reduced", "used") for step in (10, 2, 0, 1)}
-    answer = {"steps": [], "numbers": {}, "options": {}, "evaluations": {}, "magnitudes": {}, "masks_of_no_sample": {}}
+    answer = {
+        "steps": [],
+        "numbers": {},
+        "options": {},
+        "evaluations": {},
+        "magnitudes": {},
+        "masks_of_no_sample": {},
+        "ways": {},
+    }
     record = references._record(kinds, answer)
     assert [*record.reduced] == [*record.used] == [0, 1, 2, 10]
