@@ -122,6 +122,11 @@ def show_count(count: float) -> str:
     return f"{count:.3g}"
 
 
+def show_number(number: float) -> str:
+    """A number with three significant digits, without an exponent from 0.0001 on: ``1,650``."""
+    return f"{float(f'{number:.3g}'):,.15g}" if number == 0 or abs(number) >= 1e-4 else f"{number:.3g}"
+
+
 def show_names(names: Sequence[str], most: int = 3) -> str:
     """The first ``most`` names and how many more there are: ``a, b, c and 4 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

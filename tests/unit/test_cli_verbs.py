@@ -245,6 +245,22 @@ class TestExitCodes:
         verb(self.raising(SpecError([Problem(where="a", given="1", allowed="2", fix="a=2")])))
         assert invoke("try").stderr == "error: a: given 1; allowed: 2\n    try: a=2\n"
 
+    @pytest.mark.parametrize(
+        ("fix", "option"),
+        [
+            ("keep=2", "--keep 2"),
+            ('checkpoint_every="15m"', "--checkpoint-every 15m"),
+            ("devices=\"1:4\", grow_after='5m'", "-n 1:4 --grow-after 5m"),
+            ("resume = true", "resume = true"),
+        ],
+    )
+    def test_ways_out_of_a_run_are_options(self, verb: Any, fix: str, option: str) -> None:
+        verb(self.raising(SpecError([Problem(where="run.x", given="1", allowed="2", fix=fix)])))
+        assert invoke("try").stderr.endswith(f"try: {option}\n")
+        told = json.loads(invoke("try", "--json").stdout)["error"]
+        assert told["problems"][0]["fix"] == option
+        assert told["message"].endswith(option)
+
     def test_a_fault_of_ours_is_3_not_1(self, verb: Any) -> None:
         verb(self.raising(ZeroDivisionError("ours")))
         result = invoke("try")

@@ -71,6 +71,11 @@ def test_function_of_a_file_and_a_name_of_its_own(tmp_path: Path) -> None:
     assert (job.batch, job.name) == (8, "mine")
 
 
+def test_a_job_without_a_name_has_its_files_and_its_functions(tmp_path: Path) -> None:
+    text = GOOD.replace('name="mine"', 'name="job"')
+    assert load_job(f"{write(tmp_path, text)}:other_job").name == "job_of_test-other_job"
+
+
 def test_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, GOOD)
     monkeypatch.chdir(tmp_path)

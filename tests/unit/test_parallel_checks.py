@@ -148,6 +148,12 @@ def test_too_few_micro_batches_are_told_with_what_they_cost(job: Job, plan: str,
     assert all(word in told for word in words), told
 
 
+def test_a_batch_of_more_samples_than_there_are_is_told(job: Job) -> None:
+    (told,) = advice(job, Plan(), "cpu", job.batch - 1)
+    assert f"all {job.batch - 1} samples" in told
+    assert advice(job, Plan(), "cpu", job.batch) == []
+
+
 @pytest.mark.parametrize("plan", ["dp=4", "tp=2", "pp=4 micro=16", "pp=4 micro=1"])
 def test_enough_micro_batches_need_no_word(job: Job, plan: str) -> None:
     assert advice(job, Plan.parse(plan), "cpu") == []

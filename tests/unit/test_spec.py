@@ -149,6 +149,39 @@ def test_wrong_jobs(change: dict[str, Any], where: str) -> None:
     assert [problem.where for problem in caught.value.problems] == [where]
 
 
+def test_a_model_in_place_of_a_function_and_a_list_in_place_of_data() -> None:
+    class Net:
+        def named_parameters(self) -> None: ...
+        def __call__(self) -> None: ...
+
+    with pytest.raises(SpecError) as caught:
+        Job(**{**RIGHT, "model": Net(), "data": [(1, 2)] * 1000})
+    given = {problem.where: problem.given for problem in caught.value.problems}
+    assert set(given) == {"job.model", "job.data"}
+    assert given["job.data"] == "an object of type list"
+    Job(**{**RIGHT, "model": Net})  # the class builds one
+
+
+def test_a_run_takes_its_folder_as_text() -> None:
+    assert RunSpec(job="a.py", plan=Plan(), folder="runs/x").folder == Path("runs/x")  # pyright: ignore[reportArgumentType]
+
+
+def test_ways_out_of_a_wrong_run_can_be_copied_into_python() -> None:
+    wrong: dict[str, Any] = {"keep": 0, "timeout": 0, "drift": "no", "checkpoint_every": "3", "grow_after": "5m"}
+    found: list[str] = []
+    for name, value in wrong.items():
+        with pytest.raises(SpecError) as caught:
+            RunSpec(job="a.py", plan=Plan(), folder=Path("x"), **{name: value})
+        found += [problem.fix for problem in caught.value.problems]
+    assert found == [
+        "keep=2",
+        "timeout=600",
+        'drift="warn"',
+        'checkpoint_every="15m"',
+        "devices=\"1:4\", grow_after='5m'",
+    ]
+
+
 def test_a_metric_that_is_no_function_is_told_how_metrics_are_written() -> None:
     with pytest.raises(SpecError) as caught:
         Job(**RIGHT, evaluate=list, metrics={"accuracy": len})  # pyright: ignore[reportArgumentType]

@@ -6,16 +6,17 @@ import errno
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import update_wrapper
 from typing import Any, TextIO
 
 import click
 
-from phalanx.errors import PhalanxError, RefusedError, SpecError
+from phalanx.errors import PhalanxError, Problem, RefusedError, SpecError
 from phalanx.events import finite
 from phalanx.units import visible
 
@@ -72,18 +73,34 @@ def answer(as_json: bool, told: dict[str, Any], view: Callable[[int], Any]) -> N
 def show_error(error: PhalanxError, *, as_json: bool) -> None:
     """Print an error that was raised on purpose: one block on stderr, and its content as JSON on stdout if asked."""
     word = "refused" if isinstance(error, RefusedError) else "error"
-    problems = error.problems if isinstance(error, SpecError) else ()
+    problems = [_as_options(one) for one in error.problems] if isinstance(error, SpecError) else []
     if len(problems) > 1:
         text = f"{len(problems)} things are wrong\n" + "\n".join(f"- {problem}" for problem in problems)
     else:
-        text = str(error)
+        text = str(problems[0]) if problems else str(error)
     notes = list(getattr(error, "__notes__", ()))
     text = visible("\n\n".join([text, *notes]))
     click.echo(f"{click.style(word, fg='red', bold=True)}: {text}", err=True)
     if as_json:
-        told = {"kind": type(error).__name__, "message": str(error), "notes": notes}
+        message = "\n".join(map(str, problems)) if problems else str(error)
+        told = {"kind": type(error).__name__, "message": message, "notes": notes}
         told |= {"problems": [asdict(problem) for problem in problems], "exit_code": error.exit_code}
         print_json({"error": told})
+
+
+_ARGUMENT = re.compile(r"""(\w+)=("[^"]*"|'[^']*'|[^\s,]+)(?:, |$)""")
+_SHORT = {"devices": "-n", "from_step": "--from"}
+
+
+def _as_options(problem: Problem) -> Problem:
+    """A problem of a run, whose way out is an argument in Python, with the option of the command line in its place."""
+    if not problem.where.startswith("run.") or _ARGUMENT.sub("", problem.fix):
+        return problem
+    words = (
+        f"{_SHORT.get(name, '--' + name.replace('_', '-'))} {value.strip(chr(34) + chr(39))}"
+        for name, value in _ARGUMENT.findall(problem.fix)
+    )
+    return replace(problem, fix=" ".join(words))
 
 
 class Outlet(io.RawIOBase):

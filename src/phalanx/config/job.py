@@ -186,7 +186,7 @@ def _problems(job: Job) -> list[Problem]:
     found: list[Problem] = []
 
     def wrong(name: str, allowed: str, fix: str) -> None:
-        found.append(Problem(where=f"job.{name}", given=repr(getattr(job, name)), allowed=allowed, fix=fix))
+        found.append(Problem(where=f"job.{name}", given=_shown(getattr(job, name)), allowed=allowed, fix=fix))
 
     functions = {
         "model": "model=lambda: Net()",
@@ -195,7 +195,7 @@ def _problems(job: Job) -> list[Problem]:
         "optimizer": "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)",
     }
     for name, fix in functions.items():
-        if not callable(getattr(job, name)):
+        if not _builds(getattr(job, name)):
             wrong(name, "a function that builds it when called", fix)
     functions = {
         "inputs": "inputs=lambda batch: batch['image']",
@@ -242,6 +242,20 @@ def _problems(job: Job) -> list[Problem]:
         + _evaluation_problems(job)
         + misfits("job", {name: getattr(job, name) for name in _KINDS}, _KINDS)
     )
+
+
+def _builds(given: Any) -> bool:
+    """Whether it is a function, or a class, and not a module, which can be called as well."""
+    return callable(given) and (isinstance(given, type) or not hasattr(given, "named_parameters"))
+
+
+def _shown(given: Any) -> str:
+    """``given`` in one short line: a list of samples, or a model with its layers, is told of by its kind."""
+    whole = repr(given)
+    return whole if len(whole) <= _LONG and "\n" not in whole else f"an object of type {type(given).__name__}"
+
+
+_LONG = 80  # characters
 
 
 def _schedule_problems(job: Job) -> list[Problem]:

@@ -69,7 +69,7 @@ class RunSpec:
     Attributes:
         job: where the job is: ``path/to/file.py`` (its ``job()``), ``path/to/file.py:name`` or ``package.module:name``.
         plan: how it is laid over devices.
-        folder: the run folder.
+        folder: the run folder, a path or its text.
         resume: go on from the folder's last checkpoint; ``auto``: if it holds a whole one, and else begin.
         from_step: go on from the checkpoint of this step instead of the last one; later ones are set aside.
         batch: global batch in place of the job's own.
@@ -136,27 +136,29 @@ class RunSpec:
     asked_plan: Plan | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.folder, str):
+            object.__setattr__(self, "folder", Path(self.folder))
         problems = misfits("run", {name: getattr(self, name) for name in _KINDS}, _KINDS)
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if not (value is None and name in _OPTIONAL) and not is_whole(value, least):
-                allowed, fix = f"a whole number, {least} or more", f"--{name.replace('_', '-')} {least + 1}"
+                allowed, fix = f"a whole number, {least} or more", f"{name}={least + 1}"
                 problems.append(_wrong(name, repr(value), allowed, fix))
         problems += _of_going_on(self)
         if not problems and self.snapshot_every is not None and not self.plan.server:
             given = f"snapshot_every={self.snapshot_every!r} with plan {self.plan}, which has no servers"
             allowed = "only together with server=1 or more; checkpoints are written every checkpoint_every steps"
-            problems.append(_wrong("snapshot_every", given, allowed, "--checkpoint-every 100"))
+            problems.append(_wrong("snapshot_every", given, allowed, "checkpoint_every=100"))
         if self.epochs is not None and self.steps is not None:
-            problems.append(_wrong("epochs", "epochs and steps", "one of the two", "--steps 100"))
+            problems.append(_wrong("epochs", "epochs and steps", "one of the two", "steps=100"))
         if not (is_number(self.lr_scale) and self.lr_scale > 0):
-            problems.append(_wrong("lr_scale", repr(self.lr_scale), "a number above 0", "--lr-scale 2"))
+            problems.append(_wrong("lr_scale", repr(self.lr_scale), "a number above 0", "lr_scale=2"))
         if not (is_number(self.timeout) and 1 <= self.timeout <= _LONGEST):
             allowed = f"seconds, from 1 to {_LONGEST:,} (a day)"
-            problems.append(_wrong("timeout", repr(self.timeout), allowed, "--timeout 600"))
+            problems.append(_wrong("timeout", repr(self.timeout), allowed, "timeout=600"))
         for name, choices, fix in (
             ("forecast", Foresight, 'forecast = "anyway"'),
-            ("drift", DriftPolicy, "--drift warn"),
+            ("drift", DriftPolicy, 'drift="warn"'),
         ):
             if (value := getattr(self, name)) not in get_args(choices):
                 problems.append(_wrong(name, repr(value), ", ".join(get_args(choices)), fix))
@@ -171,17 +173,15 @@ class RunSpec:
         for name, answer in given.items():
             if answer not in get_args(Answer):
                 allowed = ", ".join(get_args(Answer))
-                found.append(_wrong(name, repr(answer), allowed, f"--{name.replace('_', '-')} skip"))
+                found.append(_wrong(name, repr(answer), allowed, f'{name}="skip"'))
         if self.spike is not None and not (is_number(self.spike) and self.spike > 0):
-            found.append(_wrong("spike", repr(self.spike), "a number of deviations above 0", "--spike 10"))
+            found.append(_wrong("spike", repr(self.spike), "a number of deviations above 0", "spike=10"))
         if self.spike is None and self.on_spike != "stop":
             given_here = f"{self.on_spike!r} without spike, so that none is looked for"
-            found.append(
-                _wrong("on_spike", given_here, "together with spike", f"--spike 10 --on-spike {self.on_spike}")
-            )
+            found.append(_wrong("on_spike", given_here, "together with spike", f'spike=10, on_spike="{self.on_spike}"'))
         for name in (name for name, answer in given.items() if answer == "rollback"):
             if why := keeps_from_going_back(self.plan):
-                allowed, fix = f"stop or skip: {why}", f"--{name.replace('_', '-')} skip"
+                allowed, fix = f"stop or skip: {why}", f'{name}="skip"'
                 found.append(_wrong(name, f"'rollback' with plan {self.plan}", allowed, fix))
         return found
 
@@ -282,15 +282,15 @@ def _of_going_on(run: RunSpec) -> list[Problem]:
     every, grace = run.checkpoint_every, run.grace
     if not _is_interval(every):
         allowed = f"steps, 0 or more, or a time above 0 in {DURATION_UNITS}; 0: a checkpoint at the end only"
-        problems.append(_wrong("checkpoint_every", repr(every), allowed, "--checkpoint-every 15m"))
+        problems.append(_wrong("checkpoint_every", repr(every), allowed, 'checkpoint_every="15m"'))
     if run.mirror is not None and not (isinstance(run.mirror, str) and "://" in run.mirror):  # pyright: ignore
         allowed, fix = (
             "a URL that fsspec reaches: s3://, gs://, abfs://, sftp://, file://",
-            "--mirror s3://bucket/runs/1",
+            'mirror="s3://bucket/runs/1"',
         )
         problems.append(_wrong("mirror", repr(run.mirror), allowed, fix))
     if not (is_number(grace) and grace >= 0):
-        problems.append(_wrong("grace", repr(grace), "seconds, 0 or more", "--grace 30"))
+        problems.append(_wrong("grace", repr(grace), "seconds, 0 or more", "grace=30"))
     if isinstance(run.resume, str) and run.resume != "auto":
         problems.append(_wrong("resume", repr(run.resume), _KINDS["resume"].allowed, _KINDS["resume"].fix))
     if run.from_step is not None and run.resume is not True:
@@ -307,10 +307,11 @@ def _of_resizing(run: RunSpec) -> list[Problem]:
         return problems
     if not _is_interval(after):
         allowed = f"steps, 0 or more, or a time above 0 in {DURATION_UNITS}; 0: it stays with fewer devices"
-        problems.append(_wrong("grow_after", repr(after), allowed, "--grow-after 5m"))
+        problems.append(_wrong("grow_after", repr(after), allowed, 'grow_after="5m"'))
     elif run.devices is None:
-        allowed = "only together with a range of devices, such as -n 1:4"
-        problems.append(_wrong("grow_after", f"{after!r} without a range", allowed, f"-n 1:4 --grow-after {after}"))
+        allowed = 'only together with a range of devices, such as devices="1:4"'
+        fix = f'devices="1:4", grow_after={after!r}'
+        problems.append(_wrong("grow_after", f"{after!r} without a range", allowed, fix))
     return problems
 
 

@@ -16,7 +16,6 @@ import re
 import signal
 import struct
 import time
-import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -38,6 +37,7 @@ from phalanx.errors import (
 from phalanx.events import EventLog
 from phalanx.files import token_of
 from phalanx.launch.runfile import absolute
+from phalanx.train.user_traceback import format_for_user
 
 _WRITTEN = (SpecError, RefusedError, ProfileError)
 
@@ -100,12 +100,8 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         "exit_code": error.exit_code if isinstance(error, PhalanxError) else 3,
         "problems": [asdict(problem) for problem in error.problems] if isinstance(error, _WRITTEN) else [],
     }
-    try:
-        # the outermost frame is the launcher's own
-        trace = error.__traceback__ and error.__traceback__.tb_next
-        fields["traceback"] = "".join(traceback.format_exception(type(error), error, trace))
-    except MemoryError:
-        pass  # the kind and the message are worth more than nothing
+    with suppress(MemoryError):  # the kind and the message are worth more than nothing
+        fields["traceback"] = format_for_user(error)
     return fields
 
 

@@ -72,8 +72,9 @@ class Reference:
 
     @property
     def stem(self) -> str:
-        """The name of the file or of the module's last part."""
-        return self.file.stem if self.file else self.module.rpartition(".")[2]
+        """The name of the file or of the module's last part, and of the function where it is not ``job``."""
+        stem = self.file.stem if self.file else self.module.rpartition(".")[2]
+        return stem if self.function == "job" else f"{stem}-{self.function}"
 
 
 def with_values(reference: str, values: Mapping[str, str]) -> str:
@@ -99,7 +100,7 @@ def declared_values(reference: str) -> tuple[DeclaredParam, ...]:
 def load_job(reference: str) -> Job:
     """The job that ``path/to/file.py``, ``path/to/file.py:name`` or ``package.module:name`` stands for.
 
-    A job that was given no name gets the file's.
+    A job that was given no name gets the file's, and the function's where that is not ``job``.
 
     Raises:
         SpecError: there is no such file or function, the file fails, or what the function returns is no ``Job``. A

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import sys
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,9 +13,8 @@ from operator import attrgetter, call, itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
-_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")})
-_OURS = str(Path(__file__).parents[1])
-_TORCH = re.compile(r"[/\\]torch[/\\]")
+from phalanx.train.user_traceback import origin
+
 _DEPTH = 40
 
 
@@ -34,11 +32,7 @@ class StackFrame:
     @property
     def by(self) -> Literal["user", "phalanx", "torch", "library"]:
         """Whose code it is."""
-        if self.file.startswith(_OURS) and not self.file.startswith(f"{_OURS}/demo"):
-            return "phalanx"
-        if _TORCH.search(self.file):
-            return "torch"
-        return "library" if self.file.startswith((*_LIBRARY, "<")) else "user"
+        return origin(self.file)
 
 
 def frames_of_thread(ident: int) -> tuple[StackFrame, ...]:

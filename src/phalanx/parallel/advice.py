@@ -21,11 +21,18 @@ from phalanx.units import show_names
 _ENOUGH = 4  # micro-batches a rank, from which on at most about a fifth of the time is bubble
 
 
-def advice(job: Job, plan: Plan, kind: str) -> list[str]:
-    """One sentence for each setting that leaves ranks idle, or changes nothing, on devices of ``kind``."""
+def advice(job: Job, plan: Plan, kind: str, epoch_samples: int | None = None) -> list[str]:
+    """One sentence for each setting that leaves ranks idle, or changes nothing, on devices of ``kind``.
+
+    An epoch has ``epoch_samples``; ``None``: it is not known.
+    """
     found = [*_bubble(job, plan), *unread(plan, job.batch, job.tensor_parallel)]
     if plan.offload != "none" and kind == "cpu":
         found.append(f"offload={plan.offload} moves nothing: on CPU cores all of it lives in host memory.")
+    if epoch_samples is not None and job.batch > epoch_samples:
+        found.append(
+            f"batch={job.batch} is more than there are: each step has all {epoch_samples} samples of an epoch."
+        )
     return found
 
 

@@ -20,7 +20,7 @@ from phalanx.planner.advise import Advice, PlanForecast
 from phalanx.planner.explain import PARTS, Explanation, Neighbour, tied
 from phalanx.planner.roofline import RooflinePoint
 from phalanx.planner.scale import Curve
-from phalanx.units import show_bytes, show_count, show_seconds
+from phalanx.units import show_bytes, show_count, show_number, show_seconds
 
 _WIDTH = 30
 
@@ -72,9 +72,9 @@ def bill_rows(paid: Bill, steps: int) -> list[tuple[str, str]]:
     """What the training takes, and costs as far as that is known."""
     if not steps:
         return [("energy", f"at most {paid.energy * 3.6e6:.3g} J a step")] if paid.energy else []
-    rows = [(f"{steps:,} steps", f"{show_seconds(paid.seconds)}, {paid.device_hours:.3g} device-hours")]
+    rows = [(f"{steps:,} steps", f"{show_seconds(paid.seconds)}, {show_number(paid.device_hours)} device-hours")]
     if paid.energy is not None:
-        rows.append(("energy", f"at most {paid.energy:.3g} kWh, devices alone"))
+        rows.append(("energy", f"at most {show_number(paid.energy)} kWh, devices alone"))
     if paid.money is not None:
         rows.append(("cost", money(paid)))
     return rows
@@ -287,9 +287,9 @@ def columns(curve: Curve) -> dict[str, list[str]]:
     found["effi-\nciency"] = [f"{one.efficiency:.0%}" for one in points]
     if curve.steps:
         found["in all"] = [show_seconds(one.seconds) for one in bills]
-        found["device-\nhours"] = [f"{one.device_hours:.3g}" for one in bills]
+        found["device-\nhours"] = [show_number(one.device_hours) for one in bills]
         if all(one.energy is not None for one in bills):
-            found["kWh"] = [f"{one.energy:.3g}" for one in bills]
+            found["kWh"] = [show_number(one.energy or 0.0) for one in bills]
         if any(one.money is not None for one in bills):
             found["cost"] = [money(one) for one in bills]
     return found

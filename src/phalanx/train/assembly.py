@@ -155,7 +155,7 @@ def build(
         optimizer=optimizer,
         device=device.type,
         notes=found,
-        advice=[*advice(job, plan, device.type), *layout.holdings.remarks],
+        advice=[*advice(job, plan, device.type, loader.epoch_samples), *layout.holdings.remarks],
         parameters=size,
         local_sgd=apart,
     )

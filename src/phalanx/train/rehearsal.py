@@ -7,12 +7,10 @@ tried once more on exactly what rank 0 computes first, so that nothing is refuse
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,6 +28,7 @@ from phalanx.train.loss import read_loss
 from phalanx.train.loss_scaling import compute_context
 from phalanx.train.lr_schedule import START, RunStart
 from phalanx.train.refusals import job_problems, rank_0
+from phalanx.train.user_traceback import users_frames
 
 _HOST = torch.device("cpu")
 _FEW = 2
@@ -144,16 +143,14 @@ def _few(loader: Loader) -> MicroBatch:
 
 def _problem(field: str, error: Exception) -> Problem:
     text = next(iter(str(error).strip().splitlines()), "")
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if "site-packages" not in one.filename and not one.filename.startswith(_OURS)]
+    own = users_frames(error)
     at = f", in {own[-1].filename} line {own[-1].lineno}: {own[-1].line}" if own else ""
     given = f"code that fails on the first samples: {type(error).__name__}: {text}{at}"
     allowed = "code that runs without an error on every batch of the data"
-    fix = "--plan single, which shows the whole traceback"
+    fix = 'the plan "single", which shows the whole traceback'
     return Problem(where=field, given=given, allowed=allowed, fix=fix)
 
 
-_OURS = str(Path(__file__).parents[1])
 _NO_GRAPH = (
     "the loss depends on no parameter: nothing that it is computed from requires a gradient.\n"
     "    Usual causes: detach(), .item() or torch.no_grad() on the way to it.\n"

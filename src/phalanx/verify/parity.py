@@ -26,7 +26,7 @@ from phalanx.verify.references import ModelFacts, ReferenceRun, facts_of
 from phalanx.verify.witness import OwnLoop, why_not
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Proof:
     """Whether a plan computes what one device computes, and by how much it differs.
 
@@ -82,6 +82,15 @@ class Proof:
             "gradient": max((one.relative for one in self.gradients), default=0.0),
             "parameter": max((one.relative for one in self.parameters), default=0.0),
         }
+
+    def __repr__(self) -> str:
+        """The answer in a few lines; ``to_dict()`` has every tensor."""
+        plan, steps = f'"{self.plan}"', f"{self.steps} step{'s' if self.steps > 1 else ''}"
+        if not self.equal:
+            cause = f"\nlikely cause: {self.cause}" if self.cause else ""
+            return f"{plan} is not equal to one device over {steps}\nfirst: {self.first}{cause}"
+        largest = ", ".join(f"{kind} {value:.1e}" for kind, value in self.largest.items())
+        return f"{plan} is equal to one device over {steps}; largest relative differences: {largest}"
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "plan": str(self.plan), "largest": self.largest, "copies": self.copies}

@@ -205,7 +205,7 @@ class ServerProcess:
         said = resume_notes(job, run.folder, step=first, total_steps=pieces.total_steps) if resumed else []
         coordinator.recorder.start(
             job,
-            advice=[*damaged, *advice(job, run.plan, device)],
+            advice=[*damaged, *advice(job, run.plan, device, pieces.epoch_samples)],
             resumed=resumed,
             placement=findings.placement,
             world_size=self._place.world_size,
