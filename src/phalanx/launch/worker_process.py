@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import json
 import os
+import re
 import signal
 import struct
 import sys
@@ -314,11 +315,17 @@ def await_assignment(reading: int) -> tuple[int, int]:
 
 
 _LONGEST_LINE = 65536
+_PROGRESS_BAR = re.compile(r"\d+%\|.*\| *\d+/\d+ \[")
+
+
+def _is_progress_bar(line: str) -> bool:
+    """Whether a line is what is left of a bar that was drawn over itself, as tqdm does."""
+    return "\r" in line and all(_PROGRESS_BAR.search(part) for part in line.split("\r") if part.strip())
 
 
 @final
 class OutputRelay:
-    """One stream of one worker."""
+    """One stream of one worker. Progress bars of tqdm are those of rank 0; the others draw the same."""
 
     def __init__(self, rank: int, stream: Literal["stdout", "stderr"]) -> None:
         self._prefix = f"[rank {rank}] " if rank else ""
@@ -335,13 +342,12 @@ class OutputRelay:
         *whole, self._line = (self._line + text).split("\n")
         if len(self._line) > _LONGEST_LINE:
             whole, self._line = [*whole, self._line], ""
-        if whole:
-            self._write("".join(f"{self._prefix}{line}\n" for line in whole))
+        self._write("".join(f"{self._prefix}{line}\n" for line in whole if not _is_progress_bar(line)))
 
     def close(self) -> None:
-        if self._line:
+        if self._line and not _is_progress_bar(self._line):
             self._write(f"{self._prefix}{self._line}\n")
-            self._line = ""
+        self._line = ""
 
     def _write(self, text: str) -> None:
         # looked up each time: a progress bar replaces sys.stdout while it lives
