@@ -26,7 +26,7 @@ help:
 	@echo 'make parity     every plan x model x ranks against one device -> docs/reference/parity.md'
 	@echo 'make resumed    every plan that saved x every plan that goes on, against one device -> docs/reference/resumed.md'
 	@echo 'make cases      jobs as people write them x plans: equal, named, or refused before they run -> docs/reference/cases.md'
-	@echo 'make mutants    faults put into the code one by one, and what finds each -> docs/reference/mutants.md'
+	@echo 'make mutants    faults put into the code one by one, and what finds each -> docs/project/mutants.md'
 	@echo 'make hangs      hangs planted into runs, and who is named for each -> docs/reference/hangs.md'
 	@echo 'make recommended  what plan recommends for well-known models, run small -> docs/reference/recommended.md'
 	@echo 'make chaos      200 random kills of whole runs, and damaged checkpoints -> docs/reference/chaos.md'
@@ -92,7 +92,7 @@ cases: .venv/.installed-dev
 	$(BIN)/python tests/cases/run_cases.py docs/reference/cases.md
 
 mutants: .venv/.installed-dev
-	$(BIN)/python tests/mutants/run_mutants.py --page docs/reference/mutants.md
+	$(BIN)/python tests/mutants/run_mutants.py --page docs/project/mutants.md
 
 hangs: .venv/.installed-dev
 	$(BIN)/python tests/faults/hangs.py docs/reference/hangs.md

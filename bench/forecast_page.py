@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Refused = tuple[str, Plan, str]
 
-PAGE = Path(__file__).parent.parent / "docs/reference/accuracy-here.md"
+PAGE = Path(__file__).parent.parent / "docs/project/accuracy-here.md"
 
 _HEAD = """# Forecasts of this machine's own runs
 

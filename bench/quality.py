@@ -3,7 +3,7 @@
 ``python bench/quality.py [--seeds N] [--only WORD] [--write] [--render]``. Every plan trains the same job for the same
 steps; the measure is its validation loss against that of synchronous training with the same seed. The bar: within 2 %;
 what is worse is shown all the same. ``--write`` stores what was measured in bench/results and writes
-docs/reference/quality.md from all that is stored; ``--render`` writes the page and measures nothing.
+docs/project/quality.md from all that is stored; ``--render`` writes the page and measures nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from phalanx.events import read
 from stored import load, save
 
 RESULTS = "quality"
-PAGE = Path(__file__).parent.parent / "docs/reference/quality.md"
+PAGE = Path(__file__).parent.parent / "docs/project/quality.md"
 BAR = 0.02
 SYNCHRONOUS = "dp=2"
 PLANS = (

@@ -3,7 +3,7 @@
 ``python bench/staleness.py [--seeds N] [--only WORD] [--write] [--render]``. One process: the parameters, updates and
 compensation are those of a parameter server; gradients are computed on the parameters of ``staleness`` updates ago.
 That is the worst case of ``staleness=N``, in which a run's gradients are at most so old. ``--write`` stores what was
-measured in bench/results and writes docs/reference/staleness.md from all that is stored; ``--render`` only writes.
+measured in bench/results and writes docs/project/staleness.md from all that is stored; ``--render`` only writes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quality import digits, gpt
 from stored import load, save
 
 RESULTS = "staleness"
-PAGE = Path(__file__).parent.parent / "docs/reference/staleness.md"
+PAGE = Path(__file__).parent.parent / "docs/project/staleness.md"
 STALENESS = (0, 1, 2, 4, 8, 16)
 WAYS: tuple[Compensate, ...] = ("none", "rate", "delay")
 

@@ -190,7 +190,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert [page for page in pages if page not in navigation] == []
 
 
-LOG = ROOT / "docs" / "log.md"
+LOG = ROOT / "docs" / "project" / "log.md"
 SAID = re.compile(
     r"\*\*When\*\* (\d{4}-\d\d-\d\d|not recorded) · \*\*machine\*\* (\S.*) · "
     r"\*\*command\*\* (.*`.+`.*|not recorded) · \*\*spread\*\* (\S.*)"

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-REFERENCE = ROOT / "docs" / "reference"
+DOCS = ROOT / "docs"
 
 # page → the script that writes it from what is stored, measuring nothing
 RENDERED: dict[str, tuple[str, ...]] = {
-    "parity.md": ("tests/parity/write_page.py", "--render"),
-    "recommended.md": ("tests/recommended/write_recommended.py", "--render"),
-    "cases.md": ("tests/cases/run_cases.py", "--render"),
-    "quality.md": ("bench/quality.py", "--render", "--page"),
-    "staleness.md": ("bench/staleness.py", "--render", "--page"),
-    "resumed.md": ("tests/parity/write_resumed.py", "--render"),
-    "chaos.md": ("bench/chaos_kills.py", "--render", "--page"),
+    "reference/parity.md": ("tests/parity/write_page.py", "--render"),
+    "reference/recommended.md": ("tests/recommended/write_recommended.py", "--render"),
+    "reference/cases.md": ("tests/cases/run_cases.py", "--render"),
+    "project/quality.md": ("bench/quality.py", "--render", "--page"),
+    "project/staleness.md": ("bench/staleness.py", "--render", "--page"),
+    "reference/resumed.md": ("tests/parity/write_resumed.py", "--render"),
+    "reference/chaos.md": ("bench/chaos_kills.py", "--render", "--page"),
 }
 
 
@@ -33,7 +33,7 @@ def rendered(page: str, into: Path) -> str:
 
 @pytest.mark.parametrize("page", RENDERED)
 def test_pages_are_what_their_scripts_write(page: str, tmp_path: Path) -> None:
-    assert (REFERENCE / page).read_text() == rendered(page, tmp_path / page), (
+    assert (DOCS / page).read_text() == rendered(page, tmp_path / Path(page).name), (
         f"try: python {' '.join(RENDERED[page])} ..."
     )
 
@@ -41,7 +41,7 @@ def test_pages_are_what_their_scripts_write(page: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", RENDERED)
 def test_every_row_has_as_many_cells_as_its_heading(page: str) -> None:
     heading = 0
-    for line in (REFERENCE / page).read_text().splitlines():
+    for line in (DOCS / page).read_text().splitlines():
         if not line.startswith("|"):
             heading = 0
             continue
@@ -58,7 +58,7 @@ def test_timelines_are_drawn_from_the_orders_that_run() -> None:
 
 
 def test_the_readme_states_the_accuracy_that_was_measured() -> None:
-    rows = (REFERENCE / "accuracy-here.md").read_text().splitlines()
+    rows = (DOCS / "project" / "accuracy-here.md").read_text().splitlines()
     (every,) = [line for line in rows if line.startswith("| all |")]
     _, _, plans, error, _, _, inside, *_ = (cell.strip() for cell in every.split("|"))
     told = (

@@ -226,14 +226,14 @@ class TestGolden:
 
     def test_every_line_of_the_reference_is_one_that_its_script_writes(self, golden: Outcome) -> None:
         written = {masked(line) for line in page(golden.found, seen_by_none(golden), timed_in(golden)).splitlines()}
-        there = (ROOT / "docs/reference/accuracy.md").read_text(encoding="utf-8").splitlines()
+        there = (ROOT / "docs/project/accuracy.md").read_text(encoding="utf-8").splitlines()
         prose = [line for line in there if not line.startswith("|")]
         assert [line for line in prose if masked(line) not in written] == []
         headings = [line for line in there if line.startswith("|") and "---" not in line and masked(line) == line]
         assert [line for line in headings if "|" in line and line not in written] == []
 
     def test_the_reference_and_the_intervals_that_forecasts_print_are_of_one_run(self) -> None:
-        text = (ROOT / "docs/reference/accuracy.md").read_text(encoding="utf-8")
+        text = (ROOT / "docs/project/accuracy.md").read_text(encoding="utf-8")
         spread = tomllib.loads(FILE.read_text(encoding="utf-8"))
         for name in ("published", "unknown"):
             size = spread[name]["four_of_five"]["all"]

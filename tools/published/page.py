@@ -20,7 +20,7 @@ from published.left_out import LeftOut, Without, coverage, framework, spread
 
 _HEAD = """# Accuracy of forecasts beside published runs
 
-Written by `python tools/validate.py measured.csv --page docs/reference/accuracy.md`, where `measured.csv` is a table
+Written by `python tools/validate.py measured.csv --page docs/project/accuracy.md`, where `measured.csv` is a table
 of {rows} published training runs, {oom} of which ran out of memory. Each becomes a model of standard modules, traced as
 a user's own is, a plan and a cluster. None of them is a run of Phalanx: those that were measured are in
 [Forecasts of this machine's own runs](accuracy-here.md).
