@@ -15,8 +15,9 @@ from typing import Any, get_args
 
 import click
 
+import phalanx
 from phalanx.cli import main as cli
-from phalanx.config import Plan, RunSpec, plan
+from phalanx.config import Job, Plan, RunSpec, plan
 from phalanx.config.run import NOT_IN_FILE
 from phalanx.events import SCHEMA, SCHEMA_VERSION
 from phalanx.hardware import entry, names
@@ -95,6 +96,35 @@ def run_table() -> str:
     return "\n".join(rows)
 
 
+def names_table() -> str:
+    """Every name that ``import phalanx`` offers, in one line each."""
+    rows = ["| name | |", "| --- | --- |"]
+    for name in sorted(phalanx.__all__, key=str.lower):
+        offered = getattr(phalanx, name)
+        summary = (inspect.getdoc(offered) or "").partition("\n\n")[0]
+        shown = name if isinstance(offered, type) else f"{name}{_arguments(offered)}"
+        rows.append(f"| `px.{shown}` | {_markdown(' '.join(summary.split()))} |")
+    return "\n".join(rows)
+
+
+def _arguments(function: Callable[..., object]) -> str:
+    """The names of a function's arguments, those with a default after ``=``."""
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    parameters = inspect.signature(function).parameters.values()
+    return f"({', '.join(stars.get(one.kind, '') + one.name for one in parameters)})"
+
+
+def job_table() -> str:
+    """Every field of a job."""
+    rows = ["| field | default | meaning |", "| --- | --- | --- |"]
+    for field in fields(Job):
+        empty = field.default is MISSING and field.default_factory is not MISSING
+        rows.append(
+            f"| `{field.name}` | {'none' if empty else _default(field.default)} | {attributes(Job)[field.name]} |"
+        )
+    return "\n".join(rows)
+
+
 def event_tables() -> str:
     """Every event and its fields."""
     parts = [f"This is version {SCHEMA_VERSION} of the schema."]
@@ -141,6 +171,8 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "plan": ("reference/plan.md", plan_table),
     "run": ("reference/run-folder.md", run_table),
     "events": ("reference/events.md", event_tables),
+    "names": ("reference/python.md", names_table),
+    "job": ("reference/python.md", job_table),
     "cli": ("reference/cli.md", cli_help),
     "devices": ("reference/devices.md", catalog_table),
 }
