@@ -29,7 +29,7 @@ _WIDE = 92
 def command(name: str | None, batch: int, seq: int, profile: str, as_json: bool) -> None:
     """Show the catalog of devices, or all that it says of the device NAME, with the source of every figure.
 
-    Of a JOB, or of the config.json of a model: how it would do on one device of each kind, beside the most that peak
+    With a JOB, or the config.json of a model: how it would do on one device of each kind, beside the most that peak
     and memory bandwidth allow (its roofline), and what bounds it.
 
     Peaks are of dense matrix products. The ridge is the FLOP per byte of memory traffic above which a product is
