@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from phalanx.train.batch_scaling import linear_scaling
     from phalanx.train.loss import accuracy, cross_entropy, load_balancing_loss, mse, next_token_loss, router_z_loss
     from phalanx.train.optimizers import LAMB, LARS
+    from phalanx.train.param_groups import groups, no_decay
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ _WHERE = {
     **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
+    **dict.fromkeys(("groups", "no_decay"), "phalanx.train.param_groups"),
     **dict.fromkeys(("param", "params"), "phalanx.config.params"),
     "Hosts": "phalanx.launch.hosts",
     "PhalanxError": "phalanx.errors",
@@ -56,11 +58,13 @@ __all__ = [
     "cross_entropy",
     "fit",
     "forecast",
+    "groups",
     "linear_scaling",
     "load",
     "load_balancing_loss",
     "mse",
     "next_token_loss",
+    "no_decay",
     "param",
     "params",
     "plan",

@@ -138,21 +138,25 @@ def _described(
 def _put_together(sections: list[dict[str, Any]]) -> dict[str, Any]:
     """One section of what ranks of other parameters have described.
 
-    Which group of one rank belongs to which of another nobody has said; those of equal hyper-parameters are one.
+    Where all have the same groups in the same order, perhaps with no parameters in some, a group is that of its place.
+    Else nobody has said which of one rank belongs to which of another: those of equal hyper-parameters are one.
     """
     first, *others = sections
     if not others:
         return first
-    groups: dict[str, dict[str, Any]] = {}
+    here = [[json.dumps(group["options"], sort_keys=True) for group in section["groups"]] for section in sections]
+    by_place = all(options == here[0] for options in here)
+    groups: dict[Any, dict[str, Any]] = {}
     for section in sections:
-        for group in section["groups"]:
-            key = json.dumps(group["options"], sort_keys=True)
+        for place, group in enumerate(section["groups"]):
+            key = place if by_place else json.dumps(group["options"], sort_keys=True)
             names = groups.setdefault(key, {"parameters": [], "options": group["options"]})["parameters"]
             names += [name for name in group["parameters"] if name not in names]
     state: dict[str, Any] = {}
     for section in sections:
         state = section["state"] | state
-    return {"kind": first["kind"], "groups": list(groups.values()), "grouped_by": "options", "state": state}
+    grouped_by = "place" if by_place else "options"
+    return {"kind": first["kind"], "groups": list(groups.values()), "grouped_by": grouped_by, "state": state}
 
 
 def _split_alike(name: str, value: Tensor, parameter: Tensor, part: TensorPart | None) -> Tensor | PartTensor:
@@ -275,16 +279,27 @@ def _matched(
     there = [(frozenset(group["parameters"]), group["options"]) for group in saved["groups"]]
     here = [frozenset(names[id(parameter)] for parameter in group["params"]) for group in optimizer.param_groups]
     known, then = frozenset(names.values()), frozenset[str]().union(*(members for members, _ in there))
-    loosely = saved.get("grouped_by") == "options"  # a pipeline's stages: several groups may have become one
-    found = [
-        next((options for members, options in there if own == members & known or (loosely and own <= members)), None)
-        for own in here
-    ]
+    loosely = saved.get("grouped_by") in ("options", "place")  # of a pipeline's stages, put together
+
+    def options_of(place: int, own: frozenset[str]) -> dict[str, Any] | None:
+        if len(there) == len(here) and own == there[place][0] & known:
+            return there[place][1]
+        found = (options for members, options in there if own == members & known or (loosely and own <= members))
+        return next(found, _of_equal_groups(own, there) if loosely else None)
+
+    found = [options_of(place, own) for place, own in enumerate(here)]
     if everywhere != then or None in found:
         moved = [own for own, options in zip(here, found, strict=True) if options is None]
         problems = ["the optimizer groups its parameters otherwise:", *_regrouped(moved, everywhere, then)]
         raise CheckpointError("\n    ".join(problems))
     return [(group, options or {}) for group, options in zip(optimizer.param_groups, found, strict=True)]
+
+
+def _of_equal_groups(own: frozenset[str], there: list[tuple[frozenset[str], dict[str, Any]]]) -> dict[str, Any] | None:
+    """The options of ``own`` where its names are in several groups there that all have the same ones."""
+    found = [options for members, options in there if own & members]
+    alike = found and all(options == found[0] for options in found)
+    return found[0] if alike and own <= frozenset[str]().union(*(members for members, _ in there)) else None
 
 
 def _regrouped(moved: list[frozenset[str]], now: frozenset[str], then: frozenset[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +127,7 @@ def build(
     everyone = across.from_every_rank if across else from_every_rank
     same_initial_values(module, everyone)
     found, size = [*notes(module, job, plan), *unbuilt], sum(tensor.numel() for tensor in module.parameters())
+    whole = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
     lane = Lane.of(plan, place.rank)
     first, cuda = start.step, device.type == "cuda"
     loader = Loader(job.data(), job, lane, micro=plan.micro, first_step=first, pin_memory=cuda)
@@ -136,7 +137,7 @@ def build(
     rows = _row_gather(job, own, there.rank, device, module, loader)
     with buffers_kept(module):
         layout = assemble(module, job, own, there.rank, device, lambda: _look_with(job, module, loader, facts, found))
-    optimizer, scheduler = build_optimizer(job, layout)
+    optimizer, scheduler = build_optimizer(job, layout, whole)
     trial = OptimizerTrial.of_rank(optimizer, scheduler, layout.holdings, tried=facts is not None)
     if problems := trial.problems(job, plan, start):
         raise RefusedError(problems)
@@ -212,25 +213,32 @@ def _look_with(job: Job, module: nn.Module, loader: Loader, facts: Facts | None,
     return example
 
 
-def build_optimizer(job: Job, layout: Layout) -> MadeOptimizer:
-    """The job's optimizer and its scheduler, if any. It must hold exactly the parameters it was given."""
+def build_optimizer(job: Job, layout: Layout, whole: Iterable[str] | None = None) -> MadeOptimizer:
+    """The job's optimizer and its scheduler, if any. It must hold exactly the parameters it was given.
+
+    ``whole`` are the names of the whole model's, where the layout may have some of them only.
+    """
     note_slices(layout.holdings)
     # A stage of frozen parameters alone has none to step, and no optimizer is built over nothing.
-    made = optimizer_over(job, layout.parameters or {"nothing_to_step": nn.Parameter(torch.empty(0))})
+    made = optimizer_over(job, layout.parameters or {"nothing_to_step": nn.Parameter(torch.empty(0))}, whole)
     if not layout.parameters:
         for group in made.optimizer.param_groups:
             group["params"] = []
     return made
 
 
-def optimizer_over(job: Job, parameters: Mapping[str, torch.Tensor]) -> MadeOptimizer:
+def optimizer_over(
+    job: Job, parameters: Mapping[str, torch.Tensor], whole: Iterable[str] | None = None
+) -> MadeOptimizer:
     """The optimizer that the job makes of these parameters, and its scheduler, if any.
+
+    ``whole`` are the names of the whole model's where these are some of them.
 
     Raises:
         SpecError: if it makes none, or one that a loop over batches cannot step.
         GradientError: if it holds other parameters.
     """
-    given = Parameters(parameters)
+    given = Parameters(parameters, parameters if whole is None else whole)
     made = MadeOptimizer.of(job.optimizer(given))
     optimizer = made.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -12,7 +12,7 @@ look them up. Not as attributes: those would go along where a parameter is copie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -202,11 +202,15 @@ def _line(error: Exception) -> str:
 
 
 class Parameters(list[torch.Tensor]):
-    """The parameters an optimizer is built over: a list, which also knows their names (for parameter groups)."""
+    """The parameters an optimizer is built over: a list, which also knows their names (for parameter groups).
 
-    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+    ``whole`` are the names of the whole model's, where these are all or some of them; ``None`` where it is not known.
+    """
+
+    def __init__(self, named: Mapping[str, torch.Tensor], whole: Iterable[str] | None = None) -> None:
         super().__init__(named.values())
         self._named = named
+        self.whole = None if whole is None else tuple(whole)
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, parameter) pairs, in order."""

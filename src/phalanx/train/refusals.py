@@ -18,13 +18,14 @@ from phalanx.comm import is_dtensor
 from phalanx.config import Job, Plan
 from phalanx.data.loader import stream_problems
 from phalanx.data.map_style import is_stream
-from phalanx.errors import Problem
+from phalanx.errors import Problem, SpecError
 from phalanx.parallel import RankHoldings, compression, global_batch_norm
 from phalanx.parallel.diloco import fragment_problems
 from phalanx.parallel.grad_reduce import sparse_problems
 from phalanx.parallel.parameter_server import starved
 from phalanx.train.elementwise import Parameters, elementwise, learning, rows_problem, slice_problems, small
 from phalanx.train.lr_schedule import START, RunStart, scheduler_problems
+from phalanx.train.param_groups import unread_options
 from phalanx.train.torch_scheduler import MadeOptimizer
 from phalanx.train.uneven_shares import moves_what_workers_read, read_ahead
 
@@ -102,7 +103,7 @@ class OptimizerTrial:
         """What keeps ``plan`` from the optimizer. Collective over ``mesh`` unless ``alone``."""
         if problems := closure_problems(self.optimizer):
             return problems
-        problems += compression.optimizer_problems(self.optimizer, plan)
+        problems += [*unread_options(self.optimizer), *compression.optimizer_problems(self.optimizer, plan)]
         problems += scheduler_problems(job, plan, MadeOptimizer(self.optimizer, self.scheduler), start)
         if self.slices:
             problems += slice_problems(job, plan, self.parameters)
@@ -122,7 +123,9 @@ def optimizer_problems(
     slices = max(plan.tp, plan.ep) > 1
     try:
         with torch.random.fork_rng(devices=[]):
-            given: Any = job.optimizer(Parameters(learning(small(parameters))))
+            given: Any = job.optimizer(Parameters(learning(small(parameters)), whole=parameters))
+    except SpecError as error:  # groups of names that the model does not have
+        return list(error.problems)
     except Exception:  # a factory of any make
         return slice_problems(job, plan, parameters) if slices else []
     optimizer, scheduler = MadeOptimizer.of(given)

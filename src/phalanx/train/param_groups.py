@@ -1,0 +1,179 @@
+"""Parameter groups by pattern: which options of an optimizer hold for which names of the model.
+
+Every rank makes the same groups in the same order, with the parameters that it holds in them, also where that is none:
+a rank of a pipeline has some of the names only. So schedulers, which keep a rate for each group by its place, and
+checkpoints find the same groups under every plan.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, final
+
+import torch
+
+from phalanx.config.fields import is_number
+from phalanx.errors import Problem, SpecError
+
+Patterns = Mapping[str, Mapping[str, Any]]
+
+
+@final
+class ParameterGroup(dict[str, Any]):
+    """A parameter group as ``groups`` makes it: what its optimizer does not read of it is an error."""
+
+
+def groups(params: Iterable[Any], patterns: Patterns) -> list[dict[str, Any]]:
+    """Parameter groups for any optimizer of torch's form, by the names of the model.
+
+    ::
+
+        optimizer=lambda params: torch.optim.AdamW(
+            px.groups(params, {"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 1e-3}}), lr=3e-4)
+
+    Args:
+        params: what ``job.optimizer`` is called with. Or (name, parameter) pairs of a whole model, such as
+            ``module.named_parameters()``.
+        patterns: full names of parameters, as ``model.named_parameters()`` has them under every plan, ``*`` standing
+            for any text → options of the optimizer for them. Of several patterns that fit a name, the last counts.
+
+    Returns:
+        Parameters that no pattern fits, with the optimizer's own options, then a group for each pattern in the order
+        given. A group is empty where this rank holds nothing of it. A schedule multiplies each group's own ``lr``.
+
+    Raises:
+        SpecError: if a pattern fits no trainable parameter of the whole model, or none that a later pattern leaves to
+            it; or if its options are no dict of names.
+    """
+    made = [ParameterGroup(params=members, **options) for options, members in _dealt(params, patterns)]
+    return [*made]
+
+
+def no_decay(params: Iterable[Any], weight_decay: float, patterns: Patterns | None = None) -> list[dict[str, Any]]:
+    """Parameter groups that leave biases and weights of norms, all that has one dimension or none, without decay.
+
+    Dimensions are those of the whole parameter: a rank may hold a slice or some rows of it, which have as many.
+
+    Args:
+        params: as ``groups`` takes them.
+        weight_decay: of parameters of two dimensions and more.
+        patterns: further options by name, as ``groups`` takes them. One that states a ``weight_decay`` itself has it
+            for all that it fits.
+
+    Returns:
+        Two groups, with decay and without, of parameters that no pattern fits; then as many for each pattern, or one
+        where it states its own ``weight_decay``.
+
+    Raises:
+        SpecError: if ``weight_decay`` is no number from 0 on, and as ``groups`` does.
+    """
+    if not is_number(weight_decay) or weight_decay < 0:
+        allowed = "a number, 0 or more"
+        fix = "px.no_decay(params, weight_decay=0.1)"
+        raise SpecError([Problem(where="px.no_decay.weight_decay", given=repr(weight_decay), allowed=allowed, fix=fix)])
+    found: list[dict[str, Any]] = []
+    for options, members in _dealt(params, patterns or {}):
+        if "weight_decay" in options:
+            found.append(ParameterGroup(params=members, **options))
+            continue
+        for decay, decayed in ((weight_decay, True), (0.0, False)):
+            chosen = [one for one in members if (one.dim() > 1) is decayed]
+            found.append(ParameterGroup(params=chosen, **options, weight_decay=decay))
+    return found
+
+
+def unread_options(optimizer: torch.optim.Optimizer) -> list[Problem]:
+    """Options that ``groups`` was given and ``optimizer`` does not read, where that is torch's own or ours."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith(("torch.optim.", "phalanx.")):
+        return []
+    asked = [key for group in optimizer.param_groups if isinstance(group, ParameterGroup) for key in group]
+    # A scheduler of torch's adds some of its own.
+    known = {"params", "param_names", *optimizer.defaults}
+    ours = {key for key in asked if key not in known and key not in _OF_SCHEDULERS}
+    return [
+        Problem(
+            where="job.optimizer",
+            given=f"the option {key!r} of a parameter group, which {kind.__name__} does not read",
+            allowed=", ".join(sorted(optimizer.defaults)),
+            fix=(difflib.get_close_matches(key, sorted(optimizer.defaults), n=1) or ["weight_decay"])[0],
+        )
+        for key in sorted(ours)
+    ]
+
+
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+
+
+def _dealt(params: Iterable[Any], patterns: Patterns) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:
+    """Options and parameters of the rest, then of each pattern."""
+    named, whole = _names_of(params)
+    _check_options(patterns)
+    if whole is not None:
+        _check_names(patterns, whole)
+    found: dict[str | None, list[torch.Tensor]] = {None: [], **{pattern: [] for pattern in patterns}}
+    for name, parameter in named:
+        found[_last_that_fits(name, patterns)].append(parameter)
+    return [({} if key is None else dict(patterns[key]), members) for key, members in found.items()]
+
+
+def _last_that_fits(name: str, patterns: Patterns) -> str | None:
+    return next((pattern for pattern in reversed(list(patterns)) if fnmatchcase(name, pattern)), None)
+
+
+def _names_of(params: Iterable[Any]) -> tuple[list[tuple[str, torch.Tensor]], tuple[str, ...] | None]:
+    """Names and parameters here; names of the whole model's trainable ones, ``None`` where they are not known."""
+    if named := getattr(params, "named", None):
+        return list(named()), getattr(params, "whole", None)
+    pairs = list(params)
+    if all(isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str) for one in pairs):  # pyright: ignore
+        return pairs, tuple(name for name, _ in pairs)
+    given = f"{len(pairs)} parameters without names"
+    allowed = "what job.optimizer is called with, or (name, parameter) pairs"
+    raise SpecError([Problem(where="px.groups.params", given=given, allowed=allowed, fix="model.named_parameters()")])
+
+
+def _check_options(patterns: Patterns) -> None:
+    fix = 'px.groups(params, {"*.bias": {"weight_decay": 0.0}})'
+    given: Any = patterns
+    if not isinstance(given, Mapping):
+        allowed = "names → options of the optimizer"
+        raise SpecError([Problem(where="px.groups.patterns", given=repr(given), allowed=allowed, fix=fix)])
+    problems = [
+        Problem(where="px.groups.patterns", given=f"{pattern!r}: {options!r}", allowed=allowed, fix=fix)
+        for pattern, options in given.items()  # pyright: ignore[reportUnknownVariableType]
+        for allowed in ["a name, * standing for any text → a dict of options, of which none is params"]
+        if not isinstance(pattern, str) or not isinstance(options, Mapping) or not _are_options(options)  # pyright: ignore
+    ]
+    if problems:
+        raise SpecError(problems)
+
+
+def _are_options(options: Mapping[Any, Any]) -> bool:
+    return all(isinstance(key, str) and key not in ("params", "param_names") for key in options)
+
+
+def _check_names(patterns: Patterns, whole: tuple[str, ...]) -> None:
+    """Refuse patterns that nothing of the whole model is left to."""
+    chosen = {_last_that_fits(name, patterns) for name in whole}
+    problems: list[Problem] = []
+    for pattern, options in patterns.items():
+        if pattern in chosen:
+            continue
+        fitting = [name for name in whole if fnmatchcase(name, pattern)]
+        if fitting:
+            over = sorted({repr(_last_that_fits(name, patterns)) for name in fitting})
+            given = (
+                f"the pattern {pattern!r}, of whose names none is left to it: {', '.join(over)} after it fits them too"
+            )
+            allowed, fix = "the last pattern that fits a name counts: general ones first", f"{pattern!r} as the last"
+        else:
+            near = difflib.get_close_matches(pattern, whole, n=3, cutoff=0.0)
+            given = f"the pattern {pattern!r}, which fits no trainable parameter of the model"
+            allowed = f"full names, * standing for any text; near are {', '.join(near)}"
+            fix = f"px.groups(params, {{{(near or ['*'])[0]!r}: {dict(options)!r}}})"
+        problems.append(Problem(where="job.optimizer", given=given, allowed=allowed, fix=fix))
+    if problems:
+        raise SpecError(problems)
