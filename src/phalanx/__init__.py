@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from phalanx.api import Run, build, fit, forecast, load, plan, prove
     from phalanx.config import Best, Cluster, Job, Loss, Plan, Pretrained, RunSpec, Sampler, Schedule
     from phalanx.config.params import param, params
-    from phalanx.data import Table, buckets, weighted
+    from phalanx.data import Mixture, Table, TokenFile, buckets, document_mask, weighted
     from phalanx.errors import PhalanxError
     from phalanx.launch.hosts import Hosts
     from phalanx.train.batch_scaling import linear_scaling
@@ -32,7 +32,7 @@ _WHERE = {
     **dict.fromkeys(("param", "params"), "phalanx.config.params"),
     "Hosts": "phalanx.launch.hosts",
     "PhalanxError": "phalanx.errors",
-    **dict.fromkeys(("Table", "buckets", "weighted"), "phalanx.data"),
+    **dict.fromkeys(("Mixture", "Table", "TokenFile", "buckets", "document_mask", "weighted"), "phalanx.data"),
     "linear_scaling": "phalanx.train.batch_scaling",
 }
 
@@ -44,6 +44,7 @@ __all__ = [
     "Hosts",
     "Job",
     "Loss",
+    "Mixture",
     "PhalanxError",
     "Plan",
     "Pretrained",
@@ -52,10 +53,12 @@ __all__ = [
     "Sampler",
     "Schedule",
     "Table",
+    "TokenFile",
     "accuracy",
     "buckets",
     "build",
     "cross_entropy",
+    "document_mask",
     "fit",
     "forecast",
     "groups",

@@ -3,10 +3,12 @@
 from phalanx.data.ledger import Ledger, LedgerRecord, last_steps, read_ledger, records
 from phalanx.data.ledger_audit import audit
 from phalanx.data.loader import Loader, evaluation_batches
+from phalanx.data.mixture import Mixture
 from phalanx.data.own_orders import EpochOrders, buckets, order_print, weighted
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.step_batch import MicroBatch, StepBatch
 from phalanx.data.table import Table
+from phalanx.data.token_files import TokenFile, document_mask
 from phalanx.placement.batch_split import Lane, share
 
 __all__ = [
@@ -17,10 +19,13 @@ __all__ = [
     "LedgerRecord",
     "Loader",
     "MicroBatch",
+    "Mixture",
     "StepBatch",
     "Table",
+    "TokenFile",
     "audit",
     "buckets",
+    "document_mask",
     "evaluation_batches",
     "last_steps",
     "order_print",

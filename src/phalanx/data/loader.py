@@ -10,11 +10,13 @@ from typing import Any, final
 import numpy as np
 
 from phalanx.config.job import Job
+from phalanx.data.huggingface import refuse_lists
 from phalanx.data.map_style import Fetcher, IndexedReader, is_stream, plain
+from phalanx.data.mixture import Mixture
 from phalanx.data.own_orders import EpochOrders
 from phalanx.data.sampler import GlobalBatchSampler
 from phalanx.data.step_batch import BatchSplitter, MicroBatch, StepBatch, step_batch
-from phalanx.data.streams import StreamReader, StreamStep
+from phalanx.data.streams import StreamReader, StreamStep, rewound
 from phalanx.data.worker_processes import LoaderWorkers
 from phalanx.errors import Problem, RefusedError, SpecError
 from phalanx.placement.batch_split import Lane, cuts, share
@@ -60,6 +62,9 @@ class Loader:
             SpecError: if data and job do not go together: no sample, all samples dropped, a stream to be shuffled,
                 a sampler that gives what the data do not have, or neither map-style data nor a stream.
         """
+        refuse_lists(dataset, job.collate)
+        stream = is_stream(dataset)
+        dataset = rewound(dataset) if stream else dataset
         self._anew = partial(Loader, dataset, job, lane, micro=micro, total_steps=total_steps, pin_memory=pin_memory)
         self._workers = LoaderWorkers(count=job.workers, prefetch=job.prefetch, pin_memory=pin_memory, seed=job.seed)
         self._dealing = BatchSplitter(lane, micro, first_step)
@@ -68,7 +73,7 @@ class Loader:
         self.epoch_samples: int | None = None
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = job.steps if total_steps is None else total_steps
-        if is_stream(dataset):
+        if stream:
             self._reader = _stream_reader(dataset, job, self._dealing, (first_step, self.total_steps))
             return
         sampler = _sampler(dataset, job)
@@ -160,6 +165,10 @@ def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None)
 
 def _sampler(dataset: Any, job: Job, *, once: bool = False) -> GlobalBatchSampler:
     """``once``: each sample once and in order."""
+    if isinstance(dataset, Mixture) and not once and job.sampler != dataset.sampler:
+        given = f"{'none' if job.sampler is None else 'another'} with a px.Mixture as data"
+        allowed = "the mixture's own, which has so many samples of each source in an epoch"
+        raise SpecError([Problem(where="job.sampler", given=given, allowed=allowed, fix="sampler=mixture.sampler")])
     orders = None if once else EpochOrders.of(job, len(dataset))
     return GlobalBatchSampler(
         length=len(dataset) if orders is None else orders.length,

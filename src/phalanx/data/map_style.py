@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, StackDataset, Subset, TensorDataset, default_collate
 
+from phalanx.data.mixture import Mixture
 from phalanx.data.sampler import EpochSeeds, GlobalBatchSampler
 from phalanx.data.step_batch import BatchSplitter, StepBatch, step_batch
 from phalanx.data.table import Table
+from phalanx.data.token_files import TokenFile
 from phalanx.errors import Problem, SpecError
 
 
@@ -22,8 +24,8 @@ def is_stream(dataset: Any) -> bool:
     Raises:
         SpecError: if it is neither a stream nor map-style.
     """
-    if isinstance(dataset, DataLoader):
-        given = "a DataLoader, which makes batches of its own"
+    if isinstance(dataset, DataLoader) or (hasattr(dataset, "batch_sampler") and hasattr(dataset, "dataset")):
+        given = f"a {type(dataset).__name__}, which makes batches of its own"
         allowed = "the dataset that it reads: ranks are given their shares of global batches of job.batch"
         fix = "data=lambda: dataset, and batch, collate, workers of the job"
         raise SpecError([Problem(where="job.data", given=given, allowed=allowed, fix=fix)])
@@ -117,7 +119,9 @@ def _is_plain(dataset: Any) -> bool:
     """Whether the dataset is known to draw nothing, so that seeding can be spared."""
     if type(dataset) is Subset:
         return _is_plain(dataset.dataset)
-    return type(dataset) in (Table, TensorDataset, list, tuple, range)
+    if type(dataset) is Mixture:
+        return all(map(_is_plain, dataset.sources.values()))
+    return type(dataset) in (Table, TensorDataset, TokenFile, list, tuple, range)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,11 +13,15 @@ A dataset may offer:
 - ``set_epoch(epoch)``, called before each pass, to shuffle in another order;
 - ``seek(position)``, called before each pass: the next ``iter()`` starts at this sample of the pass, and a position
   at or past the end gives an empty pass. Without it a resumed run reads, and drops, what was already seen.
+
+One that keeps its place (``state_dict`` and ``load_state_dict``, neither of the above) is put back to where it was at
+first before each pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -135,3 +139,23 @@ class StreamReader:
                 yield samples
             position += len(samples)
             seeds.plant(position)
+
+
+def rewound(dataset: Any) -> Any:
+    """``dataset``; one that keeps its place in a pass begins each pass where it is now."""
+    keeps = all(hasattr(dataset, name) for name in ("__iter__", "state_dict", "load_state_dict"))
+    if not keeps or any(hasattr(dataset, name) for name in ("__getitem__", "set_epoch", "seek")):
+        return dataset
+    return _Rewound(dataset, deepcopy(dataset.state_dict()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rewound:
+    """A stream whose every ``iter()`` begins at ``start``."""
+
+    dataset: Any
+    start: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        self.dataset.load_state_dict(deepcopy(self.start))
+        return iter(self.dataset)

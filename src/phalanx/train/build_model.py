@@ -14,6 +14,7 @@ from phalanx.config import Job
 from phalanx.errors import Problem, SpecError
 from phalanx.parallel import Example
 from phalanx.parallel.rng_streams import stream
+from phalanx.trace.blocks import leave_cache_out
 from phalanx.trace.fake_tensors import NothingDrawn
 from phalanx.units import show_bytes
 
@@ -22,8 +23,8 @@ def build_model(job: Job, *, deferred: bool = False) -> nn.Module:
     """The model with one device's initial values: the same seeds on every rank, whatever ran before.
 
     Seeded are torch, numpy's global generator and ``random``. A model that comes in evaluation mode (as loaded ones
-    do) is put in training mode; in one that comes in training mode, parts kept out of it stay so. ``deferred``: large
-    parameters have recipes in place of values.
+    do) is put in training mode; in one that comes in training mode, parts kept out of it stay so. The cache of keys and
+    values of ``transformers``' models is off. ``deferred``: large parameters have recipes in place of values.
 
     Raises:
         UnrecordedError: if its making cannot be deferred.
@@ -51,6 +52,7 @@ def build_model(job: Job, *, deferred: bool = False) -> nn.Module:
         fill_from(module, job.initial, deferred=deferred)
     if not module.training:
         module.train()
+    leave_cache_out(module)  # with it some plans would not tell packed documents apart, and others would
     return module
 
 

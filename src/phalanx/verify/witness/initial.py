@@ -14,6 +14,9 @@ from phalanx.config import Job, Pretrained
 def initial_model(job: Job) -> nn.Module:
     """The model that the job builds, with the values of ``job.initial`` where it has one."""
     model: nn.Module = job.model()
+    for part in model.modules():
+        if getattr(getattr(part, "config", None), "use_cache", False):
+            part.config.use_cache = False  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
     if job.initial is None:
         return model
     path = Path(Pretrained.of(job.initial).path)

@@ -1,0 +1,39 @@
+"""What has to be known of the data sets of Hugging Face's ``datasets``, which is not imported for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.errors import SpecError
+
+
+def refuse_lists(dataset: Any, collate: Any) -> None:
+    """Refuse a ``datasets`` table or stream of Python lists that torch's default collation would join.
+
+    It takes the first number of each sample, then the second, and so on: as many tensors as a list has numbers.
+
+    Raises:
+        SpecError: if ``dataset`` is such, and the job has no ``collate``.
+    """
+    kind = type(dataset)
+    if collate is not None or not kind.__module__.startswith("datasets.") or _formatted(dataset):
+        return
+    features = getattr(dataset, "features", None)
+    lists = [name for name, feature in features.items() if _is_list(feature)] if isinstance(features, Mapping) else []
+    if lists:
+        given = f"a datasets.{kind.__name__} without a format, with columns of lists ({', '.join(lists)})"
+        allowed = "one that gives tensors, or a job with a collate: torch's own would turn lists on their side"
+        raise SpecError.of("job.data", given, allowed, 'data=lambda: dataset.with_format("torch")')
+
+
+def _formatted(dataset: Any) -> bool:
+    """Whether samples are of tensors or arrays: a table says so by ``format``, a stream by what it keeps of it."""
+    told = getattr(dataset, "format", None)
+    return (
+        told.get("type") is not None if isinstance(told, Mapping) else getattr(dataset, "_formatting", None) is not None
+    )
+
+
+def _is_list(feature: Any) -> bool:
+    return isinstance(feature, list) or type(feature).__name__ in ("List", "LargeList", "Sequence")

@@ -1,0 +1,140 @@
+"""Several data sets as one, of which an epoch has so many samples of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from phalanx.config.fields import is_number, is_whole
+from phalanx.config.own_sampler import Sampler
+from phalanx.data.sampler import Permutation
+from phalanx.errors import Problem, SpecError
+
+_EXAMPLE = 'px.Mixture({"web": web, "books": books}, {"web": 0.7, "books": 0.3})'
+
+
+@final
+class Mixture(Dataset[Any]):
+    """A map-style dataset of several, with the sampler that mixes them: ``Job(data=..., sampler=mixture.sampler)``.
+
+    An epoch has ``counts[name]`` samples of each, in an order shuffled by (seed, epoch). Each source is gone through in
+    an order of its own, and the next epoch goes on where the one before ended: every sample of a source comes once
+    before any comes again, however many epochs that takes.
+
+    Attributes:
+        sources: name → dataset. Indices of the mixture count through all of the first, then the second and so on.
+        counts: name → samples of it in an epoch: ``samples`` by weight, rounded so that they add up.
+        sampler: to be the job's.
+    """
+
+    def __init__(self, sources: Mapping[str, Any], weights: Mapping[str, float], *, samples: int | None = None) -> None:
+        """
+        Args:
+            sources: map-style datasets (``__getitem__`` and ``__len__``), by name.
+            weights: of each; only their ratios count.
+            samples: in an epoch; ``None``: as many as all sources have together.
+
+        Raises:
+            SpecError: if sources are not such, or weights and samples do not fit them.
+        """
+        if problems := _problems(sources, weights, samples):
+            raise SpecError(problems)
+        self.sources = dict(sources)
+        sizes = [len(source) for source in self.sources.values()]
+        self._names, self._ends = tuple(self.sources), np.cumsum(sizes)
+        total = int(self._ends[-1]) if samples is None else samples
+        counts = _shares([float(weights[name]) for name in self._names], total)
+        if not all(counts):
+            given = f"{total}, of which {dict(zip(self._names, counts, strict=True))}"
+            allowed = "enough for a sample of each source"
+            raise SpecError.of("px.Mixture.samples", given, allowed, "samples=100_000")
+        self.counts = dict(zip(self._names, counts, strict=True))
+        # an epoch that begins in one pass over a source and ends in the next may have a sample of each pass twice
+        repeats = any(size % count for count, size in zip(counts, sizes, strict=True))
+        self.sampler = Sampler(_MixedOrder(tuple(sizes), tuple(counts)), repeats=repeats, size=len(self))
+
+    def __len__(self) -> int:
+        """Samples of all sources together."""
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        name, place = self.locate(index)
+        return self.sources[name][place]
+
+    def locate(self, index: int) -> tuple[str, int]:
+        """The source that sample ``index`` is of, and its place there.
+
+        Raises:
+            IndexError: if there is no such sample.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return self._names[number], int(index) - (int(self._ends[number - 1]) if number else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _MixedOrder:
+    """Sources of so many samples each, and how many of each are in an epoch."""
+
+    sizes: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    def __call__(self, seed: int, epoch: int) -> np.ndarray:
+        """The indices of an epoch: of each source those that are due, all of them shuffled."""
+        due: list[np.ndarray] = []
+        begin = 0
+        for number, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
+            due.append(begin + _due(size, range(epoch * count, (epoch + 1) * count), (seed, number)))
+            begin += size
+        order = np.concatenate(due)
+        return order[Permutation.keyed(len(order), seed, epoch)(np.arange(len(order)))]
+
+
+def _due(size: int, turns: range, key: tuple[int, ...]) -> np.ndarray:
+    """Places in a source of ``size`` samples that are due at these turns, of which every ``size`` are one pass."""
+    found: list[np.ndarray] = []
+    turn = turns.start
+    while turn < turns.stop:
+        number, place = divmod(turn, size)
+        count = min(size - place, turns.stop - turn)
+        found.append(Permutation.keyed(size, *key, number)(np.arange(place, place + count)))
+        turn += count
+    return np.concatenate(found)
+
+
+def _shares(weights: list[float], total: int) -> list[int]:
+    """``total`` by weight in whole numbers: rounded down, and the rest to the largest remainders."""
+    exact = np.asarray(weights) / sum(weights) * total
+    counts = np.floor(exact).astype(np.int64)
+    rest = np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]
+    counts[rest] += 1
+    return counts.tolist()
+
+
+def _problems(sources: Any, weights: Any, samples: Any) -> list[Problem]:
+    def problem(where: str, given: str, allowed: str, fix: str = _EXAMPLE) -> Problem:
+        return Problem(where=f"px.Mixture.{where}", given=given, allowed=allowed, fix=fix)
+
+    if not isinstance(sources, Mapping) or not sources:
+        what = "no source" if isinstance(sources, Mapping) else f"a {type(sources).__name__}"
+        return [problem("sources", what, "name → dataset")]
+    found: list[Problem] = []
+    for name, source in sources.items():
+        if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+            given = f"{name!r}: a {type(source).__name__}"
+            found.append(problem("sources", given, "map-style data (__getitem__ and __len__)"))
+        elif not len(source):
+            found.append(problem("sources", f"{name!r} without a sample", "1 sample or more"))
+    if not isinstance(weights, Mapping) or set(weights) != set(sources):
+        given = f"weights of {sorted(weights)}" if isinstance(weights, Mapping) else f"a {type(weights).__name__}"
+        found.append(problem("weights", given, f"one weight of each source: {sorted(sources)}"))
+    elif bad := {name: weight for name, weight in weights.items() if not is_number(weight) or weight <= 0}:
+        found.append(problem("weights", repr(bad), "finite numbers above 0; leave out a source that gives nothing"))
+    if samples is not None and not is_whole(samples, 1):
+        found.append(problem("samples", repr(samples), "a whole number, 1 or more, or None", "samples=100_000"))
+    return found

@@ -1,0 +1,230 @@
+"""Files of token ids, read in windows: what tokenised text usually lies in."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Self, final
+
+import numpy as np
+import torch
+
+from phalanx.config.fields import is_whole
+from phalanx.errors import Problem, SpecError
+
+Names = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+_LEFT_OUT = -100  # the label that losses do not count
+_TYPES = ("uint8", "uint16", "uint32", "int16", "int32", "int64")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TokenFile(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """A map-style dataset of the windows of ``length`` tokens in files of token ids, one after another.
+
+    A sample is a dict of int64 tensors of shape (length,): ``input_ids``, and ``labels``, which are equal to them:
+    models of ``transformers`` and ``px.next_token_loss`` compare each position with the label after it. With
+    ``shifted`` the label of a position is the token after it, for losses that compare position by position, such as
+    ``px.cross_entropy(logits, batch["labels"])``.
+
+    Windows do not overlap and do not go over the end of a file; tokens after the last whole window of a file are not
+    read. With ``shifted`` the last label of a window is the first token of the next one.
+
+    Where ``end_of_text`` or ``begin_of_text`` tells documents apart, a sample has two entries more: ``document_ids``, 0
+    for the first document in the window, 1 for the next and so on; and ``position_ids``, 0 at the first token of each
+    document. A label that would be predicted from the document before it is -100, which losses leave out. Of a document
+    that windows cut, each part counts as a document of its own.
+
+    Files are read a window at a time, and nothing of them is kept: a copy in another process reads for itself.
+
+    Attributes:
+        files: a file, a pattern such as ``train-*.bin``, whose files are taken in the order of their names, or a list
+            of files and patterns. A name that ends in ``.npy`` is an array of one dimension as numpy saves it; any
+            other file holds token ids alone, little-endian.
+        length: tokens in a window.
+        dtype: of token ids in files other than ``.npy``: uint8, uint16, uint32, int16, int32, int64.
+        shifted: whether labels are the next tokens.
+        end_of_text: the token that is the last of each document.
+        begin_of_text: the token that is the first of each document, where there is no ``end_of_text``.
+        skip_bytes: bytes at the begin of each file other than ``.npy`` that are no tokens (1024 in files of llm.c).
+
+    Raises:
+        SpecError: if an option is wrong, a file is not there or holds something else, or all files hold no window.
+    """
+
+    files: Names
+    _: KW_ONLY
+    length: int
+    dtype: str = "uint16"
+    shifted: bool = False
+    end_of_text: int | None = None
+    begin_of_text: int | None = None
+    skip_bytes: int = 0
+    _parts: tuple[_Part, ...] = field(init=False, repr=False)
+    _ends: np.ndarray = field(init=False, repr=False)  # windows up to the end of each file
+
+    def __post_init__(self) -> None:
+        if problems := _problems(self):
+            raise SpecError(problems)
+        parts = tuple(_Part.of(path, np.dtype(self.dtype), self.skip_bytes) for path in _paths(self.files))
+        windows = [max(0, part.tokens - self.shifted) // self.length for part in parts]
+        if not sum(windows):
+            given = f"{self.length}, with {max(part.tokens for part in parts)} tokens in the largest file"
+            allowed = "windows that fit into a file" + ", with the token after each" * self.shifted
+            raise SpecError.of("px.TokenFile.length", given, allowed, "length=128")
+        object.__setattr__(self, "_parts", parts)
+        object.__setattr__(self, "_ends", np.cumsum(windows))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all windows."""
+        return len(self) * self.length
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """The window ``index``, 0 is the first of the first file.
+
+        Raises:
+            IndexError: if there is no such window.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        index = int(index) % len(self)
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        begin = (index - (int(self._ends[number - 1]) if number else 0)) * self.length
+        tokens = torch.from_numpy(self._parts[number].read(begin, self.length + self.shifted))
+        sample = {"input_ids": tokens[: self.length].clone(), "labels": tokens[self.shifted :].clone()}
+        if self.end_of_text is None and self.begin_of_text is None:
+            return sample
+        begins = _document_begins(tokens, self.end_of_text, self.begin_of_text)
+        sample["labels"][begins[self.shifted :]] = _LEFT_OUT
+        return sample | _places(begins[: self.length])
+
+
+def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
+    """The mask of causal attention within documents, for ``attn_mask`` of ``scaled_dot_product_attention``.
+
+    Args:
+        document_ids: (B, T), as a ``px.TokenFile`` gives them.
+
+    Returns:
+        Bool (B, 1, T, T): whether position t attends to position s; itself and those before it, of its own document.
+    """
+    length = document_ids.shape[-1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
+    return ((document_ids[:, :, None] == document_ids[:, None, :]) & causal)[:, None]
+
+
+def _document_begins(tokens: torch.Tensor, end: int | None, begin: int | None) -> torch.Tensor:
+    """Where a document begins that is not the window's first."""
+    found = torch.zeros(len(tokens), dtype=torch.bool)
+    found[1:] = tokens[:-1] == end if end is not None else tokens[1:] == begin
+    return found
+
+
+def _places(begins: torch.Tensor) -> dict[str, torch.Tensor]:
+    every = torch.arange(len(begins))
+    of_document = torch.where(begins, every, 0).cummax(0).values
+    return {"document_ids": begins.cumsum(0), "position_ids": every - of_document}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One file, with ``offset`` bytes before its tokens."""
+
+    path: str
+    dtype: np.dtype[Any]
+    offset: int
+    tokens: int
+
+    @classmethod
+    def of(cls, path: str, dtype: np.dtype[Any], skip: int) -> Self:
+        """
+        Raises:
+            SpecError: if the file holds something else than tokens.
+        """
+        try:
+            if path.endswith(".npy"):
+                return cls(path, *_saved_by_numpy(path))
+            size = os.path.getsize(path) - skip
+        except (OSError, ValueError) as error:
+            raise _file_problem(f"{path}: {error}", "a file that can be read") from error
+        if size < 0 or size % dtype.itemsize:
+            given = f"{path} of {size + skip} bytes, {skip} of them skipped"
+            raise _file_problem(given, f"a whole number of {dtype.itemsize}-byte tokens", "dtype", 'dtype="uint32"')
+        return cls(path, dtype.newbyteorder("<"), skip, size // dtype.itemsize)
+
+    def read(self, begin: int, count: int) -> np.ndarray:
+        """Tokens from ``begin`` on, int64."""
+        at = self.offset + begin * self.dtype.itemsize
+        tokens = np.fromfile(self.path, dtype=self.dtype, count=count, offset=at)
+        if len(tokens) < count:
+            raise OSError(f"{self.path} has become shorter since the run began")
+        return tokens.astype(np.int64)
+
+
+def _saved_by_numpy(path: str) -> tuple[np.dtype[Any], int, int]:
+    """Type, bytes before the first, and number of the tokens in an ``.npy`` file."""
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if array.ndim != 1 or array.dtype.name not in _TYPES:
+        given = f"{path}, an array of {array.dtype} and shape {array.shape}"
+        raise _file_problem(given, f"an array of one dimension and {_listed(_TYPES)}")
+    return array.dtype, int(array.offset), len(array)
+
+
+def _paths(files: Names) -> list[str]:
+    """Every file that is meant, patterns resolved.
+
+    Raises:
+        SpecError: if there is none.
+    """
+    found: list[str] = []
+    for name in [files] if isinstance(files, str | os.PathLike) else files:
+        path = os.fspath(name)
+        there = [path] if os.path.exists(path) else sorted(glob.glob(path))
+        if not there:
+            raise _file_problem(f"{path}, where no file is", "files that are there")
+        found += there
+    if not found:
+        raise _file_problem("an empty list", "one file or more")
+    return found
+
+
+def _file_problem(
+    given: str, allowed: str, name: str = "files", fix: str = 'px.TokenFile("train-*.bin", length=1024)'
+) -> SpecError:
+    return SpecError.of(f"px.TokenFile.{name}", given, allowed, fix)
+
+
+def _problems(file: TokenFile) -> list[Problem]:
+    found: list[Problem] = []
+
+    def wrong(name: str, allowed: str, fix: str) -> None:
+        given = repr(getattr(file, name))
+        found.append(Problem(where=f"px.TokenFile.{name}", given=given, allowed=allowed, fix=fix))
+
+    if not is_whole(file.length, 1):
+        wrong("length", "a whole number of tokens, 1 or more", "length=1024")
+    if file.dtype not in _TYPES:
+        wrong("dtype", _listed(_TYPES), 'dtype="uint16"')
+    if not isinstance(file.shifted, bool):
+        wrong("shifted", "True or False", "shifted=True")
+    if not is_whole(file.skip_bytes, 0):
+        wrong("skip_bytes", "a whole number of bytes, 0 or more", "skip_bytes=1024")
+    for name in ("end_of_text", "begin_of_text"):
+        if getattr(file, name) is not None and not is_whole(getattr(file, name), 0):
+            wrong(name, "a token id, or None", f"{name}=tokenizer.eos_token_id")
+    if file.end_of_text is not None and file.begin_of_text is not None:
+        wrong(
+            "begin_of_text", "None where end_of_text is given: one of them tells documents apart", "begin_of_text=None"
+        )
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
