@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phalanx.api import Run, build, fit, forecast, load, plan, prove
     from phalanx.config import Best, Cluster, Job, Loss, Plan, Pretrained, RunSpec, Sampler, Schedule
+    from phalanx.config.model_loss import model_loss
     from phalanx.config.params import param, params
     from phalanx.data import Mixture, Table, TokenFile, buckets, document_mask, weighted
     from phalanx.errors import PhalanxError
@@ -29,6 +30,7 @@ _WHERE = {
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("LAMB", "LARS"), "phalanx.train.optimizers"),
     **dict.fromkeys(("groups", "no_decay"), "phalanx.train.param_groups"),
+    "model_loss": "phalanx.config.model_loss",
     **dict.fromkeys(("param", "params"), "phalanx.config.params"),
     "Hosts": "phalanx.launch.hosts",
     "PhalanxError": "phalanx.errors",
@@ -65,6 +67,7 @@ __all__ = [
     "linear_scaling",
     "load",
     "load_balancing_loss",
+    "model_loss",
     "mse",
     "next_token_loss",
     "no_decay",

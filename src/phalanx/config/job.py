@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
+from phalanx.config.model_loss import model_loss_problems
 from phalanx.config.own_sampler import Sampler, beside_sampler, sampler_problems
 from phalanx.config.schedule import Schedule
 from phalanx.errors import Problem, SpecError
@@ -97,7 +98,8 @@ class Job:
     Attributes:
         model: builds the ``torch.nn.Module``, on whatever device torch's default is.
         data: builds the training data: a map-style or an iterable dataset.
-        loss: ``loss(output, batch)`` gives ``Loss(sum, count)``, or a plain mean over the samples of the batch.
+        loss: ``loss(output, batch)`` gives ``Loss(sum, count)``, or a plain mean over the samples of the batch;
+            ``px.model_loss()`` takes the one that the model computes itself.
         loss_over: what ``loss`` is called with: ``samples``, some of the batch, whose losses add up; or ``batch``, the
             outputs and the batch of the whole global batch, for losses that compare samples with each other.
         optimizer: ``optimizer(params)`` builds the ``torch.optim.Optimizer`` over exactly these parameters, or gives
@@ -194,8 +196,10 @@ def _problems(job: Job) -> list[Problem]:
         "loss": "loss=lambda output, batch: px.cross_entropy(output, batch['label'])",
         "optimizer": "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)",
     }
+    own = model_loss_problems(job.loss, job.loss_over)
+    found += own
     for name, fix in functions.items():
-        if not _builds(getattr(job, name)):
+        if not _builds(getattr(job, name)) and not (own and name == "loss"):
             wrong(name, "a function that builds it when called", fix)
     functions = {
         "inputs": "inputs=lambda batch: batch['image']",

@@ -25,9 +25,10 @@ from phalanx.train.assembly import Findings, example_of, known_facts
 from phalanx.train.build_model import begun, build_model, give_needed_values, size_of, without_values
 from phalanx.train.elementwise import half_steps
 from phalanx.train.lr_schedule import START, RunStart
+from phalanx.train.own_loss_trial import miscounted
 from phalanx.train.refusals import job_problems
 from phalanx.train.rehearsal import rehearse
-from phalanx.train.split_causes import LARGEST, causes, compared_before
+from phalanx.train.split_causes import LARGEST, causes, compared_before, splits_batches
 
 
 def preview(job: Job, plan: Plan, look: Callable[[], Findings] = Findings) -> tuple[Survey, list[str]]:
@@ -135,7 +136,9 @@ def look(job: Job, plan: Plan, start: RunStart = START) -> Findings:
         _refuse(job, plan, module, start)
         _refuse_evaluation(job)
     if as_made:
-        if problems := compared_before(job, plan, module, _loader(job)):
+        problems = compared_before(job, plan, module, _loader(job))
+        problems += miscounted(job, module, _loader(job)) if splits_batches(job, plan) else []
+        if problems:
             raise RefusedError(problems)
         found += causes(job, plan, module, _loader(job))
         trainable = {name: one for name, one in module.named_parameters() if one.requires_grad}

@@ -25,6 +25,7 @@ from phalanx.parallel.grad_reduce import sparse_problems
 from phalanx.parallel.parameter_server import starved
 from phalanx.train.elementwise import Parameters, elementwise, learning, rows_problem, slice_problems, small
 from phalanx.train.lr_schedule import START, RunStart, scheduler_problems
+from phalanx.train.own_loss import own_loss_problems
 from phalanx.train.param_groups import unread_options
 from phalanx.train.torch_scheduler import MadeOptimizer
 from phalanx.train.uneven_shares import moves_what_workers_read, read_ahead
@@ -45,6 +46,7 @@ def job_problems(job: Job, plan: Plan, module: nn.Module, start: RunStart = STAR
 def model_problems(job: Job, plan: Plan, module: nn.Module) -> list[Problem]:
     """What of the parameters and layers of ``module``, which needs no values, keeps ``plan`` from it."""
     problems = [*sparse_problems(module, plan), *compression.problems(module, plan)]
+    problems += own_loss_problems(job, module)
     problems += global_batch_norm.problems(job, plan, module)
     if plan.fragments > 1:
         problems += fragment_problems(sum(one.requires_grad for one in module.parameters()), plan.fragments)

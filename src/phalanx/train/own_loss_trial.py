@@ -1,0 +1,95 @@
+"""Whether a loss that a model computes itself adds up by what is counted of it: tried on a few samples.
+
+``px.model_loss`` multiplies the model's mean by a count. A count that is not the mean's own, or a term that is no mean
+over what is counted, such as a router's loss that a model adds, gives another result for each way to split a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from phalanx.config import Job
+from phalanx.config.model_loss import COUNT, IGNORED, ModelLoss
+from phalanx.data import Loader
+from phalanx.errors import Problem
+from phalanx.train.evaluate import evaluation_mode
+from phalanx.train.inputs import Inputs
+from phalanx.train.loss import read_loss
+
+_SAMPLES = 4
+_SAME, _SAME_HALF = 2e-5, 2e-2
+"""Relative difference up to which losses of a whole and of its parts are the same: in fp32, and in less."""
+
+
+def miscounted(job: Job, module: nn.Module, loader: Loader) -> list[Problem]:
+    """Whether the first samples' own losses do not add up by what is counted of them. Draws random numbers."""
+    if not isinstance(job.loss, ModelLoss):
+        return []
+    size = _SAMPLES if loader.length is None else min(_SAMPLES, loader.length)
+    if size < 2:
+        return []
+    batch = loader.example(size)
+    with torch.no_grad(), evaluation_mode(module):
+        given = ""
+        for tried in (_unevenly_labelled(batch, size), batch):
+            try:
+                given = "" if tried is None else _of_parts(job, module, tried, size)
+            except Exception:  # labels of -100 are not every model's; others, the job's own run shows
+                continue
+            if given:
+                break
+    if not given:
+        return []
+    allowed = "a mean over what is counted and nothing else; a loss that a model adds to it (of a router, say) is none"
+    return [Problem(where="job.loss", given=given, allowed=allowed, fix=COUNT)]
+
+
+def _unevenly_labelled(batch: Any, samples: int) -> Any:
+    """The batch with fewer labels the further down a sample is, so that a wrong count shows; ``None`` without labels.
+
+    Of the second sample the first label goes, which models of causal language do not count.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.is_floating_point():
+        return None
+    labels = labels.clone()
+    for row in range(1, samples):
+        labels[row, : 1 + (row - 1) * (labels.shape[1] - 1) // samples] = IGNORED
+    return {**batch, "labels": labels}
+
+
+def _of_parts(job: Job, module: nn.Module, batch: Any, samples: int) -> str:
+    """What does not add up in ``batch``, in words; empty where all does."""
+    inputs = Inputs(job, module)
+
+    def total(rows: Sequence[int]) -> tuple[float, float]:
+        args, kwargs, part = inputs(_rows(batch, rows, samples), torch.device("cpu"))
+        torch.manual_seed(0)
+        read = read_loss(job.loss(module(*args, **kwargs), part), len(rows), "a look at a few samples")
+        return float(read.value), float(read.count)
+
+    every = range(samples)
+    whole, count = total(every)
+    parts = [total([row]) for row in every]
+    added, counted = sum(one for one, _ in parts), sum(one for _, one in parts)
+    half = any(one.dtype.itemsize < 4 for one in module.parameters() if one.is_floating_point())
+    same = _SAME_HALF if half else _SAME
+    close = math.isclose(whole, added, rel_tol=same, abs_tol=1e-6) and math.isclose(count, counted, rel_tol=_SAME)
+    if close or not all(map(math.isfinite, (whole, added))):
+        return ""
+    one, other = whole / (count or 1), added / (counted or 1)
+    return f"px.model_loss(): {samples} samples' loss is {one:.6g} in one batch, and {other:.6g} added up by counts"
+
+
+def _rows(batch: Any, rows: Sequence[int], samples: int) -> Any:
+    def leaf(value: Any) -> Any:
+        of_samples = isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == samples
+        return value[list(rows)] if of_samples else value
+
+    return tree_map(leaf, batch)
