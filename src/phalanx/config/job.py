@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
-from phalanx.config.model_loss import model_loss_problems
+from phalanx.config.model_loss import loss_problems
 from phalanx.config.own_sampler import Sampler, beside_sampler, sampler_problems
 from phalanx.config.schedule import Schedule
 from phalanx.errors import Problem, SpecError
@@ -185,7 +185,7 @@ _CHOICES = {"unused": get_args(Unused), "loss_over": get_args(LossOver), "batch_
 
 
 def _problems(job: Job) -> list[Problem]:
-    found: list[Problem] = []
+    found = loss_problems(job.loss, job.loss_over)
 
     def wrong(name: str, allowed: str, fix: str) -> None:
         found.append(Problem(where=f"job.{name}", given=_shown(getattr(job, name)), allowed=allowed, fix=fix))
@@ -193,13 +193,10 @@ def _problems(job: Job) -> list[Problem]:
     functions = {
         "model": "model=lambda: Net()",
         "data": "data=lambda: dataset",
-        "loss": "loss=lambda output, batch: px.cross_entropy(output, batch['label'])",
         "optimizer": "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)",
     }
-    own = model_loss_problems(job.loss, job.loss_over)
-    found += own
     for name, fix in functions.items():
-        if not _builds(getattr(job, name)) and not (own and name == "loss"):
+        if not _builds(getattr(job, name)):
             wrong(name, "a function that builds it when called", fix)
     functions = {
         "inputs": "inputs=lambda batch: batch['image']",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,11 +74,15 @@ def model_loss(*, count: Callable[[Any], Any] | None = None) -> ModelLoss:
     return ModelLoss(count)
 
 
-def model_loss_problems(loss: Any, loss_over: Any) -> list[Problem]:
-    """What is wrong with ``job.loss``, where the model's own is meant."""
+def loss_problems(loss: Any, loss_over: Any) -> list[Problem]:
+    """What is wrong with ``job.loss``, a function or the model's own."""
     if loss is model_loss or isinstance(loss, str):
         given = "px.model_loss itself" if loss is model_loss else repr(loss)
-        return [Problem(where="job.loss", given=given, allowed="px.model_loss(), called", fix="loss=px.model_loss()")]
+        allowed = "px.model_loss(), called, for the model's own; or a function of the output and the batch"
+        return [Problem(where="job.loss", given=given, allowed=allowed, fix="loss=px.model_loss()")]
+    if not callable(loss):
+        fix = "loss=lambda output, batch: px.cross_entropy(output, batch['label'])"
+        return [Problem(where="job.loss", given=repr(loss), allowed="a function that builds it when called", fix=fix)]
     if isinstance(loss, ModelLoss) and loss_over == "batch":
         given = 'loss_over="batch" with px.model_loss(): the model computes it, of one micro-batch at a time'
         allowed = "a function of the outputs of the whole batch"
@@ -88,17 +92,19 @@ def model_loss_problems(loss: Any, loss_over: Any) -> list[Problem]:
 
 def _own_loss(output: Any, batch: Any) -> Any:
     """The scalar tensor that the model has computed."""
-    if isinstance(output, Mapping):
-        found = output.get("loss")
-    elif isinstance(output, tuple | list):
-        found = output[0] if output else None
+    by_name: Any = getattr(output, "get", None)
+    if callable(by_name):
+        loss: Any = by_name("loss")
+    elif type(output) in (tuple, list):
+        loss = output[0] if output else None
     else:
-        found = getattr(output, "loss", output)
-    if getattr(found, "shape", None) == ():
-        return found
-    kind = "None" if found is None else f"a {type(found).__name__}"
-    given = f"{kind} of shape {tuple(found.shape)}" if hasattr(found, "shape") else kind
-    keys = f"; the batch has {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+        loss = getattr(output, "loss", output)
+    if getattr(loss, "shape", None) == ():
+        return loss
+    given = "None" if loss is None else f"a {type(loss).__name__}"
+    if loss is not None and hasattr(loss, "shape"):
+        given += f" of shape {tuple(loss.shape)}"
+    keys = f"; the batch has {', '.join(map(str, batch))}" if hasattr(batch, "keys") else ""
     raise LossError(
         f"px.model_loss: the model's own loss is {given} in its {type(output).__name__}{keys}. Allowed: a scalar "
         'tensor, .loss, ["loss"] or the first of a tuple\n'
@@ -108,18 +114,17 @@ def _own_loss(output: Any, batch: Any) -> Any:
 
 def _labels_counted(output: Any, batch: Any) -> Any:
     """How many labels the mean of ``output``, of a class of transformers, is over."""
-    kind = type(output)
-    shifted = kind.__name__ in SHIFTED
-    if not kind.__module__.startswith("transformers.") or not (shifted or kind.__name__ in UNSHIFTED):
-        raise LossError(f"{_UNKNOWN.format(what=f'a {kind.__name__}')}\n    try: {COUNT}")
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not hasattr(labels, "shape") or not labels.shape:
+    module, name = type(output).__module__, type(output).__name__
+    if not module.startswith("transformers.") or name not in SHIFTED | UNSHIFTED:
+        raise LossError(f"{_UNKNOWN.format(what=f'a {name}')}\n    try: {COUNT}")
+    labels: Any = batch.get("labels") if hasattr(batch, "get") else None
+    if not getattr(labels, "shape", None):
         raise LossError(
             'px.model_loss: the batch has no tensor "labels" to count\n    try: px.model_loss(count=lambda batch: ...)'
         )
     if labels.is_floating_point():
         return labels.shape[0]  # of a regression, or of several classes a sample: each sample weighs the same
-    return ((labels[..., 1:] if shifted else labels) != IGNORED).sum()
+    return ((labels[..., 1:] if name in SHIFTED else labels) != IGNORED).sum()
 
 
 _UNKNOWN = "px.model_loss: what the model's own loss is a mean over is not known of {what}"
