@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import Cluster, Job, Plan, RunSpec
 from phalanx.config.fields import is_whole
-from phalanx.errors import PhalanxError, Problem, RefusedError, SpecError, WorkerError
+from phalanx.errors import PhalanxError, SpecError, WorkerError
 from phalanx.events.following import Follower, callback_viewers
 from phalanx.report.run_results import Run, load
 
 if TYPE_CHECKING:
     from phalanx.comm import Place
-    from phalanx.data import Loader
+    from phalanx.config.run import Resume
     from phalanx.forecast import Forecast
     from phalanx.launch import Launch, Launcher
     from phalanx.launch.hosts import Hosts
     from phalanx.launch.launcher import StepReport, WorkerFunction
     from phalanx.planner import Advice
     from phalanx.train.assembly import Findings
-    from phalanx.train.step import Step
+    from phalanx.train.own_step import OwnLoader, OwnStep
     from phalanx.verify import Proof
 
 
@@ -230,41 +228,42 @@ def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None) -> Run:
     return Run(folder=folder, job=job)
 
 
-def build(job: Job, plan: Plan | str | None = None) -> tuple[Step, Loader]:
+def build(
+    job: Job,
+    plan: Plan | str | None = None,
+    *,
+    run: RunSpec | str | Path | None = None,
+    resume: Resume | None = None,
+    checkpoint_every: int | str | None = None,
+) -> tuple[OwnStep, OwnLoader]:
     """The step and the loader of ``job`` under ``plan``, for a loop of your own.
 
     ``for batch in loader: metrics = step(batch)`` is the whole loop, under every plan. A plan of several processes is
     built in each of them: start the script with ``torchrun --nproc-per-node N script.py``. Rank 0 tells the logger
     ``phalanx`` what the plan does not keep of one device's result, and what it wastes or leaves unread.
 
+    With a ``run`` the same loop keeps a run folder: ``step(batch)`` records the step, saves and evaluates where that is
+    due, and the loader begins where the run stands, in the middle of an epoch and under another plan, too.
+
+    Args:
+        run: the run folder, or all of the run's settings; without it nothing is recorded, and nothing saved.
+        resume: go on from the run's last checkpoint; ``"auto"``: if there is one. In place of what ``run`` says.
+        checkpoint_every: optimizer steps, or time such as ``"15m"``, between checkpoints; in place of ``run``'s.
+
     Raises:
         RefusedError: if the plan cannot serve the job here, or its processes are not there.
+        SpecError: if the run folder cannot be used, or is of another job; or settings of a run are no loop's.
     """
-    from phalanx.comm import Place, default_process_group, device_for, place_within
+    from phalanx.config.run import override
     from phalanx.launch import place_of_this_process
-    from phalanx.parallel import device_kind, devices_here
-    from phalanx.train.assembly import build as assemble
-    from phalanx.train.assembly import refuse
+    from phalanx.launch.own_run import laid_out, own_spec
 
     _need(job, Job, "job", "px.build(job(), plan)")
+    _need(run, (RunSpec, str, Path, type(None)), "run", 'run="runs/mine"')
     place = place_of_this_process()
-    chosen = _plan(plan, job, place)
-    if place is None and chosen.world_size > 1:
-        raise RefusedError([_alone(chosen)])
-    place = place or Place()
-    here = devices_here(chosen, place)
-    refuse(job, chosen, place.world_size, here)
-    if chosen.server:
-        raise RefusedError([_servers_step(chosen)])
-    device = device_for(place, device_kind(chosen, here))
-    _group.enter_context(default_process_group(place_within(chosen, place), device))
-    assembly = assemble(job, chosen, place, device)
-    if (scheduler := assembly.step.scheduler) is not None and scheduler.follows_evaluations:
-        raise RefusedError([_no_evaluations()])
-    if place.rank == 0:
-        for note in [*(f"differs from one device: {note}" for note in assembly.notes), *assembly.advice]:
-            _log.warning("%s", note)
-    return assembly.step, assembly.loader
+    chosen = _plan(plan if plan is not None or not isinstance(run, RunSpec) else run.plan, job, place)
+    spec = own_spec(run, job.name, chosen, resume=resume, checkpoint_every=checkpoint_every)
+    return laid_out(override(job, spec) if spec else job, chosen, place, spec)
 
 
 def prove(
@@ -345,34 +344,9 @@ def _need(value: object, kinds: type | tuple[type, ...], where: str, fix: str) -
         raise SpecError.of(where, shown, names + hint, fix)
 
 
-def _alone(plan: Plan) -> Problem:
-    return Problem(
-        where="plan",
-        given=f"{plan} for 1 workers: torchrun did not start this process",
-        allowed="in phalanx.build, as many processes as the plan has, of torchrun; phalanx.fit starts them itself",
-        fix=f"torchrun --nproc-per-node {plan.world_size} script.py",
-    )
-
-
-def _servers_step(plan: Plan) -> Problem:
-    given = f"{plan} for a loop of one's own"
-    allowed = "phalanx.fit or phalanx train: servers own the steps, and workers compute what they are dealt"
-    return Problem(where="plan.server", given=given, allowed=allowed, fix=f"dp={plan.dp}")
-
-
-def _no_evaluations() -> Problem:
-    given = "ReduceLROnPlateau for a loop of one's own, whose evaluations nobody sees"
-    allowed = "one that your loop makes over step.optimizer, and steps"
-    return Problem(where="job.optimizer", given=given, allowed=allowed, fix="ReduceLROnPlateau(step.optimizer)")
-
-
 __all__ = ["Run", "build", "fit", "forecast", "load", "plan", "prove"]
 
-_log = logging.getLogger("phalanx")
 _RESERVES = 3  # killed workers and servers that a run with servers replaces
-
-_group = ExitStack()  # the process group that ``build`` joins stays until the process ends
-atexit.register(_group.close)
 
 
 def _plan(plan: Plan | str | None, job: Job, place: Place | None) -> Plan:

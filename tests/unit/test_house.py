@@ -262,7 +262,6 @@ def test_a_name_stands_once_in_a_file() -> None:
 
 
 MUTABLE = {
-    "api.py: _group",  # the process group that build() joins, till the process ends
     "checkpoint/background.py: _writers",  # threads that a fork has to wait for
     "cli/output.py: _answers",  # what was stdout before it was given to answers alone
     "comm/mesh.py: _joins",
@@ -275,6 +274,8 @@ MUTABLE = {
     "launch/jobfile.py: _stamps",  # as Python keeps what it has imported
     "launch/jobfile.py: _declared_by",  # what those imports declared
     "launch/jobfile.py: _values_of",  # and what a job declared that was loaded last
+    "launch/own_run.py: _group",  # the process group that build() joins, till the process ends
+    "launch/own_run.py: _open",  # runs of loops of one's own, till they or the process end
     "launch/worker.py: _runs",
     "parallel/global_batch_norm.py: _EXCHANGES",  # of layers whose replicas are joined, for as long as they live
     "parallel/local_shards/tensor.py: RULES",  # filled where operations on shards are defined, while they are loaded

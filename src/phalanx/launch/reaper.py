@@ -162,6 +162,41 @@ class StopSignals:
             os._exit(128 + self._number)
 
 
+@final
+class LoopSignals:
+    """In a loop of one's own: the first signal that asks to stop is remembered, for the length of the block.
+
+    A second one does what it would have done without, and so does one that nobody has taken up by the block's end.
+
+    Attributes:
+        number: of the signal, 0 as long as there is none.
+        taken_up: whoever leaves the block has done what it asks for.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.taken_up = 0, False
+        self._pid, self._when = os.getpid(), 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = _catch(self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _restore(self._before)
+        if self.number and not self.taken_up:
+            os.kill(os.getpid(), self.number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if os.getpid() != self._pid or (self.number and now - self._when > _SAME):
+            self.taken_up = True
+            _restore({number: self._before[number]})
+            os.kill(os.getpid(), number)
+        elif not self.number:
+            self.number, self._when = number, now
+
+
 ENDING = -1
 """In place of a signal's number: workers are not to stop, but to be gone."""
 

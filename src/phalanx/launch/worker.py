@@ -159,33 +159,46 @@ def train_as_worker(job: Job, run: RunSpec, status: WorkerStatus, *, runfile: Pa
 
 
 def _train(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None) -> RunSpec:
-    status.place = place = replace(status.place, number=next(_runs))
-    if started_by_agent():
-        die_with(os.getppid())
-    refuse(job, run.plan, place.world_size, devices_here(run.plan, place))
+    refuse(job, run.plan, status.place.world_size, devices_here(run.plan, status.place))
     if run.plan.server:  # what keeps others from a job they find as they build its model together
         refuse_job(job, run.plan)
     make_ready(run.plan)
     leave_compiler_out()
     _refuse_to_begin_anew(run)
-    entered = RunFolder(run, job=job, given=runfile)
-    run = enter_folder(run, place, partial(status.enter, entered))
-    status.folder, found = run.folder, Findings()
-    try:
+    with within_folder(job, run, status, runfile) as run:
+        place, found = status.place, Findings()
         if run.plan.server:
             place = replace(place, secret=share_secret(place, run.folder))
         if place.rank == 0:  # it writes the log; what is refused is refused by all ranks together, as they build
             with suppress(PhalanxError):
                 found = look_ahead(job, run.plan, RunStart.of(run))
         alone = run.grace if status.alone else None
-        callbacks = job.callbacks if place.rank == 0 and not status.launched else {}
-        with StopSignals(alone=alone) as signals, called_back(callbacks, run.folder / "events.jsonl"):
+        with StopSignals(alone=alone) as signals:
             link = LauncherLink(report=status.report_step, asked=signals.asked if run.grace else no_signal)
             summary = train(job, run, place, link, findings=found)
-    finally:
-        entered.__exit__()
     status.report_stopped(summary.get("stopped", 0))
     return run
+
+
+@contextmanager
+def within_folder(job: Job, run: RunSpec, status: WorkerStatus, runfile: Path | None = None) -> Generator[RunSpec]:
+    """Within, the run of this worker has the folder that rank 0 took, and calls its callbacks there. Collective.
+
+    Raises:
+        SpecError: if the run folder cannot be used.
+    """
+    status.place = place = replace(status.place, number=next(_runs))
+    if started_by_agent():
+        die_with(os.getppid())
+    entered = RunFolder(run, job=job, given=runfile)
+    run = enter_folder(run, place, partial(status.enter, entered))
+    status.folder = run.folder
+    callbacks = job.callbacks if place.rank == 0 and not status.launched else {}
+    try:
+        with called_back(callbacks, run.folder / "events.jsonl"):
+            yield run
+    finally:
+        entered.__exit__()
 
 
 def main(runfile: Path, reports: Path | None = None) -> int:

@@ -131,7 +131,11 @@ class Stepper(ABC):
 
 @final
 class TrainingLoop:
-    """Steps with what happens between them."""
+    """Steps with what happens between them.
+
+    ``run`` takes them all. In a loop of one's own they come one by one, between ``begin`` and ``finish``: each is
+    ``stepped``, and at every pause comes what is ``between``.
+    """
 
     def __init__(
         self,
@@ -144,8 +148,9 @@ class TrainingLoop:
     ) -> None:
         self._job, self._run, self._stepper, self._recorder, self._observer = job, run, stepper, recorder, observer
         self._interruptions = interruptions or Interruptions(run)
-        self._saved_at, self._evaluated_at = stepper.taken, -1
+        self._saved_at, self._evaluated_at, self._tried = stepper.taken, -1, False
         self._evaluation: dict[str, Any] = {}
+        self._result: Evaluation | None = None
         self._metrics: Metrics | None = None
         self._saving: Saving | None = None
         self._best = BestSoFar(job.best) if job.best else None
@@ -153,8 +158,7 @@ class TrainingLoop:
     def run(self, lost: StepsLostError | None = None) -> dict[str, Any]:
         """Train to the end; ``lost``: what has to be recovered from before. Returns the run's summary."""
         if self._run.rolls_back and not lost and not self._run.resume:
-            self._save()  # for accidents before the first one that is due
-        tried = self._job.evaluate is None or lost is not None
+            self.save()  # for accidents before the first one that is due
         self._read_best()
         while True:
             try:
@@ -164,39 +168,86 @@ class TrainingLoop:
                     self._record_saved()
                     self._saving = None  # one that could not be written is over, too
                     self._saved_at = self._evaluated_at = -1
-                if not tried:  # what cannot be evaluated is known before anything is trained
-                    found = self._stepper.evaluate(self._interruptions, batches=1)
-                    if self._best and found:
-                        self._best.refuse_unknown(found.metrics)
-                    self._recorder.begin()
-                    tried = True
+                    self._tried = True
+                self._try_evaluation()
                 self._train()
-                return self._finish()
+                return self.finish()
             except StepsLostError as error:
                 lost = error
 
+    def begin(self) -> None:
+        """Before the first step: what is to be evaluated and cannot be is refused."""
+        self._read_best()
+        self._try_evaluation()
+        self._catch_up()
+
+    def pause_after(self, taken: int) -> int | None:
+        """The number of steps beyond ``taken`` after which something else is due; ``None``: nothing before the end."""
+        every = [one for one in (self._job.evaluate_every, self._run.save_steps) if one]
+        return min((taken // one * one + one for one in every), default=None)
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """Of the model as it is now, where it was evaluated."""
+        return self._result if self._evaluated_at == self._stepper.taken else None
+
+    def flush(self) -> None:
+        """Bring everything recorded so far to disk."""
+        self._recorder.flush()
+
+    @property
+    def over(self) -> bool:
+        """Whether no more steps are wanted: asked to stop, or evaluations bring nothing better any more."""
+        return bool(self._interruptions.stop) or self._exhausted()
+
+    def stepped(self, batch: StepBatch, metrics: Metrics, lap: Lap | None) -> None:
+        """A step was taken."""
+        self._metrics = metrics
+        self._observer.updated(batch, metrics)
+        self._recorder.stepped(batch, metrics, lap)
+        self._record_saved()
+
+    def between(self) -> None:
+        """Steps pause, or have come to their end: save and evaluate where that is due."""
+        stepper, interruptions = self._stepper, self._interruptions
+        self._recorder.flush()
+        if self._saved_at != stepper.taken and (interruptions.save or self._due(self._run.save_steps)):
+            self.save()  # before an evaluation, which may fail in code of the job's own
+        if self._evaluated_at != stepper.taken and self._due(self._job.evaluate_every) and not interruptions.stop:
+            self.evaluate()
+
+    def leave(self) -> None:
+        """No more steps are taken, though it is not the end: save what was not."""
+        if self._saved_at != self._stepper.taken:
+            self.save()
+
     def _train(self) -> None:
-        stepper, evaluate_every, save_every = self._stepper, self._job.evaluate_every, self._run.save_steps
-        every, interruptions = [one for one in (evaluate_every, save_every) if one], self._interruptions
-        unknown = self._best is not None and not self._best.knows(stepper.taken)
-        if (unknown or stepper.awaits_evaluation()) and stepper.taken and self._due(evaluate_every):
-            self._evaluate()  # the run ended after the save of this step, and before its evaluation
-        while not (interruptions.stop or self._exhausted()):
-            pause = min((stepper.taken // one * one + one for one in every), default=None)
-            for batch, metrics, lap in stepper.steps(pause, interruptions):
-                self._metrics = metrics
-                self._observer.updated(batch, metrics)
-                self._recorder.stepped(batch, metrics, lap)
-                self._record_saved()
-            self._recorder.flush()
-            if self._saved_at != stepper.taken and (interruptions.save or self._due(save_every)):
-                self._save()  # before an evaluation, which may fail in code of the job's own
-            if self._evaluated_at != stepper.taken and self._due(evaluate_every) and not interruptions.stop:
-                self._evaluate()
-            if stepper.ended:
+        self._catch_up()
+        while not self.over:
+            for batch, metrics, lap in self._stepper.steps(self.pause_after(self._stepper.taken), self._interruptions):
+                self.stepped(batch, metrics, lap)
+            self.between()
+            if self._stepper.ended:
                 break
-        if (interruptions.stop or self._exhausted()) and self._saved_at != stepper.taken:
-            self._save()
+        if self.over:
+            self.leave()
+
+    def _catch_up(self) -> None:
+        """Evaluate where the run ended after the save of this step, and before its evaluation."""
+        unknown = self._best is not None and not self._best.knows(self._stepper.taken)
+        awaited = unknown or self._stepper.awaits_evaluation()
+        if awaited and self._stepper.taken and self._due(self._job.evaluate_every):
+            self.evaluate()
+
+    def _try_evaluation(self) -> None:
+        """Once, before anything is trained: what cannot be evaluated is known then."""
+        if self._tried or self._job.evaluate is None:
+            return
+        found = self._stepper.evaluate(self._interruptions, batches=1)
+        if self._best and found:
+            self._best.refuse_unknown(found.metrics)
+        self._recorder.begin()
+        self._tried = True
 
     def _record_early_end(self) -> None:
         if self._best is not None and self._best.exhausted and not self._stepper.ended:
@@ -220,10 +271,16 @@ class TrainingLoop:
     def _due(self, every: int | None) -> bool:
         return self._stepper.ended or bool(every and self._stepper.taken % every == 0)
 
-    def _evaluate(self) -> None:
-        result = self._stepper.evaluate(self._interruptions)
+    def evaluate(self) -> Evaluation | None:
+        """Evaluate the model as it is, and note it; what was found for this step already is not looked for again.
+
+        ``None`` where the job has nothing to evaluate on, or the run was asked to stop before the end.
+        """
+        if found := self.evaluation:
+            return found
+        result = self._result = self._stepper.evaluate(self._interruptions)
         if result is None:
-            return
+            return None
         step = self._evaluated_at = self._stepper.taken
         self._evaluation = {"loss": result.loss, "samples": result.samples, "metrics": result.metrics}
         self._observer.evaluated(step, self._evaluation)
@@ -231,19 +288,21 @@ class TrainingLoop:
         value = self._best.value_of(self._evaluation) if self._best else result.loss
         self._stepper.evaluated(value)
         if self._best and self._best.add(step, value) and self._saved_at != step:
-            self._save()
+            self.save()
         if self._best:
             self._recorder.note_best(self._best)
+        return result
 
-    def _save(self) -> None:
-        self._wait_for_save()
+    def save(self) -> None:
+        """Begin a checkpoint of this moment; it is written while steps go on."""
+        self.wait_for_save()
         run = self._run
         self._saving = self._stepper.save(run.folder / "checkpoints", keep=run.keep, keep_every=run.keep_every)
         self._saved_at = self._stepper.taken
         self._interruptions.saved()
         self._record_saved()
 
-    def _wait_for_save(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait until the checkpoint begun last is written; every process waits at the same steps, and hears the same.
 
         Raises:
@@ -273,8 +332,9 @@ class TrainingLoop:
             self._recorder.write("warning", message=saved.note)
         self._recorder.copy(saved.path)
 
-    def _finish(self) -> dict[str, Any]:
-        self._wait_for_save()
+    def finish(self) -> dict[str, Any]:
+        """End the run, which has come to its end or was asked to stop. Returns its summary."""
+        self.wait_for_save()
         stopped = self._interruptions.signal
         if not stopped:
             self._observer.ended()

@@ -154,6 +154,11 @@ class MeshStepper(Stepper):
         self._record_news()
 
     @property
+    def assembly(self) -> Assembly:
+        """The job laid out on this rank."""
+        return self._assembly
+
+    @property
     def taken(self) -> int:
         return self._assembly.step.progress.step
 
@@ -166,30 +171,45 @@ class MeshStepper(Stepper):
         return self._assembly.step.progress.samples - self._samples_before
 
     def steps(self, pause: int | None, interruptions: Interruptions) -> Iterator[tuple[StepBatch, Metrics, Lap | None]]:
-        step, stream = self._assembly.step, self._assembly.loader.length is None
-        for batch in self._batches:
-            self._report(batch.step)
-            if stream:
-                same_stream(batch)
-            step.observer.begins(batch)
-            self._recorder.begins(batch)
-            try:
-                with self._listener.around(batch.step), self._tells_where_memory_runs_out():
-                    metrics = self._measured(batch)
-            except RollBackError as error:
-                raise StepsLostError(self._place.rank, str(error)) from None
-            yield batch, metrics, step.seconds
-            if self._survival:
-                self._survival.stepped()
-            self._record_news()
+        while (batch := self.next_batch()) is not None:
+            metrics = self.take(batch)
+            yield batch, metrics, self._assembly.step.seconds
+            self.stepped()
             if interruptions.reached(self.taken) or self.taken == pause:
                 break
-        else:
-            self._ended = True
-            if stream:
-                same_stream(None)
+        self.settle()
+
+    def next_batch(self) -> StepBatch | None:
+        """The batch of the next step; ``None`` once there are no more, and the steps have ended."""
+        batch = next(self._batches, None)
+        if batch is not None:
+            self._report(batch.step)
+        if self._assembly.loader.length is None:
+            same_stream(batch)
+        self._ended = batch is None
+        return batch
+
+    def take(self, batch: StepBatch) -> Metrics:
+        """Take the step of ``batch``."""
+        self._assembly.step.observer.begins(batch)
+        self._recorder.begins(batch)
+        try:
+            with self._listener.around(batch.step), self._tells_where_memory_runs_out():
+                return self._measured(batch)
+        except RollBackError as error:
+            raise StepsLostError(self._place.rank, str(error)) from None
+
+    def stepped(self) -> None:
+        """The step just taken has been recorded."""
+        if self._survival:
+            self._survival.stepped()
+        self._record_news()
+
+    def settle(self) -> None:
+        """Steps pause: no evaluation and no checkpoint of replicas that are not the same."""
+        step = self._assembly.step
         if step.drift is not None:
-            step.drift.settle()  # no evaluation and no checkpoint of replicas that are not the same
+            step.drift.settle()
         if self._ended:
             step.sync.together()
             self._record_news()
@@ -235,7 +255,6 @@ class MeshStepper(Stepper):
             self._assembly.step.drift.settle()  # of the values that are about to be replaced
         with suppress(CheckpointError):  # what could not be written is no place to go back to
             self._saver.wait()
-        self._batches.close()
         boundary = self._assembly.step.boundary
         boundary.updates()
 
@@ -247,13 +266,18 @@ class MeshStepper(Stepper):
         boundary.reached()
         if self._survival:
             self._survival.began(first)
-        loader = self._assembly.loader.starting_at(first)
-        self._assembly = replace(self._assembly, loader=loader)
-        self._batches, self._ended = iter(loader), False
+        self.read_from(first)
         self._recorder.go_back(lambda: _ledger(self._run, self._place, first), ())
         for message in damaged:
             self._recorder.write("warning", message=message)
         self._recorder.write("resume", step=first, path=str(path.relative_to(self._run.folder)))
+
+    def read_from(self, step: int) -> None:
+        """Have the next batch be that of ``step``, whatever has been read so far."""
+        self._batches.close()
+        loader = self._assembly.loader.starting_at(step)
+        self._assembly = replace(self._assembly, loader=loader)
+        self._batches, self._ended = iter(loader), False
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,305 @@
+"""Step and loader of a loop of one's own; with a run, what happens between steps, too.
+
+``TrainingLoop`` saves, evaluates and records for every run. Here the caller's loop asks for batches and has steps
+taken, and each of the two does what is due by then: ``step(batch)`` records and saves, the loader begins where the run
+stands, and ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from phalanx.checkpoint.folder import name_of
+from phalanx.config import Job, Plan, RunSpec
+from phalanx.data import Loader, StepBatch
+from phalanx.errors import RunError, SpecError
+from phalanx.train.assembly import Assembly
+from phalanx.train.consistency import same_length
+from phalanx.train.evaluate import Evaluation, evaluate
+from phalanx.train.metrics import Metrics
+
+if TYPE_CHECKING:
+    from phalanx.parallel import Layout, Sync
+    from phalanx.train.interruptions import Interruptions
+    from phalanx.train.loop import TrainingLoop
+    from phalanx.train.mesh_stepper import MeshStepper
+    from phalanx.train.step import Progress, Step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallersProcess:
+    """What the process of a loop of one's own does for its run.
+
+    Attributes:
+        heeding: within, signals that ask to stop are remembered.
+        failed: called with the error that a step, a save or an evaluation ended by.
+        stop: called with the number of a signal once the run has stopped for it, and saved; does not return.
+        over: ends what goes on beside the steps; the folder may be written by others then.
+    """
+
+    heeding: Callable[[], AbstractContextManager[object]]
+    failed: Callable[[Exception], object]
+    stop: Callable[[int], None]
+    over: ExitStack
+
+
+@final
+class OwnRun:
+    """A run whose steps are taken by a loop of one's own."""
+
+    def __init__(
+        self, run: RunSpec, loop: TrainingLoop, stepper: MeshStepper, interruptions: Interruptions, here: CallersProcess
+    ) -> None:
+        self._run, self._loop, self._stepper = run, loop, stepper
+        self._interruptions, self._here = interruptions, here
+        self._first, self._read, self._over = stepper.taken, False, False
+
+    def batches(self) -> Generator[StepBatch, None, None]:
+        """The batches of the steps that are left, from where the run stands; at their end the run is over.
+
+        Raises:
+            RunError: a batch was left out.
+        """
+        if self._over:
+            return
+        self._begin()
+        with self._here.heeding():
+            try:
+                while not self._loop.over:
+                    with self._reported():
+                        batch = self._stepper.next_batch()
+                    if batch is None:
+                        break
+                    yield batch
+                    if not self._over and self._stepper.taken <= batch.step:
+                        raise _left_out(batch.step, self._stepper.taken)
+                if not self._over:
+                    self._finish()
+            finally:
+                if not self._over:  # the loop was left
+                    self._loop.flush()
+
+    def take(self, batch: StepBatch) -> Metrics:
+        """Take the step of ``batch``, record it, and save and evaluate where that is due.
+
+        Raises:
+            RunError: it is not the batch of the next step.
+        """
+        stepper = self._stepper
+        if self._over or batch.step != stepper.taken:
+            raise _left_out(batch.step, stepper.taken)
+        with self._reported():
+            metrics = stepper.take(batch)
+            self._loop.stepped(batch, metrics, stepper.assembly.step.seconds)
+            stepper.stepped()
+            if self._interruptions.reached(stepper.taken) or stepper.taken == self._loop.pause_after(batch.step):
+                stepper.settle()
+                self._loop.between()
+        self._stop_if_asked()
+        return metrics
+
+    def save(self) -> Path:
+        """Write a checkpoint of this moment; it is whole when this returns its folder. Collective."""
+        with self._reported():
+            if not self._over:
+                self._stepper.settle()
+                if self._stepper.taken == self._first and not self._run.resume:
+                    self._loop.save()
+                self._loop.leave()
+                self._loop.wait_for_save()
+        return self._run.folder / "checkpoints" / name_of(self._stepper.taken)
+
+    def evaluate(self) -> Evaluation | None:
+        """Evaluate, and note it; ``None`` where a signal asked to stop meanwhile, or the run is over without one."""
+        if self._over:
+            return self._loop.evaluation
+        with self._reported():
+            self._stepper.settle()
+            found = self._loop.evaluate()
+        if found is None:
+            self._stop_if_asked()
+        return found
+
+    def close(self) -> None:
+        """No more steps come, though it may not be the end: what is being written is waited for."""
+        if self._over:
+            return
+        self._over = True
+        with self._here.over:
+            self._loop.flush()
+            self._loop.wait_for_save()
+
+    def _begin(self) -> None:
+        if self._read:
+            self._stepper.read_from(self._stepper.taken)
+            return
+        self._read = True
+        with self._reported():
+            self._loop.begin()
+
+    def _finish(self) -> None:
+        with self._reported():
+            self._stepper.settle()
+            if self._stepper.ended:
+                self._loop.between()
+            else:
+                self._loop.leave()
+            self._loop.finish()
+        self._over = True
+        self._here.over.close()
+
+    def _stop_if_asked(self) -> None:
+        if self._interruptions.stop:
+            self._finish()
+            self._here.stop(self._interruptions.stop)
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Have the run's events say what it failed by."""
+        try:
+            yield
+        except Exception as error:
+            self._over = True
+            self._here.failed(error)
+            self._here.over.__exit__(type(error), error, error.__traceback__)
+            raise
+
+
+def _left_out(step: int, taken: int) -> RunError:
+    return RunError(
+        f"the loop is at step {taken}, and got the batch of step {step} from its loader: each batch has one step\n"
+        "    try: metrics = step(batch) once for every batch, in the order of the loader"
+    )
+
+
+@final
+class OwnStep:
+    """Calling it with a batch of the loader takes one optimizer step and gives its ``Metrics``; every rank has to.
+
+    Raises, when called:
+        LossError: if the loss is not finite, or not of an allowed form, or if nothing was counted.
+        GradientError: if a gradient is not finite, or parameters get none and the job does not allow it.
+        RunError: with a run, if it is not the batch of the next step.
+        SystemExit: with a run, once it has saved for SIGTERM or SIGUSR1; with 75, ``EX_TEMPFAIL``.
+        KeyboardInterrupt: with a run, once it has saved for Ctrl-C.
+    """
+
+    def __init__(self, job: Job, plan: Plan, assembly: Assembly, run: OwnRun | None) -> None:
+        self._job, self._plan, self._assembly, self._run = job, plan, assembly, run
+        self._evaluation_data: Any = None
+
+    def __call__(self, batch: StepBatch) -> Metrics:
+        return self._run.take(batch) if self._run else self._step(batch)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as this process has it: its parameters may be shards of the whole."""
+        return self._assembly.layout.module
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The job's optimizer over the parameters that this process steps."""
+        return self._assembly.optimizer
+
+    @property
+    def taken(self) -> int:
+        """Optimizer steps taken, those before a resume included."""
+        return self._step.progress.step
+
+    @property
+    def progress(self) -> Progress:
+        """What a step carries to the next."""
+        return self._step.progress
+
+    @property
+    def layout(self) -> Layout:
+        """Who holds which tensor, and how gradients come together."""
+        return self._assembly.layout
+
+    @property
+    def sync(self) -> Sync:
+        """How replicas are kept together; before parameters are read, ``sync.together()``."""
+        return self._step.sync
+
+    def zero_grad(self) -> None:
+        """Drop all gradients, for memory between steps: a step begins without any, whoever left some."""
+        self._assembly.layout.begin()
+
+    def evaluate(self) -> Evaluation:
+        """The job's evaluation of the model as it is; with a run it is recorded. Collective.
+
+        Raises:
+            SpecError: the job has nothing to evaluate on.
+            LossError: the loss is not of an allowed form, or a metric is not a sum and a count.
+        """
+        if self._job.evaluate is None:
+            allowed = "a job that says what to evaluate on"
+            raise SpecError.of("job.evaluate", "None", allowed, 'px.Job(..., evaluate=lambda: Digits("test"))')
+        found = self._run.evaluate() if self._run else None
+        return found or self._evaluated()
+
+    def save(self) -> Path:
+        """Write a checkpoint of this moment; it is whole when this returns its folder. Collective.
+
+        Raises:
+            SpecError: there is no run to save in.
+            CheckpointError: it cannot be written.
+        """
+        if self._run is None:
+            given = "step.save() in a loop without a run"
+            raise SpecError.of("run", given, "a run folder to save in", 'px.build(job, plan, run="runs/mine")')
+        return self._run.save()
+
+    def close(self) -> None:
+        """Let go of the run and its folder, where it has one: no more steps can be taken.
+
+        Its end does that, too, and so does the end of the process. What is not saved is lost.
+        """
+        if self._run is not None:
+            self._run.close()
+
+    @property
+    def _step(self) -> Step:
+        return self._assembly.step
+
+    def _evaluated(self) -> Evaluation:
+        if self._evaluation_data is None:
+            assert self._job.evaluate
+            data = self._evaluation_data = self._job.evaluate()
+            same_length(len(data) if hasattr(data, "__len__") else None, "job.evaluate")
+        found = evaluate(self._job, self._plan, self._assembly, self._evaluation_data)
+        assert found  # nobody asks it to leave off
+        return found
+
+
+@final
+class OwnLoader:
+    """The batches of the steps, in order: those left of a run, and without one all of them in each ``iter()``."""
+
+    def __init__(self, loader: Loader, run: OwnRun | None) -> None:
+        self._loader, self._run = loader, run
+
+    @property
+    def length(self) -> int | None:
+        """Samples in the data; ``None`` for a stream."""
+        return self._loader.length
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps in one pass over the data; ``None`` for a stream."""
+        return self._loader.steps_per_epoch
+
+    @property
+    def total_steps(self) -> int | None:
+        """The step after the last of the whole training; ``None`` for a stream that ends with its epochs."""
+        return self._loader.total_steps
+
+    def __iter__(self) -> Generator[StepBatch, None, None]:
+        return self._run.batches() if self._run else iter(self._loader)
