@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -15,8 +16,9 @@ def initial_model(job: Job) -> nn.Module:
     """The model that the job builds, with the values of ``job.initial`` where it has one."""
     model: nn.Module = job.model()
     for part in model.modules():
-        if getattr(getattr(part, "config", None), "use_cache", False):
-            part.config.use_cache = False  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+        config: Any = getattr(part, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
     if job.initial is None:
         return model
     path = Path(Pretrained.of(job.initial).path)
