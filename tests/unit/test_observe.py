@@ -48,6 +48,7 @@ def start(**changes: Any) -> Event:
         "drop_last": False,
         "epoch_samples": None,
         "repeats": False,
+        "workers": 0,
         "total_steps": 8,
         "first_step": 0,
         "parameters": 1234,
@@ -67,6 +68,7 @@ def step(number: int, seconds: float, **changes: Any) -> Event:
         "lr": 0.003,
         "grad_norm": None,
         "skipped": False,
+        "waited": 0.0,
     }
     return {"event": "step", "time": 1000.0 + number + 1, **fields, **changes}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -133,8 +135,8 @@ class Loader:
 
     def __iter__(self) -> Steps:
         if isinstance(self._reader, IndexedReader):
-            return _indexed_steps(self._reader, self._workers)
-        return _stream_steps(self._reader, self._workers)
+            return _timed(_indexed_steps(self._reader, self._workers))
+        return _timed(_stream_steps(self._reader, self._workers))
 
 
 def evaluation_batches(dataset: Any, job: Job, lane: Lane, *, micro: int | None) -> Steps:
@@ -178,6 +180,16 @@ def _sampler(dataset: Any, job: Job, *, once: bool = False) -> GlobalBatchSample
         drop_last=job.drop_last and not once,
         orders=orders,
     )
+
+
+def _timed(steps: Steps) -> Steps:
+    with closing(steps):
+        while True:
+            began = time.perf_counter()
+            batch = next(steps, None)
+            if batch is None:
+                return
+            yield replace(batch, waited=time.perf_counter() - began)
 
 
 def _indexed_steps(reader: IndexedReader, workers: LoaderWorkers) -> Steps:

@@ -73,12 +73,14 @@ class StepBatch:
     Attributes:
         samples: in the **global** batch, over all processes.
         parts: for each part held by this process, its micro-batches.
+        waited: seconds that this process waited for them, reading or for its workers; ``None`` where nobody looked.
     """
 
     step: int
     epoch: int
     samples: int
     parts: tuple[tuple[MicroBatch, ...], ...]
+    waited: float | None = None
 
     @property
     def here(self) -> int:

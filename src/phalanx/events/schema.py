@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-SCHEMA_VERSION = "1.8"
+SCHEMA_VERSION = "1.9"
 
 _INT_OR_NULL, _FLOAT_OR_NULL = (int, type(None)), (float, type(None))
 
@@ -34,6 +34,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         ),
         "repeats": (bool, "whether a sample may come twice in an epoch, by `job.sampler`; since 1.8"),
         "total_steps": (_INT_OR_NULL, "optimizer steps of the whole run; null where a stream's length is not known"),
+        "workers": (int, "processes of each rank that load data; since 1.9"),
         "first_step": (int, "the step this run begins with; above 0 after a resume"),
         "parameters": (int, "elements of all parameters"),
         "notes": (list, "what this plan does not keep of one device's result, in words"),
@@ -60,6 +61,10 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "lr": (float, "learning rate of the first parameter group"),
         "grad_norm": (_FLOAT_OR_NULL, "global L2 norm before clipping; null where it was not needed or is not finite"),
         "skipped": (bool, "whether no update was made: for loss scaling of fp16, or for an `accident` of this step"),
+        "waited": (
+            _FLOAT_OR_NULL,
+            "seconds of it that rank 0 waited for its samples; null with servers, or where it is not known; since 1.9",
+        ),
     },
     "accident": {
         "step": (int, "optimizer step; since 1.6, as all of this event"),
@@ -278,7 +283,8 @@ _ITEMS: dict[tuple[str, str], tuple[type, ...]] = {
 """What lists and dictionaries hold."""
 
 _LATER = {
-    "start": ("exact", "samples", "drop_last", "epoch_samples", "repeats"),
+    "start": ("exact", "samples", "drop_last", "epoch_samples", "repeats", "workers"),
+    "step": ("waited",),
     "checkpoint": ("standstill",),
     "memory": ("parameters", "gradients", "optimizer", "buffers", "activations"),
 }

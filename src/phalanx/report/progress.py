@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Self, final
 
 from rich.console import Console
@@ -56,24 +57,39 @@ class StepPace:
     """How fast steps go by, taken over the last few."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[int, float, int, float]] = deque(maxlen=_WINDOW)
+        self._steps: deque[Event] = deque(maxlen=_WINDOW)
 
     def add(self, event: Event) -> None:
         """Take in a ``step`` event."""
-        self._steps.append((event["step"], event["time"], event["samples"], event["seconds"]))
+        self._steps.append(event)
 
     @property
     def samples_per_second(self) -> float | None:
         """``None`` before the first step."""
-        seconds = sum(one[3] for one in self._steps)
-        return sum(one[2] for one in self._steps) / seconds if seconds > 0 else None
+        seconds = sum(one["seconds"] for one in self._steps)
+        return sum(one["samples"] for one in self._steps) / seconds if seconds > 0 else None
+
+    @property
+    def waited(self) -> float:
+        """The share of the time in which rank 0 waited for data; 0 where it is not known."""
+        return waited_share(self._steps) or 0.0
 
     def seconds_for(self, steps: int) -> float | None:
         """Time that so many more steps will take, with the evaluations between them; ``None`` before two steps."""
         if len(self._steps) < 2:
             return None
-        (first, since, *_), (last, until, *_) = self._steps[0], self._steps[-1]
-        return (until - since) / max(1, last - first) * steps
+        first, last = self._steps[0], self._steps[-1]
+        return (last["time"] - first["time"]) / max(1, last["step"] - first["step"]) * steps
+
+
+WAITED_MUCH = 0.1  # the share of the time from which on waiting for data is worth a word
+
+
+def waited_share(steps: Iterable[Event]) -> float | None:
+    """The share of their time in which rank 0 waited for data, of ``step`` events; ``None`` where none tells."""
+    known = [event for event in steps if event.get("waited") is not None]
+    seconds = sum(event["seconds"] for event in known)
+    return min(1.0, sum(event["waited"] for event in known) / seconds) if seconds > 0 else None
 
 
 def step_text(event: Event, pace: StepPace, total: int | None) -> str:
@@ -82,6 +98,8 @@ def step_text(event: Event, pace: StepPace, total: int | None) -> str:
     if (rate := pace.samples_per_second) is not None:
         parts.append(f"{show_count(rate)} samples/s")
     parts.append(f"lr {event['lr']:.3g}")
+    if pace.waited >= WAITED_MUCH:
+        parts.append(f"waiting for data {pace.waited:.0%}")
     left = total - event["step"] - 1 if total else 0
     if left and (seconds := pace.seconds_for(left)) is not None:
         parts.append(f"{show_clock(seconds)} left")

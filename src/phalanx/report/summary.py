@@ -13,7 +13,7 @@ from phalanx.config import Plan
 from phalanx.errors import SpecError
 from phalanx.events import EventReader
 from phalanx.report.comparison import Compared, memory_beside, step_beside, stored
-from phalanx.report.progress import Event, interruption_text
+from phalanx.report.progress import Event, interruption_text, waited_share
 from phalanx.units import show_bytes, show_count, show_names
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations")  # of a rank's memory
@@ -38,6 +38,8 @@ class RunSummary:
         evaluation: ``loss``, ``samples`` and ``metrics`` of the last evaluation.
         peak_bytes: largest memory of each rank: resident set on CPU, allocated on CUDA.
         memory: what each rank's memory holds, part → bytes; empty where the log is older than its schema 1.2.
+        waited: the share of rank 0's time in which it waited for data; ``None`` where the log does not tell.
+        load_workers: processes of each rank that load data.
         idle: the share of a pipeline's time in which its ranks wait or send, in the one step that was timed.
         averagings: of replicas that step by themselves; ``None`` where there were none.
         serving: of parameter servers; ``None`` where there were none.
@@ -67,6 +69,8 @@ class RunSummary:
     evaluation: dict[str, Any] | None
     peak_bytes: tuple[int, ...]
     memory: tuple[dict[str, int], ...]
+    waited: float | None
+    load_workers: int
     idle: float | None
     averagings: Averagings | None
     serving: Serving | None
@@ -134,6 +138,8 @@ def summary_of(
         evaluation=evaluation and {name: evaluation[name] for name in ("step", "loss", "samples", "metrics")},
         peak_bytes=tuple(event["peak_bytes"] for event in memory),
         memory=held,
+        waited=waited_share(timed),
+        load_workers=start.get("workers", 0),
         idle=idle_share([event["actions"] for event in timelines]),
         averagings=averagings(by_name.get("sync", []), steps, end.get("seconds")),
         serving=serving(by_name),

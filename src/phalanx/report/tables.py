@@ -18,7 +18,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.report.progress import result_text
+from phalanx.report.progress import WAITED_MUCH, result_text
 from phalanx.report.samples_seen import SamplesSeen
 from phalanx.report.summary import PARTS, RunSummary, run_log
 from phalanx.units import show_bytes, show_count, show_names, show_seconds, visible
@@ -100,6 +100,8 @@ def summary_table(summary: RunSummary, seen: SamplesSeen | None = None) -> Rende
             ("time per step", f"{show_seconds(summary.step_seconds)} (median)"),
             ("samples/s", show_count(summary.samples_per_second)),
         ]
+    if summary.waited is not None and summary.waited >= WAITED_MUCH:
+        rows.append(("waiting for data", _waiting_for_data(summary)))
     if summary.idle is not None:
         rows.append(("pipeline", f"{summary.idle:.0%} of its ranks' time idle, in the step that was timed"))
     if summary.averagings is not None:
@@ -314,6 +316,14 @@ def _verdict(proof: dict[str, Any]) -> RenderableType:
     table.add_row("first", escape(proof["first"]))
     table.add_row("likely cause", escape(proof["cause"]))
     return Group(Text.assemble(("not equal", "bold red"), f": {over}"), table)
+
+
+def _waiting_for_data(summary: RunSummary) -> str:
+    there = f"; there {'is' if summary.load_workers == 1 else 'are'} {summary.load_workers}" * bool(
+        summary.load_workers
+    )
+    more = f"workers={summary.load_workers + 2} in the job loads ahead in processes of their own{there}"
+    return f"{summary.waited:.0%} of rank 0's time ({more})"
 
 
 def _steps(summary: RunSummary) -> str:

@@ -48,8 +48,8 @@ class RunRecorder:
         self._at_once = False
         self._log = EventLog(run.folder / "events.jsonl") if writes else None
         self._mirror = _mirror(run) if writes else None
-        self._waiting: tuple[Metrics, float] | None = None
-        self._unwritten: tuple[Metrics, float] | None = None
+        self._waiting: tuple[Metrics, float, float | None] | None = None
+        self._unwritten: tuple[Metrics, float, float | None] | None = None
         self._laps: deque[Lap] = deque(maxlen=_LAPS)
         self._first = self._last = time.perf_counter()
 
@@ -103,6 +103,7 @@ class RunRecorder:
             drop_last=job.drop_last,
             repeats=job.sampler is not None and Sampler.of(job.sampler).repeats,
             total_steps=self._total,
+            workers=job.workers,
             **facts,
         )
         for message in advice:
@@ -153,11 +154,11 @@ class RunRecorder:
         seconds, self._last = now - self._last, now
         self._write_waiting()
         due = self._due(metrics)
-        self._unwritten = None if due else (metrics, seconds)
+        self._unwritten = None if due else (metrics, seconds, batch.waited)
         if due and self._late:
-            self._waiting = metrics, seconds
+            self._waiting = metrics, seconds, batch.waited
         elif due:
-            self._write_step(metrics, seconds)
+            self._write_step(metrics, seconds, batch.waited)
 
     def note_best(self, best: BestSoFar) -> None:
         """Keep in the run's folder which evaluation was the best, for whoever deletes checkpoints or looks for it.
@@ -260,7 +261,7 @@ class RunRecorder:
     def _due(self, metrics: Metrics) -> bool:
         return metrics.step % self._run.log_every == 0 or metrics.step + 1 == self._total
 
-    def _write_step(self, metrics: Metrics, seconds: float) -> None:
+    def _write_step(self, metrics: Metrics, seconds: float, waited: float | None = None) -> None:
         self.write(
             "step",
             step=metrics.step,
@@ -272,6 +273,7 @@ class RunRecorder:
             lr=metrics.lr,
             grad_norm=metrics.grad_norm,
             skipped=metrics.skipped,
+            waited=waited,
         )
 
 
