@@ -127,7 +127,20 @@ def job(**how: Any) -> Job:
 Answer = tuple[Any, str]
 """What is left of a run, without times and the plan's text; and its sentences. Or its refusal, and the same."""
 
-_TIMES = {"time", "seconds", "passes", "update", "peak_bytes", "plan", "exact", "path", "notes", "bytes", "standstill"}
+_TIMES = {
+    "time",
+    "seconds",
+    "waited",
+    "passes",
+    "update",
+    "peak_bytes",
+    "plan",
+    "exact",
+    "path",
+    "notes",
+    "bytes",
+    "standstill",
+}
 _RACES = {"worker", "worked", "forecast", "timing"}
 
 
