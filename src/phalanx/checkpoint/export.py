@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -60,18 +60,31 @@ def export(path: Path, target: Path, *, dtype: torch.dtype | None = None, shard:
     ]
     if not entries:
         raise CheckpointError(f"{path} holds no model")
-    _refuse_target(target)
+    refuse_target(target)
     chunks = (chunk for name, stored in manifest.tensors.items() if name.startswith(_MODEL) for chunk in stored.chunks)
     verify_first(path, manifest, sorted({chunk.file for chunk in chunks}))
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    missing = [folder for folder in target.parents if not folder.exists()]
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+    with written(target) as partial:
         if target.suffix == ".safetensors":
             write_file(partial, _pieces(path, manifest, entries))
             files, config = [target], None
         else:
             files = [target / name for name in _write_folder(partial, path, manifest, entries, config, shard)]
+    nbytes = sum(entry.nbytes for entry in entries)
+    return Exported(files=tuple(files), tensors=len(entries), nbytes=nbytes, configured=config is not None)
+
+
+@contextmanager
+def written(target: Path) -> Generator[Path]:
+    """The path of a file or folder to write, which then becomes ``target``; where that fails, nothing is left of it.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    missing = [folder for folder in target.parents if not folder.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
         partial.rename(target)
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {error.strerror or error}") from None
@@ -82,8 +95,6 @@ def export(path: Path, target: Path, *, dtype: torch.dtype | None = None, shard:
             with suppress(OSError):
                 for folder in missing:
                     folder.rmdir()
-    nbytes = sum(entry.nbytes for entry in entries)
-    return Exported(files=tuple(files), tensors=len(entries), nbytes=nbytes, configured=config is not None)
 
 
 def model_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -125,8 +136,12 @@ def contents(path: Path) -> dict[str, Any]:
     return {**told, "files": len(manifest.files), "bytes": nbytes, "tensors": tensors}
 
 
-def _refuse_target(target: Path) -> None:
-    """Refuse a target that is there, or that cannot come to be there, before anything is read or made."""
+def refuse_target(target: Path) -> None:
+    """Refuse a target that is there, or that cannot come to be there, before anything is read or made.
+
+    Raises:
+        SpecError: the target exists, or a file is where it needs a folder.
+    """
     if target.exists() or target.is_symlink():
         allowed = "a folder or a file that does not exist yet"
         raise SpecError.of(where="--to", given=f"{target}, which exists", allowed=allowed, fix=f"--to {_free(target)}")

@@ -15,6 +15,7 @@ from phalanx.errors import CheckpointError, DamagedError, SpecError
 
 if TYPE_CHECKING:
     from phalanx.checkpoint import FoundCheckpoint
+    from phalanx.train.adapters import Form
 
 _NO = 1
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -145,14 +146,27 @@ def export_command(place: Path, step: int | None, target: Path, dtype: str | Non
     A folder holds safetensors, in shards of 5 GB with an index, and the configuration of a model of transformers, so
     that from_pretrained reads it. A target that ends in .safetensors is one file. Both can be a job's initial values.
     """
+    export_model(place, step, target, dtype=dtype, as_json=as_json)
+
+
+def export_model(
+    place: Path, step: int | None, target: Path, *, dtype: str | None, as_json: bool, form: Form | None = None
+) -> None:
+    """Write the model of a checkpoint, or its adapters in one of their forms, and say what was written."""
     import torch
 
     from phalanx.checkpoint import export
     from phalanx.units import show_bytes
 
     more = ["--to", str(target), *(["--dtype", dtype] if dtype else [])]
+    kind = getattr(torch, dtype) if dtype else None
     with _offering_older(place, step, "export", *more) as chosen:
-        done = export(chosen.path, target, dtype=getattr(torch, dtype) if dtype else None)
+        if form is None:
+            done = export(chosen.path, target, dtype=kind)
+        else:
+            from phalanx.train.adapters import export_adapters
+
+            done = export_adapters(chosen.path, target, form, dtype=kind)
     told = {"from": str(chosen.path), "files": [str(file) for file in done.files]}
     told |= {"tensors": done.tensors, "bytes": done.nbytes, "config": done.configured}
     plain = "" if done.configured or target.suffix == ".safetensors" else "; no config.json: no model of transformers"

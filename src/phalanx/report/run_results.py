@@ -162,19 +162,36 @@ class Run:
         path = self.checkpoint(step)  # once: a run that goes on may save another meanwhile
         return trained_model(job, model_tensors(path), str(path))
 
-    def save_pretrained(self, target: str | Path, *, step: Which = None, dtype: torch.dtype | None = None) -> Exported:
+    def save_pretrained(
+        self,
+        target: str | Path,
+        *,
+        step: Which = None,
+        dtype: torch.dtype | None = None,
+        adapter: bool = False,
+        merged: bool = False,
+    ) -> Exported:
         """Write the trained model for others: a new folder that ``from_pretrained`` reads, or a new ``*.safetensors``.
 
         Args:
             step: as of ``checkpoint``.
             dtype: of floating point tensors; as saved where not given.
+            adapter: write the adapters of peft alone, a folder for ``PeftModel.from_pretrained``.
+            merged: write the model of transformers that peft's adapters have been merged into.
 
         Raises:
-            SpecError: ``target`` exists, or there is no such checkpoint.
+            SpecError: ``target`` exists, there is no such checkpoint, or there are no adapters.
             CheckpointError: the checkpoint is damaged, or the target cannot be written.
         """
         from phalanx.checkpoint import export
 
+        if adapter and merged:
+            raise SpecError.of("merged", "adapter=True, merged=True", "one of the two", "adapter=True")
+        if adapter or merged:
+            from phalanx.train.adapters import export_adapters
+
+            form = "adapter" if adapter else "merged"
+            return export_adapters(self.checkpoint(step), Path(target), form, job=self.job, dtype=dtype)
         return export(self.checkpoint(step), Path(target), dtype=dtype)
 
 

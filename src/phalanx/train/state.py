@@ -19,6 +19,8 @@ from phalanx.errors import CheckpointError
 from phalanx.parallel import Layout, LocalSgd, RankHoldings
 from phalanx.parallel.diloco import flattened
 from phalanx.parallel.grad_reduce import spread
+from phalanx.train.adapters import SECTION as ADAPTERS
+from phalanx.train.adapters import adapters_of
 from phalanx.train.assembly import Assembly
 from phalanx.train.loss_scaling import LossScale
 
@@ -69,6 +71,7 @@ def to_save(
         "loss_scale": asdict(progress.loss_scale) if progress.loss_scale else None,
         "optimizer": groups,
         "model_config": model_config(assembly.layout.module),
+        ADAPTERS: adapters_of(assembly.layout.module),
         SENDER_SECTION: held.sender.kind if held.sender else None,
         OUTER_SECTION: told,
         SURVIVOR: survivor,

@@ -27,6 +27,15 @@ def trained_model(job: Job, values: Mapping[str, Tensor], where: str) -> nn.Modu
         module: Any = job.model()
     if not isinstance(module, nn.Module):
         raise SpecError.of("job.model", f"a {type(module).__name__}", "a torch.nn.Module", "model=lambda: Net()")
+    return with_values(module, values, where).eval()
+
+
+def with_values(module: nn.Module, values: Mapping[str, Tensor], where: str) -> nn.Module:
+    """``module`` with ``values``, which come from ``where``; of tied tensors one name among them suffices.
+
+    Raises:
+        SpecError: names or shapes are another model's.
+    """
     own = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     names = {id(tensor): name for name, tensor in own.items() if name in values}
     problems = {
@@ -43,4 +52,4 @@ def trained_model(job: Job, values: Mapping[str, Tensor], where: str) -> nn.Modu
         raise SpecError.of("job.model", given, "the model that the run has trained", "the job as it was in the run")
     bare = any(tensor.is_meta for tensor in own.values())
     module.load_state_dict({name: values[names[id(tensor)]] for name, tensor in own.items()}, strict=False, assign=bare)
-    return module.eval()
+    return module

@@ -25,6 +25,8 @@ from phalanx.errors import RefusedError
 from phalanx.files import check_writer
 from phalanx.parallel.layout import SingleLayout
 from phalanx.parallel.parameter_server import Flat, RowSlice, Rule, RunProgress, Shard, cut_out, form_of, partition
+from phalanx.train.adapters import SECTION as ADAPTERS
+from phalanx.train.adapters import adapters_of
 from phalanx.train.assembly import build_optimizer
 from phalanx.train.build_model import build_model
 from phalanx.train.elementwise import Parameters, elementwise
@@ -185,6 +187,7 @@ class ShardStore:
         state |= {
             "optimizer": {**groups, "state": states},
             "model_config": model_config(self.layout.module),
+            ADAPTERS: adapters_of(self.layout.module),
             **progress,
         }
         everything = {**model_tensors(self.layout), **tensors}

@@ -1,0 +1,200 @@
+"""Adapters of peft in a checkpoint, and what others read of them: the adapters alone, or merged into their base.
+
+peft writes both, from the model with the checkpoint's values. The job builds that model; without one it is built from
+what the checkpoint says of it, which no code of the user is run for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from phalanx.checkpoint import Exported, model_tensors
+from phalanx.checkpoint.export import refuse_target, written
+from phalanx.checkpoint.reading import read_state
+from phalanx.config import Job
+from phalanx.errors import MissingExtraError, Problem, SpecError
+from phalanx.train.trained_model import trained_model, with_values
+from phalanx.units import show_names
+
+SECTION = "adapters"
+"""What of a checkpoint's state says how its model is built: its base, and the adapters that peft has put into it."""
+Form = Literal["adapter", "merged"]
+"""The adapters alone, for ``PeftModel.from_pretrained``; or the base that they are merged into."""
+
+
+def adapters_of(module: nn.Module) -> dict[str, Any] | None:
+    """How a model that ``peft.get_peft_model`` has made is built again, as JSON; ``None`` for any other."""
+    if not _is_adapted(module):
+        return None
+    model: Any = module
+    base = model.get_base_model()
+    try:
+        config = json.loads(base.config.to_json_string())
+        adapters = {name: _plain(one.to_dict()) for name, one in model.peft_config.items()}
+        json.dumps(adapters)
+    except (AttributeError, TypeError, ValueError):  # no model of transformers, or a config with code in it
+        return None
+    library = (one for one in type(base).__mro__ if one.__module__.startswith("transformers.models."))
+    kind = next(library, type(base))
+    own = kind.forward is not type(base).forward  # a class of the user's own is not to be had from its name
+    return {
+        "base": config,
+        "class": "" if own else kind.__name__,
+        "adapters": adapters,
+        "active": _plain(model.active_adapter),
+    }
+
+
+def export_adapters(
+    path: Path, target: Path, form: Form, *, job: Job | None = None, dtype: torch.dtype | None = None
+) -> Exported:
+    """Write the adapters in the checkpoint ``path``, or the base that they are merged into, to the folder ``target``.
+
+    The whole model is in memory once, on the CPU. Adapters have peft's names and ``adapter_config.json``; a merged
+    model is what peft's ``merge_and_unload`` gives, with ``config.json``. Of several adapters the active are merged.
+
+    Args:
+        form: which of the two.
+        job: that builds the model; without it, it is built from what the checkpoint says.
+        dtype: of floating point tensors; as saved where not given. They are merged before they are converted.
+
+    Raises:
+        SpecError: the model is none of peft's, what it has trained is not in its adapters alone, or the target exists.
+        CheckpointError: the checkpoint is damaged, or the target cannot be written.
+        MissingExtraError: peft is not installed.
+    """
+    path, target = Path(path), Path(target)
+    if target.suffix == ".safetensors":
+        raise SpecError.of("OUT", str(target), "a folder: tensors and a configuration", str(target.with_suffix("")))
+    refuse_target(target)
+    try:
+        import peft  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError:
+        raise MissingExtraError("peft", "peft") from None
+    model: Any = _model(path, job)
+    if form == "adapter":
+        _refuse_more_than_adapters(model, path)
+    else:
+        model = _merged(model)
+    model = model if dtype is None else model.to(dtype)
+    with written(target) as partial:
+        model.save_pretrained(str(partial))
+    files = sorted(file for file in target.rglob("*") if file.is_file())
+    tensors, nbytes = _tensors_in([file for file in files if file.suffix == ".safetensors"])
+    return Exported(files=tuple(files), tensors=tensors, nbytes=nbytes, configured=True)
+
+
+def _is_adapted(module: Any) -> bool:
+    return hasattr(module, "peft_config") and hasattr(module, "get_base_model")
+
+
+def _model(path: Path, job: Job | None) -> nn.Module:
+    values = model_tensors(path)
+    if job is not None:
+        model = trained_model(job, values, str(path))
+        if not _is_adapted(model):
+            raise SpecError([_no_adapters(f"a {type(model).__name__}")])
+        return model
+    section = read_state(path).get(SECTION)
+    kind = section and _class_of(section)
+    if section and kind:
+        return with_values(_built(section, kind, values), values, str(path)).eval()
+    if not section and not any(".lora_" in name or ".base_layer." in name for name in values):
+        raise SpecError([_no_adapters(f"the model of {path}")])
+    given = f"{path}, which does not say how its model is built: it is no class of transformers, or older"
+    allowed = "a run with its job"
+    raise SpecError.of("RUN", given, allowed, "px.load(RUN, job()).save_pretrained(OUT, adapter=True)")
+
+
+def _no_adapters(given: str) -> Problem:
+    allowed = "a model that peft.get_peft_model has put adapters into"
+    return Problem(where="RUN", given=f"{given}, without adapters", allowed=allowed, fix="phalanx export RUN OUT")
+
+
+def _class_of(section: Mapping[str, Any]) -> Any:
+    import transformers
+
+    return getattr(transformers, section["class"], None) if section["class"] else None
+
+
+def _built(section: Mapping[str, Any], kind: Any, values: Mapping[str, torch.Tensor]) -> nn.Module:
+    """The model with adapters, of whatever values; its tensors have the types of those."""
+    import peft
+
+    configs = {name: peft.PeftConfig.from_peft_type(**dict(one)) for name, one in section["adapters"].items()}
+    names = list(configs)
+    with torch.random.fork_rng(devices=[]):
+        base = kind(kind.config_class.from_dict(dict(section["base"])))
+        first: Any = configs[names[0]]
+        model: Any = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(first.task_type, peft.PeftModel)(base, first, names[0])
+        for name in names[1:]:
+            model.add_adapter(name, configs[name])
+    model.base_model.set_adapter(section["active"])
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in values:
+            tensor.data = tensor.data.to(values[name].dtype)
+    return model
+
+
+def _refuse_more_than_adapters(model: Any, path: Path) -> None:
+    """Refuse where something that training has changed is not in what peft writes of the adapters."""
+    from peft import get_peft_model_state_dict
+
+    states = [get_peft_model_state_dict(model, adapter_name=name) for name in model.peft_config]
+    kept = {tensor.data_ptr() for state in states for tensor in state.values()}
+    groups = (read_state(path).get("optimizer") or {}).get("groups", [])
+    stepped = {name for group in groups for name in group["parameters"]}
+    others = [
+        name
+        for name, one in model.state_dict(keep_vars=True).items()
+        if one.data_ptr() not in kept and (one.requires_grad or name in stepped or name.endswith("running_mean"))
+    ]
+    if others:
+        given = f"a model that has trained more than its adapters: {show_names(others)}"
+        allowed = "one whose other values are as they were; or --merged, which holds everything"
+        module = others[0].rpartition(".")[0].rpartition(".")[2]
+        raise SpecError.of("--adapter", given, allowed, f"peft.LoraConfig(..., modules_to_save=[{module!r}])")
+
+
+def _merged(model: Any) -> nn.Module:
+    base, tuner = model.get_base_model(), model.base_model
+    if not hasattr(tuner, "merge_and_unload"):
+        kinds = ", ".join(sorted({str(_plain(one.peft_type)) for one in model.peft_config.values()}))
+        allowed = "adapters that are added to weights, such as LoRA"
+        raise SpecError.of("--merged", f"adapters of {kinds}, which peft cannot merge", allowed, "--adapter")
+    if not hasattr(base, "save_pretrained"):
+        given, fix = f"a base that is a {type(base).__name__}", "model = run.model().merge_and_unload()"
+        raise SpecError.of("--merged", given, "a model of transformers, which writes itself", fix)
+    return model.merge_and_unload()
+
+
+def _plain(value: Any) -> Any:
+    """``value`` of a configuration, as JSON has it; sets in order."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, value))
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    return value
+
+
+def _tensors_in(files: list[Path]) -> tuple[int, int]:
+    from safetensors import safe_open
+
+    tensors = nbytes = 0
+    for file in files:
+        with safe_open(str(file), "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                one = opened.get_tensor(name)
+                tensors, nbytes = tensors + 1, nbytes + one.numel() * one.element_size()
+    return tensors, nbytes
