@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phalanx.api import Run, build, fit, forecast, load, plan, prove
+    from phalanx.api import Run, build, fit, forecast, load, plan, prove, start
     from phalanx.config import Best, Cluster, Job, Loss, Plan, Pretrained, RunSpec, Sampler, Schedule
     from phalanx.config.model_loss import model_loss
     from phalanx.config.params import param, params
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
-    **dict.fromkeys(("Run", "build", "fit", "forecast", "load", "plan", "prove"), "phalanx.api"),
+    **dict.fromkeys(("Run", "build", "fit", "forecast", "load", "plan", "prove", "start"), "phalanx.api"),
     **dict.fromkeys(("Best", "Cluster", "Job", "Loss", "Plan", "Pretrained", "RunSpec"), "phalanx.config"),
     **dict.fromkeys(("Sampler", "Schedule"), "phalanx.config"),
     **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.loss"),
@@ -76,6 +76,7 @@ __all__ = [
     "plan",
     "prove",
     "router_z_loss",
+    "start",
     "weighted",
 ]
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import Cluster, Job, Plan, RunSpec
 from phalanx.config.fields import is_whole
-from phalanx.errors import PhalanxError, SpecError, WorkerError
-from phalanx.events.following import Follower, callback_viewers
+from phalanx.errors import SpecError
 from phalanx.report.run_results import Run, load
 
 if TYPE_CHECKING:
     from phalanx.comm import Place
     from phalanx.config.run import Resume
     from phalanx.forecast import Forecast
-    from phalanx.launch import Launch, Launcher
     from phalanx.launch.hosts import Hosts
-    from phalanx.launch.launcher import StepReport, WorkerFunction
     from phalanx.planner import Advice
-    from phalanx.train.assembly import Findings
+    from phalanx.report.shown_progress import Watch
     from phalanx.train.own_step import OwnLoader, OwnStep
     from phalanx.verify import Proof
 
@@ -33,7 +29,7 @@ def fit(
     *,
     run: RunSpec | None = None,
     folder: str | Path | None = None,
-    watch: Callable[[], None] | None = None,
+    watch: Watch = None,
     cores: int | None = None,
     hosts: Hosts | None = None,
     launcher: str = "local",
@@ -50,7 +46,9 @@ def fit(
         plan: a ``Plan`` or its text, such as ``"dp=2"``.
         run: everything else (folder, resume, checkpoints); its plan is replaced by ``plan`` where that is given.
         folder: the run folder; ``runs/<name>-<n>`` where not given.
-        watch: called about ten times a second while workers run; never inside a worker that torchrun started.
+        watch: called about ten times a second while workers run; never inside a worker that torchrun started. Without
+            it progress is shown as ``phalanx train`` does where stdout is a terminal, and in one line in a notebook;
+            ``False``: nothing is.
         cores: CPU cores that each replica computes with; its share of the machine's where not given.
         hosts: where workers are put; all on this machine's own network where not given.
         launcher: what starts the workers: ``local`` forks them from this process. With ``torchrun`` they are new
@@ -64,6 +62,61 @@ def fit(
         KeyboardInterrupt: after Ctrl-C; the run has saved by then (``RunSpec.grace``).
         SystemExit: after SIGTERM and SIGUSR1; with 75, ``EX_TEMPFAIL``, once the run has saved.
     """
+    from phalanx.launch import find_launcher
+    from phalanx.preflight.supervised_run import RunStarter, train_here
+    from phalanx.report.shown_progress import looked_on
+
+    asked, spec, place = _asked(job, plan, run, folder, launcher)
+    _need_cores(cores)
+    if place is not None:
+        return _take_part(asked, spec, place, cores)
+    there = RunStarter(launcher=find_launcher(launcher), hosts=hosts, cores=cores, loadable=run is not None)
+    with looked_on(watch, spec.folder / "events.jsonl") as look:
+        train_here(asked, spec, there, look)
+    return Run(folder=spec.folder, job=asked)
+
+
+def start(
+    job: Job,
+    plan: Plan | str | None = None,
+    *,
+    run: RunSpec | None = None,
+    folder: str | Path | None = None,
+    cores: int | None = None,
+    launcher: str = "local",
+) -> Run:
+    """Begin to train ``job`` under ``plan`` in the background, and give back the run once it has begun.
+
+    ``run.wait()`` waits for its end and raises what it failed by, ``run.stop()`` has it save and stop, ``run.running``
+    and ``run.metrics()`` say how it stands. One process beside this one, forked from it, does all that ``fit`` does, so
+    what callbacks of the job change they change there. The run ends with this process: one that ends by itself has it
+    save and stop, one that is killed takes it along.
+
+    Args:
+        job, plan, run, folder, cores, launcher: as of ``fit``.
+
+    Raises:
+        SpecError: as of ``fit``, and inside a worker that torchrun started.
+        RefusedError: as of ``fit``: nothing has begun then.
+    """
+    from phalanx.launch import find_launcher
+    from phalanx.launch.background_run import BackgroundRun
+    from phalanx.preflight.supervised_run import RunStarter, train_here
+
+    asked, spec, place = _asked(job, plan, run, folder, launcher)
+    _need_cores(cores)
+    if place is not None:
+        raise SpecError.of("launcher", "px.start in a worker of torchrun", "px.fit", "px.fit(job(), plan)")
+    there = RunStarter(launcher=find_launcher(launcher), hosts=None, cores=cores, loadable=run is not None)
+    there.refuse(spec)
+    process = BackgroundRun.begin(spec.folder, lambda begun: train_here(asked, spec, there, None, begun))
+    return Run(folder=spec.folder, job=asked, process=process)
+
+
+def _asked(
+    job: Job, plan: Plan | str | None, run: RunSpec | None, folder: str | Path | None, launcher: str
+) -> tuple[Job, RunSpec, Place | None]:
+    """The job with the run's overrides, the run with its plan and folder, and this process's place of torchrun."""
     from phalanx.config.run import override
     from phalanx.launch import default_folder, find_launcher, place_of_this_process
 
@@ -71,141 +124,17 @@ def fit(
     _need(run, (RunSpec, type(None)), "run", 'run=px.RunSpec(job="train.py", plan=plan, folder="runs/mine-1")')
     _need(folder, (str, Path, type(None)), "folder", 'folder="runs/mine-1"')
     _need(launcher, str, "launcher", 'launcher="local"')
-    if cores is not None and not is_whole(cores, 1):
-        raise SpecError.of("cores", repr(cores), "a whole number, 1 or more", "cores=2")
-    chosen_launcher, place = find_launcher(launcher), place_of_this_process()
+    find_launcher(launcher)
+    place = place_of_this_process()
     chosen = _plan(plan if plan is not None or run is None else run.plan, job, place)
     where = Path(folder) if folder is not None else run.folder if run is not None else default_folder(job.name)
     spec = replace(run, plan=chosen, folder=where) if run else RunSpec(job=job.name, plan=chosen, folder=where)
-    job = override(job, spec)
-    if place is not None:
-        return _take_part(job, spec, place, cores)
-    there = _Start(launcher=chosen_launcher, hosts=hosts, cores=cores, loadable=run is not None)
-    with _called_back(job, spec.folder, watch) as look:
-        return _start(job, spec, there, look)
+    return override(job, spec), spec, place
 
 
-@contextmanager
-def _called_back(job: Job, folder: Path, watch: Callable[[], None] | None) -> Iterator[Callable[[], None] | None]:
-    """What calls ``watch`` and the job's callbacks, which hear of everything before the block ends."""
-    if not job.callbacks:
-        yield watch
-        return
-    with Follower(folder / "events.jsonl", callback_viewers(job.callbacks)) as follower:
-
-        def look() -> None:
-            follower()
-            if watch:
-                watch()
-
-        yield look
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Start:
-    """Who starts the workers and where, and whether ``RunSpec.job`` says where other processes find the job."""
-
-    launcher: Launcher
-    hosts: Hosts | None
-    cores: int | None
-    loadable: bool
-
-    def launch(self, run: RunSpec, work: WorkerFunction) -> Launch:
-        """What is to be started for ``run``, each of whose workers does ``work``."""
-        from phalanx.launch import Launch
-
-        return Launch(
-            world_size=run.plan.processes,
-            function=work,
-            run=run,
-            loadable=self.loadable,
-            threads=None if self.cores is None else self.cores * run.plan.threads,
-            hosts=self.hosts,
-            reserves=_RESERVES if run.plan.server else 0,
-            timeout=run.timeout,
-        )
-
-
-def _start(job: Job, spec: RunSpec, how: _Start, watch: Callable[[], None] | None) -> Run:
-    from phalanx.launch import (
-        ElasticSize,
-        LookAhead,
-        Reference,
-        Restarts,
-        RunFolder,
-        StopSignals,
-        settled,
-        supervise,
-    )
-    from phalanx.preflight import RunForecaster, forecast_after_look
-    from phalanx.train.assembly import Findings, refuse
-    from phalanx.train.launcher_link import LauncherLink
-    from phalanx.train.loop import train
-    from phalanx.train.lr_schedule import RunStart
-
-    size, folder, hosts, cores = ElasticSize.of(job, spec) if spec.devices else None, spec.folder, how.hosts, how.cores
-    spec = spec.resized_to(size.plan) if size else spec
-    found, restarts = Findings(), Restarts(spec.restarts, folder, size)
-
-    def work(place: Place, report: StepReport) -> dict[str, Any]:
-        report_step = hosts.counted(place.rank, report) if hosts else report
-        with StopSignals(report.asked) as signals:
-            link = LauncherLink(report=report_step, asked=signals.asked, unsaved=report.unsaved)
-            return train(job, begun, place, link, findings=found)
-
-    def wanted() -> Launch:
-        nonlocal begun, found
-        if restarts.starts:
-            begun, before = entered.again(), begun.plan
-            begun = begun.resized_to(size.plan) if size else begun
-            found = found if begun.plan == before else _looked_at(job, begun)
-            how.launcher.prepare(how.launch(begun, work))
-        return how.launch(begun, work)
-
-    refuse(job, spec.plan, spec.plan.world_size)
-    located = replace(spec, job=str(Reference.parse(spec.job)))
-    begun = settled(located)
-    with (
-        RunFolder(located, job=job) as entered,
-        LookAhead(job, spec.plan, RunStart.of(begun), forecast_after_look(job, spec, cores)) as look,
-    ):
-        how.launcher.prepare(how.launch(spec, work))  # loads what workers need, while the job is looked at
-        found = look.findings()
-        with RunForecaster(spec, look.side, watch) as forecaster:
-            begun = entered.prepare()
-            with _recorded(folder):
-                supervise(how.launcher.start, wanted, forecaster, grace=spec.grace, restarts=restarts)
-    return Run(folder=folder, job=job)
-
-
-def _looked_at(job: Job, run: RunSpec) -> Findings:
-    """What there is to be found of ``job`` under the plan that ``run`` goes on with; what is wrong workers say."""
-    from phalanx.launch import look_ahead
-    from phalanx.train.assembly import Findings
-    from phalanx.train.lr_schedule import RunStart
-
-    try:
-        return look_ahead(job, run.plan, RunStart.of(run))
-    except PhalanxError:
-        return Findings()
-
-
-@contextmanager
-def _recorded(folder: Path) -> Iterator[None]:
-    """Have the run's log say what it failed by."""
-    from phalanx.launch import record
-    from phalanx.preflight import too_little
-
-    try:
-        yield
-    except SpecError as error:  # what only a worker could see, or the forecast once the run had begun
-        record(error, folder)
-        raise
-    except WorkerError as error:
-        record(error, folder)
-        if advice := too_little(error, folder):
-            error.add_note(advice)
-        raise
+def _need_cores(cores: int | None) -> None:
+    if cores is not None and not is_whole(cores, 1):
+        raise SpecError.of("cores", repr(cores), "a whole number, 1 or more", "cores=2")
 
 
 def _take_part(job: Job, spec: RunSpec, place: Place, cores: int | None) -> Run:
@@ -344,9 +273,7 @@ def _need(value: object, kinds: type | tuple[type, ...], where: str, fix: str) -
         raise SpecError.of(where, shown, names + hint, fix)
 
 
-__all__ = ["Run", "build", "fit", "forecast", "load", "plan", "prove"]
-
-_RESERVES = 3  # killed workers and servers that a run with servers replaces
+__all__ = ["Run", "build", "fit", "forecast", "load", "plan", "prove", "start"]
 
 
 def _plan(plan: Plan | str | None, job: Job, place: Place | None) -> Plan:

@@ -274,6 +274,7 @@ MUTABLE = {
     "launch/jobfile.py: _stamps",  # as Python keeps what it has imported
     "launch/jobfile.py: _declared_by",  # what those imports declared
     "launch/jobfile.py: _values_of",  # and what a job declared that was loaded last
+    "launch/background_run.py: _live",  # runs that end with this process
     "launch/own_run.py: _group",  # the process group that build() joins, till the process ends
     "launch/own_run.py: _open",  # runs of loops of one's own, till they or the process end
     "launch/worker.py: _runs",

@@ -97,7 +97,7 @@ def _step(plan: Plan, steps: int) -> float:
 
     with tempfile.TemporaryDirectory(prefix="phalanx-calibrate-") as scratch:
         spec = RunSpec(job="nothing", plan=plan, folder=Path(scratch) / "run", forecast="none")
-        run = fit(_nothing(steps, plan.pp), run=spec, cores=1)
+        run = fit(_nothing(steps, plan.pp), run=spec, cores=1, watch=False)
         return summarise(run.folder).step_seconds or 0.0
 
 

@@ -140,14 +140,15 @@ def _detach(pipes: WorkerPipes, launcher: int) -> None:
         os.close(source)
     # the launcher's own stream objects may be a progress bar's, or a test's
     sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
-    sys.stdout = sys.__stdout__ = _printer(1)
-    sys.stderr = sys.__stderr__ = _printer(2)
+    sys.stdout = sys.__stdout__ = printer(1)
+    sys.stderr = sys.__stderr__ = printer(2)
     faulthandler.enable(file=pipes.crash.fileno(), all_threads=True)
     # what the launcher had imported stays: out of the collector's rounds, which then neither walk nor copy those pages
     gc.freeze()
 
 
-def _printer(descriptor: int) -> TextIO:
+def printer(descriptor: int) -> TextIO:
+    """A stream of this process's own that prints to ``descriptor`` line by line."""
     return os.fdopen(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 

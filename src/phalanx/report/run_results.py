@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from phalanx.config import Job, Plan
 from phalanx.errors import MissingExtraError, SpecError
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
     from phalanx.checkpoint import Exported
     from phalanx.data.saved_batch import SavedBatch
+    from phalanx.launch.background_run import BackgroundRun
 
 _OF_A_STEP = ("step", "evaluate", "checkpoint")  # events that there is one of a step
+_SOON = 0.05  # seconds between looks at a run of another process
 Which = int | Literal["best"] | None
 """Which checkpoint: of that step, of the best evaluation, or the newest."""
 
@@ -32,10 +35,12 @@ class Run:
     Attributes:
         folder: where it is.
         job: that it trains; ``None`` where that is not known. ``model`` needs it.
+        process: that trains it in the background, where this one has started it so (``px.start``).
     """
 
     folder: Path
     job: Job | None = field(default=None, compare=False, repr=False)
+    process: BackgroundRun | None = field(default=None, compare=False, repr=False)
 
     def events(self, name: str | None = None) -> Iterator[dict[str, Any]]:
         """The run's events in order; those called ``name`` where given."""
@@ -55,7 +60,40 @@ class Run:
     @property
     def running(self) -> bool:
         """Whether it is being trained now, by whatever process of this machine."""
-        return is_written(self.folder)
+        return self.process.running if self.process else is_written(self.folder)
+
+    def wait(self, timeout: float | None = None) -> Self:
+        """Wait until the run is over, at most ``timeout`` seconds; also one that ``stop`` has ended is over.
+
+        Raises:
+            TimeoutError: it goes on.
+            WorkerError: a worker failed, of a run that this process has started.
+            RunError: the process that trained it was killed.
+        """
+        if self.process:
+            self.process.wait(timeout)
+            return self
+        until = None if timeout is None else time.monotonic() + timeout
+        while self.running:
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError(f"the run in {self.folder} goes on after {timeout:g} s")
+            time.sleep(_SOON)
+        return self
+
+    def stop(self) -> Self:
+        """Have the run save after the step that is under way, and wait for its end; nothing where it is over.
+
+        Raises:
+            SpecError: another process trains it.
+            WorkerError: a worker failed.
+        """
+        if self.process:
+            self.process.stop()
+        elif self.running:
+            allowed = "a run that px.start has begun in this process"
+            given = f"the run in {self.folder}, which another process trains"
+            raise SpecError.of("run", given, allowed, f"kill -TERM the process in {self.folder / 'writer.json'}")
+        return self
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Every evaluation by step: ``step``, ``loss``, ``samples``, ``metrics``; one taken again as it went last."""

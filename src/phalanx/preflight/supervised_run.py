@@ -1,0 +1,165 @@
+"""A run that this process starts and follows, from what refuses it to its end; the same for ``fit`` and ``start``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.comm import Place
+from phalanx.config import Job, RunSpec
+from phalanx.errors import PhalanxError, SpecError, WorkerError
+from phalanx.events.following import Follower, callback_viewers
+from phalanx.launch import (
+    ElasticSize,
+    Launch,
+    Launcher,
+    LookAhead,
+    Reference,
+    Restarts,
+    RunFolder,
+    StopSignals,
+    look_ahead,
+    record,
+    settled,
+    supervise,
+)
+from phalanx.launch.hosts import Hosts
+from phalanx.launch.launcher import StepReport, WorkerFunction
+from phalanx.preflight.run_forecast import RunForecaster, forecast_after_look, too_little
+from phalanx.train.assembly import Findings, refuse
+from phalanx.train.launcher_link import LauncherLink
+from phalanx.train.loop import train
+from phalanx.train.lr_schedule import RunStart
+
+_RESERVES = 3  # killed workers and servers that a run with servers replaces
+
+
+@contextmanager
+def _called_back(job: Job, folder: Path, watch: Callable[[], None] | None) -> Iterator[Callable[[], None] | None]:
+    """What calls ``watch`` and the job's callbacks, which hear of everything before the block ends."""
+    if not job.callbacks:
+        yield watch
+        return
+    with Follower(folder / "events.jsonl", callback_viewers(job.callbacks)) as follower:
+
+        def look() -> None:
+            follower()
+            if watch:
+                watch()
+
+        yield look
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStarter:
+    """Who starts the workers and where, and whether ``RunSpec.job`` says where other processes find the job."""
+
+    launcher: Launcher
+    hosts: Hosts | None
+    cores: int | None
+    loadable: bool
+
+    def refuse(self, run: RunSpec) -> None:
+        """Refuse what cannot be started from this process."""
+        self.launcher.prepare(self.launch(run, lambda place, report: None))
+
+    def launch(self, run: RunSpec, work: WorkerFunction) -> Launch:
+        """What is to be started for ``run``, each of whose workers does ``work``."""
+        return Launch(
+            world_size=run.plan.processes,
+            function=work,
+            run=run,
+            loadable=self.loadable,
+            threads=None if self.cores is None else self.cores * run.plan.threads,
+            hosts=self.hosts,
+            reserves=_RESERVES if run.plan.server else 0,
+            timeout=run.timeout,
+        )
+
+
+def train_here(
+    job: Job,
+    spec: RunSpec,
+    how: RunStarter,
+    watch: Callable[[], None] | None,
+    begun: Callable[[], None] | None = None,
+) -> None:
+    """Train ``job`` by workers that this process starts and follows; ``begun`` is called when nothing refuses it.
+
+    Raises:
+        SpecError: the launcher cannot start this run, or the folder cannot be used.
+        RefusedError: the plan cannot serve the job here, or is forecast not to fit.
+        WorkerError: a worker failed.
+        KeyboardInterrupt: after Ctrl-C.
+        SystemExit: after SIGTERM and SIGUSR1.
+    """
+    with _called_back(job, spec.folder, watch) as look:
+        _train(job, spec, how, look, begun or _nothing)
+
+
+def _nothing() -> None:
+    """Nobody is told that the run has begun."""
+
+
+def _train(
+    job: Job, spec: RunSpec, how: RunStarter, watch: Callable[[], None] | None, tell_begun: Callable[[], None]
+) -> None:
+    size, folder, hosts, cores = ElasticSize.of(job, spec) if spec.devices else None, spec.folder, how.hosts, how.cores
+    spec = spec.resized_to(size.plan) if size else spec
+    found, restarts = Findings(), Restarts(spec.restarts, folder, size)
+
+    def work(place: Place, report: StepReport) -> dict[str, Any]:
+        report_step = hosts.counted(place.rank, report) if hosts else report
+        with StopSignals(report.asked) as signals:
+            link = LauncherLink(report=report_step, asked=signals.asked, unsaved=report.unsaved)
+            return train(job, begun, place, link, findings=found)
+
+    def wanted() -> Launch:
+        nonlocal begun, found
+        if restarts.starts:
+            begun, before = entered.again(), begun.plan
+            begun = begun.resized_to(size.plan) if size else begun
+            found = found if begun.plan == before else _looked_at(job, begun)
+            how.launcher.prepare(how.launch(begun, work))
+        return how.launch(begun, work)
+
+    refuse(job, spec.plan, spec.plan.world_size)
+    located = replace(spec, job=str(Reference.parse(spec.job)))
+    begun = settled(located)
+    with (
+        RunFolder(located, job=job) as entered,
+        LookAhead(job, spec.plan, RunStart.of(begun), forecast_after_look(job, spec, cores)) as look,
+    ):
+        how.launcher.prepare(how.launch(spec, work))  # loads what workers need, while the job is looked at
+        found = look.findings()
+        with RunForecaster(spec, look.side, watch) as forecaster:
+            begun = entered.prepare()
+            tell_begun()
+            with _recorded(folder):
+                supervise(how.launcher.start, wanted, forecaster, grace=spec.grace, restarts=restarts)
+
+
+def _looked_at(job: Job, run: RunSpec) -> Findings:
+    """What there is to be found of ``job`` under the plan that ``run`` goes on with; what is wrong workers say."""
+    try:
+        return look_ahead(job, run.plan, RunStart.of(run))
+    except PhalanxError:
+        return Findings()
+
+
+@contextmanager
+def _recorded(folder: Path) -> Iterator[None]:
+    """Have the run's log say what it failed by."""
+    try:
+        yield
+    except SpecError as error:  # what only a worker could see, or the forecast once the run had begun
+        record(error, folder)
+        raise
+    except WorkerError as error:
+        record(error, folder)
+        if advice := too_little(error, folder):
+            error.add_note(advice)
+        raise
