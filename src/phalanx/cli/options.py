@@ -56,7 +56,7 @@ def _choices(key: str) -> tuple[str, ...]:
 
 def job_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     """The argument JOB, a file or module that says what to train."""
-    return click.argument("job", type=_JobReference())(set_option("job")(function))
+    return click.argument("job", type=JobReference())(set_option("job")(function))
 
 
 def set_option(argument: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -79,9 +79,7 @@ def set_option(argument: str) -> Callable[[Callable[..., Any]], Callable[..., An
 def _with_overrides(reference: str, pairs: tuple[str, ...]) -> str:
     from phalanx.launch.jobfile import with_values
 
-    if Path(reference).is_dir() or reference.endswith(".json"):
-        allowed = "a job, whose function calls px.param: this is a folder or a configuration"
-        raise SpecError.of("--set", f"{pairs[0]} with {reference}", allowed, "phalanx train train.py --set lr=1e-3")
+    refuse_params(reference, pairs[0])
     values: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -93,7 +91,16 @@ def _with_overrides(reference: str, pairs: tuple[str, ...]) -> str:
     return with_values(reference, values)
 
 
-class _JobReference(click.ParamType):
+def refuse_params(reference: str, pair: str) -> None:
+    """Raise a ``SpecError`` where ``reference`` is of something that declares no values, so that ``pair`` sets none."""
+    if Path(reference).is_dir() or reference.endswith(".json"):
+        allowed = "a job, whose function calls px.param: this is a folder or a configuration"
+        raise SpecError.of("--set", f"{pair} with {reference}", allowed, "phalanx train train.py --set lr=1e-3")
+
+
+class JobReference(click.ParamType):
+    """A file or module that says what to train."""
+
     name = "job"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

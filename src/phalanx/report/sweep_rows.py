@@ -1,0 +1,147 @@
+"""What the runs of a sweep came to, best first: a row a combination of values and plan, and their table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from phalanx.config.job import Best
+from phalanx.errors import SpecError
+from phalanx.report.run_results import Run
+from phalanx.report.summary import summarise
+from phalanx.units import show_seconds
+
+Outcome = Literal["done", "stopped", "failed", "refused"]
+_OUTCOMES: tuple[Outcome, ...] = ("done", "stopped", "failed", "refused")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepRow:
+    """One combination of a sweep.
+
+    Attributes:
+        values: what overrides the values that the job declares, as they were written, by name.
+        plan: that it ran under; as given where it did not come to one.
+        outcome: ``refused`` before anything ran, ``failed`` on the way, or ``stopped`` with the sweep.
+        reason: why it is not done, in a line.
+        loss: of the last step; ``None`` where none was taken.
+        evaluation: ``step``, ``loss``, ``samples``, ``metrics`` of its best evaluation where the job has a
+            ``px.Best``, else of its last; ``None`` where there was none.
+        seconds: wall time, the start of its workers included.
+        folder: the run folder; ``None`` where it came to none.
+    """
+
+    values: Mapping[str, str]
+    plan: str
+    outcome: Outcome
+    reason: str = ""
+    loss: float | None = None
+    evaluation: Mapping[str, Any] | None = None
+    seconds: float = 0.0
+    folder: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Yardstick:
+    """By which number runs are compared: what ``best`` names where a job has one; else loss.
+
+    Attributes:
+        best: of the jobs; ``None`` where they have none.
+    """
+
+    best: Best | None = None
+
+    def number(self, row: SweepRow) -> float | None:
+        """Of a run; ``None`` where it has none."""
+        if row.evaluation is None:
+            return None if self.best else row.loss
+        metric = self.best.metric if self.best else "loss"
+        return row.evaluation["loss"] if metric == "loss" else row.evaluation["metrics"].get(metric)
+
+    def ranked(self, rows: Iterable[SweepRow]) -> list[SweepRow]:
+        """Best first; those without a number after them, and then those that are not done."""
+
+        def key(row: SweepRow) -> tuple[int, bool, float]:
+            number = self.number(row)
+            lacking = number is None or math.isnan(number)
+            sign = -1.0 if self.best and self.best.mode == "max" else 1.0
+            return _OUTCOMES.index(row.outcome), lacking, 0.0 if lacking or number is None else sign * number
+
+        return sorted(rows, key=key)
+
+    def __str__(self) -> str:
+        if self.best is None:
+            return "least loss, of the last evaluation where there is one"
+        return f"{'most' if self.best.mode == 'max' else 'least'} {self.best.metric}, of each run's best evaluation"
+
+
+def numbers_of(folder: Path, best: Best | None) -> dict[str, Any]:
+    """``loss`` and ``evaluation`` of the run in ``folder``, as a ``SweepRow`` has them."""
+    summary = summarise(folder)
+    evaluation = summary.evaluation
+    if best and (found := Run(folder=folder).best):
+        evaluation = {name: found[name] for name in ("step", "loss", "samples", "metrics")}
+    return {"loss": summary.loss, "evaluation": evaluation}
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong, in a line; of what a job's own code raised, the end of its traceback."""
+    if not isinstance(error, SpecError):
+        said = str(error).strip().splitlines()
+        return said[0] if said else type(error).__name__
+    first = error.problems[0]
+    lines = [line.strip("| ") for line in first.given.splitlines()]
+    return f"{first.where}: {lines[-1]}" if len(lines) > 1 else f"{first.where}: given {first.given}"
+
+
+def sweep_to_dict(
+    job: str, folder: Path, rows: Sequence[SweepRow], yardstick: Yardstick, combinations: int
+) -> dict[str, Any]:
+    """The answer of ``phalanx sweep`` as JSON, rows best first; ``combinations`` counts those not begun, too."""
+    ranked = yardstick.ranked(rows)
+    return {
+        "job": job,
+        "folder": str(folder),
+        "best_by": str(yardstick),
+        "combinations": combinations,
+        "rows": [{**asdict(row), "number": yardstick.number(row)} for row in ranked],
+    }
+
+
+def sweep_table(answer: Mapping[str, Any]) -> RenderableType:
+    """A sweep, from ``sweep_to_dict``: the rows, and why those that are not done are not."""
+    rows = answer["rows"]
+    names = list(dict.fromkeys(name for row in rows for name in row["values"]))
+    metrics = list(dict.fromkeys(name for row in rows for name in (row["evaluation"] or {}).get("metrics", ())))
+    evaluated = any(row["evaluation"] for row in rows)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in (*names, "plan"):
+        table.add_column(name, overflow="fold")
+    for heading in ("last loss", *(["evaluated\nloss"] if evaluated else []), *metrics, "time"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("run", overflow="fold")
+    for row in rows:
+        evaluation = row["evaluation"] or {"loss": None, "metrics": {}}
+        numbers = [row["loss"], *([evaluation["loss"]] if evaluated else [])]
+        numbers += [evaluation["metrics"].get(name) for name in metrics]
+        cells = [row["values"].get(name, "") for name in names]
+        cells += [row["plan"], *map(_number, numbers), show_seconds(row["seconds"])]
+        done = row["outcome"] == "done"
+        last = Path(row["folder"]).name if done else f"{row['outcome']}: {row['reason']}"
+        table.add_row(*map(escape, [*cells, last]), style=None if done else "yellow")
+    notes = [f"best first: {answer['best_by']}", f"run folders: {escape(answer['folder'])}/N"]
+    if left := answer["combinations"] - len(rows):
+        notes.append(f"not begun: {left} of {answer['combinations']} combinations")
+    return Group(table, *notes)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
