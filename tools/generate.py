@@ -25,6 +25,7 @@ from phalanx.hardware.catalog import HEADINGS, cells
 from phalanx.placement.schedules import SCHEDULES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+CONVERSIONS = DOCS.parent / "tests" / "conversions"
 
 # Plans of each kind → what they are. Those of a row are equally exact.
 KINDS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -164,6 +165,20 @@ def catalog_table() -> str:
     return "\n".join(lines)
 
 
+def conversion(name: str) -> str:
+    """A script for another tool and the job that does the same, with their lines; both are run by a test."""
+    before, after = (CONVERSIONS / name / f"{file}.py" for file in ("before", "after"))
+    rows = ["| | lines, without blank ones and comments |", "| --- | ---: |"]
+    rows += [f"| `{path.name}` | {lines_of(path)} |" for path in (before, after)]
+    texts = [f'```python title="{path.name}"\n{path.read_text()}```' for path in (before, after)]
+    return "\n\n".join(["\n".join(rows), *texts])
+
+
+def lines_of(path: Path) -> int:
+    """Lines of a file that are neither blank nor a comment alone."""
+    return sum(1 for line in path.read_text().splitlines() if line.strip() and not line.strip().startswith("#"))
+
+
 # marker → page, table
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "plans": ("../README.md", kinds_table),
@@ -175,6 +190,13 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "job": ("reference/python.md", job_table),
     "cli": ("reference/cli.md", cli_help),
     "devices": ("reference/devices.md", catalog_table),
+    "from_ddp": ("how-to/from-ddp.md", lambda: conversion("from_ddp")),
+    "from_accelerate": ("how-to/from-accelerate.md", lambda: conversion("from_accelerate")),
+    "from_transformers_trainer": (
+        "how-to/from-transformers-trainer.md",
+        lambda: conversion("from_transformers_trainer"),
+    ),
+    "from_lightning": ("how-to/from-lightning.md", lambda: conversion("from_lightning")),
 }
 
 
