@@ -190,7 +190,8 @@ def test_what_is_written_wrong_is_told_before_anything_runs(
 def test_under_torchrun_it_is_refused(job: str) -> None:
     numbers = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}
     torchrun = {**{name: str(value) for name, value in numbers.items()}, "MASTER_ADDR": "127.0.0.1"}
-    result = CliRunner().invoke(main, ["sweep", job, "--set", "lr=1,2"], env=torchrun)
+    set_by_it = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"))
+    result = CliRunner().invoke(main, ["sweep", job, "--set", "lr=1,2"], env={**torchrun, **set_by_it})
     assert result.exit_code == 2
     assert "within a worker" in result.stderr
 
