@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.api import Run, build, fit, forecast, load, plan, prove, start
-    from phalanx.config import Best, Cluster, Job, Loss, Plan, Pretrained, RunSpec, Sampler, Schedule
+    from phalanx.config import Average, Best, Cluster, Job, Loss, Plan, Pretrained, RunSpec, Sampler, Schedule
     from phalanx.config.model_loss import model_loss
     from phalanx.config.params import param, params
     from phalanx.data import Mixture, Table, TokenFile, buckets, document_mask, weighted
@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     **dict.fromkeys(("Run", "build", "fit", "forecast", "load", "plan", "prove", "start"), "phalanx.api"),
-    **dict.fromkeys(("Best", "Cluster", "Job", "Loss", "Plan", "Pretrained", "RunSpec"), "phalanx.config"),
+    **dict.fromkeys(("Average", "Best", "Cluster", "Job", "Loss", "Plan", "Pretrained", "RunSpec"), "phalanx.config"),
     **dict.fromkeys(("Sampler", "Schedule"), "phalanx.config"),
     **dict.fromkeys(("accuracy", "cross_entropy", "mse", "next_token_loss"), "phalanx.train.loss"),
     **dict.fromkeys(("load_balancing_loss", "router_z_loss"), "phalanx.train.loss"),
@@ -41,6 +41,7 @@ _WHERE = {
 __all__ = [
     "LAMB",
     "LARS",
+    "Average",
     "Best",
     "Cluster",
     "Hosts",

@@ -293,6 +293,7 @@ JOBS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     ),
     "evaluate_every": ({"evaluate": lambda: Rows(5)}, {"evaluate_every": 1}),
     "best": ({"evaluate": lambda: Rows(5), "evaluate_every": 1}, {"best": px.Best(mode="max", patience=1)}),
+    "average": ({"evaluate": lambda: Rows(5), "evaluate_every": 1}, {"average": px.Average()}),
     "unused": ({"model": lambda: unused()}, {"unused": "allow"}),
     "tensor_parallel": ({}, {"tensor_parallel": {"blocks.*.up": "whole"}}),
     "name": ({}, {"name": "another"}),

@@ -158,6 +158,7 @@ JOBS: Mapping[str, Mapping[str, Any]] = {
     "metrics": {"metrics": lambda output, batch: {}},
     "evaluate_every": {"evaluate_every": 3},
     "best": {"evaluate": longer, "best": px.Best()},
+    "average": {"average": px.Average()},
     "unused": {"unused": "allow"},
     "tensor_parallel": {"tensor_parallel": {"blocks.*.up": "whole"}},
 }

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from phalanx.checkpoint.safe_files import remove
 from phalanx.checkpoint.shard_file import TensorEntry, bytes_of, header_of, write_file
 from phalanx.errors import CheckpointError, SpecError
 
-_MODEL = "model."
+_MODEL, _AVERAGE = "model.", "average."
 SHARD = 5_000_000_000
 """Bytes of tensors in a file of a folder, at most; what ``save_pretrained`` takes, too."""
 
@@ -38,30 +38,29 @@ class Exported:
     configured: bool
 
 
-def export(path: Path, target: Path, *, dtype: torch.dtype | None = None, shard: int = SHARD) -> Exported:
+def export(
+    path: Path, target: Path, *, dtype: torch.dtype | None = None, shard: int = SHARD, averaged: bool = False
+) -> Exported:
     """Write the model in the checkpoint ``path`` to ``target``: a new folder, or a new file ``*.safetensors``.
 
     Folders that ``target`` is to be in are made. A folder has ``model.safetensors``, or shards of at most ``shard``
     bytes with an index, and the ``config.json`` that a model of transformers had in training. Tensors have the names
     they have in the model, buffers among them; of tied parameters the first name. Floating point tensors are converted
-    to ``dtype`` where it is given.
+    to ``dtype`` where it is given. With ``averaged`` they are the average of the weights, and buffers as of it.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the target cannot be written; then there is none.
-        SpecError: the target exists, or a file is where it needs a folder.
+        SpecError: the target exists, a file is where it needs a folder, or there is no average.
     """
     path, target = Path(path), Path(target)
-    manifest = Manifest.read(path)
+    manifest = _of_model(path, averaged=averaged)
     config = read_state(path).get("model_config")
     entries = [
         TensorEntry(key=name.removeprefix(_MODEL), dtype=_converted(stored.dtype, dtype), shape=stored.shape)
         for name, stored in manifest.tensors.items()
-        if name.startswith(_MODEL)
     ]
-    if not entries:
-        raise CheckpointError(f"{path} holds no model")
     refuse_target(target)
-    chunks = (chunk for name, stored in manifest.tensors.items() if name.startswith(_MODEL) for chunk in stored.chunks)
+    chunks = (chunk for stored in manifest.tensors.values() for chunk in stored.chunks)
     verify_first(path, manifest, sorted({chunk.file for chunk in chunks}))
     with written(target) as partial:
         if target.suffix == ".safetensors":
@@ -97,21 +96,41 @@ def written(target: Path) -> Generator[Path]:
                     folder.rmdir()
 
 
-def model_tensors(path: Path) -> dict[str, torch.Tensor]:
+def model_tensors(path: Path, *, averaged: bool = False) -> dict[str, torch.Tensor]:
     """Every tensor of the model in the checkpoint ``path``, whole and in this process, by its name in the model.
 
-    Of tied parameters the first name. They are verified as they are read.
+    Of tied parameters the first name. They are verified as they are read. With ``averaged`` they are the average of the
+    weights, and buffers as of it.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or holds no model.
+        SpecError: there is no average.
+    """
+    manifest = _of_model(path, averaged=averaged)
+    tensors = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in manifest.tensors.items()}
+    fill(path, manifest, tensors)
+    return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
+
+
+def _of_model(path: Path, *, averaged: bool) -> Manifest:
+    """The manifest of the checkpoint ``path`` with the tensors of the model alone; ``averaged``: of its average.
+
+    What is not averaged, such as frozen parameters, is there as it is.
     """
     manifest = Manifest.read(path)
     stored = {name: one for name, one in manifest.tensors.items() if name.startswith(_MODEL)}
     if not stored:
         raise CheckpointError(f"{path} holds no model")
-    tensors = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in stored.items()}
-    fill(path, manifest, tensors)
-    return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
+    if averaged:
+        names = {
+            f"{_MODEL}{name.removeprefix(_AVERAGE)}": name for name in manifest.tensors if name.startswith(_AVERAGE)
+        }
+        if not names:
+            given = f"{path}, which holds no averaged weights"
+            allowed = "a checkpoint of a job with an average, of a step at which that has begun"
+            raise SpecError.of("averaged", given, allowed, "px.Job(..., average=px.Average(decay=0.999))")
+        stored |= {name: manifest.tensors[there] for name, there in names.items()}
+    return replace(manifest, tensors=stored)
 
 
 def contents(path: Path) -> dict[str, Any]:

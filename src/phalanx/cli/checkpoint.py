@@ -139,34 +139,39 @@ def prune_command(place: Path, keep: int, keep_every: int, as_json: bool) -> Non
 @_step_option
 @click.option("--to", "target", type=click.Path(path_type=Path), required=True, help="New folder, or *.safetensors.")
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Type of floating point tensors [as saved].")
+@click.option("--averaged", is_flag=True, help="The average of the weights that the job keeps.")
 @json_option
-def export_command(place: Path, step: int | None, target: Path, dtype: str | None, as_json: bool) -> None:
+def export_command(place: Path, step: int | None, target: Path, as_json: bool, **how: Any) -> None:
     """Write the model of a checkpoint of RUN, whatever the plan that saved it; one tensor is in memory at a time.
 
     A folder holds safetensors, in shards of 5 GB with an index, and the configuration of a model of transformers, so
     that from_pretrained reads it. A target that ends in .safetensors is one file. Both can be a job's initial values.
     """
-    export_model(place, step, target, dtype=dtype, as_json=as_json)
+    export_model(place, step, target, as_json=as_json, **how)
 
 
 def export_model(
-    place: Path, step: int | None, target: Path, *, dtype: str | None, as_json: bool, form: Form | None = None
+    place: Path, step: int | None, target: Path, *, as_json: bool, form: Form | None = None, **how: Any
 ) -> None:
-    """Write the model of a checkpoint, or its adapters in one of their forms, and say what was written."""
+    """Write the model of a checkpoint, or its adapters in one of their forms, and say what was written.
+
+    ``how``: ``dtype``, the name of a type or ``None``, and ``averaged``, as of ``phalanx.checkpoint.export``.
+    """
     import torch
 
     from phalanx.checkpoint import export
     from phalanx.units import show_bytes
 
-    more = ["--to", str(target), *(["--dtype", dtype] if dtype else [])]
+    dtype, averaged = how["dtype"], how["averaged"]
+    more = ["--to", str(target), *(["--dtype", dtype] if dtype else []), *(["--averaged"] if averaged else [])]
     kind = getattr(torch, dtype) if dtype else None
     with _offering_older(place, step, "export", *more) as chosen:
         if form is None:
-            done = export(chosen.path, target, dtype=kind)
+            done = export(chosen.path, target, dtype=kind, averaged=averaged)
         else:
             from phalanx.train.adapters import export_adapters
 
-            done = export_adapters(chosen.path, target, form, dtype=kind)
+            done = export_adapters(chosen.path, target, form, dtype=kind, averaged=averaged)
     told = {"from": str(chosen.path), "files": [str(file) for file in done.files]}
     told |= {"tensors": done.tensors, "bytes": done.nbytes, "config": done.configured}
     plain = "" if done.configured or target.suffix == ".safetensors" else "; no config.json: no model of transformers"

@@ -28,12 +28,11 @@ class _Which(click.ParamType):
     "--from", "step", type=_Which(), help="The checkpoint of this step, or of the best evaluation [the newest]."
 )
 @click.option("--dtype", type=click.Choice(("float32", "float16", "bfloat16")), help="Of floating point [as saved].")
+@click.option("--averaged", is_flag=True, help="The average of the weights, which px.Job(average=...) keeps.")
 @click.option("--adapter", is_flag=True, help="The adapters of peft alone, for PeftModel.from_pretrained.")
 @click.option("--merged", is_flag=True, help="The model of transformers, with the adapters of peft merged into it.")
 @json_option
-def command(
-    place: Path, target: Path, step: int | str | None, dtype: str | None, adapter: bool, merged: bool, as_json: bool
-) -> None:
+def command(place: Path, target: Path, step: int | str | None, adapter: bool, merged: bool, **how: Any) -> None:
     """Write the model that RUN has trained to OUT, whatever the plan it was trained under.
 
     OUT is a new folder that from_pretrained reads, or a new file *.safetensors. One tensor is in memory at a time;
@@ -43,13 +42,14 @@ def command(
     Examples:
       phalanx export runs/digits-1 digits.safetensors
       phalanx export runs/llama-1 llama/ --from best --dtype bfloat16
+      phalanx export runs/digits-1 digits.safetensors --averaged
       phalanx export runs/lora-1 adapter/ --adapter
     """
     if adapter and merged:
         raise SpecError.of("--merged", "--adapter --merged", "one of the two", "--adapter")
     at = _best(place) if isinstance(step, str) else step
     form = "adapter" if adapter else "merged" if merged else None
-    export_model(place, at, target, dtype=dtype, as_json=as_json, form=form)
+    export_model(place, at, target, form=form, **how)
 
 
 def _best(place: Path) -> int:

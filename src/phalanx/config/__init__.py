@@ -1,5 +1,6 @@
 """What people write and files carry. Importing it imports no torch."""
 
+from phalanx.config.averaging import Average
 from phalanx.config.cluster import Cluster, Group
 from phalanx.config.device import Device, Host, Link, Network
 from phalanx.config.job import Best, Job, Loss, Pretrained
@@ -9,6 +10,7 @@ from phalanx.config.run import RunSpec
 from phalanx.config.schedule import Schedule
 
 __all__ = [
+    "Average",
     "Best",
     "Cluster",
     "Device",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from phalanx.config.averaging import Average
 from phalanx.config.fields import FieldKind, is_number, is_whole, misfits
 from phalanx.config.model_loss import loss_problems
 from phalanx.config.own_sampler import Sampler, beside_sampler, sampler_problems
@@ -86,6 +87,9 @@ def _problems_of_best(best: Best) -> list[Problem]:
 _KINDS = {
     "drop_last": FieldKind(types=(bool,), allowed="True or False", fix="drop_last=True"),
     "shuffle": FieldKind(types=(bool, type(None)), allowed="True, False or None", fix="shuffle=True"),
+    "average": FieldKind(
+        types=(Average, type(None)), allowed="a px.Average, or None", fix="average=px.Average(decay=0.999)"
+    ),
     "best": FieldKind(types=(Best, type(None)), allowed="a px.Best, or None", fix='best=px.Best("loss", patience=3)'),
     "name": FieldKind(types=(str,), allowed="a text", fix='name="digits"'),
 }
@@ -124,6 +128,7 @@ class Job:
         metrics: ``metrics(output, batch)`` gives a dict of name → ``Loss(sum, count)``, evaluated with the loss.
         evaluate_every: optimizer steps between evaluations; 0: at the end only.
         best: by which number evaluations are compared: the best one's checkpoint stays, and a run may end early.
+        average: ``px.Average``: an average of the weights, kept beside them, with which evaluations are made.
         unused: what to do about parameters that get no gradient: ``error`` names them and stops, ``allow`` trains on.
         batch_statistics: what BatchNorm takes mean and variance over in training: each ``micro`` batch by itself, which
             depends on the plan, or the ``global`` batch, as one device does that computes it in one go.
@@ -161,6 +166,7 @@ class Job:
     metrics: Callable[[Any, Any], dict[str, Any]] | None = None
     evaluate_every: int = 0
     best: Best | None = None
+    average: Average | None = None
     unused: Unused = "error"
     batch_statistics: Statistics = "micro"
     tensor_parallel: Mapping[str, Cutting] = field(default_factory=dict[str, Cutting])

@@ -10,6 +10,7 @@ from torch import nn
 
 from phalanx.comm import Mesh, Place, share_timeout
 from phalanx.config import Job, Plan
+from phalanx.config.averaging import average_problems
 from phalanx.config.plan_rules import batch_problems, share_problems, stage_problems
 from phalanx.errors import Problem
 from phalanx.hardware import cuda_devices, keep_freed_memory, return_freed_memory
@@ -45,6 +46,7 @@ def check(job: Job, plan: Plan, here: int | None = None) -> list[Problem]:
         *compression.check(job, plan),
         *parameter_server.check(plan),
         *coupled_samples.check(job, plan, kind),
+        *average_problems(job.average, plan),
     ]
     if plan.precision in ("tf32", "fp8"):
         given = f"precision={plan.precision}, which can be forecast but not run yet"

@@ -165,29 +165,31 @@ class Run:
             raise SpecError.of("step", given, f"None, or one of {there}", f"step={found[0].step if found else None}")
         return chosen
 
-    def state_dict(self, step: Which = None) -> dict[str, Tensor]:
+    def state_dict(self, step: Which = None, *, averaged: bool = False) -> dict[str, Tensor]:
         """Every tensor of the trained model, whole, on the CPU, by its name in the model; of tied ones the first name.
 
         Args:
             step: as of ``checkpoint``.
+            averaged: the average of the weights that ``job.average`` keeps, in place of the weights.
 
         Raises:
-            SpecError: there is no such checkpoint.
+            SpecError: there is no such checkpoint, or it has no averaged weights.
             CheckpointError: it is damaged; tensors are verified as they are read.
         """
         from phalanx.checkpoint import model_tensors
 
-        return model_tensors(self.checkpoint(step))
+        return model_tensors(self.checkpoint(step), averaged=averaged)
 
-    def model(self, job: Job | None = None, *, step: Which = None) -> nn.Module:
+    def model(self, job: Job | None = None, *, step: Which = None, averaged: bool = False) -> nn.Module:
         """The trained model on the CPU, in evaluation mode, whatever the plan that it was trained under.
 
         Args:
             job: that builds it, where the run does not know its own.
             step: as of ``checkpoint``.
+            averaged: with the average of the weights, as of ``state_dict``.
 
         Raises:
-            SpecError: no job is known, its model is another one, or there is no such checkpoint.
+            SpecError: no job is known, its model is another one, or there is no such checkpoint or average.
             CheckpointError: the checkpoint is damaged.
         """
         from phalanx.checkpoint import model_tensors
@@ -198,7 +200,7 @@ class Run:
             allowed = "the job that builds the model: a run's folder holds values, and no code"
             raise SpecError.of("job", "none", allowed, "px.load(folder, job()).model()")
         path = self.checkpoint(step)  # once: a run that goes on may save another meanwhile
-        return trained_model(job, model_tensors(path), str(path))
+        return trained_model(job, model_tensors(path, averaged=averaged), str(path))
 
     def save_pretrained(
         self,
@@ -208,6 +210,7 @@ class Run:
         dtype: torch.dtype | None = None,
         adapter: bool = False,
         merged: bool = False,
+        averaged: bool = False,
     ) -> Exported:
         """Write the trained model for others: a new folder that ``from_pretrained`` reads, or a new ``*.safetensors``.
 
@@ -216,9 +219,10 @@ class Run:
             dtype: of floating point tensors; as saved where not given.
             adapter: write the adapters of peft alone, a folder for ``PeftModel.from_pretrained``.
             merged: write the model of transformers that peft's adapters have been merged into.
+            averaged: the average of the weights, as of ``state_dict``.
 
         Raises:
-            SpecError: ``target`` exists, there is no such checkpoint, or there are no adapters.
+            SpecError: ``target`` exists, there is no such checkpoint or average, or there are no adapters.
             CheckpointError: the checkpoint is damaged, or the target cannot be written.
         """
         from phalanx.checkpoint import export
@@ -228,9 +232,9 @@ class Run:
         if adapter or merged:
             from phalanx.train.adapters import export_adapters
 
-            form = "adapter" if adapter else "merged"
-            return export_adapters(self.checkpoint(step), Path(target), form, job=self.job, dtype=dtype)
-        return export(self.checkpoint(step), Path(target), dtype=dtype)
+            form, how = "adapter" if adapter else "merged", {"dtype": dtype, "averaged": averaged}
+            return export_adapters(self.checkpoint(step), Path(target), form, job=self.job, **how)
+        return export(self.checkpoint(step), Path(target), dtype=dtype, averaged=averaged)
 
 
 def _row(event: dict[str, Any]) -> dict[str, Any]:

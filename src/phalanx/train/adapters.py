@@ -53,7 +53,13 @@ def adapters_of(module: nn.Module) -> dict[str, Any] | None:
 
 
 def export_adapters(
-    path: Path, target: Path, form: Form, *, job: Job | None = None, dtype: torch.dtype | None = None
+    path: Path,
+    target: Path,
+    form: Form,
+    *,
+    job: Job | None = None,
+    dtype: torch.dtype | None = None,
+    averaged: bool = False,
 ) -> Exported:
     """Write the adapters in the checkpoint ``path``, or the base that they are merged into, to the folder ``target``.
 
@@ -64,6 +70,7 @@ def export_adapters(
         form: which of the two.
         job: that builds the model; without it, it is built from what the checkpoint says.
         dtype: of floating point tensors; as saved where not given. They are merged before they are converted.
+        averaged: of the average of the weights, as of ``phalanx.checkpoint.export``.
 
     Raises:
         SpecError: the model is none of peft's, what it has trained is not in its adapters alone, or the target exists.
@@ -78,7 +85,7 @@ def export_adapters(
         import peft  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError:
         raise MissingExtraError("peft", "peft") from None
-    model: Any = _model(path, job)
+    model: Any = _model(path, job, averaged=averaged)
     if form == "adapter":
         _refuse_more_than_adapters(model, path)
     else:
@@ -95,8 +102,8 @@ def _is_adapted(module: Any) -> bool:
     return hasattr(module, "peft_config") and hasattr(module, "get_base_model")
 
 
-def _model(path: Path, job: Job | None) -> nn.Module:
-    values = model_tensors(path)
+def _model(path: Path, job: Job | None, *, averaged: bool) -> nn.Module:
+    values = model_tensors(path, averaged=averaged)
     if job is not None:
         model = trained_model(job, values, str(path))
         if not _is_adapted(model):

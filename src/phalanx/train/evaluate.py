@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -69,8 +69,7 @@ def evaluate(
         device = torch.device("cuda", torch.cuda.current_device())
     inputs = Inputs(job, layout.module)
     sums, samples = dict[str, tuple[float, float]](), 0
-    averaged = assembly.local_sgd.averaged() if assembly.local_sgd else nullcontext()
-    with averaged, torch.no_grad(), evaluation_mode(layout.module):
+    with _weights(assembly), torch.no_grad(), evaluation_mode(layout.module):
         lane = assembly.loader.lane(assembly.step.progress.step)
         for batch in islice(evaluation_batches(dataset, job, lane, micro=plan.micro), batches):
             pieces: list[OutputPiece] = []
@@ -105,6 +104,14 @@ def evaluate(
     everywhere, *values = totals.tolist()
     whole = dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
     return Evaluation.of(whole, int(everywhere), begun)
+
+
+def _weights(assembly: Assembly) -> AbstractContextManager[None]:
+    """Within, the model has the weights that are evaluated."""
+    if assembly.local_sgd:
+        return assembly.local_sgd.averaged()
+    average = assembly.step.average
+    return average.applied() if average is not None and average.how.evaluate else nullcontext()
 
 
 def _of_whole_batch(

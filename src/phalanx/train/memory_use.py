@@ -47,6 +47,7 @@ class Parts:
         parameters: values, the shards where they are sharded; and the most that was gathered at one time.
         gradients: the most there was: before a micro-batch, or before or after they were reduced; and what was left out
             of those that were sent in a smaller form.
+        optimizer: its state, and the average of the weights, if the job has one.
         activations: the most that was saved for backward at one time, over all micro-batches then under way.
     """
 
@@ -106,11 +107,12 @@ class MeasuredStep:
         parts.activations = max(parts.activations, saved.peak)
 
     def _see_fixed(self) -> Parts:
-        parts, module = self._parts, self._step.layout.module
+        parts, module, average = self._parts, self._step.layout.module, self._step.average
         values = list(self._values())
         parts.parameters = max(parts.parameters, self._bytes(values))
         parts.buffers = self._bytes(module.buffers(), but=values)
-        parts.optimizer = max(parts.optimizer, self._bytes(_tensors(self._step.optimizer.state), but=values))
+        kept = [*_tensors(self._step.optimizer.state), *_tensors(average.tensors if average else {})]
+        parts.optimizer = max(parts.optimizer, self._bytes(kept, but=values))
         return parts
 
     def _see_gradients(self) -> None:

@@ -296,6 +296,10 @@ class MeshStepper(Stepper):
         assembly, found = self._assembly, list[tuple[str, dict[str, Any]]]()
         if kinds := ", ".join(sorted(self._measured.uncounted)):
             found.append(("warning", {"message": f"memory: the tensors of these kinds are not counted: {kinds}"}))
+        if (average := assembly.step.average) is not None and not average.updates:
+            found.append(
+                ("warning", {"message": f"average: none was made in {self.taken} steps; {average.how.begins}"})
+            )
         across = assembly.local_sgd.across if assembly.local_sgd else None
         for event in self._listener.events():
             found.append(("timeline", event | ({"rank": across.named(event["rank"])} if across else {})))

@@ -23,6 +23,7 @@ from phalanx.train.adapters import SECTION as ADAPTERS
 from phalanx.train.adapters import adapters_of
 from phalanx.train.assembly import Assembly
 from phalanx.train.loss_scaling import LossScale
+from phalanx.train.weight_average import AVERAGE
 
 if TYPE_CHECKING:
     from phalanx.checkpoint import PartTensor, TensorPart
@@ -76,8 +77,13 @@ def to_save(
         OUTER_SECTION: told,
         SURVIVOR: survivor,
         SCHEDULER: assembly.step.scheduler.state() if assembly.step.scheduler else None,
+        AVERAGE: assembly.step.average.state() if assembly.step.average else None,
     }
     tensors = {**model_tensors(assembly.layout), **tensors, **sender_tensors(held), **outer}
+    infinite = buffer_names(assembly.layout)
+    if average := assembly.step.average:
+        tensors |= average.to_save(parts(held))
+        infinite |= average.buffer_names()
     return checkpoint.SaveRequest(
         folder,
         progress.step,
@@ -85,7 +91,7 @@ def to_save(
         state,
         keep=keep,
         keep_every=keep_every or 0,
-        infinite=buffer_names(assembly.layout),
+        infinite=infinite,
     )
 
 
@@ -123,6 +129,9 @@ def restore(path: Path, job: Job, assembly: Assembly) -> None:
     assembly.notes.extend([lost] if lost else [])
     assembly.layout.stepped()
     restore_outer(assembly, path, state, parts(held))
+    if average := assembly.step.average:
+        lost = average.restore(path, state.get(AVERAGE), parts(held))
+        assembly.notes.extend([lost] if lost else [])
     progress = assembly.step.progress
     progress.step, progress.samples, progress.divisor = state["step"], state["samples"], state["divisor"]
     if progress.loss_scale and state["loss_scale"]:

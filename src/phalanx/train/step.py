@@ -29,6 +29,7 @@ from phalanx.train.row_gather import RowGather
 from phalanx.train.step_boundary import StepBoundary
 from phalanx.train.torch_scheduler import TorchScheduler
 from phalanx.train.uneven_shares import Sharing
+from phalanx.train.weight_average import WeightAverage
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,6 +85,7 @@ class Step:
         watch: who measures memory; ``None`` for nobody.
         sharing: the ranks' uneven shares, which may follow their speed; ``None`` where they are even.
         drift: who compares replicas now and then; ``None`` for nobody.
+        average: of the weights, if the job has one; the model computes with it within ``average.applied()``.
         boundary: whether what a checkpoint holds is that of the last finished step.
         scheduler: of torch's, that sets the learning rates; ``None`` where the job gives none.
         last: of the last finished step; ``None`` before the first.
@@ -121,6 +123,7 @@ class Step:
         self.observer = Observer()
         self.sharing: Sharing | None = None
         self.drift: DriftWatch | None = None
+        self.average = WeightAverage(job.average, layout) if job.average else None
         self.boundary = StepBoundary()
         self.last: Metrics | None = None
         self.seconds = (0.0, 0.0)
@@ -235,6 +238,8 @@ class Step:
             self.scheduler.stepped()
         self.progress.step += 1
         self.progress.samples += batch.samples
+        if self.average is not None and not metrics.skipped:
+            self.average.stepped(self.progress.step)
         self.last = metrics
         self.boundary.reached()
         if self.drift is not None:

@@ -28,7 +28,7 @@ from phalanx.train.torch_scheduler import MadeOptimizer
 from phalanx.train.whole_batch import compared
 from phalanx.units import show_names
 
-_ADAM = 8.0  # bytes a parameter
+_ADAM, _AVERAGED = 8.0, 4.0  # bytes a parameter
 
 
 def work_of(
@@ -75,7 +75,7 @@ def work_of(
         batch=batch or job.batch,
         length=length,
         lengths=lengths,
-        state=_ADAM if state is None else state,
+        state=(_ADAM if state is None else state) + (_AVERAGED if job.average else 0.0),
         norm=True,  # every step looks whether it is finite
         optimizer=optimizer,
         modules=frozenset(name for name, _ in module.named_modules() if name),
@@ -108,6 +108,8 @@ def _unpriced(job: Job) -> Iterator[str]:
         yield f"Of the job, {found}: not priced; data is taken to be there when a step wants it."
     if found := stated(_LEARNING):
         yield f"Of the job, {found}: changes what is learnt, not what a step takes."
+    if job.average is not None:
+        yield "Of the job, average: its memory is counted with the optimizer's state; the passes over it are not priced."
     if job.clip is not None:
         yield "Of the job, clip: the sum of the norm over ranks is priced; the passes over gradients are not priced."
     if job.loss_over == "batch":

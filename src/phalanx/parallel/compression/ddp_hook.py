@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from phalanx.config.sync import Compression
 from phalanx.parallel.compression.codecs import Codec, codec, message, read, write
-from phalanx.parallel.compression.error_feedback import Average, CompressedBucket, Feedback, LeftOut
+from phalanx.parallel.compression.error_feedback import CompressedBucket, Feedback, GradientAverage, LeftOut
 from phalanx.parallel.compression.exchange import CompressedTraffic, Wire, lane
 from phalanx.parallel.compression.powersgd import PowerSGD
 
@@ -82,7 +82,7 @@ def _in_two(flat: Tensor, wire: Wire, codec: Codec, feedback: Feedback | None) -
             place.copy_(mean[: place.numel()])
 
 
-class Coded(Average):
+class Coded(GradientAverage):
     """The mean of what ranks sent through ``codec``, with error feedback where the codec asks for it."""
 
     def __init__(self, codec: Codec, wire: Wire, parameters: Mapping[str, Tensor]) -> None:
@@ -146,7 +146,7 @@ class Sender:
         return buffer
 
 
-def _average(compress: str, wire: Wire, parameters: Mapping[str, Tensor]) -> Average:
+def _average(compress: str, wire: Wire, parameters: Mapping[str, Tensor]) -> GradientAverage:
     asked = Compression.parse(compress)
     if asked.codec == "powersgd":
         return PowerSGD(int(asked.amount), wire, parameters)

@@ -23,7 +23,7 @@ class CompressedBucket:
     flat: Tensor  # all of them, fp32: (count,)
 
 
-class Average(ABC):
+class GradientAverage(ABC):
     """A way to average buckets over ranks."""
 
     @abstractmethod

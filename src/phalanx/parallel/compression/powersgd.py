@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from phalanx.parallel.compression.error_feedback import Average, CompressedBucket, LeftOut, lack
+from phalanx.parallel.compression.error_feedback import CompressedBucket, GradientAverage, LeftOut, lack
 from phalanx.parallel.compression.exchange import Wire
 from phalanx.parallel.grad_reduce import spread
 
 
-class PowerSGD(Average):
+class PowerSGD(GradientAverage):
     """One step of subspace iteration a training step, begun from the last one's Q.
 
     Gradients of one dimension, and matrices of which P and Q would be no smaller, are sent whole.

@@ -1,0 +1,252 @@
+"""Averaged weights: under every plan those of torch's ``AveragedModel`` in a plain loop, also after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from small import BATCH, fit, job, table
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+import phalanx as px
+from phalanx.cli import main
+from phalanx.errors import RefusedError, SpecError
+from phalanx.verify.witness import samples
+from phalanx.verify.witness.initial import initial_model
+
+STEPS = 8
+EMA = px.Average(decay=0.7)
+MEAN = px.Average(kind="mean", start=2, every=2)
+PLANS = ("single", "dp=2", "threads=2", "fsdp=2", "fsdp=2 zero=1", "fsdp=2 zero=2", "tp=2", "pp=2")
+
+
+class Net(nn.Module):
+    """Layers that pair up under ``tp``, one that does not learn, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(9, 12), nn.ReLU(), nn.Linear(12, 9)) for _ in range(2)))
+        self.norm = nn.BatchNorm1d(9)
+        self.head = nn.Linear(9, 5)
+        self.blocks[0][0].bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(x)))
+
+
+def other(length: int = 40) -> px.Table:
+    return table(length, seed=1)
+
+
+def averaging(how: px.Average, **more: Any) -> dict[str, Any]:
+    return {
+        "model": Net,
+        "average": how,
+        "epochs": None,
+        "steps": STEPS,
+        "evaluate": other,
+        "evaluate_every": 2,
+        "batch_statistics": "global",
+        "shuffle": False,
+        "drop_last": True,
+        "optimizer": lambda params: torch.optim.SGD(params, lr=0.3),
+        **more,
+    }
+
+
+@cache
+def plain(how: px.Average) -> tuple[dict[str, Tensor], dict[int, float]]:
+    """The averaged weights and buffers after a handwritten loop, and losses of evaluations by steps taken."""
+    model, data = _initial(), table()
+    function = get_ema_multi_avg_fn(how.decay) if how.kind == "ema" else get_swa_multi_avg_fn()
+    averaged = AveragedModel(model, multi_avg_fn=function)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.3)
+    x, y = (torch.stack([data[at][name] for at in range(len(data))]) for name in ("x", "y"))
+    losses: dict[int, float] = {}
+    for step in range(STEPS):
+        at = step % (len(data) // BATCH) * BATCH
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[at : at + BATCH]), y[at : at + BATCH]).backward()
+        optimizer.step()
+        taken = step + 1
+        if taken >= how.start and (taken - how.start) % how.every == 0:
+            averaged.update_parameters(model)
+        losses[taken] = _loss(averaged.module if averaged.n_averaged else model)
+    return dict(averaged.module.state_dict()), losses
+
+
+def _initial() -> nn.Module:
+    """With the values that a run begins with."""
+    with torch.random.fork_rng():
+        samples.seed_everything(samples.stream_seed(0, 0))
+        return initial_model(job(**averaging(EMA)))
+
+
+@torch.no_grad()
+def _loss(model: nn.Module) -> float:
+    data = other()
+    x, y = (torch.stack([data[at][name] for at in range(len(data))]) for name in ("x", "y"))
+    model.eval()
+    loss = nn.functional.cross_entropy(model(x), y).item()
+    model.train()
+    return loss
+
+
+def assert_averaged(run: px.Run, how: px.Average) -> None:
+    expected, losses = plain(how)
+    found = run.state_dict(averaged=True)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        # The gradient of a bias before BatchNorm is rounding alone.
+        assert torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-5), name
+    told = {one["step"]: one["loss"] for one in run.evaluations()}
+    assert told == pytest.approx({step: losses[step] for step in told}, rel=1e-5)
+
+
+@pytest.mark.parametrize("how", [EMA, MEAN], ids=["ema", "mean"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_is_that_of_one_device(plan: str, how: px.Average, tmp_path: Path) -> None:
+    run = fit(plan, tmp_path / "run", **averaging(how))
+    assert_averaged(run, how)
+    assert len(run.evaluations()) == STEPS // 2
+
+
+@pytest.mark.parametrize("how", [EMA, MEAN], ids=["ema", "mean"])
+@pytest.mark.parametrize(("first", "then"), [("dp=2", "fsdp=2"), ("tp=2", "pp=2"), ("fsdp=2 zero=1", "single")])
+def test_goes_on_under_another_plan(first: str, then: str, how: px.Average, tmp_path: Path) -> None:
+    fit(first, tmp_path / "run", **averaging(how, steps=3))
+    assert_averaged(fit(then, tmp_path / "run", resume=True, **averaging(how)), how)
+
+
+@pytest.mark.parametrize("plan", ["single", "fsdp=2", "fsdp=2 zero=1", "threads=2"])
+def test_changes_nothing_of_the_training(plan: str, tmp_path: Path) -> None:
+    without = fit(plan, tmp_path / "without", **averaging(EMA, average=None))
+    beside = fit(plan, tmp_path / "beside", **averaging(px.Average(decay=0.7, evaluate=False)))
+    used = fit(plan, tmp_path / "used", **averaging(EMA))
+    for run in (beside, used):
+        assert run.losses == without.losses
+        assert all(torch.equal(tensor, run.state_dict()[name]) for name, tensor in without.state_dict().items())
+    losses = [[one["loss"] for one in run.evaluations()] for run in (without, beside, used)]
+    assert losses[0] == losses[1] != losses[2]
+    assert_averaged(used, EMA)
+
+
+@pytest.mark.parametrize("plan", ["single", "dp=2"])
+def test_a_step_that_is_skipped_is_not_averaged(plan: str, tmp_path: Path) -> None:
+    data = table()
+    x, y = (torch.stack([data[at][name] for at in range(len(data))]) for name in ("x", "y"))
+    spoilt = px.Table(x=x, y=y, bad=torch.arange(len(data)) == 40)  # in each second of three steps
+
+    def loss(output: Tensor, batch: dict[str, Tensor]) -> px.Loss:
+        total, count = px.cross_entropy(output, batch["y"])
+        return px.Loss(total * torch.where(batch["bad"].any(), torch.nan, 1.0), count)
+
+    sgd: Callable[[Any], Any] = lambda params: torch.optim.SGD(params, lr=0.3)  # noqa: E731
+    how = {"data": lambda: spoilt, "loss": loss, "optimizer": sgd, "average": EMA}
+    given = job(**how, steps=STEPS, epochs=None, shuffle=False, drop_last=True, inputs=lambda batch: batch["x"])
+    spec = px.RunSpec(
+        job="skips", plan=px.Plan.parse(plan), folder=tmp_path / "run", forecast="none", on_nonfinite="skip"
+    )
+    run = px.fit(given, run=spec)
+    with torch.random.fork_rng():
+        samples.seed_everything(samples.stream_seed(0, 0))
+        model = initial_model(given)
+    averaged, optimizer = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7)), sgd(model.parameters())
+    for step in range(STEPS):
+        if step % 3 != 1:
+            at = step % 3 * BATCH
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[at : at + BATCH]), y[at : at + BATCH]).backward()
+            optimizer.step()
+            averaged.update_parameters(model)
+    assert [event["step"] for event in run.events("step") if event["skipped"]] == [1, 4, 7]
+    for name, tensor in averaged.module.state_dict().items():
+        torch.testing.assert_close(run.state_dict(averaged=True)[name], tensor)
+
+
+class TestResult:
+    """How the averaged weights come out of a run."""
+
+    def test_is_what_plain_torch_loads(self, tmp_path: Path) -> None:
+        run = fit("fsdp=2", tmp_path / "run", **averaging(EMA))
+        expected, _ = plain(EMA)
+        for name, argv in {"one": ["export"], "two": ["checkpoint", "export", "--to"]}.items():
+            target = str(tmp_path / f"{name}.safetensors")
+            words = [*argv[:2], str(run.folder), *argv[2:], target, "--averaged"]
+            done = CliRunner().invoke(main, words)
+            assert done.exit_code == 0, done.output
+        run.save_pretrained(tmp_path / "folder", averaged=True)
+        files = [tmp_path / "one.safetensors", tmp_path / "two.safetensors", tmp_path / "folder" / "model.safetensors"]
+        trained, model = run.state_dict(), run.model(averaged=True)
+        for found in [*map(load_file, files), model.state_dict()]:
+            fresh = Net()
+            fresh.load_state_dict(found)
+            for name, tensor in fresh.state_dict().items():
+                torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+        assert not torch.equal(trained["head.weight"], model.get_parameter("head.weight"))
+        assert torch.equal(trained["blocks.0.0.bias"], model.get_parameter("blocks.0.0.bias"))
+
+    @pytest.mark.parametrize("how", [None, px.Average(start=100)], ids=["none", "not-yet"])
+    def test_there_is_none(self, how: px.Average | None, tmp_path: Path) -> None:
+        run = fit("single", tmp_path / "run", **averaging(EMA, average=how))
+        for ask in (
+            run.state_dict,
+            run.model,
+            lambda averaged: run.save_pretrained(tmp_path / "no", averaged=averaged),
+        ):
+            with pytest.raises(SpecError, match=r"averaged: given .* holds no averaged weights"):
+                ask(averaged=True)
+        done = CliRunner().invoke(main, ["export", str(run.folder), str(tmp_path / "out"), "--averaged"])
+        assert done.exit_code == 2
+        assert "holds no averaged weights" in done.stderr
+        assert not list(tmp_path.glob("*out*"))
+        said = [event["message"] for event in run.events("warning")]
+        assert said == (
+            [] if how is None else [f"average: none was made in {STEPS} steps; the first is due after step 100"]
+        )
+
+    def test_one_that_begins_late_or_otherwise_says_so(self, tmp_path: Path) -> None:
+        fit("single", tmp_path / "run", **averaging(EMA, average=None, steps=2))
+        run = fit("single", tmp_path / "run", resume=True, **averaging(EMA, steps=4))
+        assert any("the ema begins anew" in note for note in list(run.events("start"))[-1]["notes"])
+        run = fit("single", tmp_path / "run", resume=True, **averaging(MEAN, steps=5))
+        assert any("is a ema; the mean begins anew" in note for note in list(run.events("start"))[-1]["notes"])
+
+
+class TestRefused:
+    """What makes no sense."""
+
+    @pytest.mark.parametrize("plan", ["dp=2 server=1", "dp=2 sync=local every=2", "dp=2 sync=diloco every=2"])
+    def test_plans_without_weights_of_a_step(self, plan: str, tmp_path: Path) -> None:
+        with pytest.raises(RefusedError, match=r"plan\.(server|sync): given .*average=px\.Average"):
+            fit(plan, tmp_path / "run", **averaging(EMA, batch_statistics="micro"))
+        assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            ({"decay": 0.0}, r"average\.decay: given 0\.0; allowed: a number between 0 and 1"),
+            ({"decay": 1}, r"average\.decay"),
+            ({"decay": "0.9"}, r"average\.decay"),
+            ({"kind": "mean", "decay": 0.9}, r"average\.decay: given 0\.9; allowed: only with kind=ema"),
+            ({"kind": "swa"}, r"average\.kind: given 'swa'; allowed: ema, mean"),
+            ({"start": -1}, r"average\.start: given -1"),
+            ({"every": 0}, r"average\.every: given 0"),
+            ({"every": True}, r"average\.every: given True"),
+            ({"evaluate": "yes"}, r"average\.evaluate: given 'yes'"),
+        ],
+    )
+    def test_values(self, given: dict[str, Any], said: str) -> None:
+        with pytest.raises(SpecError, match=said):
+            px.Average(**given)
+
+    def test_what_is_no_average(self) -> None:
+        with pytest.raises(SpecError, match=r"job\.average: given 0\.999; allowed: a px\.Average, or None"):
+            job(average=0.999)
