@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 import phalanx as px
 from phalanx.cli import main
 from phalanx.errors import RefusedError, SpecError
+from phalanx.train.weight_average import WeightAverage
 from phalanx.verify.witness import samples
 from phalanx.verify.witness.initial import initial_model
 
@@ -35,7 +36,7 @@ class Net(nn.Module):
         self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(9, 12), nn.ReLU(), nn.Linear(12, 9)) for _ in range(2)))
         self.norm = nn.BatchNorm1d(9)
         self.head = nn.Linear(9, 5)
-        self.blocks[0][0].bias.requires_grad_(False)
+        self.get_parameter("blocks.0.0.bias").requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(self.blocks(x)))
@@ -65,7 +66,7 @@ def averaging(how: px.Average, **more: Any) -> dict[str, Any]:
 def plain(how: px.Average) -> tuple[dict[str, Tensor], dict[int, float]]:
     """The averaged weights and buffers after a handwritten loop, and losses of evaluations by steps taken."""
     model, data = _initial(), table()
-    function = get_ema_multi_avg_fn(how.decay) if how.kind == "ema" else get_swa_multi_avg_fn()
+    function = get_ema_multi_avg_fn(how.factor) if how.kind == "ema" else get_swa_multi_avg_fn()
     averaged = AveragedModel(model, multi_avg_fn=function)
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.3)
     x, y = (torch.stack([data[at][name] for at in range(len(data))]) for name in ("x", "y"))
@@ -250,3 +251,27 @@ class TestRefused:
     def test_what_is_no_average(self) -> None:
         with pytest.raises(SpecError, match=r"job\.average: given 0\.999; allowed: a px\.Average, or None"):
             job(average=0.999)
+
+
+@pytest.mark.parametrize("how", [EMA, MEAN], ids=["ema", "mean"])
+def test_a_proof_evaluates_it(how: px.Average, monkeypatch: pytest.MonkeyPatch) -> None:
+    proof = px.prove(job(**averaging(how)), "fsdp=2", steps=STEPS)
+    assert proof.equal, proof
+    monkeypatch.setattr(WeightAverage, "stepped", lambda self, step: None)
+    assert not px.prove(job(**averaging(how)), "fsdp=2", steps=STEPS).equal
+
+
+def test_memory_of_it_is_measured_and_forecast(tmp_path: Path) -> None:
+    run = fit("fsdp=2 zero=1", tmp_path / "run", **averaging(EMA))
+    without = fit("fsdp=2 zero=1", tmp_path / "without", **averaging(EMA, average=None))
+    model = Net()
+    shards = sum(-(-len(one) // 2) * one[0].numel() for one in model.parameters() if one.requires_grad)
+    buffers = sum(one.numel() * one.element_size() for one in model.buffers())
+    measured = [[event["optimizer"] for event in one.events("memory")] for one in (without, run)]
+    assert measured[0] == [0, 0]
+    assert measured[1][0] == 4 * shards + buffers
+    forecasts = [px.forecast(job(**averaging(EMA, average=one)), "fsdp=2 zero=1", "2xH100") for one in (None, EMA)]
+    elements = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    more = forecasts[1].memory["optimizer"] - forecasts[0].memory["optimizer"]
+    assert more == pytest.approx(4 * elements / 2)
+    assert any("average" in note for note in forecasts[1].notes)

@@ -109,7 +109,7 @@ def _unpriced(job: Job) -> Iterator[str]:
     if found := stated(_LEARNING):
         yield f"Of the job, {found}: changes what is learnt, not what a step takes."
     if job.average is not None:
-        yield "Of the job, average: its memory is counted with the optimizer's state; the passes over it are not priced."
+        yield "Of the job, average: its memory is counted with the optimizer's state; passes over it are not priced."
     if job.clip is not None:
         yield "Of the job, clip: the sum of the norm over ranks is priced; the passes over gradients are not priced."
     if job.loss_over == "batch":

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from phalanx.config import Job, Schedule
 from phalanx.verify.witness import samples
+from phalanx.verify.witness.averages import PlainAverage
 from phalanx.verify.witness.initial import initial_model
 from phalanx.verify.witness.magnitudes import Magnitudes, dense
 from phalanx.verify.witness.masks import KeyedMasks
@@ -140,6 +141,7 @@ class _PlainLoop:
         self.magnitudes = Magnitudes(precision)
         self.pending = set(self.trained)
         self.evaluation_data = job.evaluate() if job.evaluate else None
+        self.average = PlainAverage(job.average, self.model) if job.average else None
         self.witness = Witness()
         self.masks: KeyedMasks | None = None
 
@@ -159,16 +161,18 @@ class _PlainLoop:
                 wanted = grads if step < WHOLE else {name: grads[name] for name in grads if name in came}
                 witness.reduced[step] = _copied(wanted.items())
             self._update(step)
+            if self.average and not witness.skipped[-1]:
+                self.average.stepped(step + 1)
             if step == 0:
                 self._look(FIRST)
             if every and (step + 1) % every == 0:
-                self._evaluate(step + 1)
+                self._evaluate_average(step + 1)
                 if isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
                     self.schedule.step(self._compared(step + 1))  # pyright: ignore[reportArgumentType]
         if not witness.losses:
             raise ValueError("the data gave no batch")
         if self.evaluation_data is not None and not (every and len(witness.losses) % every == 0):
-            self._evaluate(len(witness.losses))
+            self._evaluate_average(len(witness.losses))
         self._look(END)
         return witness
 
@@ -255,6 +259,10 @@ class _PlainLoop:
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step\\(\\)` before")
             if self.schedule is not None and not isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 self.schedule.step()
+
+    def _evaluate_average(self, step: int) -> None:
+        with self.average.evaluated() if self.average else nullcontext():
+            self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
         """Loss and metrics over the evaluation data: sums over counts."""
