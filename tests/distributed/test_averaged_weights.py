@@ -126,6 +126,25 @@ def test_goes_on_under_another_plan(first: str, then: str, how: px.Average, tmp_
     assert_averaged(fit(then, tmp_path / "run", resume=True, **averaging(how)), how)
 
 
+def test_in_a_loop_of_ones_own() -> None:
+    given = job(**averaging(EMA))
+    step, loader = px.build(given, "threads=2")
+    for batch in loader:
+        step(batch)
+    module, (expected, losses) = step.layout.module, plain(EMA)
+    average = step.average
+    assert average is not None
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with average.applied():
+        assert _loss(module) == pytest.approx(losses[STEPS], rel=1e-5)
+        for name, tensor in expected.items():
+            assert torch.allclose(module.state_dict()[name], tensor, rtol=1e-4, atol=1e-5), name
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    with pytest.raises(ZeroDivisionError), average.applied():
+        raise ZeroDivisionError
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
 @pytest.mark.parametrize("plan", ["single", "fsdp=2", "fsdp=2 zero=1", "threads=2"])
 def test_changes_nothing_of_the_training(plan: str, tmp_path: Path) -> None:
     without = fit(plan, tmp_path / "without", **averaging(EMA, average=None))

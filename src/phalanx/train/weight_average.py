@@ -118,8 +118,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        kept = self.tensors
         for name, tensor in [*self._layout.parameters.items(), *self._buffers_now()]:
-            here, there = local(tensor.detach()), local(self.tensors[name])
+            here, there = local(tensor.detach()), local(kept[name])
             before = here.clone()
             here.copy_(there)
             there.copy_(before)
