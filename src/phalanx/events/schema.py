@@ -110,7 +110,7 @@ SCHEMA: dict[str, dict[str, tuple[type | tuple[type, ...], str]]] = {
         "peak_bytes": (int, "largest memory so far: resident set on CPU, allocated on CUDA"),
         "parameters": (int, "bytes of parameters here, and the most gathered from other ranks at a time; since 1.2"),
         "gradients": (int, "bytes of gradients; since 1.2"),
-        "optimizer": (int, "bytes of optimizer state; since 1.2"),
+        "optimizer": (int, "bytes of optimizer state, and of averaged weights; since 1.2"),
         "buffers": (int, "bytes of the model's buffers; since 1.2"),
         "activations": (int, "most bytes saved for backward at a time; since 1.2"),
     },
